@@ -251,7 +251,7 @@ class CoordinatorService:
                 if self._coordinator is None:
                     self._start()
                 else:
-                    self._send_ready(self._memberships)
+                    self._send_ready(self._memberships, [link.removesuffix(OUT)])
 
     def _dispatch_order(self, link: str, order: Request | Abort | ReportOrder) -> None:
         """What a client wants."""
@@ -411,7 +411,7 @@ class CoordinatorService:
         if is_complete and self._coordinator is None:
             self._start()
         elif is_complete:
-            self._send_ready([role])
+            self._send_ready([role], self._clients.connected())
 
     def _last_round(self, role: str) -> int:
         """Round of the last batch that the role was sent in the epochs before."""
@@ -470,13 +470,13 @@ class CoordinatorService:
             now=time.monotonic(),
             first_round=spec.incarnation * ROUNDS_PER_INCARNATION,
         )
-        self._send_ready(self._memberships)
+        self._send_ready(self._memberships, self._clients.connected())
         for role in LEAD_ROLES:
             if role in self._memberships and (spec.bridged or not self._is_complete[role]):
                 self._apply_record(self._state_of(role))
 
-    def _send_ready(self, roles: Iterable[str]) -> None:
-        """Send every client what the ranks of these roles measured at start."""
+    def _send_ready(self, roles: Iterable[str], clients: Sequence[str]) -> None:
+        """Send these clients what the ranks of these roles measured at start."""
         for role in roles:
             for ready in self._memberships[role].ready():
-                self._hub.send(self._clients.connected(), ready)
+                self._hub.send(clients, ready)

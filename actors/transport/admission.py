@@ -6,17 +6,22 @@ from it. Clients can be added and taken away at any time. Knows neither records 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import zmq
 
 from actors.transport.keys import HubKeys, is_client, peer_of
+from actors.transport.token_bucket import TokenBucket
 
 RANKS = b"ranks"
 """ZAP's domain of the port of ranks and the owner."""
 CLIENTS = b"clients"
 _ADDRESS = "inproc://zeromq.zap.01"
-_VERSION = b"1.0"
+CONNECTS_PER_S = 1.0
+"""Connections that the clients with one key may make."""
+CONNECTS_BURST = 64
+"""Connections that they may make at once: each client makes two."""
 
 
 class Admission:
@@ -26,7 +31,8 @@ class Admission:
         admitted = {keys.of(peer).public.hex(): peer for peer in keys.admitted}
         self._ranks = {key: peer for key, peer in admitted.items() if not is_client(peer)}
         self._clients = {key: peer for key, peer in admitted.items() if is_client(peer)}
-        self.asked: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self._connects: dict[str, TokenBucket] = {}
+        self.asked: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         """Readable when `answer` has something to answer."""
         self.asked.linger = 0
         self.asked.bind(_ADDRESS)
@@ -52,9 +58,20 @@ class Admission:
 
     def answer(self) -> None:
         """One question of ZeroMQ. The key becomes the `User-Id` of each frame of the connection: a name may get another
-        key while the connection lasts."""
-        request = self.asked.recv_multipart()
-        key = request[6].hex() if len(request) == 7 and request[5] == b"CURVE" else ""
-        is_known = key in (self._clients if request[2] == CLIENTS else self._ranks)
-        status = (b"200", b"OK") if is_known else (b"400", b"this key is not admitted")
-        self.asked.send_multipart([_VERSION, request[1], *status, key.encode(), b""])
+        key while the connection lasts. That of a client which connects too often is not answered: its handshake ends
+        after `HANDSHAKE_MS`, where a refusal would end it, and begin the next one, at once."""
+        *envelope, version, number, domain, _, _, mechanism, key = self.asked.recv_multipart()
+        status, user = (b"400", b"this key is not admitted"), key.hex()
+        if mechanism == b"CURVE" and user in (self._clients if domain == CLIENTS else self._ranks):
+            status = (b"200", b"OK")
+            if domain == CLIENTS and not self._may_connect(self._clients[user]):
+                return
+        self.asked.send_multipart([*envelope, version, number, *status, user.encode(), b""])
+
+    def _may_connect(self, client: str) -> bool:
+        now = time.monotonic()
+        bucket = self._connects.setdefault(client, TokenBucket(CONNECTS_PER_S, CONNECTS_BURST, now))
+        if bucket.wait_s(now):
+            return False
+        bucket.spend(1)
+        return True

@@ -27,11 +27,12 @@ from zmq.utils import z85
 
 from actors.logs import log_event, logger_of
 from actors.protocol import membership, messages
-from actors.transport import client_limits
+from actors.transport import client_limits, work_meter
 from actors.transport.admission import CLIENTS, RANKS, Admission
-from actors.transport.client_limits import ConnectionGuard, TokenBucket
+from actors.transport.client_limits import ConnectionGuard
 from actors.transport.codec import Codec, CodecError
 from actors.transport.keys import HubKeys, LinkKey, is_client, peer_of, public_half
+from actors.transport.work_meter import WorkMeter
 
 _REQUESTS = (messages.Request, messages.Abort, messages.Tokens, messages.ReportOrder, messages.Report)
 _DRAFTS = (messages.DraftBatch, messages.ProposalBatch, messages.DraftPreviewBatch)
@@ -83,10 +84,6 @@ def heart_of(link: str) -> str:
     return f"{link}/heart"
 
 
-class _TooMuchError(ValueError):
-    """A client sends more than it may, or is not admitted now; what it sends later may be read again."""
-
-
 class _Endpoint:
     """What both ends share: sockets, of which those that use a network are in a context of this endpoint alone, so that
     `close` waits for what is on its way."""
@@ -95,7 +92,7 @@ class _Endpoint:
         self.num_unreadable = 0
         self._warned_at = -_WARN_EVERY_S
         self._context = zmq.Context(io_threads)
-        self._watched: list[tuple[zmq.Socket[bytes], int]] = []
+        self._watched: list[tuple[zmq.Socket[bytes], int]] = []  # the one that was opened last first
         self._descriptors: list[int] = []
         self._in_use = threading.Lock()  # a socket may be used by one thread after another, not by two at a time
 
@@ -106,7 +103,7 @@ class _Endpoint:
         socket.maxmsgsize = longest
         socket.handshake_ivl = HANDSHAKE_MS
         self._watched.insert(0, (socket, zmq.POLLIN))
-        self._descriptors.append(int(socket.get(zmq.FD)))
+        self._descriptors.insert(0, int(socket.get(zmq.FD)))
         return socket
 
     def close(self) -> None:
@@ -114,19 +111,21 @@ class _Endpoint:
             socket.close(LINGER_MS)
         self._context.destroy(LINGER_MS)
 
-    def _wait(self, timeout_s: float | None) -> zmq.Socket[bytes] | None:
-        """A socket to which a record came within `timeout_s`; of two, the one that was opened last."""
+    def _wait(self, timeout_s: float | None, num_sockets: int | None = None) -> zmq.Socket[bytes] | None:
+        """A socket to which a record came within `timeout_s`; of two, the one that was opened last. Only so many are
+        waited for, if that is given."""
+        watched, descriptors = self._watched[:num_sockets], self._descriptors[:num_sockets]
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            for socket, _ in self._watched:  # ZeroMQ looks at a socket's descriptor when its events are read
+            for socket, _ in watched:  # ZeroMQ looks at a socket's descriptor when its events are read
                 if int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
                     return socket
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return None
-            if left_s is not None and left_s < _SELECT_BELOW_S and max(self._descriptors) < _FD_SETSIZE:
-                select.select(self._descriptors, (), (), left_s)
-            elif ready := zmq.zmq_poll(self._watched, -1 if left_s is None else ceil(left_s * 1e3)):
+            if left_s is not None and left_s < _SELECT_BELOW_S and max(descriptors) < _FD_SETSIZE:
+                select.select(descriptors, (), (), left_s)
+            elif ready := zmq.zmq_poll(watched, -1 if left_s is None else ceil(left_s * 1e3)):
                 return cast("zmq.Socket[bytes]", ready[0][0])
 
     def _messages(self, timeout_s: float | None) -> Iterator[tuple[zmq.Socket[bytes], list[zmq.Frame]]]:
@@ -157,7 +156,7 @@ class Hub(_Endpoint):
     `send` as well, and waits while that one waits in `receive`.
 
     Raises ValueError if an address is still taken after `bind_wait_s`. Peers are read in turn, and clients when no rank
-    has sent anything, through a thread of ZeroMQ of their own: none that sends without pause delays the others. With
+    has sent anything, for a share of the time (`work_meter`), through a thread of ZeroMQ of their own. With
     `near`, links that this process makes to either address with an admitted key, while the hub is there, pass records
     through memory: no network, no encryption, no thread of ZeroMQ in between; they are read before those of other
     processes. Only for a hub that lives as long as they do, since such a link finds no successor of it in another
@@ -174,7 +173,7 @@ class Hub(_Endpoint):
         self._client_socket.rcvhwm = client_limits.MOST_WAITING
         self._client_socket.rcvbuf = client_limits.RECEIVE_BUFFER
         self._guard = ConnectionGuard(self._client_socket, self._admission)
-        self._buckets: dict[str, TokenBucket] = {}
+        self._meter = WorkMeter()
         self.limit_clients(LONGEST_OF_CLIENT)
         self._socket = self._open_router(self._context)
         self._names: dict[str, zmq.Socket[bytes]] = {}
@@ -215,10 +214,13 @@ class Hub(_Endpoint):
             time.sleep(RECONNECT_MS / 1e3)
 
     def close(self) -> None:
+        """Waits for a thread that receives or sends: to close a socket that another thread uses ends the process. What
+        that thread calls next raises ZMQError."""
         for key in self._near_keys:
             _NEAR_HUBS.pop(key, None)
-        self._guard.close()
-        super().close()
+        with self._in_use:
+            self._guard.close()
+            super().close()
 
     def limit_clients(self, longest: int) -> None:
         """The longest record of a client has so many bytes."""
@@ -266,17 +268,26 @@ class Hub(_Endpoint):
         for socket, (name, *payload) in self._messages(timeout_s):
             identity = name.bytes.decode(errors="replace")
             peer = self._peer(socket, identity, name)
+            self._meter.begin(peer)
             try:
                 record = self._read(socket, identity, peer, payload)
             except CodecError as error:
-                self.refuse(peer, error)
-                continue
-            except _TooMuchError as error:
-                super().refuse(peer or identity, error)
+                self.refuse(peer or identity, error)
                 continue
             self._names[identity] = socket
             return identity, record
         return None
+
+    def _wait(self, timeout_s: float | None, num_sockets: int | None = None) -> zmq.Socket[bytes] | None:
+        """Clients, whose socket was opened first, are not read until they may take time again."""
+        self._meter.settle()
+        if pause_s := self._meter.pause_s():
+            is_rest = timeout_s is not None and timeout_s <= pause_s
+            socket = super()._wait(timeout_s if is_rest else pause_s, len(self._watched) - 1)
+            if socket is not None or is_rest:
+                return socket
+            timeout_s = timeout_s and timeout_s - pause_s
+        return super()._wait(timeout_s, num_sockets)
 
     def _peer(self, socket: zmq.Socket[bytes], identity: str, name: zmq.Frame) -> str:
         """Whose key the sender has; empty if it was taken away."""
@@ -290,7 +301,7 @@ class Hub(_Endpoint):
         if socket is self._client_socket:
             self._guard.count_read(identity if is_own_name else peer, payload)
         if not peer:
-            raise _TooMuchError("this client is no longer admitted")
+            raise CodecError("this client is no longer admitted")
         if not is_own_name:
             raise CodecError(f"{identity} is not a name of this peer")
         if is_client(peer):
@@ -300,19 +311,10 @@ class Hub(_Endpoint):
         return CODEC.decode(payload[0].buffer)
 
     def _check_cost(self, client: str, size: int) -> None:
-        if not self._bucket(client).takes(size + client_limits.RECORD_COST, time.monotonic()):
-            raise _TooMuchError(f"more than {client_limits.BYTES_PER_S} bytes a second")
+        if self._meter.is_overspent(client):
+            raise CodecError(f"its records take more than {work_meter.KEY_SHARE:.0%} of the coordinator's time")
         if size > self._longest_of_client:
             raise CodecError(f"{size} bytes are more than the {self._longest_of_client} of the longest request")
-
-    def _bucket(self, client: str) -> TokenBucket:
-        return self._buckets.get(client) or self._buckets.setdefault(client, TokenBucket(time.monotonic()))
-
-    def refuse(self, sender: str, error: Exception) -> None:
-        """Also count its cost, if `sender` is a client."""
-        if is_client(sender):
-            self._bucket(peer_of(sender)).spend(client_limits.REFUSED_COST)
-        super().refuse(sender, error)
 
 
 class Link(_Endpoint):

@@ -1,4 +1,4 @@
-"""What a client may cost the hub: bytes that wait on either side of its connections, and bytes and records a second.
+"""What the connections of clients may cost the hub: bytes that wait on either side of them.
 
 ZeroMQ's limits count whole messages: frames of a message that never ends, and long records for a client that reads
 nothing, would fill the memory below them. The kernel counts the bytes that passed each connection in either direction
@@ -25,14 +25,6 @@ MOST_WAITING = 16
 """Records of one connection that ZeroMQ reads ahead of the hub; what follows waits at the client."""
 RECEIVE_BUFFER = 1 << 18
 """Bytes of one connection that the kernel reads ahead of ZeroMQ; it takes twice as many."""
-BYTES_PER_S = 1 << 20
-"""Of each client: a Mebibyte of the worst bytes keeps the coordinator busy for a quarter of a second."""
-BURST = 1 << 22
-"""Bytes that a client may send at once, after a pause."""
-RECORD_COST = 256
-"""Bytes that a record counts beside its own."""
-REFUSED_COST = 1 << 14
-"""The same of a record that was refused, which is logged."""
 _LOOK_MS = 50
 _CONNECTED_BYTES = 1000
 """Bytes that a connection may receive outside of messages: greeting and handshake,"""
@@ -49,26 +41,6 @@ def wire_size(payload_len: int) -> int:
     """Bytes of a frame on its way: ZMTP's header, and the command, nonce, flags and authenticator of CurveZMQ."""
     sealed = payload_len + 33
     return sealed + (2 if sealed <= 255 else 9)
-
-
-class TokenBucket:
-    """Refilled with `BYTES_PER_S`, up to `BURST`. Times are of a monotonic clock."""
-
-    def __init__(self, now: float) -> None:
-        self._left = float(BURST)
-        self._at = now
-
-    def takes(self, cost: int, now: float) -> bool:
-        """Whether anything is left; then so much is spent, be it more than is left."""
-        self._left = min(BURST, self._left + (now - self._at) * BYTES_PER_S)
-        self._at = now
-        if self._left < 0:
-            return False
-        self.spend(cost)
-        return True
-
-    def spend(self, cost: int) -> None:
-        self._left -= cost
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +108,7 @@ class ConnectionGuard:
 
     def _run(self) -> None:
         sources = [(self._monitor, zmq.POLLIN), (self._admission.asked, zmq.POLLIN)]
-        event = 0
+        event, looked_at = 0, time.monotonic()
         while event != zmq.EVENT_MONITOR_STOPPED:
             ready = dict(zmq.zmq_poll(sources, _LOOK_MS if self._connections else -1))
             if self._admission.asked in ready:
@@ -144,7 +116,9 @@ class ConnectionGuard:
             if self._monitor in ready:
                 event, descriptor = _EVENT.unpack(self._monitor.recv_multipart()[0])
                 self._follow(event, descriptor)
-            self._close_connections(time.monotonic())
+            if (now := time.monotonic()) - looked_at >= _LOOK_MS / 1e3:  # not with every connection that comes or goes
+                looked_at = now
+                self._close_connections(now)
         self._admission.asked.close()
         self._monitor.close()
         for connection in self._connections.values():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
 from actors.coordinator import clients
 from actors.coordinator.clients import CLIENT
-from actors.protocol.membership import Alive, ClientKeys, Hello, Stop
+from actors.protocol.membership import Alive, ClientKeys, Hello, Ready, Stop
 from actors.protocol.messages import (
     Report,
     ReportOrder,
@@ -39,7 +40,7 @@ def stage():
     stage.stop()
 
 
-def receive(stage, name, kind, timeout_s=WAIT_S):
+def receive(stage, name, kind, timeout_s=WAIT_S) -> Any:
     """The next record of this kind, or None after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
@@ -110,3 +111,12 @@ def test_requests_of_a_client_whose_key_was_taken_away_are_aborted(stage, monkey
     stage.links["target-0"].send(VerdictBatch(batch.round, (Verdict(FIRST, 0, 2, (), 7),), 0.0, 0.0))
     batch = receive(stage, "target-0", VerifyBatch)
     assert [item.request_id for item in batch.items] == [SECOND] and FIRST in batch.releases
+
+
+def test_a_greeting_is_answered_to_its_client_alone(stage):
+    """Else many connections that greet cost the square of their number."""
+    stage.links[CLIENT].send(Hello())
+    assert receive(stage, CLIENT, Ready).role == "target"
+    assert receive(stage, OTHER, Alive) and receive(stage, OTHER, Ready, 0.5) is None
+    stage.send(OTHER, Hello())
+    assert receive(stage, OTHER, Ready).role == "target"

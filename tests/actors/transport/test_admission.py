@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from actors.protocol.membership import Hello, Stop
+from actors.transport import admission, work_meter
 from actors.transport.channel import Hub, Link
 from actors.transport.keys import HubKeys, LinkKey, peer_of
 from tests.actors.service_harness import KEYS, link_to
@@ -98,7 +99,9 @@ def test_a_client_takes_no_record_of_a_rank_by_its_name(hub, open_link, open_as)
     assert rank.receive(5.0) == Stop("yours") and thief.receive(0.1) is None
 
 
-def test_refused_records_under_another_name_cost_their_sender(hub, open_link, open_as):
+def test_refused_records_under_another_name_cost_their_sender(hub, open_link, open_as, monkeypatch):
+    monkeypatch.setattr(work_meter, "KEY_BURST_S", 100 * work_meter.RECEIVE_S)
+    monkeypatch.setattr(work_meter, "KEY_SHARE", 0)
     thief = open_as("client:2", "client:1", hub.client_address)
     for _ in range(1000):
         thief.send(Hello())
@@ -106,6 +109,20 @@ def test_refused_records_under_another_name_cost_their_sender(hub, open_link, op
     greet(hub, open_link("client:2/out"))
     open_link("client:1").send(Hello())
     assert hub.receive(0.2) is None, "the thief has used up what it may send"
+
+
+def test_a_client_that_connects_too_often_is_not_answered_and_the_others_are(hub, open_link, monkeypatch):
+    monkeypatch.setattr(admission, "CONNECTS_BURST", 2)
+    monkeypatch.setattr(admission, "CONNECTS_PER_S", 0)
+    greet(hub, *[open_link(f"client:1:{i}") for i in range(3)])
+    late = open_link("client:1:late")
+    late.send(Hello())
+    greet(hub, open_link("client:2"), open_link("target-0"))
+    assert hub.receive(0.3) is None
+    hub._admission._connects.clear()
+    deadline = time.monotonic() + 20
+    while hub.receive(0.05) != ("client:1:late", Hello()):  # what it sent arrives with a later attempt
+        assert time.monotonic() < deadline
 
 
 def test_clients_are_added_and_taken_away_while_the_hub_runs(hub, open_link):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import zmq
@@ -366,3 +367,22 @@ def test_a_near_link_outlives_its_hub_and_finds_the_next_one_of_its_process():
     assert link.receive(5.0) == Stop("again")
     link.close()
     successor.close()
+
+
+def test_a_hub_is_closed_once_the_thread_that_receives_is_back():
+    """To close a socket in which another thread waits is not defined: ZeroMQ may end the process."""
+    hub, received, is_there = Hub(ANY_PORT, KEYS), [], threading.Event()
+
+    def receive() -> None:
+        with suppress(zmq.ZMQError):
+            while True:
+                is_there.set()
+                received.append(hub.receive(0.5))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    is_there.wait()
+    time.sleep(0.1)  # until it waits in ZeroMQ
+    hub.close()
+    thread.join()
+    assert received[:1] == [None], "the call that was under way ended as if no record had come"

@@ -1,4 +1,4 @@
-"""A client costs the hub so many bytes and no more, in either direction; it is served again once it keeps to that."""
+"""A client costs the hub so much time and so many bytes and no more; it is served again once it keeps to that."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import zmq
 
 from actors.protocol.membership import Hello, Stop
 from actors.protocol.messages import Abort, Report, Request
-from actors.transport import client_limits
-from actors.transport.channel import CODEC
-from actors.transport.client_limits import TokenBucket, wire_size
+from actors.transport import client_limits, work_meter
+from actors.transport.channel import CODEC, Hub
+from actors.transport.client_limits import wire_size
+from actors.transport.work_meter import WorkMeter
+from tests.actors.service_harness import KEYS, link_to
 from tests.actors.transport.test_channel import greet
+
+NAMES = ("client:1", "client:2", "target-0")
 
 
 def drained(hub) -> list:
@@ -93,47 +97,82 @@ def test_what_messages_take_on_their_way_is_counted_to_the_byte(hub, open_link):
 
 
 def test_a_client_that_sends_too_much_is_not_read_until_it_sends_less(hub, open_link, monkeypatch):
-    monkeypatch.setattr(client_limits, "BURST", 100 * client_limits.RECORD_COST)
-    monkeypatch.setattr(client_limits, "BYTES_PER_S", 0)
+    monkeypatch.setattr(work_meter, "KEY_BURST_S", 100 * work_meter.RECEIVE_S)
+    monkeypatch.setattr(work_meter, "KEY_SHARE", 0.01)
     flood, other = open_link("client:1"), open_link("client:2")
     greet(hub, other)
     for number in range(1000):
         flood.send(Abort(number))
-    assert 50 < len(drained(hub)) < 100 and hub.num_unreadable > 900
+    num_read, deadline = 0, time.monotonic() + 20
+    while num_read + hub.num_unreadable < 1000:
+        assert time.monotonic() < deadline
+        num_read += hub.receive(0.05) is not None
+    assert 0 < num_read < 500
     greet(hub, other)
-    monkeypatch.setattr(client_limits, "BYTES_PER_S", 1 << 30)
-    greet(hub, flood)
+    while hub.receive(0.05) != ("client:1", Hello()):
+        assert time.monotonic() < deadline
+        flood.send(Hello())
 
 
 def test_both_links_of_a_client_share_what_it_may_send(hub, open_link, monkeypatch):
-    monkeypatch.setattr(client_limits, "BURST", 1)
-    monkeypatch.setattr(client_limits, "BYTES_PER_S", 0)
+    spend_all_on_the_first_record(monkeypatch)
     greet(hub, open_link("client:1"))
     open_link("client:1/out").send(Hello())
     assert hub.receive(0.3) is None and hub.num_unreadable == 1
 
 
-def test_a_refused_record_costs_more_and_ranks_may_send_anything(hub, open_link, monkeypatch):
-    monkeypatch.setattr(client_limits, "BURST", 10 * client_limits.REFUSED_COST)
-    monkeypatch.setattr(client_limits, "BYTES_PER_S", 0)
+def test_refused_records_cost_time_too_and_ranks_may_send_anything(hub, open_link, monkeypatch):
+    spend_all_on_the_first_record(monkeypatch)
     client, rank = open_link("client:1"), open_link("target-0")
     for link in (client, rank):
-        for _ in range(30):
+        for _ in range(3):
             link._post(b"torn")
         link.send(Hello())
     assert [hub.receive(5.0), hub.receive(0.3)] == [("target-0", Hello()), None]
 
 
-def test_a_bucket_is_filled_again_up_to_its_burst():
-    bucket, now = TokenBucket(0.0), 0.0
-    assert bucket.takes(client_limits.BURST + 100, now), "a long record passes a full bucket"
-    assert not bucket.takes(1, now)
-    assert bucket.takes(1, now + 200 / client_limits.BYTES_PER_S)
-    later = now + 1000.0
-    assert bucket.takes(client_limits.BURST, later) and bucket.takes(1, later) and not bucket.takes(1, later)
+def spend_all_on_the_first_record(monkeypatch) -> None:
+    monkeypatch.setattr(work_meter, "KEY_BURST_S", 1e-9)
+    monkeypatch.setattr(work_meter, "KEY_SHARE", 0)
 
 
 # --- turns --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_without_time(monkeypatch):
+    """Its first record of a client uses up the time of all of them, for ever."""
+    monkeypatch.setattr(work_meter, "PORT_BURST_S", 1e-9)
+    monkeypatch.setattr(work_meter, "PORT_SHARE", 0)
+    hub = Hub("tcp://127.0.0.1:*", KEYS)
+    yield hub
+    hub.close()
+
+
+def test_while_clients_have_had_their_time_the_others_are_read(hub_without_time):
+    hub = hub_without_time
+    one, other, rank = (link_to(*place) for place in zip([hub.client_address] * 2 + [hub.address], NAMES, strict=True))
+    greet(hub, one)
+    other.send(Hello())
+    for _ in range(3):
+        greet(hub, rank)
+    assert hub.receive(0.3) is None and hub.num_unreadable == 0, "it waits, it is not lost"
+    hub._meter = WorkMeter()
+    assert hub.receive(5.0) == ("client:2", Hello())
+    for link in (one, other, rank):
+        link.close()
+
+
+def test_the_work_for_a_record_counts_until_the_next_is_asked_for(hub, open_link, monkeypatch):
+    clock = iter([10.0, 10.25, 20.0, 20.5])
+    monkeypatch.setattr(work_meter.time, "thread_time", lambda: next(clock))
+    greet(hub, open_link("client:1"))
+    greet(hub, open_link("target-0"))
+    greet(hub, open_link("client:2"))
+    hub.receive(0.0)
+    left = {client: bucket._left for client, bucket in hub._meter._keys.items()}
+    spent = {client: work_meter.KEY_BURST_S - left_s - work_meter.RECEIVE_S for client, left_s in left.items()}
+    assert spent == pytest.approx({"client:1": 0.25, "client:2": 0.5})
 
 
 def test_ranks_are_read_before_clients(hub, open_link):

@@ -1,0 +1,62 @@
+"""Which share of the hub's thread the records of clients may take.
+
+A record costs the seconds of the thread that receives, decodes, checks and answers it, whatever it is: no kind of
+record is cheap to send and dear to read. Seconds of a thread do not count what other threads and processes do
+meanwhile. Knows no record and no socket.
+"""
+
+from __future__ import annotations
+
+import time
+
+from actors.transport.keys import is_client
+from actors.transport.token_bucket import TokenBucket
+
+PORT_SHARE = 0.1
+"""Of the time of the hub's thread: what the records of all clients may take of it while ranks and the owner use it."""
+PORT_BURST_S = 0.005
+"""Seconds of it that they may take at once, after a pause."""
+KEY_SHARE = 0.05
+"""The same for the clients with one key: above it their records are dropped unread, which costs the others less time
+than to read them, until they send less."""
+KEY_BURST_S = 0.5
+"""Seconds that they may take at once: for about 3,000 requests."""
+RECEIVE_S = 2e-5
+"""What a record costs before it is in the hands of the hub."""
+
+
+class WorkMeter:
+    """Charges the work for each record of a client to the port of clients and to the client's key. Used by the thread
+    that receives."""
+
+    def __init__(self) -> None:
+        now = time.monotonic()
+        self._port = TokenBucket(PORT_SHARE, PORT_BURST_S, now)
+        self._keys: dict[str, TokenBucket] = {}
+        self._client = ""
+        self._began_at = 0.0
+
+    def begin(self, peer: str) -> None:
+        """A record of this peer has been received."""
+        if is_client(peer):
+            self._client, self._began_at = peer, time.thread_time()
+
+    def settle(self) -> None:
+        """All work for the last record is over. The thread that calls may be the successor of the one that began."""
+        if self._client:
+            work_s = max(0.0, time.thread_time() - self._began_at) + RECEIVE_S
+            self._port.spend(work_s)
+            self._key(self._client).spend(work_s)
+            self._client = ""
+
+    def pause_s(self) -> float:
+        """Seconds for which the port of clients is not read."""
+        return self._port.wait_s(time.monotonic())
+
+    def is_overspent(self, client: str) -> bool:
+        return self._key(client).wait_s(time.monotonic()) > 0
+
+    def _key(self, client: str) -> TokenBucket:
+        if (bucket := self._keys.get(client)) is None:
+            bucket = self._keys[client] = TokenBucket(KEY_SHARE, KEY_BURST_S, time.monotonic())
+        return bucket
