@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -180,3 +181,33 @@ def test_end_tokens_and_the_prompt_count_as_the_request_says(rule):
 
 def test_an_input_without_a_proposal_has_the_tree_of_its_last_token():
     assert BATCH[0].tree == TokenTree.root(6) and BATCH[2].tree == TokenTree.chain(9, [63, 56])
+
+
+@pytest.mark.parametrize(
+    ("options", "reads_prompts", "is_kept"),
+    [
+        ({}, False, True),
+        ({"reads_prompts": True}, True, True),
+        ({"is_lead": False}, False, False),
+        ({"reads_prompts": True, "is_lead": False, "is_late": True}, True, False),
+    ],
+)
+def test_a_reader_of_top_tokens_reads_what_its_drafter_asks_for(options, reads_prompts, is_kept):
+    """Every rank asks for the rows, so that all make the same pass; the lead alone keeps them."""
+    runner, reader = ScriptedRunner(CACHED), TopTokensReader.of(2, **options)
+    assert reader is not None and reader.is_late is options.get("is_late", False)
+    logits, _ = verifier_of(runner, top_tokens=reader).forward(BATCH)
+    ((spans, _, _),) = runner.passes
+    assert [span.num_logits for span in spans] == ([2, 3, 3, 5, 1] if reads_prompts else [0, 1, 3, 4, 1])
+    assert len(logits) == 9 and (reader.read() is not None) is is_kept
+    assert TopTokensReader.of(0, **options) is None
+
+
+def test_top_tokens_name_the_texts_and_scopes_of_their_rows():
+    reader = TopTokensReader(200)
+    batch = [replace(one, scope=10 + one.seq_id) for one in BATCH]
+    verifier_of(ScriptedRunner(CACHED), top_tokens=reader).forward(batch)
+    top = reader.read()
+    assert top is not None and top.k == VOCAB, "no more than there are"
+    assert top.spans == ((2, 4, 1), (3, 2, 3), (4, 3, 4), (5, 1, 1)) and top.scopes == (12, 13, 14, 15)
+    assert reader.read() is None, "once"
