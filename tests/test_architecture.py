@@ -266,6 +266,22 @@ def test_files_that_are_named_exist():
     assert not wrong
 
 
+def anchors(page: Path) -> set[str]:
+    """Names of the headings of a page, as renderers of Markdown build them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", name).lower()).replace(" ", "-") for name in headings}
+
+
+def test_links_to_a_heading_find_it():
+    wrong = []
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for name, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)]+)\)", path.read_text()):
+            page = path.parent / name if name else path
+            if anchor not in anchors(page):
+                wrong.append(f"{relative(path)}: {name}#{anchor}")
+    assert not wrong
+
+
 CLOCKS = {"monotonic", "perf_counter", "process_time", "time"}
 
 
