@@ -36,6 +36,14 @@ class VerifyRule(StrEnum):
     auto = "auto"
 
 
+class Parallel(StrEnum):
+    """How the ranks of a draft model share its work."""
+
+    single = "single"
+    tensor = "tensor"
+    layer = "layer"
+
+
 class PipelineName(StrEnum):
     """The order in which the roles work."""
 

@@ -1,30 +1,13 @@
-"""The roles of a drafter: which role runs which levels of a cascade, and which roles exchange drafts.
+"""The names of a drafter's roles, which say what exchanges drafts with what.
 
-Role `draft` sends its drafts to the target; it runs the last level of a cascade. `draft2` sends its drafts to `draft`
-and runs the level before it, and so on. A level without a model runs on the ranks of the level after it. With
-`drafter.placement=together` role `draft` runs all levels. It must not know how a level drafts.
+Role `draft` sends its drafts to the target, `draft2` to `draft`, and so on; `DrafterConfig.roles` says what each runs.
+It must not know how one drafts.
 """
 
 from __future__ import annotations
 
-from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
-from actors.drafters.config import DrafterConfig
-
 TOP = "draft"
 """The role whose drafts the target verifies."""
-
-
-def level_roles(drafter: DrafterConfig) -> dict[str, range]:
-    """Role -> its levels, starting with `draft`; a drafter without levels is one role."""
-    if not isinstance(drafter, CascadeDrafterConfig):
-        return {TOP: range(1)}
-    count = len(drafter.levels)
-    if drafter.placement is LevelsPlacement.together:
-        return {TOP: range(count)}
-    ends = [i + 1 for i, level in enumerate(drafter.levels) if level.models()]
-    starts = [0, *ends[:-1]]
-    spans = [range(start, end) for start, end in zip(starts, ends, strict=True)]
-    return {role_name(depth): span for depth, span in enumerate(reversed(spans))}
 
 
 def role_name(depth: int) -> str:

@@ -7,17 +7,20 @@ needs. It must not know Hydra.
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.options import PipelineName, SchedulerConfig, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.ranges import Choice, require
+from actors.topology import TOP
 from actors.verification.compatibility import DraftTrait
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
+    from actors.transport.mailbox import Mailbox
     from parallel.comm.group import Group
     from parallel.runtime.decoder_runner import DecoderRunner
     from parallel.runtime.kv_sizing import DeviceShare
@@ -45,7 +48,8 @@ class Placement(StrEnum):
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
     """The launch options and the rank that a drafter is built for; `target_runner` is the target itself if
-    the drafter is attached to its ranks. `sharing`: with others on the device."""
+    the drafter is attached to its ranks. `sharing`: with others on the device. `role`: of those in `roles()`; one whose
+    drafts come from ranks of another role needs the rank's `mailbox`."""
 
     verify: VerifyConfig
     pipeline: str
@@ -56,6 +60,8 @@ class DraftSetup:
     target: TargetConfig = field(default_factory=TargetConfig)
     target_runner: DecoderRunner | None = None
     sharing: DeviceShare | None = None
+    role: str = TOP
+    mailbox: Mailbox | None = None
 
     @property
     def model_options(self) -> ModelOptions:
@@ -88,6 +94,15 @@ class PathResolver(Protocol):
 
     def file(self, key: str, path: str, wanted: str) -> str:
         """The path of a file; `wanted` ends the error line."""
+        ...
+
+
+class TypedPart(Protocol):
+    """Makes the record of a drafter inside another."""
+
+    def __call__(self, entry: Any, where: str, excluded: Set[str], noun: str) -> DrafterConfig:
+        """From a name, or keys with a name, of any drafter but the `excluded`; ValueError, one line, for another. The
+        `noun` says what it is there."""
         ...
 
 
@@ -158,6 +173,21 @@ class DrafterConfig(Choice):
     def chooses_lengths(self) -> bool:
         """Whether the drafter itself decides how many of the ordered tokens are worth drafting."""
         return False
+
+    def roles(self) -> dict[str, range]:
+        """Role -> the drafter's levels that it runs, starting with the role whose drafts the target verifies; a drafter
+        without levels is one role."""
+        return {TOP: range(1)}
+
+    def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:
+        """The records of the models that a role, be it the target's, loads for drafting; each has `ranks` and a
+        `device`."""
+        return []
+
+    def with_typed_parts(self, typed: TypedPart, where: str) -> DrafterConfig:
+        """The record with those of the drafters it consists of, which are names and keys so far; ValueError, one line,
+        for what is none."""
+        return self
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         """Raise ValueError for a field that cannot be combined with this verification rule or pipeline."""

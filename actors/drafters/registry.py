@@ -1,4 +1,4 @@
-"""The registry of drafters: name -> configuration record. Torch-free.
+"""The registry of drafters: name -> configuration record, whose module is loaded when it is looked up. Torch-free.
 
 To add a drafter, write one file with its record and its class, and add one row here and one in
 `tests/actors/test_contract.py`.
@@ -6,34 +6,48 @@ To add a drafter, write one file with its record and its class, and add one row 
 
 from __future__ import annotations
 
-from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
-from actors.drafters.auto.config import AutoDrafterConfig
-from actors.drafters.cascade.config import CascadeDrafterConfig
-from actors.drafters.config import DrafterConfig, NoDrafterConfig
-from actors.drafters.jacobi.config import JacobiDrafterConfig, LookaheadDrafterConfig
-from actors.drafters.lookup.copy import CopyDrafterConfig
-from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
-from actors.drafters.lookup.ngram import NgramDrafterConfig
-from actors.drafters.lookup.suffix import SuffixDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig
-from actors.drafters.retrieval.config import RestDrafterConfig
-from actors.drafters.self_speculation.config import SelfDrafterConfig
-from actors.drafters.speculator.config import SpeculatorDrafterConfig
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 
-DRAFTERS: dict[str, type[DrafterConfig]] = {
-    "none": NoDrafterConfig,
-    "model": ModelDrafterConfig,
-    "speculator": SpeculatorDrafterConfig,
-    "self": SelfDrafterConfig,
-    "ngram": NgramDrafterConfig,
-    "suffix": SuffixDrafterConfig,
-    "maxgram": MaxgramDrafterConfig,
-    "copy": CopyDrafterConfig,
-    "recycling": RecyclingDrafterConfig,
-    "aded": AdedDrafterConfig,
-    "rest": RestDrafterConfig,
-    "jacobi": JacobiDrafterConfig,
-    "lookahead": LookaheadDrafterConfig,
-    "cascade": CascadeDrafterConfig,
-    "auto": AutoDrafterConfig,
-}
+from actors.drafters.config import DrafterConfig
+
+
+class DrafterRegistry(Mapping[str, type[DrafterConfig]]):
+    """`rows`: name -> module below `actors.drafters` and class."""
+
+    def __init__(self, rows: Mapping[str, tuple[str, str]]) -> None:
+        self._rows = rows
+
+    def __getitem__(self, name: str) -> type[DrafterConfig]:
+        module, record = self._rows[name]
+        return getattr(import_module(f"actors.drafters.{module}"), record)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+
+DRAFTERS = DrafterRegistry(
+    {
+        "none": ("config", "NoDrafterConfig"),
+        "model": ("model.config", "ModelDrafterConfig"),
+        "speculator": ("speculator.config", "SpeculatorDrafterConfig"),
+        "self": ("self_speculation.config", "SelfDrafterConfig"),
+        "ngram": ("lookup.ngram", "NgramDrafterConfig"),
+        "suffix": ("lookup.suffix", "SuffixDrafterConfig"),
+        "maxgram": ("lookup.maxgram", "MaxgramDrafterConfig"),
+        "copy": ("lookup.copy", "CopyDrafterConfig"),
+        "recycling": ("adjacency.config", "RecyclingDrafterConfig"),
+        "aded": ("adjacency.config", "AdedDrafterConfig"),
+        "rest": ("retrieval.config", "RestDrafterConfig"),
+        "jacobi": ("jacobi.config", "JacobiDrafterConfig"),
+        "lookahead": ("jacobi.config", "LookaheadDrafterConfig"),
+        "cascade": ("cascade.config", "CascadeDrafterConfig"),
+        "auto": ("auto.config", "AutoDrafterConfig"),
+    }
+)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ from actors.protocol.membership import Bridge
 from actors.protocol.messages import FeatureExport
 from parallel.comm.group import SINGLE, Group, PeerLost, Sending
 from parallel.comm.rendezvous import connect_store, join
-from parallel.speculators.fusing import TapFuser
+
+if TYPE_CHECKING:
+    from parallel.speculators.fusing import TapFuser
 
 MEETING_S = 20.0
 """For which the thread of an end waits for the other, which may be in the middle of a long pass."""

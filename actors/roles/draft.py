@@ -9,12 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from actors.drafters.draft_ahead.timing import DraftAheadTiming
 from actors.drafters.draft_ahead.width import WidthChooser
 from actors.drafters.interface import Context, Drafter, FeatureRows
-from actors.drafters.online.idle_time import IdleTime
 from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, LearningWork, Proposal, ProposalBatch
+
+if TYPE_CHECKING:
+    from actors.drafters.online.idle_time import IdleTime
 
 CHILD_WAIT_S = 0.5
 """Seconds for which a rank waits at a time for the child level, whose records end the wait."""
@@ -34,7 +37,7 @@ class DraftRole:
         self._capabilities = can
         self._works_ahead = can.works_ahead
         self._learns = can.learns
-        self._idle_time = IdleTime(can.learns.idle_share, clock()) if can.learns is not None else None
+        self._idle_time = None if can.learns is None else _idle_time(can.learns.idle_share, clock())
         self._adapts = adapts
         self._steps: list[tuple[float, float, bool]] = []  # (started, finished, refreshed) since the last answer
         self._timing = DraftAheadTiming()
@@ -217,3 +220,9 @@ class DraftRole:
             return None
         times = self._idle_time
         return replace(self._learns.learning(), busy_s=times.spent_s, delayed_s=times.delayed_s)
+
+
+def _idle_time(share: float, now: float) -> IdleTime:
+    from actors.drafters.online.idle_time import IdleTime  # for drafters that learn alone
+
+    return IdleTime(share, now)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -26,13 +27,15 @@ from actors.protocol.messages import (
     VerifyBatch,
     VerifyItem,
 )
-from actors.roles.attached import AttachedDrafter
 from actors.roles.bridge import FeatureSender
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.device import wait_for
+
+if TYPE_CHECKING:
+    from actors.roles.attached import AttachedDrafter
 
 
 @dataclass(slots=True, eq=False)

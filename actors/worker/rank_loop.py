@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
-from actors.drafters.cascade.remote_child import Mailbox
 from actors.logs import log_event, logger_of
 from actors.protocol.membership import Alive, Bridge, Death, Join, PassFailed, Ready, Recall, Stop
 from actors.protocol.messages import DraftBatch, VerifyBatch
 from actors.roles.bridge import BridgeEnd, FeatureReceiver
 from actors.roles.draft import DraftRole
+from actors.transport.mailbox import Mailbox
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group, PeerLost
 

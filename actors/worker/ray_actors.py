@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
-from actors.coordinator.service import CoordinatorService, CoordinatorSpec, Watch
 from actors.logs import LogSpec, dump_stacks_on_signal, open_logs
 from actors.transport.channel import Hub
 from actors.transport.keys import HubKeys
@@ -25,6 +24,7 @@ from actors.worker import openmp
 from actors.worker.spec import RankSpec
 
 if TYPE_CHECKING:
+    from actors.coordinator.service import CoordinatorSpec, Watch
     from parallel.comm.rendezvous import HostedStore
 
 SHOW_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -128,6 +128,8 @@ class CoordinatorWorker:
 
     def run(self, spec: CoordinatorSpec, make_watches: Sequence[Callable[[], Watch]] = ()) -> str:
         """Serve until `Stop`; returns its reason."""
+        from actors.coordinator.service import CoordinatorService  # for this process alone
+
         assert self._hub is not None, "bind() is called first"
         try:
             place = self._store and self._store.place

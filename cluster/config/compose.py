@@ -7,7 +7,7 @@ relative paths become absolute paths here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
 from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from actors.drafters.auto.config import AutoDrafterConfig
-from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig
 from actors.drafters.registry import DRAFTERS
 from actors.options import CHECKPOINT, VerifyRule
@@ -49,8 +47,23 @@ def register() -> None:
     vars(store)["__deepcopy__"] = lambda _: store
     store.store(name="launch_schema", node=_schema(LaunchConfig))
     for group, choices in CHOICES.items():
-        for choice, record in choices.items():
-            store.store(group=group, name=choice, node=_schema(record))
+        store.repo[group] = _StoredGroup(group, choices)
+
+
+class _StoredGroup(dict[str, ConfigNode | None]):
+    """The choices of a group as Hydra's store keeps them, each made when it is read: a drafter's loads its module."""
+
+    def __init__(self, group: str, choices: Mapping[str, Any]) -> None:
+        super().__init__({f"{choice}.yaml": None for choice in choices})
+        self._group = group
+        self._choices = choices
+
+    def __getitem__(self, file: str) -> ConfigNode:
+        node = self.get(file)
+        if node is None:
+            record = _schema(self._choices[file.removesuffix(".yaml")])
+            node = self[file] = ConfigNode(name=file, node=record, group=self._group, package=None, provider=None)
+        return node
 
 
 def load_config(overrides: Sequence[str] = ()) -> LaunchConfig:
@@ -78,7 +91,7 @@ def typed_config(composed: DictConfig) -> LaunchConfig:
 
 def checked(config: LaunchConfig) -> LaunchConfig:
     """The same configuration if it makes sense, with paths that exist; ValueError, one line, otherwise."""
-    config = replace(config, drafter=_with_typed_parts(config.drafter, "drafter"))
+    config = replace(config, drafter=config.drafter.with_typed_parts(_typed_part, "drafter"))
     if not isinstance(config.job, BenchConfig):  # which has a rule for each of its drafters
         config = with_chosen_rule(config)
     validate(config)
@@ -93,7 +106,7 @@ def with_chosen_rule(config: LaunchConfig) -> LaunchConfig:
     """`verify=auto` replaced by the rule it stands for, given the drafter, the pipeline and the temperatures."""
     if config.verify.rule is not VerifyRule.auto:
         return config
-    drafter, pipeline = _with_typed_parts(config.drafter, "drafter"), config.pipeline.name
+    drafter, pipeline = config.drafter.with_typed_parts(_typed_part, "drafter"), config.pipeline.name
     rule = VerifyRule.coupled
     temperatures = getattr(config.job, "temperatures", None) or [config.sampling.temperature]
     with suppress(ValueError):  # options that nothing but the coupled rule can be combined with
@@ -106,57 +119,17 @@ def with_chosen_rule(config: LaunchConfig) -> LaunchConfig:
     return replace(config, verify=replace(config.verify, rule=rule))
 
 
-def _with_typed_parts(drafter: DrafterConfig, where: str) -> DrafterConfig:
-    """A drafter that consists of others, with the record of each; ValueError, one line, otherwise."""
-    if isinstance(drafter, CascadeDrafterConfig):
-        return _with_typed_levels(drafter, where)
-    return _with_typed_drafters(drafter, where) if isinstance(drafter, AutoDrafterConfig) else drafter
-
-
-_CHOSEN_NEVER = {"none", "auto", "jacobi", "lookahead", "self", "speculator"}
-"""Drafters that `drafter=auto` cannot choose: two learn only at the rows of their own drafts, in every round, one runs
-on the target's ranks, and one reads the target's hidden states, which are sent to a drafter by itself only."""
-_NO_LEVELS = {"none", "auto", "cascade", "speculator"}
-
-
-def _with_typed_drafters(auto: AutoDrafterConfig, where: str) -> AutoDrafterConfig:
-    """Every drafter of `drafter=auto` as its record; one that is a list is a cascade of these levels."""
-    drafters = []
-    for i, entry in enumerate(auto.drafters):
-        keys = {"name": "cascade", "levels": entry} if isinstance(entry, list) else entry
-        if keys == "model":
-            keys = {"name": "model", "path": auto.path}
-        one = _typed_part(keys, f"{where}.drafters[{i}]", _CHOSEN_NEVER, "drafter")
-        drafters.append(_with_typed_parts(one, f"{where}.drafters[{i}]"))
-    if not drafters:
-        raise ValueError(f"{where}.drafters={auto.drafters}: must name at least one, as [suffix,model]")
-    longest = max(one.num_draft_tokens for one in drafters)
-    return replace(auto, drafters=tuple(drafters), num_draft_tokens=auto.num_draft_tokens or longest)
-
-
-def _with_typed_levels(cascade: CascadeDrafterConfig, where: str) -> CascadeDrafterConfig:
-    """Every level as its drafter's record, and the draft length as a number; ValueError, one line, otherwise."""
-    levels = [_typed_part(entry, f"{where}.levels[{i}]", _NO_LEVELS, "level") for i, entry in enumerate(cascade.levels)]
-    if len(levels) < 2:
-        raise ValueError(f"{where}.levels={cascade.levels}: must be at least two, the cheapest first, as [ngram,model]")
-    if cascade.tails and len(cascade.tails) != len(levels):
-        raise ValueError(f"{where}.tails={cascade.tails}: give one for each of the {len(levels)} levels, or none")
-    last = next((level.num_draft_tokens for level in reversed(levels) if level.num_draft_tokens), 0)
-    length = cascade.num_draft_tokens or last + cascade.tail(len(levels) - 1) + cascade.merge
-    return replace(cascade, levels=tuple(levels), tails=tuple(cascade.tails), num_draft_tokens=length)
-
-
-def _typed_part(entry: Any, where: str, unknown: set[str], noun: str) -> DrafterConfig:
-    """The record of a drafter inside another, any but the `unknown` ones."""
+def _typed_part(entry: Any, where: str, excluded: Set[str], noun: str) -> DrafterConfig:
+    """The record of a drafter inside another (`TypedPart`), and those of the drafters inside it."""
     if isinstance(entry, DrafterConfig):
-        return entry
+        return entry.with_typed_parts(_typed_part, where)
     keys = {"name": entry} if isinstance(entry, str) else entry
-    known = [name for name in DRAFTERS if name not in unknown]
+    known = [name for name in DRAFTERS if name not in excluded]
     if not isinstance(keys, dict) or keys.get("name") not in known:
         raise ValueError(
             f"{where}={entry}: is no {noun}; give a name or {{name: NAME, ...}}, one of {', '.join(known)}"
         )
-    return drafter_record(keys, where)
+    return drafter_record(keys, where).with_typed_parts(_typed_part, where)
 
 
 def drafter_record(keys: Mapping[str, Any], where: str) -> DrafterConfig:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from actors.drafters.model.config import Parallel
-from actors.options import MAX_RANKS, PipelineName
+from actors.options import MAX_RANKS, Parallel, PipelineName
 from actors.protocol.sampling_params import TEMPERATURE
 from actors.ranges import Choice, OneOf, Range, require
 

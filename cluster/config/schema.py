@@ -6,7 +6,7 @@ not know Hydra, files or how a configuration is composed (`compose.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -146,9 +146,22 @@ class LaunchConfig:
         return self.sampling.params(tuple(bad_words))
 
 
+class DrafterChoices(Mapping[str, DrafterConfig]):
+    """The choices of `drafter=`; the module of one is loaded when it is looked up."""
+
+    def __getitem__(self, name: str) -> DrafterConfig:
+        return DRAFTERS[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(DRAFTERS)
+
+    def __len__(self) -> int:
+        return len(DRAFTERS)
+
+
 CHOICES: Mapping[str, Mapping[str, Any]] = {
     "target": {"pocket": TargetConfig(), "hf": TargetConfig(name="hf", path="")},
-    "drafter": {name: record() for name, record in DRAFTERS.items()},
+    "drafter": DrafterChoices(),
     "verify": {str(rule): VerifyConfig(rule) for rule in VerifyRule},
     "pipeline": {str(name): PipelineConfig(name) for name in PipelineName},
     "placement": {str(name): PlacementConfig(name) for name in PlacementName},

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from actors.drafters.model.config import ModelDrafterConfig, PassDrafterConfig, Translation
 from actors.options import VerifyRule
 from actors.ranges import require
 from actors.verification.compatibility import check_scheme
@@ -44,6 +43,8 @@ def validate(config: LaunchConfig) -> None:
     if config.job.name == "lengths":
         remedy = "drafts no chains by passes of a model; job=lengths needs drafter=model or self"
         require(config.drafter.name in ("model", "self"), "drafter.name", config.drafter.name, remedy)
+        from actors.drafters.model.config import ModelDrafterConfig, PassDrafterConfig, Translation
+
         assert isinstance(config.drafter, PassDrafterConfig)
         remedy = "has no length; job=lengths is for chains, so drop it"
         require(config.drafter.is_chain, "drafter.strategy", config.drafter.strategy, remedy)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from actors.drafters.config import DrafterConfig
-from actors.drafters.vocabulary.token_pieces import has_same_tokens
 from cluster.pocket import described
 from parallel.model.checkpoint import find_tensors, tensor_shapes
 from parallel.model.config_fields import read_config_file
@@ -48,6 +47,8 @@ def check_same_vocabulary(target: Path, drafter: Path) -> None:
 
     Model families pad their embeddings differently: with equal tokenizers the drafter's vocabulary may be the smaller.
     """
+    from actors.drafters.vocabulary.token_pieces import has_same_tokens
+
     sizes = [read_config_file(path).get("vocab_size") or 0 for path in (target, drafter)]
     same_tokens = has_same_tokens(target, drafter)
     names, remedy = (described(target), described(drafter)), "use a drafter of the same vocabulary or drafter=ngram"

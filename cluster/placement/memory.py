@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from actors.drafters.auto.config import AutoDrafterConfig
-from actors.drafters.cascade.config import CascadeDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig, Parallel, Translation
-from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.options import TargetConfig
-from actors.topology import level_roles
+from actors.options import Parallel, TargetConfig
 from cluster import pocket
 from cluster.config.schema import LaunchConfig
-from cluster.placement.ranks import RankPlacement
+from cluster.placement.ranks import RankPlacement, models_of
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import (
     ITEM_BYTES,
@@ -27,14 +23,21 @@ from parallel.runtime.model_bytes import (
     weights_name,
 )
 
-_Model = TargetConfig | ModelDrafterConfig | SpeculatorDrafterConfig
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from actors.drafters.speculator.config import SpeculatorDrafterConfig
+    from cluster.placement.ranks import DraftModel
+
+    _Model = TargetConfig | DraftModel
+
 _TRANSLATED = ", whose tokenizer is not the target's: "
 LOAD_RATE = 0.5 * 2**30
 """Bytes a second that weights are read at, at the least: a network file system's."""
 _HOW = {
-    Translation.auto: "it drafts the tokens that both have",
-    Translation.intersection: "it drafts the tokens that both have",
-    Translation.strings: "its text is encoded in the target's tokens",
+    "auto": "it drafts the tokens that both have",
+    "intersection": "it drafts the tokens that both have",
+    "strings": "its text is encoded in the target's tokens",
 }
 
 
@@ -60,7 +63,7 @@ def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[st
 def _footprint(model: _Model, place: RankPlacement, config: LaunchConfig) -> Footprint:
     """Of one model on the `place.size` ranks of its role."""
     max_num_seqs = config.scheduler.max_num_seqs
-    if isinstance(model, SpeculatorDrafterConfig):
+    if not isinstance(model, TargetConfig) and _is_speculator(model):
         return _speculator_footprint(model, place, config)
     if isinstance(model, TargetConfig):
         parts, shapes = place.size, read_config(model.path).stretched(model.stretch)
@@ -91,18 +94,7 @@ def _speculator_footprint(model: SpeculatorDrafterConfig, place: RankPlacement, 
 
 def _models(config: LaunchConfig, role: str) -> Sequence[_Model]:
     """The models of this role."""
-    drafter = config.drafter
-    if role == "target":
-        if isinstance(drafter, SpeculatorDrafterConfig) and drafter.is_attached(config.pipeline.name):
-            return [config.target, drafter]
-        return [config.target]
-    if isinstance(drafter, SpeculatorDrafterConfig):
-        return [drafter]
-    if isinstance(drafter, AutoDrafterConfig):
-        return drafter.draft_models
-    levels = drafter.levels if isinstance(drafter, CascadeDrafterConfig) else [drafter]
-    chosen = [levels[i] for i in level_roles(drafter)[role]]
-    return [level for level in chosen if isinstance(level, ModelDrafterConfig)]
+    return [config.target] * (role == "target") + models_of(config, role)
 
 
 def sharing(config: LaunchConfig, places: Sequence[RankPlacement], place: RankPlacement) -> tuple[int, float]:
@@ -137,9 +129,13 @@ def describe_layout(config: LaunchConfig, places: Sequence[RankPlacement], sizes
 
 
 def _translation(model: _Model) -> str:
-    if not isinstance(model, ModelDrafterConfig) or not model.tokenizer:
+    if isinstance(model, TargetConfig) or _is_speculator(model) or not model.tokenizer:
         return ""
     return _TRANSLATED + _HOW[model.translate]
+
+
+def _is_speculator(model: DraftModel) -> TypeIs[SpeculatorDrafterConfig]:
+    return bool(model.speculators())
 
 
 def mebibytes(count: int) -> str:

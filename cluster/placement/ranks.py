@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
-from actors.drafters.auto.config import AutoDrafterConfig
-from actors.drafters.cascade.config import CascadeDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig
-from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.topology import TOP, level_roles
 from cluster.config.schema import LaunchConfig
+
+if TYPE_CHECKING:
+    from actors.drafters.model.config import ModelDrafterConfig
+    from actors.drafters.speculator.config import SpeculatorDrafterConfig
+
+    DraftModel = ModelDrafterConfig | SpeculatorDrafterConfig
 
 RANKS_PER_CORE = 16
 """With `cluster.oversubscribe`: more would take longer to start than a launch waits."""
@@ -111,18 +113,18 @@ def with_fewer_threads(config: LaunchConfig, places: Sequence[RankPlacement]) ->
     ]
 
 
-def _draft_roles(config: LaunchConfig) -> Iterator[tuple[str, ModelDrafterConfig | SpeculatorDrafterConfig]]:
+def models_of(config: LaunchConfig, role: str) -> list[DraftModel]:
+    """The models that a role loads for drafting."""
+    return cast("list[DraftModel]", list(config.drafter.models_of(role, config.pipeline.name)))
+
+
+def _draft_roles(config: LaunchConfig) -> Iterator[tuple[str, DraftModel]]:
     """Every role of the drafter that has a model, and the last model of it."""
-    drafter = config.drafter
-    if config.pipeline.name == "plain" or drafter.is_attached(config.pipeline.name):
+    if config.pipeline.name == "plain" or config.drafter.is_attached(config.pipeline.name):
         return
-    if isinstance(drafter, AutoDrafterConfig):
-        yield from ((TOP, model) for model in drafter.draft_models[-1:])
-        return
-    for role, levels in level_roles(drafter).items():
-        model = drafter.levels[levels[-1]] if isinstance(drafter, CascadeDrafterConfig) else drafter
-        if isinstance(model, ModelDrafterConfig | SpeculatorDrafterConfig):
-            yield role, model
+    for role in config.drafter.roles():
+        if models := models_of(config, role):
+            yield role, models[-1]
 
 
 def _kind(wanted: str, field: str, devices: Devices) -> str:

@@ -17,9 +17,9 @@ from actors.coordinator.state_machine import Coordinator
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DraftSetup
-from actors.drafters.model.config import ModelDrafterConfig, Parallel
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
+from actors.options import Parallel, SchedulerConfig, TargetConfig, VerifyConfig
 from actors.policy.policy import Policy
 from actors.protocol.membership import Bridge, RoleBack
 from actors.protocol.messages import DraftBatch, Request, SamplingParams, VerifyBatch

@@ -20,11 +20,11 @@ from actors.drafters.jacobi.config import JacobiDrafterConfig, LookaheadDrafterC
 from actors.drafters.lookup.copy import CopyDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
-from actors.drafters.model.config import LengthRule, ModelDrafterConfig, Parallel, Strategy, Translation
+from actors.drafters.model.config import LengthRule, ModelDrafterConfig, Strategy, Translation
 from actors.drafters.retrieval.config import RestDrafterConfig
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.options import PipelineName, SchedulerConfig, VerifyRule
+from actors.options import Parallel, PipelineName, SchedulerConfig, VerifyRule
 from actors.policy.decision import Mode
 from actors.policy.policy import PIPELINES
 from actors.protocol.messages import SamplingParams, TokenTree

@@ -7,7 +7,7 @@ import pytest
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.topology import child_role, is_draft_role, level_roles, parent_role, role_name
+from actors.topology import child_role, is_draft_role, parent_role, role_name
 
 MODEL, LOOKUP = ModelDrafterConfig(path="x"), NgramDrafterConfig()
 
@@ -23,13 +23,13 @@ MODEL, LOOKUP = ModelDrafterConfig(path="x"), NgramDrafterConfig()
 )
 def test_a_level_with_a_model_is_a_role_and_takes_the_lookups_below_it(levels, apart):
     cascade = CascadeDrafterConfig(levels=levels, placement=LevelsPlacement.separate)
-    assert level_roles(cascade) == apart and list(level_roles(cascade)) == list(apart)
+    assert cascade.roles() == apart and list(cascade.roles()) == list(apart)
     together = CascadeDrafterConfig(levels=levels, placement=LevelsPlacement.together)
-    assert level_roles(together) == {"draft": range(len(levels))}
+    assert together.roles() == {"draft": range(len(levels))}
 
 
 def test_a_drafter_without_levels_is_one_role():
-    assert level_roles(MODEL) == level_roles(LOOKUP) == {"draft": range(1)}
+    assert MODEL.roles() == LOOKUP.roles() == {"draft": range(1)}
 
 
 def test_each_role_drafts_for_the_one_above_it():

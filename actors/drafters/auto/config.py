@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths, LevelsPlacement
-from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
+from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, TypedPart
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.ranges import Range, require
+from actors.topology import TOP
 from actors.verification.compatibility import DraftTrait
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
+
+
+_CHOSEN_NEVER = frozenset({"none", "auto", "jacobi", "lookahead", "self", "speculator"})
+"""Drafters that cannot be chosen: two learn only at the rows of their own drafts, in every round, one runs on the
+target's ranks, and one reads the target's hidden states, which are sent to a drafter by itself only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,19 @@ class AutoDrafterConfig(DrafterConfig):
         names = [one.name for one in self.drafters]
         return names[number] if names.count(names[number]) == 1 else f"{number}-{names[number]}"
 
+    def with_typed_parts(self, typed: TypedPart, where: str) -> AutoDrafterConfig:
+        """One that is a list is a cascade of these levels; `model` is that of `path`."""
+        drafters = []
+        for i, entry in enumerate(self.drafters):
+            keys = {"name": "cascade", "levels": entry} if isinstance(entry, list) else entry
+            if keys == "model":
+                keys = {"name": "model", "path": self.path}
+            drafters.append(typed(keys, f"{where}.drafters[{i}]", _CHOSEN_NEVER, "drafter"))
+        if not drafters:
+            raise ValueError(f"{where}.drafters={self.drafters}: must name at least one, as [suffix,model]")
+        longest = max(one.num_draft_tokens for one in drafters)
+        return replace(self, drafters=tuple(drafters), num_draft_tokens=self.num_draft_tokens or longest)
+
     def check_fields(self, where: str) -> None:
         for i, one in enumerate(self.drafters):
             one.check(f"{where}.drafters[{i}]")
@@ -95,6 +115,9 @@ class AutoDrafterConfig(DrafterConfig):
     def check_checkpoints(self, where: str = "drafter") -> None:
         for i, one in enumerate(self.drafters):
             one.check_checkpoints(f"{where}.drafters[{i}]")
+
+    def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:
+        return self.draft_models if role == TOP else []
 
     def models(self) -> list[str]:
         return [path for one in self.drafters for path in one.models()]

@@ -11,6 +11,7 @@ from actors.drafters.cascade.child import ChildLevel, ChildPort, LocalChild
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.cascade.draft_lengths import LengthControl, PassedLengths
 from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
+from actors.drafters.cascade.remote_child import RemoteChild
 from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Drafter
@@ -19,6 +20,15 @@ from actors.drafters.model.loading import open_draft_model
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.drafters.self_speculation.drafter import open_self_draft
 from parallel.comm.group import Group
+
+
+def build_cascade(config: CascadeDrafterConfig, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
+    """The levels that this rank's role runs, over those of the role below it if there is one."""
+    levels = config.roles()[setup.role]
+    if levels[0] == 0:
+        return build_levels(config, levels, setup, None)
+    assert setup.mailbox is not None, "a role above another reads its drafts from a mailbox"
+    return build_levels(config, levels, setup, RemoteChild(setup.mailbox, setup.group, setup.device))
 
 
 def build_levels(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
+from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, TypedPart
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.config import Draws, ModelDrafterConfig, Strategy, Translation
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.ranges import Range, check_ranges, require
+from actors.topology import TOP, role_name
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
@@ -30,6 +32,9 @@ class LevelsPlacement(StrEnum):
 
     together = "together"
     separate = "separate"
+
+
+_NO_LEVELS = frozenset({"none", "auto", "cascade", "speculator"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,28 @@ class CascadeDrafterConfig(DrafterConfig):
     def level_name(self, level: int) -> str:
         """The name of level number `level` in reports."""
         return f"{level}-{self.levels[level].name}"
+
+    def roles(self) -> dict[str, range]:
+        """With `placement=separate` the last role runs the first levels: a level without a model is on the ranks of the
+        level after it."""
+        count = len(self.levels)
+        if self.placement is LevelsPlacement.together:
+            return {TOP: range(count)}
+        ends = [i + 1 for i, level in enumerate(self.levels) if level.models()]
+        starts = [0, *ends[:-1]]
+        spans = [range(start, end) for start, end in zip(starts, ends, strict=True)]
+        return {role_name(depth): span for depth, span in enumerate(reversed(spans))}
+
+    def with_typed_parts(self, typed: TypedPart, where: str) -> CascadeDrafterConfig:
+        levels = [typed(entry, f"{where}.levels[{i}]", _NO_LEVELS, "level") for i, entry in enumerate(self.levels)]
+        if len(levels) < 2:
+            remedy = "must be at least two, the cheapest first, as [ngram,model]"
+            raise ValueError(f"{where}.levels={self.levels}: {remedy}")
+        if self.tails and len(self.tails) != len(levels):
+            raise ValueError(f"{where}.tails={self.tails}: give one for each of the {len(levels)} levels, or none")
+        last = next((level.num_draft_tokens for level in reversed(levels) if level.num_draft_tokens), 0)
+        length = self.num_draft_tokens or last + self.tail(len(levels) - 1) + self.merge
+        return replace(self, levels=tuple(levels), tails=tuple(self.tails), num_draft_tokens=length)
 
     def check_fields(self, where: str) -> None:
         for i, level in enumerate(self.levels):
@@ -191,6 +218,10 @@ class CascadeDrafterConfig(DrafterConfig):
         for i, level in enumerate(self.levels):
             level.check_checkpoints(f"{where}.levels[{i}]")
 
+    def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:
+        levels = [self.levels[level] for level in self.roles().get(role, ())]
+        return [model for level in levels for model in level.models_of(TOP, pipeline)]
+
     def models(self) -> list[str]:
         return [path for level in self.levels for path in level.models()]
 
@@ -230,6 +261,6 @@ class CascadeDrafterConfig(DrafterConfig):
         return not (self.merge or passed_on) and (self.levels[0].is_chain or not self._forwards_first_level())
 
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
-        from actors.drafters.cascade.build import build_levels
+        from actors.drafters.cascade.build import build_cascade
 
-        return build_levels(self, range(len(self.levels)), setup, None)
+        return build_cascade(self, setup)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +19,7 @@ from actors.options import (
     KV_DTYPES,
     MAX_RANKS,
     WEIGHTS,
+    Parallel,
     PipelineName,
     VerifyRule,
     check_kv_dtype,
@@ -25,17 +27,10 @@ from actors.options import (
 )
 from actors.protocol.messages import SamplingKind
 from actors.ranges import OneOf, Range, require
+from actors.topology import TOP
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
-
-
-class Parallel(StrEnum):
-    """How the ranks of a draft model share its work."""
-
-    single = "single"
-    tensor = "tensor"
-    layer = "layer"
 
 
 class MlpParallel(StrEnum):
@@ -456,6 +451,9 @@ class ModelDrafterConfig(LearningDrafterConfig):
 
     def models(self) -> list[str]:
         return [self.path]
+
+    def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:
+        return [self] if role == TOP else []
 
     def translated_models(self) -> list[str]:
         return [self.path] if self.tokenizer else []

@@ -21,7 +21,6 @@ from actors.drafters.model.config import (
     LengthRule,
     MlpParallel,
     ModelDrafterConfig,
-    Parallel,
     Strategy,
     Translation,
 )
@@ -33,7 +32,7 @@ from actors.drafters.online.learner import RANK
 from actors.drafters.vocabulary.token_list import read_token_list
 from actors.drafters.vocabulary.token_pieces import TokenPieces, shared_tokens
 from actors.drafters.vocabulary.translated_runner import TranslatedRunner
-from actors.options import PipelineName, SchedulerConfig
+from actors.options import Parallel, PipelineName, SchedulerConfig
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import ChoicesAhead
 from parallel.comm.group import Group

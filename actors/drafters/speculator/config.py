@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from actors.drafters.config import DraftSetup, PathResolver
+from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
 from actors.drafters.model.config import CalibrationPolicy, LearningDrafterConfig
 from actors.options import CHECKPOINT, DEVICES, PipelineName, VerifyRule
 from actors.ranges import OneOf, Range, require
+from actors.topology import TOP
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
@@ -52,6 +54,10 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
 
     def speculators(self) -> list[str]:
         return [self.path]
+
+    def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:
+        own = "target" if self.is_attached(pipeline) else TOP
+        return [self] if role == own else []
 
     def taps(self, target_layers: int) -> tuple[int, ...]:
         from parallel.speculators.registry import read_speculator

@@ -14,11 +14,11 @@ from typing import Any
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.config import DrafterConfig, PlacedDrafterConfig, Placement
-from actors.drafters.model.config import ModelDrafterConfig, Parallel, PassDrafterConfig, Strategy
+from actors.drafters.model.config import ModelDrafterConfig, PassDrafterConfig, Strategy
 from actors.drafters.registry import DRAFTERS
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.options import PipelineConfig, PipelineName
+from actors.options import Parallel, PipelineConfig, PipelineName
 from cluster import pocket
 from cluster.config.compose import checked, drafter_record, with_chosen_rule
 from cluster.config.jobs import BenchConfig

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.drafters.config import DraftSetup
-from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig, Parallel
-from actors.options import SchedulerConfig, VerifyConfig
+from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig
+from actors.options import Parallel, SchedulerConfig, VerifyConfig
 from actors.protocol.messages import SamplingParams
 from actors.roles.draft import DraftRole
 from cluster.tools.planning.layouts import FEWEST_LAYERS

@@ -12,9 +12,9 @@ from typing import Any
 
 from actors.drafters.config import NoDrafterConfig
 from actors.drafters.draft_ahead.tree import AHEAD
-from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Parallel
+from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig
 from actors.drafters.model.loading import layer_partition
-from actors.options import PipelineName
+from actors.options import Parallel, PipelineName
 from cluster.config.jobs import PlanConfig
 from cluster.config.schema import LaunchConfig, PlacementConfig, PlacementName
 from parallel.model.config import DecoderConfig

@@ -24,7 +24,7 @@ from actors.drafters.cascade.build import build_levels
 from actors.drafters.cascade.child import LocalChild
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.cascade.level import CascadeDrafter
-from actors.drafters.cascade.remote_child import Mailbox, RemoteChild
+from actors.drafters.cascade.remote_child import RemoteChild
 from actors.drafters.config import DrafterConfig, DraftSetup
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.jacobi.config import JacobiDrafterConfig, LookaheadDrafterConfig
@@ -33,10 +33,10 @@ from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model import loading
-from actors.drafters.model.config import CalibrationPolicy, LengthRule, ModelDrafterConfig, Parallel, Strategy
+from actors.drafters.model.config import CalibrationPolicy, LengthRule, ModelDrafterConfig, Strategy
 from actors.drafters.registry import DRAFTERS
 from actors.drafters.retrieval.config import RestDrafterConfig
-from actors.options import SchedulerConfig, VerifyConfig
+from actors.options import Parallel, SchedulerConfig, VerifyConfig
 from actors.protocol.membership import RoleBack, RoleLost
 from actors.protocol.messages import (
     HASH_SEED,
@@ -51,6 +51,7 @@ from actors.protocol.messages import (
 from actors.protocol.token_tree import TokenTree
 from actors.roles.draft import DraftRole
 from actors.sampling.logits import LogitRows, process_batch, top_children
+from actors.transport.mailbox import Mailbox
 from parallel.comm.group import SINGLE
 from tests.actors.drafters.hashed_model import VOCAB_SIZE, hashed_runner, marks_of, marks_of_text
 from tests.actors.drafters.model.small_trees import small_trees

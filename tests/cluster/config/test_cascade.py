@@ -11,7 +11,6 @@ from actors.drafters.draft_ahead.tree import AHEAD as AHEAD_PIPELINES
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
-from actors.topology import level_roles
 from cluster import pocket
 from cluster.config.compose import load_config
 from cluster.engine import Engine
@@ -205,7 +204,7 @@ def test_an_engine_of_three_roles_and_more_gives_plain_decodings_tokens(override
     for lane, _, started, finished, _ in report.spans:
         lanes[lane].append((started, finished))
     verifying, drafting = lanes.pop("target"), {lane: spans for lane, spans in lanes.items() if lane != "messages"}
-    assert len(drafting) == len(level_roles(config.drafter)), "each role has a lane in the timeline"
+    assert len(drafting) == len(config.drafter.roles()), "each role has a lane in the timeline"
     if config.pipeline.name in AHEAD_PIPELINES:
         assert all(_overlap(spans, verifying) for spans in drafting.values()), "every level works while the target does"
     most = 3 * sum(work["num_passes"] + work["num_drafts"] for work in levels)

@@ -16,10 +16,9 @@ from actors.drafters.model.config import (
     CalibrationPolicy,
     MlpParallel,
     ModelDrafterConfig,
-    Parallel,
     Strategy,
 )
-from actors.options import PipelineConfig, PipelineName
+from actors.options import Parallel, PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
 from cluster.config.schema import PlacementConfig, PlacementName
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner

@@ -9,7 +9,7 @@ import pytest
 
 from actors.drafters.cascade.build import build_levels
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
-from actors.drafters.cascade.remote_child import Mailbox, RemoteChild
+from actors.drafters.cascade.remote_child import RemoteChild
 from actors.drafters.config import DraftSetup
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
@@ -17,8 +17,9 @@ from actors.options import SchedulerConfig, VerifyConfig
 from actors.protocol.membership import RoleBack, RoleLost, Stop
 from actors.protocol.messages import DraftBatch, ProposalBatch
 from actors.roles.draft import DraftRole
-from actors.topology import child_role, level_roles, parent_role
+from actors.topology import child_role, parent_role
 from actors.transport.channel import CODEC
+from actors.transport.mailbox import Mailbox
 from parallel.comm.group import SINGLE, Group
 
 
@@ -41,13 +42,13 @@ def setup_of(pipeline):
 
 def test_every_model_has_a_role_and_a_lookup_lives_with_the_one_it_drafts_for():
     lookup = NgramDrafterConfig()
-    assert level_roles(cascade(lookup, model("a"), model("b"), model("c"))) == {
+    assert cascade(lookup, model("a"), model("b"), model("c")).roles() == {
         "draft": range(3, 4),
         "draft2": range(2, 3),
         "draft3": range(0, 2),
     }
-    assert level_roles(cascade(model("a"), model("b"))) == {"draft": range(1, 2), "draft2": range(0, 1)}
-    assert level_roles(lookup) == {"draft": range(1)}
+    assert cascade(model("a"), model("b")).roles() == {"draft": range(1, 2), "draft2": range(0, 1)}
+    assert lookup.roles() == {"draft": range(1)}
 
 
 def test_who_speaks_to_whom():

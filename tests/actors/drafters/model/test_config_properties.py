@@ -13,10 +13,9 @@ from actors.drafters.model.config import (
     Draws,
     MlpParallel,
     ModelDrafterConfig,
-    Parallel,
     Strategy,
 )
-from actors.options import PipelineName, VerifyRule
+from actors.options import Parallel, PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.verification.compatibility import check_scheme
 

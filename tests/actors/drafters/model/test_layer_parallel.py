@@ -13,10 +13,10 @@ from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Context
 from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.calibration import CalibrationSchedule
-from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig, Parallel, Strategy
+from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.loading import open_draft_model
-from actors.options import SchedulerConfig
+from actors.options import Parallel, SchedulerConfig
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, SamplingParams
 from parallel.comm.group import SINGLE

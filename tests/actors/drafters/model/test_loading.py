@@ -12,9 +12,9 @@ import pytest
 
 from actors.drafters.config import DraftSetup
 from actors.drafters.model import loading
-from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Parallel, Strategy
+from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Strategy
 from actors.drafters.model.loading import layer_layout, layer_partition, open_draft_model
-from actors.options import SchedulerConfig, VerifyConfig
+from actors.options import Parallel, SchedulerConfig, VerifyConfig
 from parallel.comm.group import SINGLE
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config

@@ -10,7 +10,7 @@ import torch
 
 from actors.drafters.config import Placement
 from actors.drafters.interface import Context, FeatureRows
-from actors.drafters.model.config import ModelDrafterConfig, Parallel
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.online import learner as learner_module
 from actors.drafters.online import windows as windows_module
 from actors.drafters.online.idle_time import IdleTime
@@ -18,6 +18,7 @@ from actors.drafters.online.learner import DROPPED, OnlineLearner, law_loss
 from actors.drafters.online.window_features import KEPT, WindowFeatures
 from actors.drafters.online.windows import LawWindow, TextLaws, WindowMemory
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
+from actors.options import Parallel
 from actors.protocol.messages import Admit, Commit, SamplingParams, SparseDistribution, TopTokens
 from actors.verification.rules import RULES
 from cluster.tools.certify.rule_enumeration import emission, enumerate_drafts, total_variation

@@ -8,8 +8,7 @@ import pytest
 
 from actors.drafters.config import NoDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
-from actors.drafters.model.config import Parallel
-from actors.options import PipelineConfig, PipelineName
+from actors.options import Parallel, PipelineConfig, PipelineName
 from cluster import pocket
 from cluster.config.jobs import BenchConfig
 from cluster.config.schema import ClusterConfig, ClusterName

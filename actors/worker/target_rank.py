@@ -1,0 +1,97 @@
+"""The target role of one rank, from its `RankSpec`: the model, its KV slots, and what a drafter adds to its passes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.drafters.interface import Drafter
+from actors.logs import log_event, logger_of
+from actors.options import PipelineName
+from actors.roles.bridge import BridgeEnd, FeatureSender
+from actors.roles.target import TargetRole
+from actors.verification.features import FeatureReader
+from actors.verification.top_tokens import TopTokensReader
+from actors.worker.draft_rank import device_share, draft_setup
+from actors.worker.spec import RankSpec
+from parallel.comm.group import Group
+from parallel.runtime.graph_list import GraphList, graph_shapes
+from parallel.runtime.kv_sizing import fit_slots
+from parallel.runtime.runner import captured_facts, open_model
+
+if TYPE_CHECKING:
+    from actors.roles.attached import AttachedDrafter
+
+
+def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tuple[TargetRole, dict[str, object]]:
+    """The role and what it measured; one that sends hidden states needs its end of the `bridge`."""
+    config = spec.target
+    top_k = spec.drafter.target_top_k if spec.pipeline != PipelineName.plain else 0
+    reads_prompts = top_k > 0 and spec.drafter.reads_prompts
+    speculates = spec.pipeline != PipelineName.plain
+    most_rows = 1 + spec.drafter.num_draft_tokens * speculates
+    graphs = GraphList(graph_shapes(spec.scheduler.max_num_seqs, most_rows, spec.scheduler.max_num_batched_tokens))
+    is_attached = spec.drafter.is_attached(spec.pipeline)
+    fit = fit_slots(
+        config.path,
+        group,
+        spec.device,
+        config.dtype,
+        stretch=config.stretch,
+        weights=config.weights,
+        kv_dtype=config.kv_dtype,
+        max_model_len=config.max_model_len,
+        num_slots=config.kv_slots,
+        max_num_seqs=spec.scheduler.max_num_seqs,
+        num_logit_rows=spec.scheduler.max_num_batched_tokens if reads_prompts else 0,
+        max_num_batched_tokens=spec.scheduler.max_num_batched_tokens,
+        graphs=graphs,
+        sharing=device_share(spec),
+        beside=spec.drafter.memory_beside(config, group.size, spec.device) if is_attached else (0, 0),
+    )
+    sizes: dict[str, Any] = fit.facts()
+    log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
+    model = fit.dtype, fit.num_slots, config.stretch
+    options: dict[str, Any] = {"weights": fit.weights, "kv_dtype": fit.kv_dtype, "backend": config.attention}
+    runner = open_model(config.path, group, spec.device, *model, **options)
+    log_event(logger_of(spec.identity), "attention", backend=runner.attention, kv_dtype=sizes["kv_dtype"])
+    if spec.pipeline != PipelineName.plain:
+        runner = spec.drafter.on_target(runner)
+    is_lead = spec.rank == 0
+    reader = TopTokensReader.of(top_k, reads_prompts=reads_prompts, is_lead=is_lead, is_late=spec.drafter.learns_later)
+    attached, features, facts = None, None, {}
+    if is_attached:
+        setup = replace(draft_setup(spec, group), target_runner=runner)
+        drafter, facts["drafter"] = spec.drafter.build(setup)
+        attached = _attached(drafter, group, spec.device)
+    # on every rank, since each has heads of its own; a bridge has its end on the lead alone
+    if (attached is not None and spec.drafter.reads_features) or spec.drafter.is_bridged(spec.pipeline):
+        num_layers = runner.config.num_layers - config.stretch
+        features = FeatureReader(spec.drafter.taps(num_layers))
+        if isinstance(bridge, FeatureSender):
+            bridge.fuser = spec.drafter.open_fuser(num_layers, spec.device)
+    if config.all_reduce == "symmetric":
+        sizes["all_reduce"] = "nccl" if group.is_abortable else "symmetric"
+    role = TargetRole(
+        runner,
+        spec.verify.rule,
+        spec.eos_token_ids,
+        is_lead=is_lead,
+        top_tokens=reader,
+        features=features,
+        attached=attached,
+        sender=bridge if isinstance(bridge, FeatureSender) else None,
+    )
+    head, taps = runner.decoder.lm_head, () if features is None else features.streams
+    with head.ungathered() if role.splits_choice else nullcontext():
+        sizes |= captured_facts(runner, graphs, taps)
+    checkpoint = str(Path(config.path).absolute())
+    return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes, **facts}
+
+
+def _attached(drafter: Drafter, group: Group, device: str) -> AttachedDrafter:
+    from actors.roles.attached import AttachedDrafter  # for drafters on the target's ranks alone
+
+    return AttachedDrafter(drafter, group, device)

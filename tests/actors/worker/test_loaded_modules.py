@@ -1,0 +1,85 @@
+"""A process loads the modules of the drafter that it runs, and of no other: they cost start-up time, memory, and a
+mistake in one of them would reach every rank."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from actors.drafters.adjacency.config import RecyclingDrafterConfig
+from actors.drafters.jacobi.config import JacobiDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+
+ROOT = Path(__file__).parents[3]
+BUILD = """
+import pickle, sys
+from actors.worker.factory import build_role
+from parallel.comm.group import SINGLE
+build_role(pickle.load(sys.stdin.buffer), SINGLE)
+print(*sys.modules)
+"""
+DRIVER = """
+import sys
+import cluster.engine
+from cluster.config.compose import load_config
+load_config(["drafter=" + sys.argv[1]])
+print(*sys.modules)
+"""
+OURS = ("actors.", "parallel.", "cluster.")
+
+
+def loaded(probe, *arguments, stdin=b""):
+    """Our modules in a process that ran the probe."""
+    call = [sys.executable, "-c", probe, *arguments]
+    done = subprocess.run(call, cwd=ROOT, input=stdin, stdout=subprocess.PIPE, check=True)
+    return {name for name in done.stdout.decode().split() if name.startswith(OURS)}
+
+
+def rooms(modules):
+    """The folders and files of `actors/drafters` among them."""
+    return {module.split(".")[2] for module in modules if module.startswith("actors.drafters.")}
+
+
+DRAFTERS = {
+    "ngram": (NgramDrafterConfig(), {"lookup"}),
+    "suffix": (SuffixDrafterConfig(), {"lookup", "scoped", "vocabulary"}),  # whose `corpus` is read with a tokenizer
+    "jacobi": (JacobiDrafterConfig(), {"jacobi"}),
+    "recycling": (RecyclingDrafterConfig(), {"adjacency", "lookup", "scoped"}),
+    "model": (ModelDrafterConfig(), {"model", "online", "vocabulary"}),
+}
+SHARED = {"config", "interface", "draft_ahead"}
+"""The port of all drafters: records, the contract, and how far ahead of a verdict to draft."""
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_draft_rank_loads_no_other_method(spec, models, name):
+    drafter, own = DRAFTERS[name]
+    drafter = replace(drafter, path=str(models["drafter"])) if isinstance(drafter, ModelDrafterConfig) else drafter
+    modules = loaded(BUILD, stdin=pickle.dumps(replace(spec, drafter=drafter, role="draft")))
+    assert rooms(modules) <= SHARED | own
+    assert not {one for one in modules if one.startswith("actors.roles.target")}
+    if not drafter.models():
+        assert not {one for one in modules if one.startswith(("parallel.model", "parallel.speculators"))}
+
+
+def test_a_target_rank_loads_no_method(spec):
+    """Of a drafter on ranks of its own it has the record alone."""
+    modules = loaded(BUILD, stdin=pickle.dumps(replace(spec, drafter=NgramDrafterConfig())))
+    assert rooms(modules) <= SHARED | {"lookup"} and "actors.drafters.lookup.suffix" not in modules
+    assert not {one for one in modules if one.startswith(("parallel.self_speculation", "actors.roles.attached"))}
+    assert "parallel.speculators.config" in modules, "numbers the residual streams"
+    assert {one for one in modules if one.startswith("parallel.speculators.")} == {"parallel.speculators.config"}
+
+
+@pytest.mark.parametrize("name", ["ngram", "jacobi"])
+def test_an_engine_loads_the_record_of_its_drafter_alone(name):
+    _, own = DRAFTERS[name]
+    found = rooms(loaded(DRIVER, name))
+    assert found <= SHARED | own | {"registry", "vocabulary"}, "the tokenizer's file is everyone's"
