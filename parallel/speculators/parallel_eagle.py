@@ -17,7 +17,7 @@ from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
 from parallel.kv.pool import SeqId
 from parallel.model.config import DecoderConfig
 from parallel.runtime.runner import default_backend
-from parallel.speculators.block import BlockNode, BlockPass, BlockRunner
+from parallel.speculators.block.runner import BlockNode, BlockPass, BlockRunner
 from parallel.speculators.draft_layer import DraftLayers
 from parallel.speculators.draft_layer_config import DraftLayerConfig
 from parallel.speculators.eagle import load_draft_layers

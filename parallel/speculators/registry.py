@@ -19,8 +19,9 @@ from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import Stored
 from parallel.model.weights import load_weights
 from parallel.runtime.decoder_runner import DecoderRunner
-from parallel.speculators import block, chimera, exits, glide, head_layouts, streams
+from parallel.speculators import chimera, exits, glide, head_layouts, streams
 from parallel.speculators import eagle_layouts as layouts
+from parallel.speculators.block import layouts as block
 from parallel.speculators.config import STREAMS, TARGET_LAYERS, SpeculatorConfig
 from parallel.speculators.config_fields import SpeculatorFields
 from parallel.speculators.draft_layer_config import is_own, is_own_parallel, read_own

@@ -15,7 +15,7 @@ from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.comm.group import SINGLE
 from parallel.kernels.triton_launch import runs_on
 from parallel.runtime.runner import Span, open_model
-from parallel.speculators.block import BlockRunner
+from parallel.speculators.block.runner import BlockRunner
 from parallel.speculators.config import FINAL
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
@@ -308,7 +308,7 @@ def test_the_confidence_of_a_node_is_that_of_training_and_knows_nothing_of_what_
         hidden = net.hidden_states(batch, anchors)
         before = pair.tokens[:, None, 9 : 9 + depths]
         assert net.confidence_head is not None
-        expected = net.predicted(net.confidence_head, hidden, before).sigmoid()[0, 0]
+        expected = net.predicted(batch, hidden, before).sigmoid()[0, 0]
     runner.open(0)
     runner.read_features(0, 0, pair.features(pair.tokens[0], net.taps)[:9])
     found = [runner.forward([Span(0, 10)], tokens[:10]).acceptance]

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.tools.training.speculators.recipes import RECIPES
-from parallel.speculators.block import BlockRunner
-from parallel.speculators.block_layers import BlockConfig
+from parallel.speculators.block.config import BlockConfig
+from parallel.speculators.block.runner import BlockRunner
 from parallel.speculators.registry import read_speculator
 from tests.parallel.speculators.test_block import FLAGS, Pair, drafted, opened
 

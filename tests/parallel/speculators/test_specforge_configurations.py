@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from parallel.speculators.block_layers import BlockConfig
+from parallel.speculators.block.config import BlockConfig
 from parallel.speculators.draft_layer_config import DraftLayerConfig
 from parallel.speculators.registry import read_speculator
 

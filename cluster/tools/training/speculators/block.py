@@ -8,6 +8,7 @@ that a corrector reads are the text's own. It must not know the training loop.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,9 +31,10 @@ from cluster.tools.training.speculators.eagle import GatedMLP
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.model.config import DecoderConfig, RopeScaling
 from parallel.model.families.registry import read_config
+from parallel.model.layers.rope import Rope, Rotation, rotate
+from parallel.speculators.block.convolutions import convolve, convolved
+from parallel.speculators.block.correctors import CORRECTORS, Corrector, CorrectorSizes, make_corrector
 from parallel.speculators.config import FINAL
-
-CORRECTORS = ("none", "markov", "gated", "rnn", "gru", "selector")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class BlockOptions(Section):
     """Rows of a block, its anchor included."""
     anchor_first: bool = False
     """Whether the anchor's row drafts the next token; else the first mask's row does."""
-    corrector: Annotated[str, OneOf(CORRECTORS)] = "none"
+    corrector: Annotated[str, OneOf(("none", *CORRECTORS))] = "none"
     """What makes a position depend on the tokens drafted before it."""
     rank: Annotated[int, Range(1)] = 64
     """Inner size of the corrector."""
@@ -78,7 +80,7 @@ class BlockOptions(Section):
 
 
 class _BlockConvolutions(nn.Module):
-    """Convolutions along a block before and after a sublayer; without effect until trained."""
+    """Around one sublayer; without effect until trained."""
 
     def __init__(self, hidden: int, taps: int, group: int) -> None:
         super().__init__()
@@ -93,13 +95,7 @@ class _BlockConvolutions(nn.Module):
         return self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups))
 
     def forward(self, x: Tensor, added: Tensor, side: int) -> Tensor:
-        """x `[..., block, hidden]`."""
-        out = torch.zeros_like(x)
-        for tap in range(self.taps):
-            kernel = self.base_kernel[side, tap].unflatten(0, (self.groups, -1)) + added[..., side, tap, :, None]
-            earlier = F.pad(x, (0, 0, tap, 0))[..., : x.shape[-2], :]
-            out = out + kernel.flatten(-2) * earlier
-        return out
+        return convolve(x, self.base_kernel[side], added[..., side, :, :], x.shape[-2])
 
 
 class _BlockAttention(nn.Module):
@@ -112,13 +108,13 @@ class _BlockAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
         self.q_norm, self.k_norm = RMSNorm(head_dim, eps=eps), RMSNorm(head_dim, eps=eps)
 
-    def forward(self, x: Tensor, context: Tensor, anchors: Tensor, ropes: tuple[Tensor, Tensor]) -> Tensor:
-        """x `[rows, anchors, block, hidden]`, context `[rows, length, hidden]`; ropes are the angles of both."""
+    def forward(self, x: Tensor, context: Tensor, anchors: Tensor, ropes: tuple[Rotation, Rotation]) -> Tensor:
+        """x `[rows, anchors, block, hidden]`, context `[rows, length, hidden]`; ropes are the rotations of both."""
         of_blocks, of_context = ropes
-        q = _rotate(self.q_norm(self._heads(self.q_proj(x))), of_blocks)
-        k = _rotate(self.k_norm(self._heads(self.k_proj(x))), of_blocks)
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))), of_blocks)
+        k = rotate(self.k_norm(self._heads(self.k_proj(x))), of_blocks)
         v = self._heads(self.v_proj(x))
-        context_k = _rotate(self.k_norm(self._heads(self.k_proj(context))), of_context)
+        context_k = rotate(self.k_norm(self._heads(self.k_proj(context))), of_context)
         context_v = self._heads(self.v_proj(context))
         rows, count, block, heads, size = q.shape
         kv_heads, length = k.shape[-2], context.shape[1]
@@ -153,72 +149,36 @@ class _BlockLayer(nn.Module):
                 _BlockConvolutions(hidden, options.conv_taps, options.conv_group) for _ in range(2)
             )
 
-    def forward(self, x: Tensor, context: Tensor, anchors: Tensor, ropes: tuple[Tensor, Tensor]) -> Tensor:
-        y = self.input_layernorm(x)
-        conv, added = self.attention_conv, None
-        if conv is not None:
-            added = conv.weights(y)
-            y = conv(y, added, 0)
-        y = self.self_attn(y, context, anchors, ropes)
-        x = x + (y if conv is None or added is None else conv(y, added, 1))
-        y = self.post_attention_layernorm(x)
-        conv, added = self.mlp_conv, None
-        if conv is not None:
-            added = conv.weights(y)
-            y = conv(y, added, 0)
-        y = self.mlp(y)
-        return x + (y if conv is None or added is None else conv(y, added, 1))
+    def forward(self, x: Tensor, context: Tensor, anchors: Tensor, ropes: tuple[Rotation, Rotation]) -> Tensor:
+        def attend(y: Tensor) -> Tensor:
+            return self.self_attn(y, context, anchors, ropes)
+
+        x = _after(x, self.input_layernorm, self.attention_conv, attend)
+        return _after(x, self.post_attention_layernorm, self.mlp_conv, self.mlp)
 
 
-class _MarkovHead(nn.Module):
-    """Adds to the logits of a position what the token before it says of it."""
-
-    def __init__(self, kind: str, vocab_size: int, hidden: int, rank: int) -> None:
-        super().__init__()
-        self.kind, self.rank = kind, rank
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
-        nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
-        nn.init.zeros_(self.markov_w2.weight)
-        if kind == "gated":
-            self.gate_proj = nn.Linear(hidden + rank, rank)
-        elif kind == "rnn":
-            self.joint_proj = nn.Linear(hidden + 2 * rank, 3 * rank)
-
-    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """hidden `[..., depths, hidden]`, tokens before them `[..., depths]`."""
-        embedded = self.markov_w1(before)
-        if self.kind == "markov":
-            return self.markov_w2(embedded)
-        if self.kind == "gated":
-            gate = self.gate_proj(torch.cat((hidden, embedded), -1)).sigmoid()
-            return self.markov_w2(gate * embedded)
-        state, outputs = torch.zeros_like(embedded[..., 0, :]), []
-        for k in range(before.shape[-1]):
-            joint = self.joint_proj(torch.cat((state, embedded[..., k, :], hidden[..., k, :]), -1))
-            gate, candidate, output = joint.chunk(3, -1)
-            gate = gate.sigmoid()
-            state = gate * state + (1 - gate) * candidate.tanh()
-            outputs.append(output.tanh())
-        return self.markov_w2(torch.stack(outputs, -2))
+def _after(x: Tensor, norm: nn.Module, conv: _BlockConvolutions | None, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    """The residual stream after a sublayer."""
+    return x + sublayer(norm(x)) if conv is None else convolved(x, norm, conv, sublayer)
 
 
-class _SelectorHead(nn.Module):
-    """Scores of the likeliest tokens of a position, given the token before it."""
+@dataclass(frozen=True)
+class _BatchTensors:
+    """What a corrector reads: the parameters, and the embedding of a batch's target."""
 
-    def __init__(self, vocab_size: int, hidden: int, rank: int, top_k: int) -> None:
-        super().__init__()
-        self.top_k = min(top_k, vocab_size)
-        self.predecessor_codebook = nn.Parameter(torch.randn(vocab_size, rank) * rank**-0.5)
-        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
-        self.hidden_projection = nn.Linear(hidden, rank, bias=False)
+    net: BlockDrafter
+    batch: TargetBatch
 
-    def forward(self, logits: Tensor, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """The candidates `[..., top_k]` and their scores."""
-        values, candidates = logits.topk(self.top_k, -1)
-        wanted = F.embedding(before, self.predecessor_codebook) * self.hidden_projection(hidden)
-        scores = values + (F.embedding(candidates, self.successor_codebook) @ wanted[..., None])[..., 0]
-        return candidates, scores
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        assert self.net.corrector is not None
+        bias = self.net.corrector.matrices[name].bias
+        return F.linear(x, self.net.get_parameter(name), self.net.get_parameter(bias) if bias else None)
+
+    def rows(self, name: str, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.net.get_parameter(name))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.batch.embed(token_ids)
 
 
 class _ConfidenceHead(nn.Module):
@@ -244,24 +204,28 @@ class BlockDrafter(Speculator):
         self.hidden_norm, self.norm = (RMSNorm(hidden, eps=shape.norm_eps) for _ in range(2))
         self.layers = nn.ModuleList([_BlockLayer(shape, options) for _ in range(options.layers)])
         self.mask_embedding = nn.Parameter(target.embedding.float().mean(0, keepdim=True).clone())
-        self.markov_head: _MarkovHead | None = None
-        self.candidate_selector: _SelectorHead | None = None
-        rank, kind = options.rank, options.corrector
-        if kind in ("markov", "gated", "rnn"):
-            self.markov_head = _MarkovHead(kind, vocab_size, hidden, rank)
-        elif kind == "selector":
-            self.candidate_selector = _SelectorHead(vocab_size, hidden, rank, options.top_k)
-        elif kind == "gru":
-            self.prefix_gru = nn.GRU(hidden, options.state_size, batch_first=True, bias=False)
-            inner = nn.Linear(hidden + options.state_size, rank, bias=False)
-            table = nn.Linear(rank, vocab_size, bias=False)
-            nn.init.zeros_(table.weight)
-            self.embed_proj = nn.Sequential(inner, nn.SiLU(), table)
+        sizes = options.rank, options.state_size, options.top_k
+        self.corrector = make_corrector(CorrectorSizes(options.corrector, vocab_size, hidden, *sizes))
+        if self.corrector is not None:
+            self._declare(self.corrector)
         self.confidence_head: _ConfidenceHead | None = None
         if options.confidence:
-            self.confidence_head = _ConfidenceHead(hidden + (rank if self.markov_head is not None else 0))
+            inputs = hidden if self.corrector is None else self.corrector.confidence_inputs
+            self.confidence_head = _ConfidenceHead(inputs)
+        self._rope = Rope(RopeScaling(rope_theta=_rope_theta(shape)), shape.head_dim, torch.float32, "cpu")
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.steps: Tensor
+
+    def _declare(self, corrector: Corrector) -> None:
+        """Parameters named as in the checkpoint; a fresh corrector adds nothing to logits."""
+        for name, matrix in corrector.matrices.items():
+            width = matrix.inputs**-0.5
+            weight = torch.empty(matrix.outputs, matrix.inputs).uniform_(-width, width)
+            if name == corrector.BEFORE:
+                nn.init.normal_(weight, std=width)
+            _hold(self, name, weight.zero_() if name == corrector.AFTER else weight)
+            if matrix.bias:
+                _hold(self, matrix.bias, torch.empty(matrix.outputs).uniform_(-width, width))
 
     # --- the pass -----------------------------------------------------------------------------------------------------
 
@@ -273,38 +237,31 @@ class BlockDrafter(Speculator):
         masks = self.mask_embedding.expand(*anchors.shape, size - 1, -1)
         x = torch.cat((first, masks.to(context.dtype)), 2)
         places = anchors[..., None] + torch.arange(size, device=anchors.device)
-        ropes = self._angles(places), self._angles(torch.arange(context.shape[1], device=anchors.device))
+        ropes = self._rotation(places), self._rotation(torch.arange(context.shape[1], device=anchors.device))
         for layer in self.layers:
             x = layer(x, context, anchors, ropes)
         # contiguous, because products of a slice with the head copy the head for every row of text
         return self.norm(x[:, :, size - self.num_draft_tokens :].contiguous())
 
-    def corrected(
-        self, batch: TargetBatch, base: Tensor, hidden: Tensor, before: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Logits of the depths given the tokens before each, `[rows, n, depths]`; of a selector the candidates and
-        their scores too."""
-        if self.markov_head is not None:
-            return base + self.markov_head(hidden, before).float(), None
-        if self.candidate_selector is not None:
-            candidates, scores = self.candidate_selector(base, hidden, before)
-            logits = torch.full_like(base, -torch.inf).scatter(-1, candidates, scores.float())
-            return logits, (candidates, scores.float())
-        if self.options.corrector == "gru":
-            states, _ = self.prefix_gru(batch.embed(before).to(hidden.dtype).flatten(0, 1))
-            added = self.embed_proj(torch.cat((hidden, states.unflatten(0, before.shape[:2])), -1)).float()
-            return torch.cat((base[:, :, :1], base[:, :, 1:] + added[:, :, 1:]), 2), None
-        return base, None
+    def corrected(self, batch: TargetBatch, base: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+        """Logits of the depths given the tokens before each, `[rows, n, depths]`."""
+        if self.corrector is None:
+            return base
+        tensors = _BatchTensors(self, batch)
+        return self.corrector.along(tensors, self.corrector.prepare(tensors, base, hidden), before)
 
     def logits_at(self, batch: TargetBatch, anchors: Tensor) -> Tensor:
         """Logits `[rows, n, depths, vocabulary]` where the text's own tokens precede every depth."""
         hidden = self.hidden_states(batch, anchors)
-        return self.corrected(batch, batch.head(hidden).float(), hidden, self._tokens(batch, anchors, 0))[0]
+        return self.corrected(batch, batch.head(hidden).float(), hidden, self._tokens(batch, anchors, 0))
 
-    def predicted(self, head: _ConfidenceHead, hidden: Tensor, before: Tensor) -> Tensor:
+    def predicted(self, batch: TargetBatch, hidden: Tensor, before: Tensor) -> Tensor:
         """Logits of the acceptance of the token drafted at each depth, which they do not depend on."""
-        read = hidden if self.markov_head is None else torch.cat((hidden, self.markov_head.markov_w1(before)), -1)
-        return head(read).float()
+        assert self.confidence_head is not None
+        read = (
+            hidden if self.corrector is None else self.corrector.with_token(_BatchTensors(self, batch), hidden, before)
+        )
+        return self.confidence_head(read).float()
 
     # --- the loss -----------------------------------------------------------------------------------------------------
 
@@ -315,17 +272,17 @@ class BlockDrafter(Speculator):
         before, labels = self._tokens(batch, anchors, 0), self._tokens(batch, anchors, 1)
         weights = valid * exponential_weights(self.num_draft_tokens, math.exp(-1 / options.decay)).to(valid.device)
         base = batch.head(hidden).float()
-        logits, selected = self.corrected(batch, base, hidden, before)
+        logits = self.corrected(batch, base, hidden, before)
         with torch.no_grad():
             p_logits = batch.head(_rows_at(batch.taps[FINAL], anchors, self.num_draft_tokens)).float()
-        if selected is None:
-            loss = options.cross_entropy * masked_mean(cross_entropy(logits, labels), weights)
+        values = cross_entropy(logits, labels)
+        if options.corrector == "selector":  # which is trained where the label is a candidate
+            hits = values.isfinite()
+            loss = masked_mean(cross_entropy(base, labels), weights)
+            loss = loss + masked_mean(values.masked_fill(~hits, 0), weights * hits)
         else:
-            candidates, scores = selected
-            hits = candidates == labels[..., None]
-            chosen = -(scores.log_softmax(-1).masked_fill(~hits, 0)).sum(-1)
-            loss = masked_mean(cross_entropy(base, labels), weights) + masked_mean(chosen, weights * hits.any(-1))
-            loss = options.cross_entropy * loss
+            loss = masked_mean(values, weights)
+        loss = options.cross_entropy * loss
         if options.base_steps:
             share = (1 - self.steps / options.base_steps).clamp(min=0)
             loss = (1 - share) * loss + share * masked_mean(cross_entropy(base, labels), weights)
@@ -337,7 +294,7 @@ class BlockDrafter(Speculator):
             loss = loss + options.variation * 2 * masked_mean(distance, weights)
         metrics: dict[str, Tensor] = {}
         if self.confidence_head is not None and distance is not None:
-            expected = self.predicted(self.confidence_head, hidden, before)
+            expected = self.predicted(batch, hidden, before)
             off = F.binary_cross_entropy_with_logits(expected, 1 - distance.detach(), reduction="none")
             loss = loss + masked_mean(off, weights)
             metrics["confidence_error"] = masked_mean((expected.sigmoid() - 1 + distance).abs(), valid).detach()
@@ -362,10 +319,10 @@ class BlockDrafter(Speculator):
         places = anchors[..., None] + after + torch.arange(self.num_draft_tokens, device=anchors.device)
         return F.pad(batch.tokens, (0, self.num_draft_tokens + 1)).gather(1, places.flatten(1)).view_as(places)
 
-    def _angles(self, places: Tensor) -> Tensor:
-        size = self.shape.head_dim
-        rates = _rope_theta(self.shape) ** -(torch.arange(0, size, 2, device=places.device).float() / size)
-        return (places[..., None].float() * rates)[..., None, :]
+    def _rotation(self, places: Tensor) -> Rotation:
+        cos, sin = self._rope(places.flatten().cpu())
+        shape = *places.shape, 1, -1
+        return cos.to(places.device).view(shape), sin.to(places.device).view(shape)
 
     # --- the checkpoint -----------------------------------------------------------------------------------------------
 
@@ -405,6 +362,16 @@ class BlockDrafter(Speculator):
         write_checkpoint(folder, {name: tensor.contiguous() for name, tensor in tensors.items()}, config)
 
 
+def _hold(module: nn.Module, name: str, value: Tensor) -> None:
+    """A parameter of the module under a name with points, in modules of their own."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in dict(module.named_children()):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(leaf, nn.Parameter(value))
+
+
 def build(options: BlockOptions, target: TargetShape) -> BlockDrafter:
     """The module with fresh weights."""
     net = BlockDrafter(options, target)
@@ -429,13 +396,6 @@ def _rows_at(states: Tensor, anchors: Tensor, depths: int) -> Tensor:
     places = (anchors[..., None] + torch.arange(depths, device=anchors.device)).clamp(max=states.shape[1] - 1)
     found = states.gather(1, places.flatten(1)[..., None].expand(-1, -1, states.shape[-1]))
     return found.view(*places.shape, -1)
-
-
-def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """x `[..., heads, size]`: the halves of a head are the two coordinates."""
-    first, second = x.chunk(2, -1)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def _rope_theta(shape: DecoderConfig) -> float:

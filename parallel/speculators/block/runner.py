@@ -13,8 +13,7 @@ DFlash (arXiv 2602.06036); DSpark (2607.05147): the position of token n predicts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,22 +22,16 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import MutualRows, Span, SpanRows
 from parallel.kv.pool import SeqId
-from parallel.model.config import CheckpointNames, DecoderConfig
-from parallel.model.families.fields import HfConfig, refuse, require
-from parallel.model.families.registry import read_config
+from parallel.model.config import DecoderConfig
 from parallel.model.layers.attention import PassPlan
 from parallel.runtime.interface import PassOutput
 from parallel.runtime.runner import default_backend, make_backend
-from parallel.speculators.block_layers import MASK, BlockConfig, BlockLayers, tensor_shapes
-from parallel.speculators.config import record_of
-from parallel.speculators.correctors import MarkovCorrector, PositionRows
+from parallel.speculators.block.config import BlockConfig
+from parallel.speculators.block.correctors import PositionRows
+from parallel.speculators.block.layers import MASK, BlockLayers
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import SpeculatorRunner
 from parallel.transfers import to_device, upload
-
-METHODS = ("dflash", "dspark", "dflash2", "domino")
-"""Of our own layout."""
-_NAMES = CheckpointNames(blocks="layers", final_norm="norm")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +200,7 @@ class BlockRunner(SpeculatorRunner):
             self.pool.truncate(seq_id, self.pool.cached_len(seq_id))
         hidden = hidden.view(len(started), size, -1)[:, size - config.num_drafted :].flatten(0, 1)
         logits, corrector = self.layers.head(hidden), self.layers.corrector
-        rows = (logits,) if corrector is None else corrector.prepare(logits, hidden)
+        rows = (logits,) if corrector is None else corrector.cell.prepare(corrector, logits, hidden)
         blocks = BlockPass(rows, None if self.layers.confidence is None else hidden)
         return {seq_id: BlockNode(blocks, i * config.num_drafted, 0) for i, (seq_id, _) in enumerate(started)}
 
@@ -264,8 +257,8 @@ class BlockRunner(SpeculatorRunner):
             return rows[0]
         if len(places) < len(token_ids):
             token_ids = token_ids[upload(places, token_ids.device)]
-        state = torch.stack([_parent_state(node) for node in nodes]) if corrector.state_size and depth else None
-        logits, state = corrector.step(rows, token_ids, state, at_root=not depth)
+        state = torch.stack([_parent_state(node) for node in nodes]) if corrector.cell.state_size and depth else None
+        logits, state = corrector.cell.step(corrector, rows, token_ids, state)
         if state is not None:
             for node, own in zip(nodes, state, strict=True):
                 node.state = own
@@ -276,9 +269,10 @@ class BlockRunner(SpeculatorRunner):
         layers, longest = self.layers, self.speculator.num_drafted
         if layers.confidence is None or not nodes:
             return None
-        hidden = torch.cat([_hidden(node, longest) for node in nodes])
-        read = layers.corrector.embed(token_ids) if isinstance(layers.corrector, MarkovCorrector) else None
-        chances = layers.confidence(hidden if read is None else torch.cat((hidden, read), 1))[:, 0].float().sigmoid()
+        read = torch.cat([_hidden(node, longest) for node in nodes])
+        if layers.corrector is not None:
+            read = layers.corrector.cell.with_token(layers.corrector, read, token_ids)
+        chances = layers.confidence(read)[:, 0].float().sigmoid()
         if all(node.depth < longest for node in nodes):
             return chances
         return chances * upload([node.depth < longest for node in nodes], chances.device, np.float32)
@@ -312,117 +306,3 @@ def _gather(nodes: Sequence[BlockNode]) -> PositionRows:
             where = upload(rows, blocks.rows[0].device)
             parts.append(tuple(tensor.index_select(0, where) for tensor in blocks.rows))
     return parts[0] if len(parts) == 1 else tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def open_block(directory: Path, config: BlockConfig, place: SpeculatorPlace) -> BlockRunner:
-    layers = BlockLayers(config, place.tables, place)
-    place.load(layers, layers.shards, tensor_shapes(config), directory)
-    return BlockRunner(layers, place)
-
-
-def read_own(hf: HfConfig) -> BlockConfig:
-    """Our own layout: the layers' fields are those of Qwen 3, all others are in `speculator`."""
-    return _read(hf, **hf["speculator"])
-
-
-def read_dflash(hf: HfConfig) -> BlockConfig:
-    """DFlash and DFlash 2 as z-lab publishes them."""
-    given, fields = _dflash_fields(hf)
-    fields |= {
-        "method": "dflash",
-        "embedding_scale": float(given.get("input_embedding_scale", 1.0)),
-        "logit_scale": float(given.get("output_multiplier", 1.0)),
-        "logit_softcap": given.get("final_logit_softcapping") or None,
-    }
-    if _architecture(hf) == "DFlash2DraftModel":
-        require(given, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        fields |= {"method": "dflash2", "conv_taps": given["conv_kernel_size"], "conv_group": given["conv_group_size"]}
-        fields |= {"corrector": "selector", "corrector_rank": given["selector_rank"], "top_k": given["selector_top_k"]}
-    return _read(hf, **fields)
-
-
-def read_dspark(hf: HfConfig) -> BlockConfig:
-    """DSpark as DeepSpec saves it, whose copies of the target's tables are not read and whose layer -1 is the
-    embedding, and as SpecForge does, whose training gives the anchor's row the next token, too."""
-    given, fields = _dflash_fields(hf)
-    require(given, "markov_rank")
-    kind = given.get("markov_head_type", "vanilla") if given["markov_rank"] else "none"
-    refuse({"markov_head_type": kind}, "markov_head_type", "none", "vanilla", "gated", "rnn")
-    has_confidence = bool(given.get("enable_confidence_head", given.get("confidence_head_alpha")))
-    if has_confidence and bool(given.get("confidence_head_with_markov")) != (kind != "none"):
-        raise ValueError("confidence_head_with_markov=false is not supported beside a Markov head")
-    return _read(
-        hf,
-        **fields,
-        method="dspark",
-        anchor_first=True,
-        corrector="markov" if kind == "vanilla" else kind,
-        corrector_rank=given["markov_rank"],
-        confidence=has_confidence,
-    )
-
-
-def read_domino(hf: HfConfig) -> BlockConfig:
-    """Domino as SpecForge saves it: with `shift_label` the anchor's row drafts the next token."""
-    given, fields = _dflash_fields(hf)
-    require(given, "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
-    if given["pure_draft_prefix_len"] != 1:
-        raise ValueError(f"pure_draft_prefix_len={given['pure_draft_prefix_len']} is not supported; 1 is")
-    return _read(
-        hf,
-        **fields,
-        method="domino",
-        anchor_first=bool(given.get("shift_label")),
-        corrector="gru",
-        corrector_rank=given["emb_dim"],
-        state_size=given["gru_hidden_dim"],
-    )
-
-
-def _dflash_fields(hf: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of config.json, those of `dflash_config` among them, and what all read of them: layer i of the target
-    is tap i + 1."""
-    given: dict[str, Any] = dict(hf) | dict(hf.get("dflash_config") or {})
-    if "sliding_attention" in (hf.get("layer_types") or ()) and hf.get("is_causal") is not False:
-        raise ValueError("is_causal: sliding layers whose blocks are causal are not supported; is_causal=false is")
-    refuse(hf, "is_causal")
-    require(given, "mask_token_id", "block_size")
-    if not given.get("target_layer_ids"):
-        raise ValueError("config.json lacks target_layer_ids, the layers whose outputs it reads")
-    taps = [layer + 1 for layer in given["target_layer_ids"]]
-    names = {"taps": taps, "block_size": given["block_size"], "mask_token_id": given["mask_token_id"]}
-    return given, names | {"embedding_scale": 1.0}
-
-
-def _read(hf: HfConfig, /, **fields: Any) -> BlockConfig:
-    layers = read_config({**hf, "architectures": ["Qwen3ForCausalLM"]})
-    of_layers = {
-        "vocab_size": layers.vocab_size,
-        "max_positions": layers.max_positions,
-        "target_hidden": layers.hidden_size,
-        "layers": replace(layers, names=_NAMES),
-    }
-    return record_of(BlockConfig, fields | of_layers)
-
-
-def is_own(hf: HfConfig) -> bool:
-    return (hf.get("speculator") or {}).get("method") in METHODS
-
-
-def is_dflash(hf: HfConfig) -> bool:
-    return _architecture(hf) in ("DFlashDraftModel", "DFlash2DraftModel") and "dflash_config" in hf
-
-
-def is_dspark(hf: HfConfig) -> bool:
-    return _architecture(hf) in ("Qwen3DSparkModel", "DSparkDraftModel")
-
-
-def is_domino(hf: HfConfig) -> bool:
-    return _architecture(hf) == "DominoDraftModel"
-
-
-def _architecture(hf: HfConfig) -> str:
-    return (hf.get("architectures") or [""])[0]

@@ -1,0 +1,107 @@
+"""The record of a block drafter's checkpoint: the shape of its layers, and which parts it has. Knows no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from parallel.model.checkpoint import Shape, block_tensors
+from parallel.model.config import DecoderConfig
+from parallel.runtime.model_bytes import kv_bytes_per_slot
+from parallel.speculators.block.correctors import Corrector, CorrectorKind, CorrectorSizes, make_corrector
+from parallel.speculators.config import FuserShape, SpeculatorConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig(SpeculatorConfig):
+    """One class of drafters; the methods are choices of its fields."""
+
+    layers: DecoderConfig
+    """Of the draft layers; its vocabulary and positions are the target's."""
+    block_size: int
+    """Rows of a block, the anchor's included."""
+    mask_token_id: int | None
+    """None: the mask has an embedding of its own."""
+    anchor_first: bool = False
+    """The anchor's row predicts the next token; else the first mask's row does."""
+    corrector: CorrectorKind = "none"
+    corrector_rank: int = 256
+    state_size: int = 1024
+    """corrector=gru: of the GRU."""
+    top_k: int = 16
+    """corrector=selector: candidates of a position."""
+    conv_taps: int = 0
+    """Rows that a convolution reads, 0 for none."""
+    conv_group: int = 16
+    confidence: bool = False
+    embedding_scale: float | None = None
+    """None: as the target scales its embedding and its logits. Published DFlash reads the bare tables."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    @property
+    def num_drafted(self) -> int:
+        """Draft tokens of a block."""
+        return self.block_size - (not self.anchor_first)
+
+    @property
+    def drafts_blocks(self) -> bool:
+        return True
+
+    def make_corrector(self) -> Corrector | None:
+        """What corrects the logits of a position; None where nothing does."""
+        sizes = self.corrector_rank, self.state_size, self.top_k
+        return make_corrector(CorrectorSizes(self.corrector, self.vocab_size, self.layers.hidden_size, *sizes))
+
+    def tensor_shapes(self) -> dict[str, Shape]:
+        """Every tensor of a checkpoint."""
+        layers, hidden, corrector = self.layers, self.layers.hidden_size, self.make_corrector()
+        shapes: dict[str, Shape] = self.fuser.tensor_shapes() | {"norm.weight": (hidden,)}
+        if self.mask_token_id is None:
+            shapes["mask_embedding"] = 1, hidden
+        for i in range(layers.num_layers):
+            shapes |= {f"layers.{i}.{name}": shape for name, shape, _ in block_tensors(layers)}
+            for conv in ("attention_conv", "mlp_conv") if self.conv_taps else ():
+                shapes[f"layers.{i}.{conv}.base_kernel"] = 2, self.conv_taps, hidden
+                groups = hidden // self.conv_group
+                shapes[f"layers.{i}.{conv}.kernel_projection.weight"] = 2 * self.conv_taps * groups, hidden
+        for name, matrix in corrector.matrices.items() if corrector is not None else ():
+            shapes[name] = matrix.outputs, matrix.inputs
+            if matrix.bias:
+                shapes[matrix.bias] = (matrix.outputs,)
+        if self.confidence:
+            inputs = hidden if corrector is None else corrector.confidence_inputs
+            shapes |= {"confidence_head.proj.weight": (1, inputs), "confidence_head.proj.bias": (1,)}
+        return shapes
+
+    def check_record(self) -> None:
+        super(BlockConfig, self).check_record()
+        mask, hidden = self.mask_token_id, self.layers.hidden_size
+        for wrong, line in (
+            (self.num_drafted < 1, f"block_size={self.block_size}: drafts no token"),
+            (mask is not None and mask >= self.vocab_size, f"mask_token_id={mask}: is no token of {self.vocab_size}"),
+            (self.corrector not in get_args(CorrectorKind), f"corrector={self.corrector!r}: is none that is known"),
+            (self.corrector != "none" and not self.corrector_rank, "corrector_rank=0: a corrector needs one"),
+            (self.corrector == "gru" and not self.state_size, "state_size=0: a GRU needs one"),
+            (
+                self.conv_taps > 0 and hidden % self.conv_group,
+                f"conv_group={self.conv_group}: must divide {hidden}",
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"{line}; correct config.json, or fetch it again")
+
+    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
+        return kv_bytes_per_slot(self.layers, ranks, item_bytes)
+
+    @property
+    def fuser(self) -> FuserShape:
+        layers = self.layers
+        return FuserShape(
+            num_taps=len(self.taps),
+            tap_size=self.target_hidden,
+            outputs=layers.hidden_size,
+            eps=layers.norm_eps,
+            projection="fc",
+            result_norm="hidden_norm",
+        )
