@@ -101,6 +101,13 @@ class Room:
         both = {type(record) for record in queue[:2]} == {VerifyBatch, DraftBatch}
         return queue.pop(self.leisure.randrange(2) if both else 0)
 
+    def _check_rows(self, runner):
+        """Of a runner that has rows itself, or of the one that it wraps; a head keeps none."""
+        if hasattr(runner, "pool"):
+            runner.pool.check()
+        elif hasattr(runner, "runner"):
+            self._check_rows(runner.runner)
+
     def _idle(self, coordinator, clock):
         """While the target verifies, the drafter gets a random number of steps of its own, and may tell of them."""
         if self.draft is None:
@@ -109,7 +116,7 @@ class Room:
             if not self.draft.wants_work:
                 break
             self.draft.work(self.leisure.randrange(4))  # any width may be chosen; 0 is the configured one
-            self.draft.drafter.runner.pool.check()
+            self._check_rows(self.draft.drafter.runner)
         if self.leisure.random() < 0.7 and (preview := self.draft.preview(last=True)) is not None:
             assert not coordinator.on(preview, next(clock))
 
