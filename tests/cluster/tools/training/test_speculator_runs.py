@@ -24,7 +24,6 @@ from cluster.tools.training.speculators import run as training
 from cluster.tools.training.speculators.distill import DistilledDrafter
 from cluster.tools.training.speculators.frozen_target import FrozenTarget, load_target, shape_of
 from cluster.tools.training.speculators.recipes import RECIPES
-from cluster.tools.training.speculators.recipes_page import page
 from cluster.tools.training.tokenizer import load_tokenizer
 from cluster.tools.training.trainer import Ranks, Recipe
 from parallel.speculators.config import FINAL
@@ -287,8 +286,3 @@ def test_distillation_brings_the_drafter_nearer(target: Path, text: Path, tmp_pa
 def test_wrong_settings_are_one_line(target: Path, text: Path, tmp_path: Path, named: dict[str, str], line: str):
     with pytest.raises(ValueError, match=f"^{line}"):
         train.make_drafter(small(target, **{"text": text, **named}), tmp_path)
-
-
-def test_the_page_of_recipes_is_as_the_registry_says():
-    """If not: python -m cluster.tools.training.speculators.recipes_page > docs/recipes.md"""
-    assert (Path(__file__).parents[4] / "docs" / "recipes.md").read_text() == page()
