@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from actors.drafters.self_speculation.exits import ExitSearch
 from actors.drafters.self_speculation.layer_search import Agreement
 from actors.drafters.self_speculation.sublayers import PassShares, Sublayers, best_speed
 from actors.drafters.self_speculation.swift import SwiftSearch
+from actors.policy.estimators import Ewma
 from actors.protocol.messages import SamplingParams
 from parallel.comm.group import SINGLE
 from parallel.model.layer_plan import LayerPlan
@@ -79,8 +81,32 @@ def test_a_pass_reads_its_sublayers_and_the_head(models):
 def test_swift_ends_after_so_many_looks_without_a_better_mask(trials, fruitless, looks):
     """Every mask reproduces half of the text."""
     sublayers = Sublayers.inner(NUM_LAYERS)
-    numbers = dict(num_skipped=4, window=32, every=1, trials=trials, fruitless=fruitless)
+    numbers: dict[str, Any] = dict(num_skipped=4, window=32, every=1, trials=trials, fruitless=fruitless)
     search = SwiftSearch(sublayers, Found(), AGREEMENT, **numbers)
     for _ in range(60):
         search.before_draft([generated()])
     assert search.ended and len(search.history) == looks
+
+
+def test_the_best_mask_is_worth_the_mean_of_its_texts_and_another_what_it_did_better_on_one():
+    """Scores of the looks, first of the best mask and then of the one that is tried."""
+
+    class Given(Found):
+        scores = iter((0.4, 0.5, 0.6, 0.2, 0.1, 0.15))
+
+        def reproduced(self, window, layers):
+            return next(self.scores)
+
+    numbers: dict[str, Any] = dict(num_skipped=4, window=32, every=1, trials=40, fruitless=40)
+    search = SwiftSearch(Sublayers.inner(NUM_LAYERS), Given(), AGREEMENT, **numbers)
+    values = []
+    for _ in range(3):
+        search.before_draft([generated()])
+        values.append(search.history[-1].value)
+    assert values[0] == pytest.approx(0.5), "the one that was tried: 0.4, and 0.1 better"
+    mean = Ewma(0.8, mean=0.5, weight=1.0)
+    mean.update(0.6)
+    assert values[1] == pytest.approx(mean.mean), "it stays the best, by both of its texts"
+    mean.update(0.1)
+    assert values[2] == pytest.approx(mean.mean + 0.05), "the one that was tried on its third"
+    assert search.search.best_value == values[2]
