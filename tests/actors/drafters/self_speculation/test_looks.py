@@ -9,7 +9,7 @@ import pytest
 
 from actors.drafters.interface import Context
 from actors.drafters.self_speculation.exits import ExitSearch
-from actors.drafters.self_speculation.layer_search import Agreement
+from actors.drafters.self_speculation.layer_search import Agreement, Scores
 from actors.drafters.self_speculation.sublayers import PassShares, Sublayers, best_speed
 from actors.drafters.self_speculation.swift import SwiftSearch
 from actors.policy.estimators import Ewma
@@ -29,10 +29,10 @@ class Reads:
         return True
 
 
-class Found:
+class Found(Scores):
     """Scores that are given: of every mask, or of every exit."""
 
-    replay = Reads()
+    replay: Any = Reads()
 
     def __init__(self, by_exit=(), of_mask=0.5):
         self._by_exit, self._of_mask = by_exit, of_mask

@@ -1,0 +1,63 @@
+"""What the engine's options and the target's facts become: each reaches the part of the coordinator that it is for."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from actors.coordinator import service
+from actors.coordinator.clients import CLIENT
+from actors.coordinator.scheduler import Capacity
+from actors.coordinator.service import EPOCHS_PER_INCARNATION, ROUNDS_PER_INCARNATION, CoordinatorSpec
+from actors.options import SchedulerConfig
+from actors.protocol.membership import Hello
+from tests.actors.service_harness import FACTS
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Arguments of what the service makes, by name; it is made all the same."""
+    found = {}
+
+    def keep(name, make):
+        def kept(*arguments, **options):
+            found[name] = arguments, options
+            return make(*arguments, **options)
+
+        monkeypatch.setattr(service, name, kept)
+
+    for name in ("make_policy", "Coordinator", "Scheduler"):
+        keep(name, getattr(service, name))
+    return found
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("chooses", [False, True])
+def test_every_option_reaches_its_part(open_stage, calls, adaptive, chooses):
+    began = time.monotonic()
+    limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=31)
+    stage = open_stage(limits=limits, min_draft_tokens=2, adaptive=adaptive, chooses_lengths=chooses)
+    stage.get_ready()
+    assert calls["make_policy"] == (("sync", 2, 4), dict(adaptive=adaptive, longest_only=chooses))
+    assert calls["Scheduler"] == ((limits, Capacity(FACTS["kv_slots"], FACTS["max_model_len"])), {})
+    (scheduler, policy, ends), options = calls["Coordinator"]
+    assert scheduler.limits is limits and policy.longest_draft == 4 and ends == (1,)
+    assert began <= options.pop("now") <= time.monotonic()
+    assert options == dict(drafts=True, attached=False, bridged=False, first_round=0)
+
+
+def test_a_successor_counts_on_where_its_predecessors_cannot_have_come(open_stage, calls):
+    stage = open_stage(draft_ranks=0, incarnation=3, attached=True)
+    epoch = stage.join("target-0")
+    stage.send(CLIENT, Hello())
+    assert stage.receive(CLIENT).facts == FACTS and epoch == 3 * EPOCHS_PER_INCARNATION + 1
+    options = calls["Coordinator"][1]
+    assert (options["drafts"], options["attached"]) == (False, True)
+    assert options["first_round"] == 3 * ROUNDS_PER_INCARNATION
+
+
+def test_roles_have_as_many_ranks_as_were_asked_for():
+    spec = CoordinatorSpec("sync", 4, 2, 3, (1,), level_ranks=(4, 5))
+    assert spec.sizes == {"target": 2, "draft": 3, "draft2": 4, "draft3": 5}
+    assert CoordinatorSpec("plain", 4, 2, 0, (1,)).sizes == {"target": 2}
