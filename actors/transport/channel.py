@@ -18,6 +18,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any, cast
@@ -84,6 +85,12 @@ def heart_of(link: str) -> str:
     return f"{link}/heart"
 
 
+def _close(context: zmq.Context, watched: Sequence[tuple[zmq.Socket[bytes], int]]) -> None:
+    for socket, _ in watched:
+        socket.close(LINGER_MS)
+    context.destroy(LINGER_MS)
+
+
 class _Endpoint:
     """What both ends share: sockets, of which those that use a network are in a context of this endpoint alone, so that
     `close` waits for what is on its way."""
@@ -107,9 +114,7 @@ class _Endpoint:
         return socket
 
     def close(self) -> None:
-        for socket, _ in self._watched:
-            socket.close(LINGER_MS)
-        self._context.destroy(LINGER_MS)
+        _close(self._context, self._watched)
 
     def _wait(self, timeout_s: float | None, num_sockets: int | None = None) -> zmq.Socket[bytes] | None:
         """A socket to which a record came within `timeout_s`; of two, the one that was opened last. Only so many are
@@ -327,6 +332,8 @@ class Link(_Endpoint):
 
     def __init__(self, address: str, identity: str, key: LinkKey, *, keeps: str = "all") -> None:
         super().__init__()
+        # A context that is collected before its sockets waits for them for ever, and this process with it.
+        weakref.finalize(self, _close, self._context, self._watched).atexit = False
         context, self._endpoint, admission = _NEAR_HUBS.get((os.getpid(), address), (self._context, address, None))
         is_near = admission is not None and admission.admits(key.public, identity)
         if not is_near:

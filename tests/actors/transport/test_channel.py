@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -386,3 +388,23 @@ def test_a_hub_is_closed_once_the_thread_that_receives_is_back():
     hub.close()
     thread.join()
     assert received[:1] == [None], "the call that was under way ended as if no record had come"
+
+
+LOSE_A_LINK = """
+import gc
+from actors.transport.channel import Hub, Link
+from actors.transport.keys import HubKeys
+
+keys = HubKeys(bytes(32))
+hub = Hub("tcp://127.0.0.1:*", keys)
+holder = [Link(hub.client_address, "client", keys.of("client"))]
+holder.append(holder)
+del holder
+gc.collect()
+hub.close()
+"""
+
+
+def test_a_link_that_is_lost_without_being_closed_does_not_hang_its_process():
+    """In a cycle its context is collected before its sockets, for which it would wait."""
+    subprocess.run([sys.executable, "-c", LOSE_A_LINK], check=True, timeout=60)
