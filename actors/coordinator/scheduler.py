@@ -1,7 +1,10 @@
 """Continuous batching: which sequences take part in the next target pass, and with how many rows.
 
 A pure state machine over lengths; it never sees a tensor, a socket or a clock. Requests join and leave between rounds,
-and long prompts are fed in chunks. Places are given to clients in turn (`waiting.py`). When the KV pool runs short, the
+and long prompts are fed in chunks. Places are given to clients in turn (`waiting.py`), and while several clients have
+requests, each has at most an even share of the places and of the rows of text, be there more: a pass with less of one
+client is faster for the others, who have no use for what is left. A client above its share gives places up to one that
+waits below its own. When the KV pool runs short, the
 youngest sequences first lose their draft tokens, then their place: they return to the front of the queue and are
 recomputed later, with the same tokens. A request with which a pass raised is tested in passes of its own, so that the
 next failure shows whose it is.
@@ -9,7 +12,8 @@ next failure shows whose it is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sized
 from dataclasses import dataclass, field
 
 from actors.coordinator.sequence import Sequence
@@ -97,19 +101,58 @@ class Scheduler:
         used = sum([sequence.cached_len for sequence in self.running])
         return Load(len(self.running), len(self.waiting), used, self.capacity.kv_slots)
 
+    @property
+    def num_joining(self) -> int:
+        """Waiting sequences for which there are places in the next pass."""
+        places, waiting = self._places(), Counter([sequence.request.scope for sequence in self.waiting])
+        share = _share(self.limits.max_num_seqs, places)
+        joining = sum([min(count, max(0, share - places[scope])) for scope, count in waiting.items()])
+        return min(joining, self.limits.max_num_seqs - len(self.running))
+
     def _fill_batch(self, plan: RoundPlan) -> None:
         """Move waiting sequences into the batch while seats, rows and slots last, and none is on probation."""
         is_tested = self.tested is not None
-        while self.waiting and len(self.running) < self.limits.max_num_seqs and not is_tested:
-            sequence = self.waiting.first
+        while self.waiting and not is_tested:
+            places = self._places()
+            share = _share(self.limits.max_num_seqs, places)
+            sequence = self.waiting.first([scope for scope, count in places.items() if count >= share])
+            if sequence is None:
+                return
             is_tested = sequence.probation > 0
             if is_tested and plan.admitted:
                 return  # it is admitted by itself too
-            promised = sum(other.prefix_len + 1 for other in self.running)
+            victim = self._owed_place(sequence, places) if len(self.running) >= self.limits.max_num_seqs else None
+            if len(self.running) - (victim is not None) >= self.limits.max_num_seqs:
+                return
+            promised = sum([other.prefix_len + 1 for other in self.running if other is not victim])
             if self.running and promised + sequence.prefix_len + 1 > self.capacity.kv_slots:
                 return
-            self.running.append(self.waiting.pop())
+            self.waiting.take(sequence)
+            if victim is not None:
+                self._vacate(victim, plan)
+            self.running.append(sequence)
             plan.admitted.append(sequence)
+
+    def _places(self) -> Counter[int]:
+        """Places in the batch of each client that has requests, running or waiting."""
+        places = Counter(dict.fromkeys(self.waiting.scopes, 0))
+        places.update([sequence.request.scope for sequence in self.running])
+        return places
+
+    def _owed_place(self, sequence: Sequence, places: Counter[int]) -> Sequence | None:
+        """The youngest sequence of the client with the most places, if it keeps as many as the client of `sequence`
+        will have; else there would be no end of changes."""
+        ((scope, count),) = places.most_common(1)
+        if count < places[sequence.request.scope] + 2:
+            return None
+        return next(other for other in reversed(self.running) if other.request.scope == scope)
+
+    def _vacate(self, victim: Sequence, plan: RoundPlan) -> None:
+        self.preempt([victim])
+        if victim in plan.admitted:
+            plan.admitted.remove(victim)
+        else:
+            plan.preempted.append(victim)
 
     def plan(self, held: Collection[int] = ()) -> RoundPlan:
         """The rows of the next pass, with the proposals that the sequences hold; requests in `held` sit it out."""
@@ -137,6 +180,8 @@ class Scheduler:
 
     def _demands(self, sequences: Iterable[Sequence]) -> list[Demand]:
         budget = self.limits.max_num_batched_tokens
+        places = self._places()
+        left = dict.fromkeys(places, _share(budget, places))  # rows of text that each client may still have
         # Sequences that only lack their root come first: neither a long prompt nor another's draft may delay them.
         roots, texts = [], []
         for sequence in sequences:
@@ -145,6 +190,9 @@ class Scheduler:
         for place, sequence in enumerate((*roots, *texts), start=1):
             uncached_len = sequence.uncached_len
             rows = min(uncached_len, self.limits.prefill_chunk, budget)
+            if uncached_len > 1:
+                rows = min(rows, left[sequence.request.scope])
+                left[sequence.request.scope] -= rows
             budget -= rows
             proposal = sequence.draft.proposal if rows == uncached_len else None
             if proposal is not None:
@@ -177,3 +225,8 @@ class Scheduler:
 
 def _num_draft_tokens(proposal: Proposal | None) -> int:
     return proposal.tree.num_draft_tokens if proposal else 0
+
+
+def _share(amount: int, clients: Sized) -> int:
+    """What each of these clients may have of it, rounded up."""
+    return -(-amount // max(1, len(clients)))

@@ -286,8 +286,7 @@ class Coordinator:
     def _wait_s(self, num_expecting: int, num_ready: int, *, has_first_part: bool) -> float:
         scheduler = self._scheduler
         num_running = len(scheduler.running)
-        num_joining = min(len(scheduler.waiting), scheduler.limits.max_num_seqs - num_running)
-        num_plain = num_running - num_expecting - num_ready + num_joining
+        num_plain = num_running - num_expecting - num_ready + scheduler.num_joining
         return self._policy.wait_s(num_expecting, num_ready, num_plain, has_first_part=has_first_part)
 
     def _start_pass(self, plan: RoundPlan, now: float) -> list[VerifyBatch]:

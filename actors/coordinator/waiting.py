@@ -7,7 +7,7 @@ lost their place come before all that never had one, the oldest first. Knows not
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from actors.coordinator.sequence import Sequence
 
@@ -45,19 +45,23 @@ class WaitingQueue:
         self._len += len(returned)
 
     @property
-    def first(self) -> Sequence:
-        """The next to be served; there must be one."""
-        if self._returned:
-            return self._returned[0]
-        return next(iter(next(iter(self._queues.values())).values()))
+    def scopes(self) -> set[int]:
+        """Clients with requests here."""
+        return {*self._queues, *[sequence.request.scope for sequence in self._returned]}
 
-    def pop(self) -> Sequence:
-        """Take the first out; the turn passes to the next client."""
-        sequence = self.first
-        if not self._returned:
+    def first(self, full: Collection[int] = ()) -> Sequence | None:
+        """The next to be served, those of the clients in `full` left out."""
+        for sequence in self._returned:
+            if sequence.request.scope not in full:
+                return sequence
+        scope = next((scope for scope in self._queues if scope not in full), None)
+        return None if scope is None else next(iter(self._queues[scope].values()))
+
+    def take(self, sequence: Sequence) -> None:
+        """It is served: take it out; if it never had a place, the turn passes to the next client."""
+        if sequence.request_id in self._queues.get(sequence.request.scope, ()):
             self._queues.move_to_end(sequence.request.scope)
         self.remove(sequence)
-        return sequence
 
     def remove(self, sequence: Sequence) -> None:
         """It ended, if it was here."""

@@ -16,10 +16,10 @@ class TokenBucket:
     def spend(self, cost: float) -> None:
         self._left = max(self._left - cost, -self._burst)
 
-    def wait_s(self, now: float) -> float:
-        """Seconds until nothing is owed; 0 if that is so now."""
+    def wait_s(self, now: float, least: float = 0.0) -> float:
+        """Seconds until `least` is left, by default until nothing is owed; 0 if that is so now."""
         self._left = min(self._burst, self._left + (now - self._at) * self._rate)
         self._at = now
-        if self._left >= 0:
+        if self._left >= least:
             return 0.0
-        return -self._left / self._rate if self._rate else inf
+        return (least - self._left) / self._rate if self._rate else inf

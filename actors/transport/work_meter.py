@@ -12,11 +12,13 @@ import time
 from actors.transport.keys import is_client
 from actors.transport.token_bucket import TokenBucket
 
-PORT_SHARE = 0.1
+PORT_SHARE = 0.05
 """Of the time of the hub's thread: what the records of all clients may take of it while ranks and the owner use it."""
 PORT_BURST_S = 0.005
 """Seconds of it that they may take at once, after a pause."""
-KEY_SHARE = 0.05
+PORT_TURN_S = 0.001
+"""A pause lasts until so much may be taken: to wake up for every record would cost more than to read it."""
+KEY_SHARE = 0.025
 """The same for the clients with one key: above it their records are dropped unread, which costs the others less time
 than to read them, until they send less."""
 KEY_BURST_S = 0.5
@@ -34,7 +36,7 @@ class WorkMeter:
         self._port = TokenBucket(PORT_SHARE, PORT_BURST_S, now)
         self._keys: dict[str, TokenBucket] = {}
         self._client = ""
-        self._began_at = 0.0
+        self._began_at = self._resume_at = 0.0
 
     def begin(self, peer: str) -> None:
         """A record of this peer has been received."""
@@ -44,14 +46,16 @@ class WorkMeter:
     def settle(self) -> None:
         """All work for the last record is over. The thread that calls may be the successor of the one that began."""
         if self._client:
-            work_s = max(0.0, time.thread_time() - self._began_at) + RECEIVE_S
-            self._port.spend(work_s)
+            work_s, now = max(0.0, time.thread_time() - self._began_at) + RECEIVE_S, time.monotonic()
             self._key(self._client).spend(work_s)
+            self._port.spend(work_s)
+            if self._port.wait_s(now):
+                self._resume_at = now + self._port.wait_s(now, PORT_TURN_S)
             self._client = ""
 
     def pause_s(self) -> float:
         """Seconds for which the port of clients is not read."""
-        return self._port.wait_s(time.monotonic())
+        return max(0.0, self._resume_at - time.monotonic())
 
     def is_overspent(self, client: str) -> bool:
         return self._key(client).wait_s(time.monotonic()) > 0

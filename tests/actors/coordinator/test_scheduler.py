@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import settings
@@ -15,6 +17,10 @@ from actors.options import SchedulerConfig
 from actors.protocol.messages import Proposal, Request, SamplingParams, TokenTree, Verdict
 
 NO_EOS = frozenset()
+
+
+def count_scopes(sequences: Iterable[Sequence]) -> Counter[int]:
+    return Counter([sequence.request.scope for sequence in sequences])
 
 
 def sequence_of(
@@ -124,13 +130,25 @@ class Lives(RuleBasedStateMachine):
     def check_moves(self, plan, running, waiting):
         scheduler, preempted = self.scheduler, plan.preempted
         assert not set(map(id, plan.admitted)) & set(map(id, preempted))
-        assert plan.admitted == waiting[: len(plan.admitted)], "they are served in the order in which they wait"
-        assert scheduler.running == running[: len(running) - len(preempted)] + plan.admitted, "the youngest leave"
-        front = list(scheduler.waiting)[: len(preempted)]
-        assert front == preempted[::-1], "who was put back comes next, the oldest first"
+        self.check_shares(plan, running, waiting)
+        assert scheduler.running == [one for one in running if one not in preempted] + plan.admitted
+        had_places = [sequence.num_preemptions > 0 for sequence in scheduler.waiting]
+        assert had_places == sorted(had_places, reverse=True), "what was put back comes before what never ran"
         assert all(sequence.cached_len == 0 for sequence in preempted)
         if running:
             assert running[0] in scheduler.running, "the oldest is never put back"
+
+    def check_shares(self, plan, running, waiting):
+        """Each client is served in order, and above an even share of the places it gets no further one."""
+        counts, before = count_scopes(self.scheduler.running), count_scopes(running)
+        clients = {*count_scopes(running), *count_scopes(waiting)}
+        for scope in clients:
+            own, came = [[one for one in some if one.request.scope == scope] for some in (waiting, plan.admitted)]
+            assert came == own[: len(came)], "they are served in the order in which they wait"
+            share = -(-self.scheduler.limits.max_num_seqs // len(clients))
+            assert counts[scope] <= max(share, before[scope])
+        lost = [one for one in plan.preempted if counts[one.request.scope] + 1 < max(counts.values(), default=0)]
+        assert not lost or not plan.admitted, "a place is taken from the client with the most"
 
     @invariant()
     def everybody_is_in_one_place(self):
@@ -144,7 +162,8 @@ class Lives(RuleBasedStateMachine):
         """No request starves: what is left ends within the passes that one after the other would take."""
         if not hasattr(self, "scheduler"):
             return
-        chunk = min(self.scheduler.limits.prefill_chunk, self.scheduler.limits.max_num_batched_tokens)
+        share = -(-self.scheduler.limits.max_num_batched_tokens // 3)  # of three clients
+        chunk = min(self.scheduler.limits.prefill_chunk, share)
         budget = sum(s.max_len * (2 + s.max_len // chunk) for s in self.live)
         while self.live:
             budget -= 1
@@ -229,7 +248,7 @@ def test_what_can_never_run_is_refused_with_a_remedy(prompt_len, max_tokens, cap
     if refusal is None:
         assert said is None
     else:
-        assert re.search(refusal, said) and "\n" not in said
+        assert said is not None and re.search(refusal, said) and "\n" not in said
 
 
 def test_a_request_that_just_fits_runs_alone_to_its_end():
@@ -251,3 +270,76 @@ def test_removing_twice_is_harmless():
     scheduler.remove(sequence)
     scheduler.remove(sequence)
     assert not scheduler.running and not scheduler.waiting
+
+
+# --- clients --------------------------------------------------------------------------------------------------------
+
+
+def crowded(limits: SchedulerConfig, *counts: int, prompt_len: int = 2) -> Scheduler:
+    """So many requests of clients 0, 1, 2, ..., those of 0 first."""
+    scheduler = Scheduler(limits, Capacity(4000, 64))
+    for scope, count in enumerate(counts):
+        for _ in range(count):
+            arrive(scheduler, scope, prompt_len)
+    return scheduler
+
+
+def arrive(scheduler: Scheduler, scope: int, prompt_len: int = 2) -> None:
+    number = len(scheduler.running) + len(scheduler.waiting)
+    scheduler.add(sequence_of(prompt_len, 20, number, scope=scope))
+
+
+@pytest.mark.parametrize(
+    ("counts", "places"),
+    [((20,), [8]), ((20, 2), [4, 2]), ((20, 0, 9, 1), [3, 0, 3, 1]), ((1, 1, 1), [1, 1, 1]), ((9,) * 3, [3, 3, 2])],
+)
+def test_a_client_has_an_even_share_of_the_places_while_others_have_requests(counts, places):
+    scheduler = crowded(SchedulerConfig(8), *counts)
+    assert scheduler.num_joining == sum(places)
+    plan = scheduler.plan()
+    held = count_scopes(scheduler.running)
+    assert [held[scope] for scope in range(len(counts))] == places and len(plan.rows) == sum(places)
+    assert scheduler.num_joining == 0
+
+
+def test_a_client_alone_gives_places_up_to_one_that_comes():
+    scheduler = crowded(SchedulerConfig(4), 9)
+    follow(scheduler.plan())
+    youngest = scheduler.running[:1:-1]
+    for _ in range(3):
+        arrive(scheduler, 1)
+    plan = scheduler.plan()
+    assert plan.preempted == youngest and count_scopes(scheduler.running) == {0: 2, 1: 2}
+    assert [sequence.request_id for sequence in scheduler.waiting][:2] == [2, 3], "they come before what never ran"
+    follow(plan)
+    assert not scheduler.plan().preempted
+
+
+def test_places_are_not_exchanged_without_end():
+    """Three clients and four places: the one with two has no more than its share."""
+    scheduler = crowded(SchedulerConfig(4), 5, 5)
+    follow(scheduler.plan())
+    arrive(scheduler, 2)
+    arrive(scheduler, 2)
+    plan = scheduler.plan()
+    assert sorted(count_scopes(scheduler.running).values()) == [1, 1, 2] and len(plan.preempted) == 1
+    for _ in range(4):
+        follow(plan)
+        plan = scheduler.plan()
+        assert not plan.preempted and not plan.admitted
+
+
+def test_no_place_is_given_up_for_a_request_that_does_not_fit_the_pool():
+    scheduler = Scheduler(SchedulerConfig(2), Capacity(30, 64))
+    for request_id in range(2):
+        scheduler.add(sequence_of(4, 20, request_id))
+    follow(scheduler.plan())
+    scheduler.add(sequence_of(25, 1, 2, scope=1))
+    assert not scheduler.plan().preempted
+
+
+def test_a_client_has_an_even_share_of_the_rows_of_text():
+    scheduler = crowded(SchedulerConfig(9, 20, 16), 3, prompt_len=30)
+    arrive(scheduler, 1, 8)
+    rows = {sequence.request_id: num_rows for sequence, num_rows, _ in scheduler.plan().rows}
+    assert rows == {0: 10, 3: 8}

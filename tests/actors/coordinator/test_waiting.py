@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
+from collections.abc import Collection
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,8 +26,15 @@ def filled(*scopes: int) -> WaitingQueue:
     return queue
 
 
+def pop(queue: WaitingQueue, full: Collection[int] = ()) -> Sequence:
+    sequence = queue.first(full)
+    assert sequence is not None
+    queue.take(sequence)
+    return sequence
+
+
 def drained(queue: WaitingQueue) -> list[int]:
-    return [queue.pop().request_id for _ in range(len(queue))]
+    return [pop(queue).request_id for _ in range(len(queue))]
 
 
 def test_the_requests_of_one_client_are_served_as_they_came():
@@ -39,21 +47,29 @@ def test_a_client_with_many_delays_another_by_one_for_each_of_its_own():
 
 def test_a_client_that_comes_again_takes_no_turn_twice():
     queue = filled(0, 0, 1)
-    assert queue.pop().request_id == 1
+    assert pop(queue).request_id == 1
     queue.add(sequence_of(4, 2))
-    assert queue.pop().request_id == 3
+    assert pop(queue).request_id == 3
     queue.add(sequence_of(5, 1))
     assert drained(queue) == [2, 4, 5]
 
 
 def test_what_lost_its_place_comes_before_everything_the_oldest_first():
     queue = filled(0, 1, 2)
-    first, second = queue.pop(), queue.pop()
+    first, second = pop(queue), pop(queue)
     queue.put_back([first, second])
     queue.add(sequence_of(9, 9))
     assert [sequence.request_id for sequence in queue] == [1, 2, 3, 9]
     queue.remove(first)
     assert drained(queue) == [2, 3, 9] and not len(queue)
+
+
+def test_clients_that_have_their_share_are_passed_over_and_keep_their_turn():
+    queue = filled(0, 0, 1, 2)
+    queue.put_back([pop(queue)])
+    assert queue.scopes == {0, 1, 2}
+    assert pop(queue, {0}).request_id == 3 and queue.first({0, 2}) is None
+    assert drained(queue) == [1, 4, 2]
 
 
 ACTIONS = st.lists(st.tuples(st.sampled_from(["add", "add", "pop", "remove", "put back"]), st.integers(0, 3)))
@@ -92,15 +108,16 @@ def test_the_queue_does_what_plain_lists_would(actions):
             queue.add(sequence)
             known = [waiting for scope, waiting in turns if scope == choice]
             known[0].append(sequence) if known else turns.append((choice, [sequence]))
-        elif action == "pop" and order:
-            assert queue.first is order[0] and queue.pop() is order[0]
-            if returned:
-                returned.pop(0)
+        elif action == "pop" and (eligible := [one for one in order if one.request.scope != choice]):
+            assert queue.first() is order[0] and pop(queue, {choice}) is eligible[0]
+            if eligible[0] in returned:
+                returned.remove(eligible[0])
             else:
-                scope, waiting = turns.popleft()
-                if waiting[1:]:
-                    turns.append((scope, waiting[1:]))
-            out.append(order[0])
+                (turn,) = (turn for turn in turns if eligible[0] in turn[1])
+                turns.remove(turn)
+                if turn[1][1:]:
+                    turns.append((turn[0], turn[1][1:]))
+            out.append(eligible[0])
         elif action == "remove" and order:
             sequence = order[choice % len(order)]
             queue.remove(sequence)
@@ -119,7 +136,7 @@ def test_none_starves_though_the_others_send_without_end(scopes, data):
     queue, served = filled(*scopes), Counter()
     number = data.draw(st.integers(1, len(scopes)))
     scope, late = scopes[number - 1], itertools.count(1000)
-    while (first := queue.pop()).request_id != number:
+    while (first := pop(queue)).request_id != number:
         served[first.request.scope] += 1
         for other in {0, 1, 2, 3, 4} - {scope}:
             queue.add(sequence_of(next(late), other))

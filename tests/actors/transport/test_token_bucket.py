@@ -15,6 +15,7 @@ def test_it_is_filled_again_up_to_its_burst_and_owes_as_much_at_most():
     bucket = TokenBucket(0.5, 4.0, 100.0)
     bucket.spend(5.0)
     assert bucket.wait_s(100.0) == 2.0 and bucket.wait_s(101.0) == 1.0 and bucket.wait_s(102.0) == 0.0
+    assert bucket.wait_s(102.0, least=1.5) == 3.0
     bucket.wait_s(1000.0)
     bucket.spend(4.5)
     assert bucket.wait_s(1000.0) == 1.0
