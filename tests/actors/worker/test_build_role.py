@@ -13,7 +13,7 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.options import SchedulerConfig, VerifyConfig
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
-from actors.worker import factory
+from actors.worker import target_rank
 from actors.worker.factory import build_role
 from parallel.comm.group import SINGLE
 from parallel.runtime.kv_sizing import DeviceShare
@@ -25,7 +25,7 @@ class Calls:
     def __init__(self, monkeypatch, *names):
         self.of = {}
         for name in names:
-            monkeypatch.setattr(factory, name, self._kept(name, getattr(factory, name)))
+            monkeypatch.setattr(target_rank, name, self._kept(name, getattr(target_rank, name)))
 
     def _kept(self, name, function):
         def kept(*arguments, **options):
