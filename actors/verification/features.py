@@ -7,7 +7,7 @@ picks the rows of the tokens that the pass committed. Knows rows and positions, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from actors.drafters.interface import FeatureRows
 from parallel.kv.pass_plan import Span
-from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.interface import PassOutput, Runner
 from parallel.speculators.config import FINAL, kv_tap
 from parallel.transfers import upload
 
 if TYPE_CHECKING:
     from actors.verification.verifier import VerifyInput
+    from parallel.runtime.decoder_runner import DecoderRunner
 
 
 class FeatureReader:
     """`taps` as `parallel.speculators.config` numbers them; several stand side by side in a row. For keys and values
-    it must read on every rank of the target, each of which has heads of its own."""
+    it must read on every rank of the target, each of which has heads of its own in its pool."""
 
     def __init__(self, taps: Sequence[int]) -> None:
         self._taps = tuple(taps)
@@ -38,7 +38,7 @@ class FeatureReader:
     def forward(self, runner: Runner, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
         """The pass; returns its logits and keeps the rest until `rows`."""
         self._output = runner.forward(spans, token_ids, self.streams)
-        self._kv = {tap: _written(runner, spans, kv_tap(tap)) for tap in self._kv_taps}
+        self._kv = {tap: _written(cast("DecoderRunner", runner), spans, kv_tap(tap)) for tap in self._kv_taps}
         return self._output.logits
 
     @property
@@ -73,9 +73,8 @@ class FeatureReader:
         return picked[0].clone() if len(picked) == 1 and index is None else torch.cat(picked, -1)
 
 
-def _written(runner: Runner, spans: Sequence[Span], layer: int) -> Tensor:
+def _written(runner: DecoderRunner, spans: Sequence[Span], layer: int) -> Tensor:
     """Keys and values that the last pass wrote in a layer, of all ranks' heads, [T, 2 * KV heads * head size]."""
-    assert isinstance(runner, DecoderRunner), "keys and values are read from the pool of a target"
     pool, group = runner.pool, runner.decoder.group
     slots = np.concatenate([pool.slots(span.seq_id)[-span.num_tokens :] for span in spans])
     pair = torch.stack(pool.read(layer, upload(slots, pool.keys.device)), 1)

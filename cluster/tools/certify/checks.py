@@ -201,7 +201,7 @@ def check_distribution(fits: Sequence[GoodnessOfFit], significance: float, power
         "",
         "Output that differs from the target's law by at least this total variation would have been found with",
         f"probability {power:.0%}, at {significance:.1%} for one false alarm among all comparisons.",
-        "Tokens expected less than ten times are counted as one. What is smaller is left to the exact enumeration.",
+        "Tokens expected less than ten times are counted as one. What is smaller is left to enumerations in the tests.",
         "",
         *(f"- {kind}: {bound:.3f}" for kind, bound in visible.items() if bound is not None),
         "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.tools.certify.rule_enumeration import ConditionalDistribution
+from tests.actors.verification.rule_enumeration import ConditionalDistribution
 
 
 def random_law(vocab_size: int, seed: int, style: str = "dense") -> ConditionalDistribution:

@@ -14,7 +14,7 @@ import numpy as np
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification.coupled import verify_coupled
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import ConditionalDistribution, Emission, Tape, all_runs
+from tests.actors.verification.rule_enumeration import ConditionalDistribution, Emission, Tape, all_runs
 
 Keys = Callable[[str, int, int, int], Hashable]
 """(stream, position, round, node) -> the key of a number; the production's are the default of `emit`.

@@ -8,7 +8,7 @@ import pytest
 
 from actors.protocol.messages import SamplingKind, TokenTree
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import emission, enumerate_drafts, total_variation
+from tests.actors.verification.rule_enumeration import emission, enumerate_drafts, total_variation
 
 VOCAB, LENGTH = 3, 4
 

@@ -7,7 +7,7 @@ random only, save the shape of the tree.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +27,9 @@ from actors.verification.compatibility import (
 )
 from actors.verification.coupled import verify_coupled
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import (
+from tests.actors.verification.conftest import random_law
+from tests.actors.verification.keyed_rounds import emit, production
+from tests.actors.verification.rule_enumeration import (
     WeightedDraft,
     coupled_outcomes,
     emission,
@@ -35,8 +37,6 @@ from cluster.tools.certify.rule_enumeration import (
     ratio_outcomes,
     total_variation,
 )
-from tests.actors.verification.conftest import random_law
-from tests.actors.verification.keyed_rounds import emit, production
 
 ROOT, DET, COUPLED, IID, WOR = SamplingKind
 BRANCHES, EDITED, SHARED, REPEATED = DraftTrait
@@ -48,7 +48,7 @@ TRAITS = [set(some) for size in range(5) for some in itertools.combinations(Draf
 TRAITS = [some for some in TRAITS if SHARED not in some or BRANCHES in some]  # a chain has no two nodes of one depth
 
 
-def levels_of(kinds: tuple[SamplingKind, ...], traits: set[DraftTrait]) -> list[tuple[SamplingKind, ...]]:
+def levels_of(kinds: tuple[SamplingKind, ...], traits: Collection[DraftTrait]) -> list[tuple[SamplingKind, ...]]:
     """Two levels; of two kinds, siblings have one each, or, in a chain, the levels."""
     if BRANCHES in traits:
         return [(kinds[0], kinds[-1]), (kinds[0],)]
@@ -82,6 +82,7 @@ def shared(drafts: Iterator[WeightedDraft]) -> Iterator[WeightedDraft]:
             if tokens[below[0]] != tokens[below[1]]:
                 continue
             law = draft.distributions[1]
+            assert law is not None
             weight = draft.weight / law.probs[law.token_ids.index(tokens[below[1]])]
             yield WeightedDraft(weight, draft.tree, draft.sampling_kinds, draft.distributions)
         else:
@@ -89,7 +90,7 @@ def shared(drafts: Iterator[WeightedDraft]) -> Iterator[WeightedDraft]:
 
 
 @cache
-def distance(rule: str, kinds: tuple[SamplingKind, ...], traits: frozenset[DraftTrait], seed: int) -> float:
+def distance(rule: VerifyRule, kinds: tuple[SamplingKind, ...], traits: frozenset[DraftTrait], seed: int) -> float:
     """Total variation of the output from the target's distribution."""
     levels = levels_of(kinds, traits)
     p, full = random_law(VOCAB, seed), random_law(VOCAB, seed + 30)
@@ -125,7 +126,9 @@ def test_every_pair_that_the_table_allows_is_exact(rule, kinds):
             check_scheme(rule, kinds, traits)
 
 
-FORBIDDEN_KINDS = [(rule, kind) for rule in RULES for kind in SamplingKind if kind not in {ROOT, *EXACT_FOR[rule][0]}]
+FORBIDDEN_KINDS = [
+    (rule, kind) for rule in RULES for kind in SamplingKind if kind not in {ROOT, *EXACT_FOR[VerifyRule(rule)][0]}
+]
 FORBIDDEN_TRAITS = [
     (rule, kind, trait)
     for rule in RULES

@@ -13,7 +13,13 @@ import torch
 from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree
 from actors.sampling.logits import LogitRows, choose_batch, process_logits, top_children
 from actors.verification.coupled import verify_coupled
-from cluster.tools.certify.rule_enumeration import Emission, enumerate_drafts, total_variation
+from tests.actors.verification.rule_enumeration import (
+    Emission,
+    coupled_outcomes,
+    emission,
+    enumerate_drafts,
+    total_variation,
+)
 
 VOCAB = 16
 EOS = (0,)
@@ -82,6 +88,31 @@ def test_the_emitted_law_is_exact_for_any_tree_even_one_pruned_after_the_draw(ra
                 whole = emitted + rest
                 joint[whole] += weight * float(np.prod([p(whole[:i])[whole[i]] for i in range(len(emitted), 3)]))
     assert total_variation(Emission(dict(joint), 0.0), p, 3) < 1e-12
+
+
+def accept_first_child(tree: TokenTree, choices) -> tuple[tuple[int, ...], int]:
+    children, path = tree.children(), [0]
+    while children[path[-1]]:
+        path.append(children[path[-1]][0])
+    return tuple(path[1:]), choices[path[-1]]
+
+
+def repeat_first_choice(tree: TokenTree, choices) -> tuple[tuple[int, ...], int]:
+    return verify_coupled(tree, choices)[0], choices[0]
+
+
+def keep_one_token_more(tree: TokenTree, choices) -> tuple[tuple[int, ...], int]:
+    path, next_token = verify_coupled(tree, choices)
+    below = tree.children()[path[-1] if path else 0]
+    return ((*path, below[0]), choices[below[0]]) if below else (path, next_token)
+
+
+@pytest.mark.parametrize("mistake", [None, accept_first_child, repeat_first_choice, keep_one_token_more])
+def test_a_walk_that_keeps_what_the_target_did_not_choose_is_found(random_law, mistake):
+    p, q = random_law(3, seed=1), random_law(3, seed=2)
+    drafts = enumerate_drafts(q, [(SamplingKind.IID, SamplingKind.IID), (SamplingKind.IID,)])
+    distance = total_variation(emission(mistake or verify_coupled, drafts, p, 3, coupled_outcomes), p, 3)
+    assert distance > 0.1 if mistake else distance < 1e-12
 
 
 # --- decoding with and without drafts --------------------------------------------------------------------------------

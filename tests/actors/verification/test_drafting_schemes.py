@@ -22,7 +22,7 @@ from actors.drafters.model.tree_growth import BeamGrowth, Candidate, GrowingTree
 from actors.protocol.messages import SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import draw_beam, draw_without_replacement
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import WeightedDraft, emission, total_variation
+from tests.actors.verification.rule_enumeration import WeightedDraft, emission, total_variation
 
 VOCAB = 3
 EXACT = 1e-12

@@ -7,10 +7,11 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+from actors.options import VerifyRule
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification.compatibility import is_exact
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import (
+from tests.actors.verification.rule_enumeration import (
     WeightedDraft,
     emission,
     enumerate_drafts,
@@ -20,6 +21,7 @@ from cluster.tools.certify.rule_enumeration import (
 
 ROOT, DET, _, IID, WOR = SamplingKind
 EXACT = 1e-12
+RATIO_RULES = [VerifyRule(name) for name in RULES]
 
 CHAINS = ((1,), (1, 1), (1, 1, 1))
 TREES = ((2,), (2, 1), (1, 2), (3, 1), (2, 1, 1), (2, 2))
@@ -74,18 +76,18 @@ def test_larger_enumerations(random_law, rule, vocab_size, kind, widths):
     assert check(RULES[rule], p, q, scheme(kind, *widths), vocab_size) < EXACT
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("target, draft", [("sparse", "sparse"), ("one-hot", "dense"), ("dense", "one-hot")])
 def test_zeros_and_disjoint_supports(random_law, rule, seed, target, draft):
     p, q = random_law(3, seed, target), random_law(3, seed + 100, draft)
     for kind in (IID, WOR):
-        if is_exact(rule, {kind}):
+        if is_exact(VerifyRule(rule), {kind}):
             widths = (1, 1) if rule == "block" else (2, 1)
             assert check(RULES[rule], p, q, scheme(kind, *widths), 3) < EXACT
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("seed", range(4))
 def test_texts_end_where_no_token_can_follow_as_often_as_without_drafts(random_law, rule, seed):
     """An impossible distribution is one whose mass is on a token that no draft names: here the last of four."""
@@ -99,7 +101,7 @@ def test_texts_end_where_no_token_can_follow_as_often_as_without_drafts(random_l
         return np.append(draft(context), 0.0)
 
     for kind in (IID, WOR):
-        if is_exact(rule, {kind}):
+        if is_exact(VerifyRule(rule), {kind}):
             assert check(RULES[rule], p, q, scheme(kind, *((1, 1) if rule == "block" else (2, 1))), 4) < EXACT
 
 
@@ -152,7 +154,7 @@ def restrict(draft: WeightedDraft, kept: list[int]) -> WeightedDraft:
     )
 
 
-@pytest.mark.parametrize("rule, kind", [(r, kind) for r in RULES for kind in (IID, WOR) if is_exact(r, {kind})])
+@pytest.mark.parametrize("rule, kind", [(r, kind) for r in RATIO_RULES for kind in (IID, WOR) if is_exact(r, {kind})])
 def test_a_truncated_law_that_was_really_sampled_is_exact(random_law, rule, kind):
     p, full = random_law(4, seed=8), random_law(4, seed=9)
 
@@ -240,7 +242,7 @@ P = np.array([0.5, 0.3, 0.2])
 Q = SparseDistribution((0, 1, 2), (0.2, 0.3, 0.5))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", RATIO_RULES)
 def test_the_empty_proposal_is_plain_decoding(rule):
     assert RULES[rule](TokenTree.root(7), (ROOT,), (None,), lambda node: P, _Scripted(True)) == ((), 0)
 
@@ -250,7 +252,11 @@ def test_top_down_rules_ask_only_for_rows_of_visited_nodes(rule):
     tree = TokenTree((7, 2, 1, 0, 0), (-1, 0, 0, 1, 2))
     visited = []
     path, _ = RULES[rule](
-        tree, (ROOT, IID, IID, IID, IID), (Q, Q, Q, None, None), lambda n: visited.append(n) or P, _Scripted(0, 1, 1)
+        tree,
+        (ROOT, IID, IID, IID, IID),
+        (Q, Q, Q, None, None),
+        lambda n: visited.append(n) or P,
+        _Scripted(False, True, True),
     )
     assert path == (2, 4)
     assert visited == [0, 2, 4]

@@ -11,7 +11,7 @@ from actors.protocol.messages import SamplingKind
 from actors.verification.distributions import ChildDistribution
 from actors.verification.kseq import discount
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import emission, enumerate_drafts, total_variation
+from tests.actors.verification.rule_enumeration import emission, enumerate_drafts, total_variation
 
 P, Q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
 IID, WOR = SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT
@@ -36,7 +36,8 @@ def mean_accepted(rule: str, kind: SamplingKind, widths: tuple[int, ...], p=P, q
 @pytest.mark.parametrize("widths", TABLE)
 @pytest.mark.parametrize("column", range(4))
 def test_trees(widths, column):
-    assert mean_accepted(*COLUMNS[column], widths) == pytest.approx(TABLE[widths][column], abs=1e-9)
+    rule, kind = COLUMNS[column]
+    assert mean_accepted(rule, kind, widths) == pytest.approx(TABLE[widths][column], abs=1e-9)
 
 
 @pytest.mark.parametrize("widths", TABLE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from actors.protocol.messages import DraftBatch, DraftOrder, Request, SamplingPa
 from actors.roles.draft import DraftRole
 from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
-from cluster.tools.certify.cascade_enumeration import ToyRunner
+from tests.actors.verification.cascade_enumeration import ToyRunner
 
 VOCAB, LENGTH, COUNT = 2, 4, 400
 TARGET, LEVEL = np.array([0.5, 0.5]), np.array([0.4, 0.6])
@@ -50,7 +51,7 @@ class Lookup:
 
 def role(rule: str, make_random_source: Callable[[int, int], RandomSource], width: int) -> DraftRole:
     level = CascadeDrafter(
-        ToyRunner(lambda text: LEVEL, VOCAB, 1),
+        ToyRunner(lambda text: LEVEL, VOCAB, 1).as_runner(),
         ChildLevel(LocalChild(Lookup()), "0", 1),
         LevelSpec(1, "1", width=width),
         ModelOptions(rule, VOCAB, (), 99),
@@ -93,13 +94,13 @@ def excess(
     *,
     forgets: bool = False,
     keyed_by_admission: bool = True,
-    make_random_source=HashRandomSource,
+    make_random_source: Callable[[int, int], RandomSource] = HashRandomSource,
     width: int = 1,
 ) -> float:
     """Chi-square of the joint of all tokens, in standard deviations above its mean."""
-    options = dict(forgets=forgets, keyed_by_admission=keyed_by_admission)
-    options |= dict(make_random_source=make_random_source, width=width)
-    counts = Counter(text(seed, rule, **options) for seed in range(COUNT))
+    settings: dict[str, Any] = dict(forgets=forgets, keyed_by_admission=keyed_by_admission)
+    settings |= dict(make_random_source=make_random_source, width=width)
+    counts = Counter(text(seed, rule, **settings) for seed in range(COUNT))
     cells, expected = VOCAB**LENGTH, COUNT / VOCAB**LENGTH
     missed = (cells - len(counts)) * expected
     squares = sum((count - expected) ** 2 / expected for count in counts.values()) + missed
@@ -120,9 +121,8 @@ def test_runners_up_are_drawn_with_numbers_of_their_own(rule):
             used.append((self.seed, self.step, node))
             return super().sample(weights, node)
 
-    options = dict(forgets=False, keyed_by_admission=True, make_random_source=Recorded)
     for seed in range(20):
-        text(seed, rule, **options, width=3)
+        text(seed, rule, forgets=False, keyed_by_admission=True, make_random_source=Recorded, width=3)
     assert len(used) == len(set(used)) > 100
     assert abs(excess(rule, width=3)) < 4
 

@@ -17,7 +17,7 @@ from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification import kseq, rejection
 from actors.verification.distributions import ChildDistribution, child_distributions
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import (
+from tests.actors.verification.rule_enumeration import (
     PatchedSource,
     WeightedDraft,
     emission,
@@ -228,14 +228,8 @@ def test_a_chain_that_drops_its_last_unlikely_token_is_found_and_one_that_ends_w
 
 
 def next_from_the_target(tree, sampling_kinds, distributions, target_row, random_source):
-    class Wrong:
-        accept = staticmethod(random_source.accept)
-
-        @staticmethod
-        def sample(weights, node):
-            return random_source.sample(target_row(node), node)
-
-    return RULES["rejection"](tree, sampling_kinds, distributions, target_row, Wrong)
+    wrong = PatchedSource(random_source.accept, lambda _, node: random_source.sample(target_row(node), node))
+    return RULES["rejection"](tree, sampling_kinds, distributions, target_row, wrong)
 
 
 def longest_path_of_independent_coins(tree, sampling_kinds, distributions, target_row, random_source):
@@ -331,15 +325,12 @@ def threshold(level: float):
     """A likely enough token is accepted whatever the coin says, as with SGLang's `threshold_single` below 1."""
 
     def verify(tree, sampling_kinds, distributions, target_row, random_source):
-        class Lenient:
-            sample = staticmethod(random_source.sample)
+        def accept(chance, node):
+            likely = target_row(tree.parents[node])[tree.token_ids[node]] >= level
+            return likely or random_source.accept(chance, node)
 
-            @staticmethod
-            def accept(chance, node):
-                likely = target_row(tree.parents[node])[tree.token_ids[node]] >= level
-                return likely or random_source.accept(chance, node)
-
-        return RULES["rejection"](tree, sampling_kinds, distributions, target_row, Lenient)
+        lenient = PatchedSource(accept, random_source.sample)
+        return RULES["rejection"](tree, sampling_kinds, distributions, target_row, lenient)
 
     return verify
 

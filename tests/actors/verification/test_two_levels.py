@@ -17,7 +17,7 @@ from actors.protocol.messages import Commit, SamplingParams, SparseDistribution,
 from actors.verification import rejection
 from actors.verification.distributions import Residual
 from actors.verification.rules import RULES
-from cluster.tools.certify.cascade_enumeration import (
+from tests.actors.verification.cascade_enumeration import (
     PROMPT,
     VOCAB,
     ToyChild,
@@ -25,7 +25,7 @@ from cluster.tools.certify.cascade_enumeration import (
     enumerate_proposals,
     toy_level,
 )
-from cluster.tools.certify.rule_enumeration import Tape, all_runs
+from tests.actors.verification.rule_enumeration import Tape, all_runs
 
 EXACT = 1e-12
 
@@ -51,6 +51,7 @@ def test_a_level_that_forwards_the_drafts_of_its_child_is_exact(random_law, rule
     for _, guess in proposed:
         assert dict(guess.parts) == {str(nearest): lengths[nearest]}
         distribution = guess.distributions[0]
+        assert distribution is not None
         assert dict(zip(distribution.token_ids, distribution.probs, strict=False)) == pytest.approx(
             dict(enumerate(distributions[nearest](())))
         )
@@ -144,6 +145,7 @@ def test_what_was_drafted_ahead_follows_its_law_too(random_law):
     for weight, (token_ids, hit, token, distribution) in all_runs(run):
         followed[token_ids][token] += weight
         hits += weight * hit
+        assert distribution is not None
         assert dict(zip(distribution.token_ids, distribution.probs, strict=False)) == pytest.approx(
             dict(enumerate(m(token_ids)))
         )
@@ -208,6 +210,7 @@ def drop_unlikely_tokens(monkeypatch, models):
         kept = 0
         while kept < 2:
             distribution, token = guess.distributions[kept], guess.tree.token_ids[kept + 1]
+            assert distribution is not None
             if distribution.probs[distribution.token_ids.index(token)] < 0.3:
                 break
             kept += 1
@@ -239,7 +242,9 @@ def runner_up_first(monkeypatch, models):
     proposed = []
     for weight, guess in enumerate_proposals(models, (1, 2), "rejection", widths=(1, 2)):
         tokens, laws = guess.tree.token_ids, guess.distributions[0]
-        first, second = sorted(tokens[1:], key=lambda token: -laws.probs[laws.token_ids.index(token)])
+        assert laws is not None
+        chances = dict(zip(laws.token_ids, laws.probs, strict=True))
+        first, second = sorted(tokens[1:], key=lambda token: -chances[token])
         proposed.append((weight, Guess(TokenTree((tokens[0], first, second), guess.tree.parents), *_rest(guess))))
     return proposed
 

@@ -11,40 +11,17 @@ from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import SamplingConfig, VerifyConfig, VerifyRule
-from actors.verification import coupled
 from actors.verification.rules import RULES
 from cluster.config.compose import load_config
 from cluster.config.jobs import CertifyConfig
 from cluster.jobs import certify
-from cluster.tools.certify import exact
+from tests.actors.verification.rule_enumeration import PatchedSource
 
-LEVELS = "exact enumeration of levels"
-LAW, IDENTITY, EXACT, ROUNDING = (
+LAW, IDENTITY, ROUNDING = (
     "law at the model's vocabulary",
     "token identity",
-    "exact enumeration",
     "rounding",
 )
-
-
-@pytest.fixture(scope="module")
-def distances():
-    """What was enumerated -> its distances: enumerations depend on the function of the rule alone."""
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def enumerate_once(distances, monkeypatch):
-    found = exact._distances
-
-    def remembered(rule, function, schemes):
-        parts = function.args if isinstance(function, partial) else function
-        key = (RULES.get(rule), coupled.verify_coupled, parts, json.dumps(schemes))
-        if key not in distances:
-            distances[key] = found(rule, function, schemes)
-        return distances[key]
-
-    monkeypatch.setattr(exact, "_distances", remembered)
 
 
 @pytest.fixture
@@ -107,20 +84,17 @@ def test_lookups_and_trees_are_certified(run_certify, drafter, half_agreeing_dra
     assert error is None and certificate["passed"]
 
 
-def test_a_cascade_is_certified_level_by_level(run_certify, half_agreeing_drafter, tmp_path):
-    """Its levels are enumerated as well; with tails, tokens of the lookup reach the target as they are."""
+def test_a_cascade_is_certified(run_certify, half_agreeing_drafter, tmp_path):
+    """With tails, tokens of the lookup reach the target as they are."""
     path = str(half_agreeing_drafter)
-    levels = (NgramDrafterConfig(min_ngram=1), ModelDrafterConfig(path=path, num_draft_tokens=2, device="cpu"))
-    drafter = CascadeDrafterConfig(levels=levels, tails=(0, 2), num_draft_tokens=4)
+    levels = [NgramDrafterConfig(min_ngram=1), ModelDrafterConfig(path=path, num_draft_tokens=2, device="cpu")]
+    drafter = CascadeDrafterConfig(levels=levels, tails=[0, 2], num_draft_tokens=4)
     certificate, error = run_certify("rejection", drafter, draws=400)
     assert error is None and certificate["passed"]
-    through = check(certificate, LEVELS)
-    assert through["draws"] == ["DETERMINISTIC"] and through["num_levels"] == 2 and through["num_enumerations"] == 12
-    assert check(certificate, EXACT)["draws"] == ["DETERMINISTIC", "IID"]
     page = (tmp_path / "certificate.md").read_text()
     described = f"cascade of 2 levels (0: ngram, 5 draft tokens; 1: model {path} chain, 2 draft tokens), tails 0/2"
     assert described in page and "- seeds: 0, 1" in page and "- sampling: ignore_eos=True" in page
-    assert "| exact enumeration of levels | passed |" in page
+    assert "- drafts: draft tokens drawn as DETERMINISTIC, IID, which is exact under this rule" in page
 
 
 # --- what must fail ---------------------------------------------------------------------------------------------------
@@ -135,14 +109,8 @@ def accept_always(tree, draws, distributions, target_row, random_source):
 def correct_from_the_target(tree, draws, distributions, target_row, random_source):
     """The quiet one: after a rejection the next token comes from p instead of the residual."""
 
-    class RandomSource:
-        accept = staticmethod(random_source.accept)
-
-        @staticmethod
-        def sample(weights, node):
-            return random_source.sample(target_row(node), node)
-
-    return RIGHT(tree, draws, distributions, target_row, RandomSource)
+    wrong = PatchedSource(random_source.accept, lambda _, node: random_source.sample(target_row(node), node))
+    return RIGHT(tree, draws, distributions, target_row, wrong)
 
 
 RIGHT = RULES["rejection"]
@@ -151,8 +119,8 @@ RIGHT = RULES["rejection"]
 def test_a_rejection_rule_that_accepts_always_fails_everywhere(run_certify, monkeypatch, tmp_path):
     monkeypatch.setitem(RULES, "rejection", accept_always)
     certificate, error = run_certify("rejection")
-    assert failed(certificate) == {IDENTITY, EXACT, LAW}
-    assert error.startswith("certificate: FAILED at token identity, exact enumeration, law at the model's vocabulary")
+    assert failed(certificate) == {IDENTITY, LAW}
+    assert error.startswith("certificate: FAILED at token identity, law at the model's vocabulary")
     (first, *_) = check(certificate, IDENTITY)["divergences"]
     assert first["plain"]["token_ids"] != first["speculative"]["token_ids"] and first["after"] and not first["is_tie"]
     assert "NOT a tie" in (tmp_path / "certificate.md").read_text()
@@ -162,7 +130,7 @@ def test_a_rejection_rule_that_corrects_from_the_target_fails_by_its_law(run_cer
     """Greedy tokens cannot show it."""
     monkeypatch.setitem(RULES, "rejection", correct_from_the_target)
     certificate, error = run_certify("rejection")
-    assert failed(certificate) == {EXACT, LAW} and error is not None
+    assert failed(certificate) == {LAW} and error is not None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
 from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
-from cluster.tools.certify.cascade_enumeration import ToyRunner
+from tests.actors.verification.cascade_enumeration import ToyRunner
 
 VOCAB = 5
 
@@ -47,7 +47,7 @@ def chain(root, *token_ids) -> Draft:
 
 def open_level(child, lengths, *, number=1, rule="coupled", temperature=0.0, **options):
     level = CascadeDrafter(
-        ToyRunner(successor, VOCAB, 0),
+        ToyRunner(successor, VOCAB, 0).as_runner(),
         ChildLevel(LocalChild(child), str(number - 1), max(lengths[:number])),
         LevelSpec(number, str(number), **options),
         ModelOptions(rule, VOCAB, (), 99),

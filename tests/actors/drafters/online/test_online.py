@@ -21,10 +21,10 @@ from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import Parallel
 from actors.protocol.messages import Admit, Commit, SamplingParams, SparseDistribution, TopTokens
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import emission, enumerate_drafts, total_variation
 from parallel.model.adapted import AdaptedDecoder
 from parallel.model.families.registry import read_config
 from parallel.speculators.adapted import AdaptedDraftLayers
+from tests.actors.verification.rule_enumeration import emission, enumerate_drafts, total_variation
 
 ONLINE = ModelDrafterConfig(num_draft_tokens=5, online=True, online_rate=1e-2)
 SPECULATOR = SpeculatorDrafterConfig(
@@ -472,10 +472,10 @@ def test_each_token_of_a_window_has_the_features_before_it(short_windows):
     assert features.read(feature_rows(0, 5)) == []
     (window,) = features.add(7, numbered_window(2, 6, 3))
     assert window.token_ids.tolist() == [102, 103, 104, 105]
-    assert window.features[:, 0].tolist() == [1, 2, 3, 4]
+    assert window.features is not None and window.features[:, 0].tolist() == [1, 2, 3, 4]
     (window,) = features.add(7, numbered_window(0, 4, 2))
     assert window.token_ids.tolist() == [101, 102, 103], "nothing is before the first token"
-    assert window.features[:, 0].tolist() == [0, 1, 2]
+    assert window.features is not None and window.features[:, 0].tolist() == [0, 1, 2]
     assert features.add(7, numbered_window(0, 4, 4)) == [], "a law of its row would be without features"
 
 
@@ -488,11 +488,11 @@ def test_a_window_waits_for_its_last_features_and_is_cut_where_they_never_come(s
     assert features.read(feature_rows(4, 5)) == []
     assert features.read(feature_rows(0, 9, request_id=8)) == [], "features of another request"
     (window,) = features.read(feature_rows(5, 6))
-    assert window.features[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert window.features is not None and window.features[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert features.add(7, numbered_window(3, 9, 4)) == []
     (rest,) = features.release(7)
     assert rest.token_ids.tolist() == [103, 104, 105, 106]
-    assert rest.features[:, 0].tolist() == [2, 3, 4, 5]
+    assert rest.features is not None and rest.features[:, 0].tolist() == [2, 3, 4, 5]
     assert rest.likely[:, 0].tolist() == [0, 1], "the laws of rows without features are cut off too"
     assert not features._waiting.get(7) and 7 not in features._texts
 

@@ -20,12 +20,12 @@ from actors.drafters.vocabulary.translated_runner import TranslatedRunner
 from actors.options import SchedulerConfig
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import emission, enumerate_drafts, total_variation
 from parallel.comm.group import SINGLE
 from parallel.runtime.runner import Span, open_model
 from tests.actors.conftest import save_tokenizer
 from tests.actors.drafters.vocabulary.small_tokenizers import AWKWARD, save, train
 from tests.actors.verification.conftest import random_law
+from tests.actors.verification.rule_enumeration import emission, enumerate_drafts, total_variation
 
 TARGET_SIZE, DRAFT_SIZE = 330, 400
 

@@ -1,4 +1,4 @@
-# ruff: noqa: ARG002  # toy runners and sources take the arguments of the real ones
+# toy runners and sources take the arguments of the real ones
 """Exact enumeration of a cascade: all its proposals over toy models, each with its probability.
 
 `CascadeDrafter` runs unchanged; its random source and the draws of its child level read their decisions from a tape,
@@ -23,7 +23,9 @@ from actors.drafters.interface import Capabilities, Context, Draft, Drafter
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.verification.random_source import RandomSource
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import (
+from parallel.kv.pass_plan import Span
+from parallel.runtime.interface import PassOutput
+from tests.actors.verification.rule_enumeration import (
     ConditionalDistribution,
     Tape,
     TapeSource,
@@ -32,8 +34,6 @@ from cluster.tools.certify.rule_enumeration import (
     emission,
     total_variation,
 )
-from parallel.kv.pass_plan import Span
-from parallel.runtime.interface import PassOutput
 
 if TYPE_CHECKING:
     from parallel.runtime.interface import Runner
@@ -55,6 +55,10 @@ class ToyRunner:
         self._prompt_len = prompt_len
         self._kept: list[int] = []
         self._pending: list[tuple[int, int]] = []
+
+    def as_runner(self) -> Runner:
+        """It has the part of a runner that a level uses."""
+        return cast("Runner", self)
 
     def open(self, seq_id: int) -> None:
         self._kept, self._pending = [], []
@@ -152,7 +156,7 @@ def toy_level(
     runner = ToyRunner(distribution, VOCAB, len(PROMPT))
     child_width, width = widths[number - 1 : number + 1] if widths else (1, 1)
     return CascadeDrafter(
-        cast("Runner", runner),  # the part of it that a level uses
+        runner.as_runner(),
         ChildLevel(LocalChild(child), str(number - 1), max(lengths[:number])),
         LevelSpec(number, str(number), tail, width=width, child_width=child_width, works_ahead=works_ahead),
         ModelOptions(rule, law_size, (), _LONGEST),
