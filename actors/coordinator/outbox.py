@@ -5,7 +5,6 @@ It neither sends records nor decides when.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from actors.coordinator.sequence import Sequence
@@ -13,25 +12,21 @@ from actors.protocol.messages import Admit, Commit
 
 
 class Outbox:
-    """`known` are the requests that the role has been admitted to, or will be with the next batch."""
+    """`known` are the requests that the role has been admitted to, or will be with the next batch; `partial` maps those
+    whose text has not been sent to its end to the tokens that have."""
 
     def __init__(self) -> None:
         self.known: set[int] = set()
         self._admits: list[Admit] = []
         self._commits: dict[int, Commit] = {}
         self._releases: list[int] = []
-        self._sent_len: dict[int, int] = {}  # tokens sent of texts that are sent in chunks
-
-    @property
-    def partial(self) -> Collection[int]:
-        """Known requests whose text has not been sent to its end."""
-        return self._sent_len.keys()
+        self.partial: dict[int, int] = {}
 
     def admit(self, sequence: Sequence, first: int | None = None) -> None:
         """Send a request; if only its `first` tokens, `extend` sends the rest."""
         self.release(sequence.request_id)
         if first is not None and first < sequence.prefix_len:
-            self._sent_len[sequence.request_id] = first
+            self.partial[sequence.request_id] = first
         self.known.add(sequence.request_id)
         self._admits.append(
             Admit(
@@ -49,16 +44,16 @@ class Outbox:
 
     def extend(self, sequence: Sequence, count: int) -> None:
         """Send the next tokens of a partial text."""
-        start = self._sent_len.pop(sequence.request_id)
+        start = self.partial.pop(sequence.request_id)
         end = start + count
         if end < sequence.prefix_len:
-            self._sent_len[sequence.request_id] = end
+            self.partial[sequence.request_id] = end
         chunk = tuple(sequence.token_ids[start:end])
         self._commits[sequence.request_id] = Commit(sequence.request_id, sequence.epoch, start, (), chunk)
 
     def commit(self, commit: Commit) -> None:
         request_id = commit.request_id
-        if request_id not in self.known or request_id in self._sent_len:
+        if request_id not in self.known or request_id in self.partial:
             return
         last = self._commits.get(request_id)
         if last is not None:
@@ -70,7 +65,7 @@ class Outbox:
         if request_id not in self.known:
             return
         self.known.discard(request_id)
-        self._sent_len.pop(request_id, None)
+        self.partial.pop(request_id, None)
         self._commits.pop(request_id, None)
         unsent = [admit for admit in self._admits if admit.request_id != request_id]
         if len(unsent) == len(self._admits):

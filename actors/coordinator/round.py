@@ -34,6 +34,17 @@ class Round:
     """The pass also computes what an attached drafter drafts from."""
     _num_rows: int = 0  # of decoding
 
+    def begin_pass(self, verifying: dict[int, Proposal | None], now: float, *, serves_drafts: bool) -> None:
+        self.verifying, self.sent_at, self.serves_drafts = verifying, now, serves_drafts
+
+    def add_drafting(self, drafts: ProposalBatch, *, is_used: bool) -> None:
+        """An attached drafter worked before this round; `is_used`: a draft of it may be verified."""
+        seconds = drafts.finished - drafts.started
+        if is_used:
+            self.waited_s = self.drafted_before_s = seconds
+        else:
+            self.unused_s = seconds
+
     def add_wait(self, batch: ProposalBatch) -> None:
         """The drafter answered while the target idles; a pass of draft-ahead that the round's start cut also counts."""
         self.waited_s += batch.finished - batch.started
@@ -54,12 +65,12 @@ class Round:
         return now - self.started - (batch.left_at - batch.finished) + self.drafted_before_s
 
     def observation(
-        self, batch: VerdictBatch, now: float, running: Collection[Sequence], num_may_speculate: int
+        self, batch: VerdictBatch, seconds: float, running: Collection[Sequence], num_may_speculate: int
     ) -> RoundObservation:
-        """The round that ends with this verdict, as the policy learns from it."""
+        """The round of so many `seconds` that ends with this verdict, as the policy learns from it."""
         num_running, mean_len, samples = load_of(running)
         return RoundObservation(
-            self.seconds(batch, now),
+            seconds,
             batch.finished - batch.started,
             self.waited_s,
             self.num_tokens,
@@ -77,10 +88,8 @@ class Round:
 
 def load_of(running: Collection[Sequence]) -> tuple[int, float, bool]:
     """Number of running sequences, at least one, their mean length, and whether most of them are sampled."""
-    num_running = max(1, len(running))
-    num_sampled = sum([sequence.request.sampling.temperature > 0 for sequence in running])
-    return (
-        num_running,
-        sum([len(sequence.token_ids) for sequence in running]) / num_running,
-        2 * num_sampled > num_running,
-    )
+    num_running, num_sampled, num_tokens = max(1, len(running)), 0, 0
+    for sequence in running:
+        num_sampled += sequence.request.sampling.temperature > 0
+        num_tokens += len(sequence.token_ids)
+    return num_running, num_tokens / num_running, 2 * num_sampled > num_running

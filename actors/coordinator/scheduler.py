@@ -171,7 +171,10 @@ class Scheduler:
     @property
     def tested(self) -> Sequence | None:
         """The running sequence on probation, which has the next passes for itself."""
-        return next((sequence for sequence in self.running if sequence.probation), None)
+        for sequence in self.running:
+            if sequence.probation:
+                return sequence
+        return None
 
     @property
     def candidates(self) -> list[Sequence]:

@@ -18,6 +18,7 @@ from actors.coordinator.clients import CLIENT, OUT, Clients
 from actors.coordinator.event_log import EventLog
 from actors.coordinator.loop_heartbeat import LoopHeartbeat
 from actors.coordinator.membership import RoleMembership
+from actors.coordinator.ports import open_port
 from actors.coordinator.record_checks import RecordChecks
 from actors.coordinator.round_timeout import RoundTimeout
 from actors.coordinator.scheduler import Capacity, Load, Scheduler
@@ -454,21 +455,24 @@ class CoordinatorService:
         (facts,) = [ready.facts for ready in self._memberships["target"].ready() if ready.rank == 0]
         self._checks.vocab_size, self._checks.max_model_len = int(facts["vocab_size"]), int(facts["max_model_len"])
         self._hub.limit_clients(LONGEST_FIELDS + TOKEN_BYTES * int(facts["max_model_len"]))
-        self._coordinator = self._checks.coordinator = Coordinator(
-            Scheduler(spec.limits, Capacity(int(facts["kv_slots"]), int(facts["max_model_len"]))),
-            make_policy(
-                spec.pipeline,
-                spec.min_draft_tokens,
-                spec.num_draft_tokens,
-                adaptive=spec.adaptive,
-                longest_only=spec.chooses_lengths,
-            ),
-            spec.eos_token_ids,
+        policy = make_policy(
+            spec.pipeline,
+            spec.min_draft_tokens,
+            spec.num_draft_tokens,
+            adaptive=spec.adaptive,
+            longest_only=spec.chooses_lengths,
+        )
+        drafter = open_port(
+            policy,
+            spec.limits.prefill_chunk,
             drafts="draft" in self._memberships,
             attached=spec.attached,
             bridged=spec.bridged,
-            now=time.monotonic(),
             first_round=spec.incarnation * ROUNDS_PER_INCARNATION,
+        )
+        scheduler = Scheduler(spec.limits, Capacity(int(facts["kv_slots"]), int(facts["max_model_len"])))
+        self._coordinator = self._checks.coordinator = Coordinator(
+            scheduler, policy, spec.eos_token_ids, drafter, now=time.monotonic()
         )
         self._send_ready(self._memberships, self._clients.connected())
         for role in LEAD_ROLES:

@@ -20,13 +20,13 @@ committed tokens. A role that returns holds no request; each is sent to it again
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from actors.coordinator.drafter_session import DrafterSession
 from actors.coordinator.outbox import Outbox
+from actors.coordinator.port import DrafterPort, PassOrders, PendingOrder
 from actors.coordinator.round import Round, load_of
-from actors.coordinator.scheduler import Load, RoundPlan, Scheduler
+from actors.coordinator.scheduler import Load, Scheduler
 from actors.coordinator.sequence import Sequence
 from actors.coordinator.stats import CoordinatorStats
 from actors.policy.policy import Policy
@@ -35,6 +35,7 @@ from actors.protocol.messages import (
     Abort,
     DraftBatch,
     DraftPreviewBatch,
+    Proposal,
     ProposalBatch,
     Report,
     ReportOrder,
@@ -52,21 +53,16 @@ MOST_FAILURES = 3
 
 
 class Coordinator:
-    """Drives requests round by round. `drafts` is False where no drafter role exists; with `attached` the target's
-    ranks draft too; with `bridged` the target sends hidden states to the drafter, once its `RoleBack` says over what.
-    """
+    """Drives requests round by round, with the drafter behind `drafter`."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         policy: Policy,
         eos_token_ids: Iterable[int],
+        drafter: DrafterPort,
         *,
-        drafts: bool,
-        attached: bool = False,
-        bridged: bool = False,
         now: float = 0.0,
-        first_round: int = 0,
     ) -> None:
         self.stats = CoordinatorStats(since=now)
         self.wait_until: float | None = None  # when to go on without the awaited drafts, on the clock of `now`
@@ -77,16 +73,8 @@ class Coordinator:
         self._has_target = True
         self._target_outbox = Outbox()
         self._fed: tuple[int, ...] = ()  # requests of the last pass, until it has failed
-        self._verify_round = first_round  # of the last batch to the target; both batches of one round have one number
-        read_chunk = scheduler.limits.prefill_chunk
-        self._drafter_session = DrafterSession(
-            policy,
-            is_present=drafts,
-            first_round=first_round,
-            read_chunk=read_chunk,
-            is_attached=attached,
-            is_bridged=bridged,
-        )
+        self._verify_round = drafter.round  # of the last batch to the target; both batches of one round have one number
+        self._drafter = drafter
         self._round = Round(now)
         self._lost_at: dict[str, float] = {}  # roles that have not answered since they were lost
         self._active_since: float | None = None
@@ -119,11 +107,11 @@ class Coordinator:
 
     def last_round(self, role: str) -> int:
         """Round of the last batch sent to this role."""
-        return self._verify_round if role == "target" else self._drafter_session.round
+        return self._verify_round if role == "target" else self._drafter.round
 
     def awaits(self, role: str) -> bool:
         """Whether this role has not answered its last batch yet."""
-        return (self._round.verifying if role == "target" else self._drafter_session.pending) is not None
+        return (self._round.verifying if role == "target" else self._drafter.pending) is not None
 
     def on(self, record: object, now: float) -> list[Answer]:
         """Process one record; return what to send, most urgent first. `now` is CLOCK_MONOTONIC seconds."""
@@ -134,7 +122,7 @@ class Coordinator:
             case ProposalBatch():
                 self._receive_proposals(record, now)
             case DraftPreviewBatch():
-                self._drafter_session.receive_previews(record, self._sequences)
+                self._drafter.receive_previews(record, self._sequences)
                 return []
             case Request():
                 emitted = self._submit(record, now)
@@ -167,40 +155,32 @@ class Coordinator:
     def _advance(self, now: float, *, may_wait: bool = True) -> list[VerifyBatch | DraftBatch]:
         """Draft, then verify: order missing drafts, and start a target pass unless waiting for drafts is faster."""
         self.wait_until = None
-        round_, drafter, running = self._round, self._drafter_session, self._scheduler.running
-        if round_.verifying is not None or not self._has_target:
+        drafter, running = self._drafter, self._scheduler.running
+        if self._round.verifying is not None or not self._has_target:
             may_order = self._policy.alternates or drafter.has_text_to_read(running, self._verify_round)
             return [*self._order_drafts(now)] if may_order else []
-        if drafter.exports is not None:
-            self._preempt(self._scheduler.preempt(drafter.exports.missing(running)))
+        if unusable := drafter.unusable(running):
+            self._preempt(self._scheduler.preempt(unusable))
         orders = self._order_drafts(now)
         running = self._scheduler.candidates
-        missing_drafts = drafter.missing_drafts(running, ())
+        missing_drafts, pending = drafter.missing_drafts(running, ()), drafter.pending
         num_ready = sum([sequence.draft.proposal is not None for sequence in running])
         held = {sequence.request_id for sequence, _ in missing_drafts} if self._policy.alternates and num_ready else ()
-        pending = drafter.pending
         if missing_drafts and pending is not None:
-            wait_s = (
-                self._wait_s(len(missing_drafts), num_ready, has_first_part=pending.has_first_part) if may_wait else 0.0
-            )
+            wait_s = self._wait_s(len(missing_drafts), num_ready, pending) if may_wait else 0.0
             if wait_s:
-                self.wait_until = max(round_.started, pending.asked_at) + wait_s
+                self.wait_until = max(self._round.started, pending.asked_at) + wait_s
                 return [*orders]
             pending.is_skipped = not held
-        round_.skipped_drafts = pending is not None and pending.is_skipped
-        plan = self._scheduler.plan(held)
-        self._preempt(plan.preempted)
-        if plan.admitted:
-            self._open_at_roles(plan.admitted, now)
-        verify = self._start_pass(plan, now)
+        self._round.skipped_drafts = pending is not None and pending.is_skipped
         # Both roles read a prompt at the same time. The target's batch goes first: it depends on no order made now.
-        return [*verify, *orders, *self._order_drafts(now)]
+        return [*self._start_pass(held, now), *orders, *self._order_drafts(now)]
 
     def _preempt(self, sequences: Iterable[Sequence]) -> None:
         """They have left the batch, and will be read again from their committed tokens."""
         for sequence in sequences:
             self._target_outbox.release(sequence.request_id)
-            self._drafter_session.release(sequence)
+            self._drafter.release(sequence)
             self.stats.num_preemptions += 1
 
     def _end_round(self, batch: VerdictBatch, now: float) -> list[Tokens]:
@@ -210,32 +190,22 @@ class Coordinator:
             self.stats.num_stale += 1
             return []
         self._end_outage("target", now)
-        self._drafter_session.add_top_tokens(batch)
-        if self._drafter_session.exports is not None:
-            self._drafter_session.exports.add(batch, self._sequences)
         speculated = any(proposal is not None for proposal in round_.verifying.values())
         self.stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
         verifying = round_.verifying
         emitted = [self._commit(verdict, now) for verdict in batch.verdicts if verdict.request_id in verifying]
         self.stats.num_stale += len(batch.verdicts) - len(emitted)  # verdicts of requests that were aborted
+        seconds = round_.seconds(batch, now)
         if speculated:
-            verify_s, seconds = batch.finished - batch.started, round_.seconds(batch, now)
-            self.stats.add_round(seconds, verify_s, round_.waited_s)
-        self._update_policy(batch, now)
+            self.stats.add_round(seconds, batch.finished - batch.started, round_.waited_s)
+        self._update_policy(batch, seconds)
+        self.stats.num_stale += self._drafter.end_pass(batch, self._sequences)
         self._round = Round(now)
         if batch.drafts is not None:
-            self._receive_attached(batch.drafts)
+            self.stats.add_attached_drafts(batch.drafts)
+            is_used = any(sequence.draft.proposal is not None for sequence in self._sequences.values())
+            self._round.add_drafting(batch.drafts, is_used=is_used)
         return emitted
-
-    def _receive_attached(self, drafts: ProposalBatch) -> None:
-        """The drafts that came with a verdict are for the round that begins with it."""
-        seconds = drafts.finished - drafts.started
-        self.stats.add_attached_drafts(drafts)
-        self.stats.num_stale += self._drafter_session.receive_attached(drafts, self._sequences)
-        if any(sequence.draft.proposal is not None for sequence in self._sequences.values()):
-            self._round.waited_s = self._round.drafted_before_s = seconds
-        else:
-            self._round.unused_s = seconds
 
     def _commit(self, verdict: Verdict, now: float) -> Tokens:
         round_, sequence = self._round, self._sequences[verdict.request_id]
@@ -250,22 +220,20 @@ class Coordinator:
             return replace(end, position=position, token_ids=commit.token_ids)
         round_.commit(commit, sequence.draft.num_ordered, proposal)
         self._target_outbox.commit(commit)
-        self._drafter_session.commit(sequence, commit)
+        self._drafter.commit(sequence, commit)
         stats = None
         if sequence.finish_reason is not None:
             self._end(sequence, now)
             stats = sequence.stats()
         return Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats)
 
-    def _update_policy(self, batch: VerdictBatch, now: float) -> None:
+    def _update_policy(self, batch: VerdictBatch, seconds: float) -> None:
         """The policy learns from the round before the next drafts are ordered; not while requests are tested singly."""
         if self._scheduler.tested is not None:
             return
         policy, running, stats = self._policy, self._scheduler.running, self.stats
-        num_may_speculate = (
-            sum([sequence.request.speculate for sequence in running]) if self._drafter_session.is_present else 0
-        )
-        seen = self._round.observation(batch, now, running, num_may_speculate)
+        num_may_speculate = sum([sequence.request.speculate for sequence in running]) if self._drafter.is_present else 0
+        seen = self._round.observation(batch, seconds, running, num_may_speculate)
         if seen.outcomes and num_may_speculate:
             stats.add_mode(
                 policy.mode, seen.seconds + seen.unused_s, [outcome.num_ordered for outcome in seen.outcomes]
@@ -279,44 +247,34 @@ class Coordinator:
     def _order_drafts(self, now: float) -> list[DraftBatch]:
         verifying = self._round.verifying
         least_round = self._verify_round + (verifying is None)
-        return self._drafter_session.order(
-            self._scheduler.running, () if verifying is None else verifying, least_round, now
-        )
+        return self._drafter.order(self._scheduler.running, () if verifying is None else verifying, least_round, now)
 
-    def _wait_s(self, num_expecting: int, num_ready: int, *, has_first_part: bool) -> float:
+    def _wait_s(self, num_expecting: int, num_ready: int, pending: PendingOrder) -> float:
         scheduler = self._scheduler
         num_running = len(scheduler.running)
         num_plain = num_running - num_expecting - num_ready + scheduler.num_joining
-        return self._policy.wait_s(num_expecting, num_ready, num_plain, has_first_part=has_first_part)
+        return self._policy.wait_s(num_expecting, num_ready, num_plain, has_first_part=pending.has_first_part)
 
-    def _start_pass(self, plan: RoundPlan, now: float) -> list[VerifyBatch]:
+    def _start_pass(self, held: Collection[int], now: float) -> list[VerifyBatch]:
+        """Plan the next pass without the requests that are `held`; none if there is nothing to compute."""
+        plan = self._scheduler.plan(held)
+        self._preempt(plan.preempted)
+        if plan.admitted:
+            self._open_at_roles(plan.admitted, now)
         if not plan.rows:
             return []
-        after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter_session.round)
-        items, self._round.verifying, self._round.sent_at = [], {}, now
-        reached = [sequence for sequence, num_tokens, _ in plan.rows if num_tokens == sequence.uncached_len]
-        drafter = self._drafter_session
-        orders = drafter.attached_orders(reached)
-        self._round.serves_drafts = any(orders.values())
-        for sequence, num_tokens, proposal in plan.rows:
-            order, is_chunk = orders.get(sequence.request_id, 0), num_tokens < sequence.uncached_len
-            reads_text = drafter.reads_chunks if is_chunk else sequence.request_id in orders and drafter.reads_attached
-            items.append(VerifyItem(sequence.request_id, num_tokens, proposal, order, reads_text))
-            sequence.draft.proposal = None
-            if not is_chunk:
-                self._round.verifying[sequence.request_id] = proposal
-            else:
-                sequence.cached_len += num_tokens  # a chunk of committed text: its rows stay whatever the verdicts are
-        may_draft = any(drafter.may_draft(sequence) for sequence, *_ in plan.rows)
-        exports = drafter.exports
-        bridge, num_received = exports.begin_pass(self._sequences.values()) if exports is not None else (0, 0)
+        after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
+        orders = self._drafter.begin_pass(plan.rows, self._sequences.values())
+        verifying = {one.request_id: proposal for one, num_rows, proposal in plan.rows if num_rows == one.uncached_len}
+        self._round.begin_pass(verifying, now, serves_drafts=any(orders.lengths.values()))
+        items = tuple([_feed(*demand, orders) for demand in plan.rows])
         self._fed = tuple([item.request_id for item in items])
-        unsent, number = self._target_outbox.flush(), self._verify_round
-        return [VerifyBatch(number, *unsent, tuple(items), after, may_draft, bridge, num_received)]
+        unsent, bridge = self._target_outbox.flush(), (orders.bridge, orders.num_received)
+        return [VerifyBatch(self._verify_round, *unsent, items, after, orders.may_draft, *bridge)]
 
     def _receive_proposals(self, batch: ProposalBatch, now: float) -> None:
-        pending = self._drafter_session.pending
-        if pending is None or batch.round != self._drafter_session.round:
+        pending = self._drafter.pending
+        if pending is None or batch.round != self._drafter.round:
             self.stats.num_stale += 1
             return
         self._end_outage("draft", now)
@@ -327,7 +285,7 @@ class Coordinator:
         if pending.prefixes:
             self._policy.wait.update_delay(now - pending.asked_at, is_rest=pending.has_first_part)
             pending.asked_at = now
-        self.stats.num_stale += self._drafter_session.receive(batch, pending, self._sequences)
+        self.stats.num_stale += self._drafter.receive(batch, self._sequences)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -356,7 +314,7 @@ class Coordinator:
         for sequence in sequences:
             sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
             self._target_outbox.admit(sequence)
-            self._drafter_session.admit(sequence)
+            self._drafter.admit(sequence)
 
     def _abort(self, record: Abort, now: float) -> list[Tokens]:
         sequence = self._sequences.get(record.request_id)
@@ -377,7 +335,7 @@ class Coordinator:
         if self._round.verifying is not None:
             self._round.verifying.pop(sequence.request_id, None)
         self._target_outbox.release(sequence.request_id)
-        self._drafter_session.release(sequence)
+        self._drafter.release(sequence)
 
     # --- roles --------------------------------------------------------------------------------------------------------
 
@@ -400,15 +358,15 @@ class Coordinator:
         self.stats.num_role_losses[role] = self.stats.num_role_losses.get(role, 0) + 1
         self._lost_at.setdefault(role, now)
         if role == "draft":
-            self._drafter_session.lose(self._sequences.values())
+            self._drafter.lose(self._sequences.values())
             return
         self._has_target, self._target_outbox, self._round.verifying = False, Outbox(), None
         for sequence in self._scheduler.preempt_all():
-            self._drafter_session.release(sequence)
+            self._drafter.release(sequence)
 
     def _regain(self, back: RoleBack, now: float) -> None:
         if back.role == "draft":
-            self._drafter_session.regain(back.epoch)
+            self._drafter.regain(back.epoch)
         else:
             self._has_target = True
         if not self._sequences:
@@ -416,7 +374,7 @@ class Coordinator:
 
     def _end_outage(self, role: str, now: float) -> None:
         """End the outage of a lost role: it answered, or it returned while there are no requests."""
-        if role in self._lost_at and (self._has_target if role == "target" else self._drafter_session.is_present):
+        if role in self._lost_at and (self._has_target if role == "target" else self._drafter.is_present):
             self.stats.add_outage(role, now - self._lost_at.pop(role))
 
     def _report(self, order: ReportOrder, now: float) -> Report:
@@ -425,6 +383,15 @@ class Coordinator:
         if order.reset:
             self.stats = CoordinatorStats(since=now, phase=order.phase)
         return report
+
+
+def _feed(sequence: Sequence, num_tokens: int, proposal: Proposal | None, orders: PassOrders) -> VerifyItem:
+    """The item of one sequence, whose proposal is used up."""
+    request_id, sequence.draft.proposal = sequence.request_id, None
+    if num_tokens < sequence.uncached_len:
+        sequence.cached_len += num_tokens  # a chunk of committed text: its rows stay whatever the verdicts are
+    num_draft_tokens = orders.lengths.get(request_id, 0)
+    return VerifyItem(request_id, num_tokens, proposal, num_draft_tokens, request_id in orders.reading)
 
 
 def _no_token_after(num_tokens: int) -> str:

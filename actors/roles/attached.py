@@ -21,19 +21,21 @@ from actors.protocol.messages import (
     Commit,
     DraftBatch,
     DraftOrder,
-    ProposalBatch,
-    TopTokens,
     Verdict,
+    VerdictBatch,
     VerifyBatch,
     VerifyItem,
 )
+from actors.roles.after_verdicts import AfterVerdicts
 from actors.roles.draft import DraftRole
 from parallel.comm.group import Group
 from parallel.runtime.decoder_runner import DecoderRunner
 
 
-class AttachedDrafter:
+class AttachedDrafter(AfterVerdicts):
     """`group` are the target's ranks, on `device`."""
+
+    keeps_at_once = True  # the drafter may read them
 
     def __init__(self, drafter: Drafter, group: Group, device: torch.device | str) -> None:
         self.role = DraftRole(drafter)
@@ -44,15 +46,11 @@ class AttachedDrafter:
         self._commits: dict[int, Commit] = {}  # of rounds without orders, one for each request
 
     def verifying(self, target: DecoderRunner) -> DecoderRunner:
-        """The runner for the target's passes."""
         shares = self.role.drafter.capabilities.shares_rows
         return target if shares is None else shares.verifying(target)
 
-    def update(self, batch: VerifyBatch) -> None:
-        """Before the target's rows change: rows lent to the drafter return.
-
-        Requests that the target is to forget and those it is to know; the drafter learns of them with its batch.
-        """
+    def begin(self, batch: VerifyBatch) -> None:
+        """Rows lent to the drafter return. Of requests that come and go it learns with its next batch."""
         self._release_rows()
         for request_id in batch.releases:
             self._commits.pop(request_id, None)
@@ -60,7 +58,10 @@ class AttachedDrafter:
                 self._releases.append(request_id)
         self._admits |= {admit.request_id: admit for admit in batch.admits if admit.speculate}
 
-    def share(self, verdicts: Sequence[Verdict], items: Sequence[VerifyItem], *, is_lead: bool) -> tuple[Verdict, ...]:
+    def wants_features(self, batch: VerifyBatch) -> bool:  # noqa: ARG002 (its state follows every pass)
+        return True
+
+    def agree(self, verdicts: Sequence[Verdict], items: Sequence[VerifyItem], *, is_lead: bool) -> tuple[Verdict, ...]:
         """The verdicts of the lead on every rank: one broadcast of whole numbers."""
         if self._group.size == 1:
             return tuple(verdicts)
@@ -78,14 +79,28 @@ class AttachedDrafter:
             shared.append(Verdict(request_id, epoch, prefix_len, tuple(islice(numbers, length)), next_token))
         return tuple(shared)
 
-    def draft(
-        self,
-        batch: VerifyBatch,
-        verdicts: Sequence[Verdict],
-        features: Sequence[FeatureRows],
-        top_tokens: TopTokens | None,
-    ) -> ProposalBatch | None:
-        """Drafts for the prefixes that the verdicts lead to; None: there is nothing to send."""
+    def follow(self, batch: VerifyBatch, answer: VerdictBatch, features: Sequence[FeatureRows]) -> VerdictBatch:
+        """Drafts for the prefixes that the verdicts lead to. The pass's top tokens stay here."""
+        top_tokens = () if answer.top_tokens is None else (answer.top_tokens,)
+        orders = self._orders(batch, answer.verdicts)
+        if not (orders or self._admits or self._releases or top_tokens):
+            self.role.read_features(features)
+            return answer
+        order = DraftBatch(
+            batch.round,
+            tuple(self._admits.values()),
+            tuple(self._commits.values()),
+            tuple(self._releases),
+            tuple(orders),
+            works_ahead=False,
+            top_tokens=top_tokens,
+        )
+        self._admits, self._releases, self._commits = {}, [], {}
+        (drafts,) = self.role.answer(order, features)
+        return replace(answer, drafts=drafts, top_tokens=None)
+
+    def _orders(self, batch: VerifyBatch, verdicts: Sequence[Verdict]) -> list[DraftOrder]:
+        """Those of the batch that the verdicts leave room for; what the verdicts committed is noted."""
         items = {item.request_id: item for item in batch.items}
         known = self.role.contexts.keys() | self._admits.keys()
         reading = known - {verdict.request_id for verdict in verdicts}
@@ -102,21 +117,7 @@ class AttachedDrafter:
                 orders.append(DraftOrder(verdict.request_id, num_draft_tokens))
             elif item.reads_text:
                 orders.append(DraftOrder(verdict.request_id, 0))
-        if not orders and not self._admits and not self._releases and top_tokens is None:
-            self.role.read_features(features)
-            return None
-        order = DraftBatch(
-            batch.round,
-            tuple(self._admits.values()),
-            tuple(self._commits.values()),
-            tuple(self._releases),
-            tuple(orders),
-            works_ahead=False,
-            top_tokens=() if top_tokens is None else (top_tokens,),
-        )
-        self._admits, self._releases, self._commits = {}, [], {}
-        (answer,) = self.role.answer(order, features)
-        return answer
+        return orders
 
     def _commit(self, verdict: Verdict, token_ids: tuple[int, ...]) -> None:
         known = self._commits.get(verdict.request_id)
@@ -138,7 +139,7 @@ class AttachedDrafter:
             shares.release_rows()
 
     def forget(self) -> None:
-        """Drop every request, before the target does; the drafter keeps its model."""
+        """The drafter keeps its model."""
         self._release_rows()
         self.role.forget()
         self._admits, self._releases, self._commits = {}, [], {}

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor
 from actors.drafters.interface import FeatureRows
 from actors.logs import log_event
 from actors.protocol.membership import Bridge
-from actors.protocol.messages import FeatureExport
+from actors.protocol.messages import FeatureExport, VerdictBatch, VerifyBatch
+from actors.roles.after_verdicts import AfterVerdicts
 from parallel.comm.group import SINGLE, Group, PeerLost, Sending
 from parallel.comm.rendezvous import connect_store, join
 
@@ -107,7 +109,7 @@ class BridgeEnd:
         return formed[1]
 
 
-class FeatureSender(BridgeEnd):
+class FeatureSender(BridgeEnd, AfterVerdicts):
     """The target's end. What `fuser` makes of the rows is sent, once the verdicts have left."""
 
     def __init__(self, host: str, device: str, logger: logging.Logger) -> None:
@@ -118,6 +120,18 @@ class FeatureSender(BridgeEnd):
         self._announced: list[Tensor] = []
         self._sendings: deque[tuple[int, Sending]] = deque()
         self._span: tuple[float, float] | None = None
+
+    def wants_features(self, batch: VerifyBatch) -> bool:
+        return batch.bridge > 0
+
+    def follow(self, batch: VerifyBatch, answer: VerdictBatch, features: Sequence[FeatureRows]) -> VerdictBatch:
+        span, self._span = self._span, None
+        export = self.announce(features, batch.bridge, batch.num_received) if batch.bridge else None
+        return replace(answer, export=export, exported=span)
+
+    def answered(self) -> None:
+        """The coordinator works on the verdicts meanwhile."""
+        self.send()
 
     def announce(self, features: Sequence[FeatureRows], bridge: int, num_received: int) -> FeatureExport | None:
         """What `send` is about to send over `bridge`; None if that is not the one that stands.
@@ -158,11 +172,6 @@ class FeatureSender(BridgeEnd):
         except PeerLost as error:
             self._lose(error)
         self._span = started, time.monotonic()
-
-    def take_span(self) -> tuple[float, float] | None:
-        """When the last tensor was packed and posted, once."""
-        span, self._span = self._span, None
-        return span
 
     def close(self) -> None:
         super().close()

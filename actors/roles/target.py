@@ -1,17 +1,16 @@
 """The target role: reads prompts, verifies whole batches of proposals in one flat pass, keeps KV by table edits.
 
 Every rank of the role receives the same records and runs the same pass; only rank 0 reads the logits. The outcome of a
-verdict (`Commit`) arrives with the next batch, so the ranks agree without messages of their own. An attached drafter
-drafts behind the verdicts, which then go to all ranks; to a drafter elsewhere that reads hidden states, rank 0 sends
-them. Knows one runner and one verification rule; must not know which drafter that is, pipelines or sockets.
+verdict (`Commit`) arrives with the next batch, so the ranks agree without messages of their own. What else a pass does
+for the drafter is behind `AfterVerdicts`. Knows one runner and one verification rule; must not know drafters, pipelines
+or sockets.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -27,15 +26,12 @@ from actors.protocol.messages import (
     VerifyBatch,
     VerifyItem,
 )
-from actors.roles.bridge import FeatureSender
+from actors.roles.after_verdicts import AfterVerdicts
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.device import wait_for
-
-if TYPE_CHECKING:
-    from actors.roles.attached import AttachedDrafter
 
 
 @dataclass(slots=True, eq=False)
@@ -63,18 +59,16 @@ class TargetRole:
         is_lead: bool,
         top_tokens: TopTokensReader | None = None,
         features: FeatureReader | None = None,
-        attached: AttachedDrafter | None = None,
-        sender: FeatureSender | None = None,
+        drafter: AfterVerdicts | None = None,
     ) -> None:
-        self.runner = runner = runner if attached is None else attached.verifying(runner)
+        self._drafter = drafter or AfterVerdicts()
+        self.runner = runner = self._drafter.verifying(runner)
         self._verifier = Verifier(
             runner, rule, eos_token_ids, top_tokens=top_tokens, features=features, splits_choice=True
         )
         self._reads_later = top_tokens is not None and top_tokens.is_late
         self._of_last_pass: TopTokens | None = None
         self._features = features
-        self._attached = attached
-        self._sender = sender
         self._is_lead = is_lead
         self.contexts: dict[int, TargetContext] = {}
 
@@ -85,8 +79,20 @@ class TargetRole:
 
     def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
         started = time.monotonic()
-        if self._attached is not None:
-            self._attached.update(batch)
+        self._update(batch)
+        answer = VerdictBatch(batch.round, (), started, committed := time.monotonic(), committed=committed)
+        if batch.items:
+            answer = self._answer_pass(batch, answer)
+        if self._reads_later:
+            answer = replace(answer, top_tokens=self._of_last_pass)
+            self._of_last_pass = None
+        yield answer
+        self._drafter.answered()
+        if self._reads_later and batch.items:
+            self._of_last_pass = self._verifier.top_tokens()
+
+    def _update(self, batch: VerifyBatch) -> None:
+        self._drafter.begin(batch)
         for request_id in batch.releases:
             del self.contexts[request_id]
             self.runner.close(request_id)
@@ -94,54 +100,36 @@ class TargetRole:
             self._admit(admit)
         for commit in batch.commits:
             self._commit(commit)
-        committed = time.monotonic()
-        verdicts, num_rows, top_tokens, drafts = (), 0, None, None
-        finished = export = None
-        if batch.items:
-            inputs = [self._verify_input(item, exports=batch.bridge > 0) for item in batch.items]
-            first_positions = [self.runner.cached_len(one.seq_id) for one in inputs]
-            logits, num_rows = self._verifier.forward(inputs, keeps_top_tokens=batch.may_draft)
-            if self._is_lead:
-                verdicts = self._verify(inputs, logits)
-                top_tokens = None if self._reads_later else self._verifier.top_tokens()
-            if self._attached is not None:
-                finished = time.monotonic()
-                verdicts = self._attached.share(verdicts, batch.items, is_lead=self._is_lead)
-                features = self._committed_features(inputs, first_positions, verdicts)
-                self._commit_chunks(inputs)
-                self._commit_rows(verdicts)
-                drafts, top_tokens = self._attached.draft(batch, verdicts, features, top_tokens), None
-            elif self._sender is not None and batch.bridge:
-                features = self._committed_features(inputs, first_positions, verdicts)
-                wanted = [rows for rows in features if self.contexts[rows.request_id].speculate]
-                export = self._sender.announce(wanted, batch.bridge, batch.num_received)
-            if self._attached is None:
-                self._commit_chunks(inputs)
-        if self._reads_later:
-            top_tokens, self._of_last_pass = self._of_last_pass, None
-        finished = time.monotonic() if finished is None else finished
-        exported = self._sender.take_span() if self._sender is not None else None
-        yield VerdictBatch(
-            batch.round, verdicts, started, finished, num_rows, committed, top_tokens, drafts, export, exported
-        )
-        if export is not None and self._sender is not None:
-            self._sender.send()  # the coordinator works on the verdicts meanwhile
-        if self._reads_later and batch.items:
-            self._of_last_pass = self._verifier.top_tokens()
+
+    def _answer_pass(self, batch: VerifyBatch, answer: VerdictBatch) -> VerdictBatch:
+        """The pass, its verdicts, and what the drafter has of them."""
+        drafter, reads = self._drafter, self._features is not None and self._drafter.wants_features(batch)
+        inputs = [self._verify_input(item, exports=batch.bridge > 0) for item in batch.items]
+        first_positions = [self.runner.cached_len(one.seq_id) for one in inputs]
+        logits, num_rows = self._verifier.forward(inputs, keeps_top_tokens=batch.may_draft)
+        verdicts = self._verify(inputs, logits) if self._is_lead else ()
+        top_tokens = self._verifier.top_tokens() if self._is_lead and not self._reads_later else None
+        finished = time.monotonic()
+        verdicts = drafter.agree(verdicts, batch.items, is_lead=self._is_lead)
+        features = self._committed_features(inputs, first_positions, verdicts) if reads else []
+        self._commit_chunks(inputs)
+        if drafter.keeps_at_once:
+            self._commit_rows(verdicts)
+        answer = replace(answer, verdicts=verdicts, finished=finished, num_tokens=num_rows, top_tokens=top_tokens)
+        return drafter.follow(batch, answer, features)
 
     def _committed_features(
         self, inputs: Sequence[VerifyInput], first_positions: Sequence[int], verdicts: Sequence[Verdict]
     ) -> list[FeatureRows]:
-        """Of the tokens that this pass committed, if the drafter reads them."""
-        if self._features is None:
-            return []
+        """Of the tokens that this pass committed, of requests that are drafted for."""
+        assert self._features is not None
         paths = {verdict.request_id: verdict.path for verdict in verdicts}
-        return self._features.rows(inputs, first_positions, paths)
+        found = self._features.rows(inputs, first_positions, paths)
+        return [rows for rows in found if self.contexts[rows.request_id].speculate]
 
     def forget(self) -> None:
         """Drop every request and its rows."""
-        if self._attached is not None:
-            self._attached.forget()
+        self._drafter.forget()
         for request_id in self.contexts:
             self.runner.close(request_id)
         self.contexts.clear()
@@ -156,13 +144,13 @@ class TargetRole:
     def _commit(self, commit: Commit) -> None:
         context = self.contexts[commit.request_id]
         assert (commit.epoch, commit.prefix_len) == (context.epoch, len(context.token_ids))
-        if self._attached is None:
+        if not self._drafter.keeps_at_once:
             self._keep(commit)
         context.token_ids.extend(commit.token_ids)
 
     def _commit_rows(self, verdicts: Sequence[Verdict]) -> None:
-        """Keep the rows of the verdicts' paths before the drafter works, which may read them; the text follows with the
-        `Commit`. A verdict that the coordinator cuts ends its request."""
+        """Keep the rows of the verdicts' paths; the text follows with the `Commit`. A verdict that the coordinator cuts
+        ends its request."""
         for verdict in verdicts:
             if verdict.next_token != NO_TOKEN:
                 self._keep(verdict)

@@ -61,16 +61,17 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
         runner = spec.drafter.on_target(runner)
     is_lead = spec.rank == 0
     reader = TopTokensReader.of(top_k, reads_prompts=reads_prompts, is_lead=is_lead, is_late=spec.drafter.learns_later)
-    attached, features, facts = None, None, {}
+    after, features, facts = None, None, {}
     if is_attached:
         setup = replace(draft_setup(spec, group), target_runner=runner)
         drafter, facts["drafter"] = spec.drafter.build(setup)
-        attached = _attached(drafter, group, spec.device)
+        after = _attached(drafter, group, spec.device)
     # on every rank, since each has heads of its own; a bridge has its end on the lead alone
-    if (attached is not None and spec.drafter.reads_features) or spec.drafter.is_bridged(spec.pipeline):
+    if (is_attached and spec.drafter.reads_features) or spec.drafter.is_bridged(spec.pipeline):
         num_layers = runner.config.num_layers - config.stretch
         features = FeatureReader(spec.drafter.taps(num_layers))
         if isinstance(bridge, FeatureSender):
+            after = bridge
             bridge.fuser = spec.drafter.open_fuser(num_layers, spec.device)
     if config.all_reduce == "symmetric":
         sizes["all_reduce"] = "nccl" if group.is_abortable else "symmetric"
@@ -81,8 +82,7 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
         is_lead=is_lead,
         top_tokens=reader,
         features=features,
-        attached=attached,
-        sender=bridge if isinstance(bridge, FeatureSender) else None,
+        drafter=after,
     )
     head, taps = runner.decoder.lm_head, () if features is None else features.streams
     with head.ungathered() if role.splits_choice else nullcontext():

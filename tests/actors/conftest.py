@@ -8,10 +8,12 @@ import logging
 import random
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 
+from actors.coordinator.ports import open_port
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.drafters.auto.config import AutoDrafterConfig
@@ -47,7 +49,7 @@ class Room:
     """Drives requests to their end; `tokens`, `ends` and `stats` tell how they fared."""
 
     target: TargetRole
-    draft: DraftRole | None
+    draft: Any  # a `DraftRole`, or None
     num_draft_tokens: int
     limits: SchedulerConfig
     slots: int
@@ -61,18 +63,19 @@ class Room:
     leisure: random.Random = field(default_factory=lambda: random.Random(0))
 
     def serve(self, requests, after_round=None, policy=None):
-        coordinator = Coordinator(
-            Scheduler(self.limits, Capacity(self.slots, MAX_LEN)),
-            policy or Policy(self.pipeline, self.num_draft_tokens),
-            [EOS],
+        policy = policy or Policy(self.pipeline, self.num_draft_tokens)
+        drafter = open_port(
+            policy,
+            self.limits.prefill_chunk,
             drafts=self.draft is not None,
             attached=self.attached,
             bridged=self.bridge is not None,
         )
+        coordinator = Coordinator(Scheduler(self.limits, Capacity(self.slots, MAX_LEN)), policy, [EOS], drafter)
         clock = itertools.count()
         if self.bridge is not None:
             assert not coordinator.on(RoleBack("draft", self.bridge[0].number), next(clock))
-        queue = [record for request in requests for record in coordinator.on(request, next(clock))]
+        queue: list[Any] = [record for request in requests for record in coordinator.on(request, next(clock))]
         while queue:
             record = self._next(queue)
             if isinstance(record, VerifyBatch):
@@ -233,10 +236,10 @@ def open_room(models, speculator, open_bridge):
     `weights` and `kv_dtype` the types in which the target's matrices and KV rows are stored."""
 
     def open_(
-        config=None,
+        config: Any = None,
         *,
         path=None,
-        rule="coupled",
+        rule: Any = "coupled",
         limits=None,
         slots=4096,
         pipeline="sync",
@@ -250,7 +253,7 @@ def open_room(models, speculator, open_bridge):
             config.target_top_k, reads_prompts=config.reads_prompts, is_late=config.learns_later
         )
         runner = open_model(models["target"], num_slots=slots, weights=weights, kv_dtype=kv_dtype)
-        draft = on_target = features = None
+        draft = on_target = features = bridge = None
         if config is not None:
             if isinstance(config, AutoDrafterConfig):
                 inside = [replace(one, path=str(models["drafter"])) if one.models() else one for one in config.drafters]
@@ -276,10 +279,9 @@ def open_room(models, speculator, open_bridge):
                 features = FeatureReader(config.taps(2)) if config.reads_features else None
             else:
                 draft = DraftRole(drafter)
-        bridge = open_bridge() if draft is not None and config.reads_features else None
-        if bridge is not None:
-            features = FeatureReader(config.taps(2))
-            bridge[0].fuser = config.open_fuser(2, "cpu")
+                if config.reads_features:
+                    bridge, features = open_bridge(), FeatureReader(config.taps(2))
+                    bridge[0].fuser = config.open_fuser(2, "cpu")
         target = TargetRole(
             runner,
             rule,
@@ -287,8 +289,7 @@ def open_room(models, speculator, open_bridge):
             is_lead=True,
             top_tokens=reader,
             features=features,
-            attached=on_target,
-            sender=bridge and bridge[0],
+            drafter=on_target or (bridge and bridge[0]),
         )
         num_draft_tokens = config.num_draft_tokens if config else 0
         return Room(target, draft, num_draft_tokens, limits, slots, pipeline, attached, bridge)

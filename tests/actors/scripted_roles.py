@@ -10,8 +10,10 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from actors.coordinator.exports import MOST_UNRECEIVED
+from actors.coordinator.bridged_port import MOST_UNRECEIVED
+from actors.coordinator.ports import open_port
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.options import SchedulerConfig
@@ -95,7 +97,7 @@ class ScriptedTarget:
                 spans.append((item.request_id, cached, item.num_tokens))
                 continue
             path = self.walk(text, item.proposal.tree) if item.proposal else []
-            kept = [item.proposal.tree.token_ids[node] for node in path]
+            kept = [item.proposal.tree.token_ids[node] for node in path] if item.proposal else []
             spans.append((item.request_id, cached, item.num_tokens + len(path)))
             epoch = self.knows.epochs[item.request_id]
             verdicts.append(Verdict(item.request_id, epoch, len(text), tuple(path), next_word(text + kept)))
@@ -271,13 +273,9 @@ class World:
         self.choose, self.duplicates, self.lateness = choose, duplicates, lateness
         policy = policy or Policy(pipeline, 4)
         self.weighs_waiting = policy.weighs_waiting
-        self.coordinator = Coordinator(
-            Scheduler(limits or SchedulerConfig(), Capacity(slots, MAX_MODEL_LEN)),
-            policy,
-            [EOS],
-            drafts=drafts,
-            bridged=bridged,
-        )
+        limits = limits or SchedulerConfig()
+        port = open_port(policy, limits.prefill_chunk, drafts=drafts, bridged=bridged)
+        self.coordinator: Any = Coordinator(Scheduler(limits, Capacity(slots, MAX_MODEL_LEN)), policy, [EOS], port)
         self.bridged = bridged
         self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, answers, splits, previews)
         self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}
@@ -285,7 +283,7 @@ class World:
         self.past: list = []
         self.lost: set[str] = set()
         self.tokens: dict[int, list[int]] = {}
-        self.ends: dict[int, Tokens] = {}
+        self.ends: dict[int, Any] = {}
         self.clock = 0.0
         if bridged:
             self.bring_back("draft")

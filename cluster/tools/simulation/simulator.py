@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Annotated, Any
 
+from actors.coordinator.ports import open_port
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.coordinator.stats import TimelineSpan
@@ -138,8 +139,9 @@ class _Simulation:
         self._text_of = cache(scenario.text)
         self._clock = VirtualClock()
         self._target, self._draft = self._target_lane(), self._draft_lane()
-        scheduler = Scheduler(SchedulerConfig(max_num_seqs=scenario.num_requests), Capacity(1 << 40, 1 << 40))
-        self._coordinator = Coordinator(scheduler, policy, (), drafts=scenario.pipeline != "plain")
+        limits = SchedulerConfig(max_num_seqs=scenario.num_requests)
+        drafter = open_port(policy, limits.prefill_chunk, drafts=scenario.pipeline != "plain")
+        self._coordinator = Coordinator(Scheduler(limits, Capacity(1 << 40, 1 << 40)), policy, (), drafter)
         self._free_at = 0.0  # when the coordinator has handled every record received so far
         self._tokens: dict[int, list[int]] = {i: [] for i in range(scenario.num_requests)}
         self._num_verdicts = 0  # since the window opened

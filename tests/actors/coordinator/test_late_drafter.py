@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -114,7 +115,7 @@ def test_running_requests_do_not_wait_while_the_drafter_reads_a_prompt(pipeline)
 
 def test_long_texts_are_read_in_pieces_between_drafts():
     world = silent("sync", Weighing("sync", 4))
-    world.coordinator._drafter_session._read_chunk = 5
+    world.coordinator._drafter._read_chunk = 5
     world.deliver(Request(3, tuple(range(2, 11)) * 2, SamplingParams(max_tokens=10, ignore_eos=True)))
     world.settle()
     batches = [record for record in world.sent if isinstance(record, DraftBatch)]
@@ -178,7 +179,7 @@ def draft_busy_s(stage):
 
 def test_the_loop_tells_when_time_is_up():
     """No further record arrives, and the target is sent a pass."""
-    stage = Stage(adaptive=True)
+    stage: Any = Stage(adaptive=True)
     try:
         stage.get_ready()
         stage.send("client", Request(1, (3, 4), SamplingParams(max_tokens=20)))

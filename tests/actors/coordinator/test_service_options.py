@@ -9,6 +9,7 @@ import pytest
 from actors.coordinator import service
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.scheduler import Capacity
+from actors.coordinator.separate_port import SeparatePort
 from actors.coordinator.service import EPOCHS_PER_INCARNATION, ROUNDS_PER_INCARNATION, CoordinatorSpec
 from actors.options import SchedulerConfig
 from actors.protocol.membership import Hello
@@ -27,7 +28,7 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(service, name, kept)
 
-    for name in ("make_policy", "Coordinator", "Scheduler"):
+    for name in ("make_policy", "Coordinator", "Scheduler", "open_port"):
         keep(name, getattr(service, name))
     return found
 
@@ -41,10 +42,11 @@ def test_every_option_reaches_its_part(open_stage, calls, adaptive, chooses):
     stage.get_ready()
     assert calls["make_policy"] == (("sync", 2, 4), dict(adaptive=adaptive, longest_only=chooses))
     assert calls["Scheduler"] == ((limits, Capacity(FACTS["kv_slots"], FACTS["max_model_len"])), {})
-    (scheduler, policy, ends), options = calls["Coordinator"]
+    (scheduler, policy, ends, port), options = calls["Coordinator"]
     assert scheduler.limits is limits and policy.longest_draft == 4 and ends == (1,)
-    assert began <= options.pop("now") <= time.monotonic()
-    assert options == dict(drafts=True, attached=False, bridged=False, first_round=0)
+    assert began <= options.pop("now") <= time.monotonic() and not options
+    kind = dict(drafts=True, attached=False, bridged=False, first_round=0)
+    assert calls["open_port"] == ((policy, limits.prefill_chunk), kind) and type(port) is SeparatePort
 
 
 def test_a_successor_counts_on_where_its_predecessors_cannot_have_come(open_stage, calls):
@@ -52,7 +54,7 @@ def test_a_successor_counts_on_where_its_predecessors_cannot_have_come(open_stag
     epoch = stage.join("target-0")
     stage.send(CLIENT, Hello())
     assert stage.receive(CLIENT).facts == FACTS and epoch == 3 * EPOCHS_PER_INCARNATION + 1
-    options = calls["Coordinator"][1]
+    options = calls["open_port"][1]
     assert (options["drafts"], options["attached"]) == (False, True)
     assert options["first_round"] == 3 * ROUNDS_PER_INCARNATION
 

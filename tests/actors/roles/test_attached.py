@@ -3,6 +3,8 @@ hand-worked batches against a drafter that writes down what it hears."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from actors.protocol.messages import (
     TokenTree,
     TopTokens,
     Verdict,
+    VerdictBatch,
     VerifyBatch,
     VerifyItem,
 )
@@ -39,11 +42,19 @@ def attached():
     return AttachedDrafter(Recorder(), SINGLE, "cpu")
 
 
+def followed(attached, batch, verdicts=(), features=(), top_tokens=None):
+    """The drafts that leave with the verdicts."""
+    answer = VerdictBatch(batch.round, verdicts, 0.0, 0.5, top_tokens=top_tokens)
+    after = attached.follow(batch, answer, features)
+    assert after == replace(answer, drafts=after.drafts, top_tokens=None), "all else is the target's"
+    return after.drafts
+
+
 def drafted(attached, batch, *verdicts, top_tokens=None):
     """(orders, texts) of the drafts that were made, and what the drafter heard."""
     attached.role.drafter.heard.clear()
-    attached.update(batch)
-    answer = attached.draft(batch, verdicts, (), top_tokens)
+    attached.begin(batch)
+    answer = followed(attached, batch, verdicts, top_tokens=top_tokens)
     drafts = None if answer is None else {p.request_id: p.tree.num_draft_tokens for p in answer.proposals}
     assert answer is None or answer.round == batch.round
     return drafts, attached.role.drafter.heard
@@ -101,7 +112,7 @@ def test_texts_are_read_where_the_batch_says_so(attached):
 def test_requests_that_end_are_released_once_and_unheard_ones_never(attached):
     drafted(attached, VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2),)), Verdict(1, 5, 2, (), 6))
     drafted(attached, VerifyBatch(2, items=(VerifyItem(1, 1),)), Verdict(1, 5, 3, (), 7))
-    attached.update(VerifyBatch(3, (admit(2), admit(3, speculate=False))))
+    attached.begin(VerifyBatch(3, (admit(2), admit(3, speculate=False))))
     drafts, heard = drafted(attached, VerifyBatch(4, releases=(1, 2, 3)))
     assert (drafts, heard) == ({}, [("release", 1)]) and not attached.role.contexts
     assert drafted(attached, VerifyBatch(5)) == (None, [])
@@ -125,17 +136,17 @@ def test_top_tokens_and_features_reach_the_drafter(attached):
     reader = type("Reader", (), {"read_top_tokens": read.append, "read_features": read.append})
     capabilities = attached.role._capabilities
     attached.role._capabilities = type(capabilities)(reads_top_tokens=reader, reads_features=reader)
-    attached.update(VerifyBatch(1, (admit(1),)))
+    attached.begin(VerifyBatch(1, (admit(1),)))
     top, rows = TopTokens(1, b"", b"", b"", ()), FeatureRows(1, 0, torch.zeros(2, 3))
-    assert attached.draft(VerifyBatch(1), (), (rows,), top).proposals == () and read == [top, rows]
+    assert followed(attached, VerifyBatch(1), (), (rows,), top).proposals == () and read == [top, rows]
     read.clear()
-    assert attached.draft(VerifyBatch(2), (), (rows,), None) is None and read == [rows], "features come by themselves"
+    assert followed(attached, VerifyBatch(2), (), (rows,)) is None and read == [rows], "features come by themselves"
 
 
 def test_all_of_it_is_forgotten_with_the_epoch(attached):
     drafted(attached, VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2),)), Verdict(1, 5, 2, (), 6))
     drafted(attached, VerifyBatch(2, items=(VerifyItem(1, 1),)), Verdict(1, 5, 3, (), 7))
-    attached.update(VerifyBatch(3, (admit(2),)))
+    attached.begin(VerifyBatch(3, (admit(2),)))
     attached.forget()
     assert not attached.role.contexts and drafted(attached, VerifyBatch(1)) == (None, [])
 
@@ -151,8 +162,8 @@ def test_every_rank_gets_the_lead_s_verdicts(on_ranks):  # noqa: F811
 
     def shared(group, verdicts):
         own = verdicts if group.rank == 0 else ()
-        return AttachedDrafter(Recorder(), group, "cpu").share(own, items, is_lead=group.rank == 0)
+        return AttachedDrafter(Recorder(), group, "cpu").agree(own, items, is_lead=group.rank == 0)
 
     for verdicts in (full, full[1:2], ()):
         assert on_ranks(2, lambda group, verdicts=verdicts: shared(group, verdicts)) == [verdicts, verdicts]
-    assert AttachedDrafter(Recorder(), SINGLE, "cpu").share([*full], items, is_lead=True) == full
+    assert AttachedDrafter(Recorder(), SINGLE, "cpu").agree([*full], items, is_lead=True) == full

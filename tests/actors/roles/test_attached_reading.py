@@ -14,8 +14,8 @@ LONGEST = 5
 
 def test_the_text_was_read_before_the_first_draft(open_room, make_requests):
     room = open_room(SpeculatorDrafterConfig(path="eagle3", num_draft_tokens=LONGEST), attached=True)
-    attached, unread = room.target._attached, []
-    contexts, runner, draft = attached.role.contexts, attached.role.drafter.runner, attached.draft
+    attached, unread = room.target._drafter, []
+    contexts, runner, draft = attached.role.contexts, attached.role.drafter.runner, attached.follow
 
     def watched(batch, *rest):
         for item in batch.items:
@@ -25,7 +25,7 @@ def test_the_text_was_read_before_the_first_draft(open_room, make_requests):
                 unread.append(len(context.token_ids) - runner.cached_len(item.request_id))
         return draft(batch, *rest)
 
-    attached.draft = watched
+    attached.follow = watched
     (request,) = make_requests(1, max_tokens=40)
     room.serve([request], policy=AdaptivePolicy("sync", 0, LONGEST))
     assert unread, "nothing was drafted: the test shows nothing"
@@ -57,7 +57,7 @@ def test_a_pass_that_no_draft_follows_has_no_streams(open_room, make_requests, m
 
 
 class EndsSoon(Policy):
-    may_end = True
+    may_end = property(lambda _: True)
 
 
 def test_no_draft_is_made_behind_a_verdict_that_may_end_speculation(open_room, make_requests, monkeypatch):

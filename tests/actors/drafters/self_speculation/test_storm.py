@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
+from typing import Any
 
 import pytest
 
+from actors.coordinator.attached_port import AttachedPort
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.drafters.model.config import Strategy
@@ -19,7 +21,7 @@ from actors.protocol.messages import Abort, VerifyBatch
 
 SLOTS = 130
 LIMITS = SchedulerConfig(4, 40, 16)
-TREE = dict(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3)
+TREE: dict[str, Any] = dict(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3)
 WAYS = {
     "exit": SelfDrafterConfig(exit=1),
     "exit-tree": SelfDrafterConfig(exit=1, **TREE),
@@ -36,7 +38,7 @@ def test_no_row_is_left_behind(open_room, make_requests, way, seed):
     room = open_room(WAYS[way], limits=LIMITS, slots=SLOTS, attached=True)
     pool, num_draft_tokens = room.target.runner.pool, WAYS[way].num_draft_tokens
     scheduler, policy = Scheduler(LIMITS, Capacity(SLOTS, 256)), Policy("sync", num_draft_tokens)
-    coordinator = Coordinator(scheduler, policy, [1], drafts=False, attached=True)
+    coordinator = Coordinator(scheduler, policy, [1], AttachedPort(policy, 0))
     coming, batches, tokens = deque(requests), deque(), {request.request_id: [] for request in requests}
     aborted, done, num_lost = set(), set(), 0
 
@@ -69,7 +71,7 @@ def test_no_row_is_left_behind(open_room, make_requests, way, seed):
             for answer in room.target.answer(batches.popleft()):
                 pool.check()
                 receive(coordinator.on(answer, next(clock)))
-    room.target._attached.role.drafter.capabilities.shares_rows.release_rows()
+    room.target._drafter.role.drafter.capabilities.shares_rows.release_rows()
     num_kept = sum(len(pool.slots(request_id)) for request_id in room.target.contexts)
     assert pool.num_free + num_kept == SLOTS, "rows of drafts are left"
     room.target.forget()

@@ -1,0 +1,65 @@
+"""A drafter on the target's ranks: orders go with the target's passes, and drafts come with the verdicts.
+
+It has no batches of its own and its role cannot be lost without the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from actors.coordinator.port import DrafterPort, PassOrders
+from actors.coordinator.scheduler import Demand
+from actors.coordinator.sequence import DraftState, Sequence
+from actors.policy.decision import Mode
+from actors.policy.policy import Policy
+from actors.protocol.messages import VerdictBatch
+
+
+class AttachedPort(DrafterPort):
+    """Drafts are ordered for the prefix after the verdict."""
+
+    is_present = True
+
+    def __init__(self, policy: Policy, first_round: int) -> None:
+        super().__init__(first_round)
+        self._policy = policy
+        self._lengths: dict[int, int] = {}  # draft tokens ordered with the present pass, by request
+        self._has_read = False  # with the last pass, the texts of the requests of a trial
+
+    def may_draft(self, sequence: Sequence) -> bool:
+        return sequence.request.speculate
+
+    def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
+        """Chunks of prompts are read beside the target where drafts follow at once; texts before a trial without
+        drafts, so that its rounds cost what later ones will."""
+        reached = [sequence for sequence, num_tokens, _ in rows if num_tokens == sequence.uncached_len]
+        self._lengths, reading = self._order(reached), []
+        if self._policy.mode is Mode.catch_up:
+            reading = [*self._lengths]
+        elif self._policy.mode in (Mode.speculate, Mode.probe):
+            reading = [sequence.request_id for sequence, num_tokens, _ in rows if num_tokens < sequence.uncached_len]
+        return PassOrders(any(self.may_draft(sequence) for sequence, *_ in rows), self._lengths, reading)
+
+    def _order(self, reached: list[Sequence]) -> dict[int, int]:
+        """Draft tokens for these sequences, which get a verdict; none while a verdict may end speculation."""
+        policy = self._policy
+        if policy.may_end and any(sequence.draft.proposal for sequence in reached):
+            return {}
+        if policy.mode is Mode.catch_up and self._has_read:
+            policy.caught_up()
+        able = [sequence for sequence in reached if self.may_draft(sequence)]
+        followed = able[: policy.num_followed(len(able))]
+        self._has_read = policy.mode is Mode.catch_up and bool(followed)
+        return {one.request_id: policy.draft_length(one.request_id, one.remaining) for one in followed}
+
+    def end_pass(self, batch: VerdictBatch, sequences: Mapping[int, Sequence]) -> int:
+        """Keep the drafts, unless the policy has decided to decode plainly since."""
+        num_stale = 0
+        for proposal in batch.drafts.proposals if batch.drafts is not None else ():
+            sequence = sequences.get(proposal.request_id)
+            if sequence is None or not sequence.is_current(proposal):
+                num_stale += 1
+            elif self._policy.draft_length(sequence.request_id, sequence.remaining):
+                length = self._lengths.get(proposal.request_id, 0)
+                sequence.draft = DraftState(num_ordered=length, is_answered=True, proposal=proposal)
+        return num_stale

@@ -1,0 +1,131 @@
+"""The port between the rounds of the coordinator and a drafter: orders go in, proposals come out.
+
+The state machine says what happened to requests and roles, and asks for the orders that are due; a proposal comes out
+as `Sequence.draft`. Each kind of drafter is one file: none (here), on ranks of its own (`separate_port.py`), there and
+fed with the target's hidden states (`bridged_port.py`), and on the target's ranks (`attached_port.py`). A port must not
+know how rounds follow each other, whether a draft is waited for, or which algorithm drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from actors.coordinator.scheduler import Demand
+from actors.coordinator.sequence import DraftState, Sequence
+from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, ProposalBatch, VerdictBatch
+
+Orders = list[tuple[Sequence, int]]
+"""Sequences and the draft tokens to order for each."""
+
+
+@dataclass(slots=True)
+class PendingOrder:
+    """A batch that the drafter has not answered completely.
+
+    `prefixes` maps requests to the prefix length that their drafts assume. `asked_at` is when the present wait began on
+    the coordinator's clock: the batch was sent, or the first part of the answer arrived. `left_at` is where the next
+    message of the timeline begins: the batch was sent, or the drafter finished the first part (its clock).
+    """
+
+    prefixes: dict[int, int]
+    num_prefetched: int
+    reads_text: bool
+    asked_at: float
+    left_at: float
+    has_first_part: bool = False
+    is_skipped: bool = False
+    """The target went on without it; no other draft is waited for until the answer is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassOrders:
+    """What a pass of the target does for the drafter, as fields of `VerifyBatch` and `VerifyItem`.
+
+    `lengths` are the draft tokens to draft right after the verdict, by request; `reading` the requests whose text is
+    read for drafts.
+    """
+
+    may_draft: bool = False
+    lengths: Mapping[int, int] = field(default_factory=dict)
+    reading: Collection[int] = ()
+    bridge: int = 0
+    num_received: int = 0
+
+
+class DrafterPort:
+    """No drafter: nothing is ordered, and every proposal is stale. `round` is that of the last batch sent.
+
+    Other kinds replace what is different for them.
+    """
+
+    is_present = False
+    """Whether there is a drafter, and it is alive."""
+    pending: PendingOrder | None = None
+
+    def __init__(self, first_round: int = 0) -> None:
+        self.round = first_round
+
+    # --- the drafter's role -------------------------------------------------------------------------------------------
+
+    def lose(self, sequences: Collection[Sequence]) -> None:
+        """The drafter and its state are lost; drafts that arrived before remain valid."""
+
+    def regain(self, epoch: int) -> None:
+        """The drafter serves, without any request."""
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def may_draft(self, sequence: Sequence) -> bool:
+        return False
+
+    def admit(self, sequence: Sequence) -> None:
+        """The request is about to run."""
+
+    def commit(self, sequence: Sequence, commit: Commit) -> None:
+        """The prefix grew: its draft is obsolete."""
+        sequence.draft = DraftState()
+
+    def release(self, sequence: Sequence) -> None:
+        """The request ended or was preempted."""
+        sequence.draft = DraftState()
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def unusable(self, running: Collection[Sequence]) -> Collection[Sequence]:
+        """Requests whose rows the target has to compute again before they can be drafted for."""
+        return ()
+
+    def has_text_to_read(self, running: Collection[Sequence], round_: int) -> bool:
+        """Whether the drafter should read text while the target works on this round."""
+        return False
+
+    def order(
+        self, running: Collection[Sequence], verifying: Collection[int], least_round: int, now: float
+    ) -> list[DraftBatch]:
+        """Batches for ranks of the drafter's own, with the drafts that are missing and what was committed."""
+        return []
+
+    def missing_drafts(self, running: Collection[Sequence], verifying: Collection[int]) -> Orders:
+        """Sequences that should get a draft before their next pass, and the draft tokens to order for each.
+
+        Those that the target is `verifying` are not among them, nor those whose order was answered.
+        """
+        return []
+
+    def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:
+        """The target is about to compute these rows; `sequences` are all requests, running or waiting."""
+        return PassOrders()
+
+    # --- proposals ----------------------------------------------------------------------------------------------------
+
+    def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
+        """The answer to the pending order, or a part of it; returns the number of stale proposals."""
+        return len(batch.proposals)
+
+    def receive_previews(self, batch: DraftPreviewBatch, sequences: Mapping[int, Sequence]) -> None:
+        """Keep previews for verdicts still to come; late ones assume an old prefix."""
+
+    def end_pass(self, batch: VerdictBatch, sequences: Mapping[int, Sequence]) -> int:
+        """What came with verdicts that were committed; returns the number of stale proposals."""
+        return 0

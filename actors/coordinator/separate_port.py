@@ -1,0 +1,245 @@
+"""A drafter on ranks of its own: which requests it knows, what it has yet to read, and its pending order.
+
+The policy says how long drafts are and for how many requests to order at a time; this file knows which requests can
+have a draft now. It neither starts a target pass nor decides to wait for a draft.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+
+from actors.coordinator.outbox import Outbox
+from actors.coordinator.port import DrafterPort, Orders, PassOrders, PendingOrder
+from actors.coordinator.scheduler import Demand
+from actors.coordinator.sequence import DraftState, PreviewTree, Sequence
+from actors.policy.decision import Mode
+from actors.policy.policy import Policy
+from actors.protocol.messages import (
+    Commit,
+    DraftBatch,
+    DraftOrder,
+    DraftPreviewBatch,
+    FeatureExport,
+    Proposal,
+    ProposalBatch,
+    TopTokens,
+    VerdictBatch,
+)
+
+_MOST_UNSENT = 64
+"""Passes whose top tokens are kept for a drafter that gets no batch meanwhile."""
+
+MAX_UNREAD = 32
+"""Committed tokens that a drafter may have to read before a draft; more are read while the target works."""
+
+
+class SeparatePort(DrafterPort):
+    """`read_chunk`: tokens of a text to read between two drafts."""
+
+    def __init__(self, policy: Policy, first_round: int, read_chunk: int) -> None:
+        super().__init__(first_round)
+        self.is_present = True
+        self._policy = policy
+        self._outbox = Outbox()
+        self._top_tokens: deque[TopTokens] = deque(maxlen=_MOST_UNSENT)
+        self._read_chunk = read_chunk
+        self._last_read = first_round  # the last round whose batch held text to read
+
+    def lose(self, sequences: Collection[Sequence]) -> None:
+        self.is_present, self.pending, self._outbox = False, None, Outbox()
+        self._top_tokens.clear()
+        for sequence in sequences:
+            sequence.draft = DraftState(proposal=sequence.draft.proposal)
+            sequence.is_being_read, sequence.preview = False, None
+
+    def regain(self, epoch: int) -> None:  # noqa: ARG002 (only a bridge belongs to an epoch)
+        self.is_present = True
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def may_draft(self, sequence: Sequence) -> bool:
+        return self.is_present and sequence.request.speculate
+
+    def admit(self, sequence: Sequence) -> None:
+        """Where waiting is weighed, its text is sent later, while the drafter is idle."""
+        if self.may_draft(sequence) and not self._policy.weighs_waiting:
+            self._outbox.admit(sequence)
+
+    def commit(self, sequence: Sequence, commit: Commit) -> None:
+        """A preview may hold a draft for the new prefix."""
+        self._outbox.commit(commit)
+        sequence.num_unread = 0 if sequence.draft.num_ordered else sequence.num_unread + len(commit.token_ids)
+        preview, sequence.preview = sequence.preview, None
+        sequence.draft = DraftState(prepared=preview.after(commit.token_ids) if preview is not None else None)
+
+    def release(self, sequence: Sequence) -> None:
+        sequence.draft = DraftState()
+        sequence.is_being_read, sequence.preview = False, None
+        self._outbox.release(sequence.request_id)
+
+    # --- proposals ----------------------------------------------------------------------------------------------------
+
+    def receive_previews(self, batch: DraftPreviewBatch, sequences: Mapping[int, Sequence]) -> None:
+        for preview in batch.previews:
+            sequence = sequences.get(preview.request_id)
+            if sequence is not None and sequence.is_current(preview):
+                sequence.preview = PreviewTree.read(preview)
+
+    def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
+        pending, num_stale = self.pending, 0
+        assert pending is not None
+        for proposal in batch.proposals:
+            sequence = sequences.get(proposal.request_id)
+            if sequence is not None and sequence.is_current(proposal):
+                sequence.draft.proposal, sequence.draft.is_answered = proposal, True
+            else:
+                num_stale += 1
+        if batch.num_missing:
+            pending.has_first_part = True
+        else:
+            self._complete(pending, sequences)
+        return num_stale
+
+    def _complete(self, pending: PendingOrder, sequences: Mapping[int, Sequence]) -> None:
+        """Everything was answered: what has no draft by now gets none."""
+        self.pending = None
+        for request_id, prefix_len in pending.prefixes.items():
+            sequence = sequences.get(request_id)
+            if sequence is not None and sequence.prefix_len == prefix_len:
+                sequence.draft.is_answered = True
+        if pending.reads_text:
+            for sequence in sequences.values():
+                sequence.is_being_read = sequence.is_being_read and sequence.request_id in self._outbox.partial
+
+    def end_pass(self, batch: VerdictBatch, sequences: Mapping[int, Sequence]) -> int:  # noqa: ARG002
+        """Keep the top tokens for the next batch; they need no request, so they outlive theirs."""
+        if batch.top_tokens is not None and self.is_present:
+            self._top_tokens.append(batch.top_tokens)
+        return 0
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
+        return PassOrders(any(self.may_draft(sequence) for sequence, *_ in rows))
+
+    def missing_drafts(self, running: Collection[Sequence], verifying: Collection[int]) -> Orders:
+        pending, policy = self.pending, self._policy
+        if pending is not None and (pending.is_skipped or (pending.reads_text and policy.weighs_waiting)):
+            return []
+        awaited = {} if pending is None else pending.prefixes
+        found = []
+        for sequence in running:
+            if sequence.draft.is_answered or sequence.request_id in verifying or sequence.uncached_len != 1:
+                continue
+            length = policy.draft_length(sequence.request_id, sequence.remaining) if self._can_draft(sequence) else 0
+            if length or awaited.get(sequence.request_id) == sequence.prefix_len:
+                found.append((sequence, length))
+        return found
+
+    def _can_draft(self, sequence: Sequence) -> bool:
+        """Whether the drafter knows the text."""
+        return self.may_draft(sequence) and not sequence.is_being_read and not self._has_to_read(sequence)
+
+    def order(
+        self, running: Collection[Sequence], verifying: Collection[int], least_round: int, now: float
+    ) -> list[DraftBatch]:
+        """A sequence whose text the drafter has to read first is ordered no tokens. Where waiting is weighed, texts and
+        drafts never share a batch."""
+        if self.pending is not None:
+            return []
+        if self._policy.mode is Mode.catch_up and self._has_caught_up(running):
+            self._policy.caught_up()
+        chosen = self.missing_drafts(running, verifying)[: self._policy.num_orders(len(running))]
+        reading = [] if chosen and self._policy.weighs_waiting else self._read_texts(running)
+        if not (chosen or reading or self._is_due):
+            return []
+        if reading:
+            self._last_read = least_round
+        after, self.round = self.round, max(self.round + 1, least_round)
+        return [self._batch(chosen, reading, running, after, now)]
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether there is something to send without an order."""
+        return self._outbox.is_due
+
+    def _batch(
+        self, chosen: Orders, reading: list[int], running: Collection[Sequence], after: int, now: float
+    ) -> DraftBatch:
+        admits, commits, releases = self._outbox.flush()
+        orders = {sequence.request_id: self._take_preview_or_order(sequence, length) for sequence, length in chosen}
+        exports, fed = self._flush_exports(running)
+        for request_id in (*reading, *fed, *(admit.request_id for admit in admits)):
+            orders.setdefault(request_id, DraftOrder(request_id, 0))
+        prefixes = {s.request_id: s.prefix_len for s, _ in chosen if not s.draft.is_answered}
+        reads_text = bool(reading or (not chosen and (admits or exports)))
+        self.pending = PendingOrder(prefixes, len(chosen) - len(prefixes), reads_text, now, now)
+        top_tokens, ahead = tuple(self._top_tokens), self._policy.works_ahead
+        self._top_tokens.clear()
+        known = admits, commits, releases, tuple(orders.values())
+        return DraftBatch(self.round, *known, after, works_ahead=ahead, top_tokens=top_tokens, exports=exports)
+
+    def _flush_exports(self, running: Iterable[Sequence]) -> tuple[tuple[FeatureExport, ...], list[int]]:  # noqa: ARG002
+        """Hidden states to receive with the batch, and the requests whose prompts they let the drafter read further."""
+        return (), []
+
+    def _take_preview_or_order(self, sequence: Sequence, length: int) -> DraftOrder:
+        """The order for one sequence; if a preview held its draft, the drafter only learns which draft was used."""
+        draft = sequence.draft
+        draft.num_ordered = length
+        if draft.prepared is None:
+            return DraftOrder(sequence.request_id, length)
+        tree = draft.prepared.best(length)
+        draft.prepared, draft.is_answered = None, True
+        draft.proposal = Proposal.deterministic(
+            sequence.request_id, sequence.epoch, sequence.prefix_len, sequence.prefix_hash, tree
+        )
+        return DraftOrder(sequence.request_id, length, tree)
+
+    # --- texts to read ------------------------------------------------------------------------------------------------
+
+    def has_text_to_read(self, running: Collection[Sequence], round_: int) -> bool:
+        """One chunk a round, where waiting is weighed."""
+        if not self._policy.weighs_waiting or self._last_read >= round_:
+            return False
+        return bool(self._outbox.partial) or any(self._has_to_read(sequence) for sequence in self._followed(running))
+
+    def _has_to_read(self, sequence: Sequence) -> bool:
+        """Whether the drafter does not know the request, or misses too much of its text to draft at once."""
+        if sequence.request_id not in self._outbox.known:
+            return True
+        policy = self._policy
+        if not policy.weighs_waiting or sequence.num_unread <= MAX_UNREAD:
+            return False
+        return policy.mode is Mode.catch_up or policy.draft_length(sequence.request_id, sequence.remaining) > 0
+
+    def _has_caught_up(self, running: Collection[Sequence]) -> bool:
+        """Whether the drafter has read the texts of all requests of the coming trial."""
+        followed = self._followed(running)
+        return bool(followed) and not any(s.is_being_read or self._has_to_read(s) for s in followed)
+
+    def _followed(self, running: Collection[Sequence]) -> list[Sequence]:
+        """Requests that drafts are made for, or are about to be; those first whose text was read."""
+        able = [sequence for sequence in running if self.may_draft(sequence)]
+        count = self._policy.num_followed(len(able))
+        return able if count == len(able) else sorted(able, key=self._has_to_read)[:count]
+
+    def _read_texts(self, running: Collection[Sequence]) -> list[int]:
+        """Requests whose committed text the drafter reads next, before drafts of it are waited for.
+
+        These are the requests it does not know, or knows in part, and after a rest those of the trial.
+        """
+        reading = []
+        for sequence in self._followed(running):
+            if sequence.request_id not in self._outbox.known:
+                # A request that comes back is read at once: drafters may remember the text it had generated.
+                self._outbox.admit(sequence, None if sequence.num_generated else self._read_chunk)
+            elif sequence.request_id in self._outbox.partial:
+                self._outbox.extend(sequence, self._read_chunk)
+            elif not self._has_to_read(sequence):
+                continue
+            if not sequence.draft.num_ordered:
+                sequence.is_being_read, sequence.num_unread = True, 0
+                reading.append(sequence.request_id)
+        return reading

@@ -1,0 +1,45 @@
+"""What the target's ranks do for the drafter around a pass: nothing, for one that reads committed text alone.
+
+Two kinds replace this: a drafter on these ranks (`attached.py`) drafts behind the verdicts, and the sender of hidden
+states (`bridge.py`) serves one elsewhere. None of them may know how a pass is computed or verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from actors.drafters.interface import FeatureRows
+from actors.protocol.messages import Verdict, VerdictBatch, VerifyBatch, VerifyItem
+from parallel.runtime.decoder_runner import DecoderRunner
+
+
+class AfterVerdicts:
+    """No drafter, or one that needs nothing of these ranks."""
+
+    keeps_at_once = False
+    """The rows of the verdicts' paths are kept before `follow`, not with the next batch's commits."""
+
+    def verifying(self, target: DecoderRunner) -> DecoderRunner:
+        """The runner for the target's passes."""
+        return target
+
+    def begin(self, batch: VerifyBatch) -> None:
+        """Before the target's rows change."""
+
+    def wants_features(self, batch: VerifyBatch) -> bool:
+        """Whether `follow` reads the hidden states of this batch's pass."""
+        return False
+
+    def agree(self, verdicts: Sequence[Verdict], items: Sequence[VerifyItem], *, is_lead: bool) -> tuple[Verdict, ...]:
+        """The verdicts on which `follow` works on this rank; only the lead has those of the pass."""
+        return tuple(verdicts)
+
+    def follow(self, batch: VerifyBatch, answer: VerdictBatch, features: Sequence[FeatureRows]) -> VerdictBatch:
+        """The answer with what else it brings; `features` are those of the tokens that the pass committed."""
+        return answer
+
+    def answered(self) -> None:
+        """The verdicts have left."""
+
+    def forget(self) -> None:
+        """Drop every request, before the target does."""
