@@ -92,7 +92,7 @@ def trace(build: Any, options: Any, target: Checkpoint, batch: TargetBatch, fold
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(float(loss))
+        found.append(float(loss.detach()))
     net.eval()
     with torch.no_grad():
         loss, metrics = net.loss(batch, torch.Generator().manual_seed(0))
