@@ -14,11 +14,11 @@ TEMPERATURE = Range(1e-5, 1000, zero="greedy")
 REPETITION_PENALTY = Range(0.01, 100)
 ADDED_PENALTY = Range(-2, 2)
 SEED = Range(-(2**63), 2**64 - 1)
-MOST_BIASES = 1024
-"""As vLLM; OpenAI takes 300."""
+MOST_BIASES = 300
+"""As OpenAI. Each is read by every role that gets the request, and edits a cell of every row."""
 LARGEST_BIAS = 100
 """As OpenAI and vLLM: more than any model's logits differ by."""
-MOST_BAD_WORDS = 1024
+MOST_BAD_WORDS = 300
 MOST_BAD_WORD_TOKENS = 8192
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 8192

@@ -2,6 +2,10 @@
 
 Each runs beside the owner and another client. The engine and its roles stay, the tokens of the others are those of
 plain decoding, and all of their requests end. How much slower they are is printed by the slow test, not asserted.
+
+An attack of records that are refused or dropped is compared with none: it should change nothing. One of requests that
+a client may submit is compared with an ordinary client in its place, which has as many requests in flight, up to a
+share of the batch: with whom one shares an engine one shares its time, and what matters is that no request takes more.
 """
 
 from __future__ import annotations
@@ -10,10 +14,12 @@ import itertools
 import multiprocessing
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from math import nan
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -21,8 +27,11 @@ from actors.coordinator import clients
 from actors.options import VerifyConfig, VerifyRule
 from actors.protocol.membership import Hello
 from actors.protocol.messages import Abort, ReportOrder, Request, SamplingParams, Tokens
+from actors.protocol.sampling_params import MOST_BAD_WORDS, MOST_BIASES
 from actors.transport.channel import CODEC, Link
 from actors.transport.keys import LinkKey
+from cluster.client import connect
+from cluster.completion import Completion
 from tests.cluster.engine.test_clients import connect_with_own_key
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
@@ -73,13 +82,14 @@ class Attacker:
 
 def impossible_parameters(attacker: Attacker) -> None:
     numbers = itertools.count(1)
-    for parameters in (
+    impossible: tuple[dict[str, Any], ...] = (
         dict(bad_words=((),)),
         dict(logit_bias=((5, nan),)),
         dict(logit_bias=((5, 1e308),), top_p=0.9),
         dict(repetition_penalty=1e-300),
         dict(temperature=1e-300),
-    ):
+    )
+    for parameters in impossible:
         attacker.request(next(numbers), sampling=SamplingParams(max_tokens=9, **parameters))
     ends = attacker.ends(*range(1, 6))
     assert {end.finish_reason for end in ends.values()} == {"error"}
@@ -87,7 +97,7 @@ def impossible_parameters(attacker: Attacker) -> None:
 
 def impossible_distributions(attacker: Attacker) -> None:
     numbers = itertools.count(1)
-    ruled_out = (
+    ruled_out: tuple[dict[str, Any], ...] = (
         dict(bad_words=EVERY_TOKEN),
         dict(bad_words=EVERY_TOKEN[128:], stop_token_ids=tuple(range(128)), min_tokens=9),
         dict(bad_words=tuple((5, token) for token in range(257)), top_p=0.9),
@@ -100,9 +110,11 @@ def impossible_distributions(attacker: Attacker) -> None:
 
 
 def thousands_of_biases(attacker: Attacker) -> None:
-    biases = tuple((token % 257, 0.5) for token in range(1024))
+    """As many as a request may have."""
+    biases = tuple((token % 257, 0.5) for token in range(MOST_BIASES))
+    sampling = SamplingParams(max_tokens=9, logit_bias=biases, bad_words=((5, 6),) * MOST_BAD_WORDS)
     for number in range(1, 9):
-        attacker.request(number, sampling=SamplingParams(max_tokens=9, logit_bias=biases, bad_words=((5, 6),) * 1024))
+        attacker.request(number, sampling=sampling)
     attacker.ends(*range(1, 9))
 
 
@@ -199,6 +211,16 @@ ATTACKS: dict[str, tuple[Callable[[Attacker], None], tuple[str, ...]]] = {
     )
 }
 """Each attack, and the rules under which it is tried."""
+ORDINARY = {
+    impossible_distributions.__name__: 6,
+    thousands_of_biases.__name__: 8,
+    the_numbers_of_others.__name__: 21,
+    more_requests_than_its_quota.__name__: 21,
+    requests_over_many_connections.__name__: 21,
+    never_reading.__name__: 21,
+}
+"""Requests in flight of the ordinary client that such an attack is compared with: its own number, or a third of the 64
+places of the batch, which it shares with two others."""
 CASES = [(name, rule) for name, (_, rules) in ATTACKS.items() for rule in rules]
 
 
@@ -206,7 +228,7 @@ def tokens_of(completions):
     return [completion.token_ids for completion in completions]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_limits(monkeypatch):
     monkeypatch.setattr(clients, "MOST_IN_FLIGHT", QUOTA)
     monkeypatch.setattr(clients, "ABSENT_S", 0.1)
@@ -248,6 +270,7 @@ def check_nothing_was_lost(engine) -> None:
     assert not engine.supervisor.incidents and not counters["num_role_losses"]
 
 
+@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize(("name", "rule"), CASES, ids=[f"{name}-{rule}" for name, rule in CASES])
 def test_the_others_are_served_as_without_the_attack(open_engine, name, rule):
     engine = open_engine(verify=VerifyConfig(rule))
@@ -270,30 +293,58 @@ def test_the_end_of_the_engine_is_noticed(open_engine):
             pass
 
 
-def attack_again_and_again(name: str, address: str, secret: str, is_ready, may_begin) -> None:
-    """The main function of a process. An attack whose records are not read, as it sent too many, fails here."""
-    is_ready.set()
-    may_begin.wait()
+def attack_again_and_again(address: str, secret: str, name: str) -> Iterator[None]:
+    """An attack whose records are not read, as it sent too many, fails here."""
     while True:
+        yield
         attacker = Attacker(address, secret)
         with suppress(AssertionError):
             ATTACKS[name][0](attacker)
         attacker.close()
 
 
+def ask_as_others_do(address: str, secret: str, name: str) -> Iterator[None]:
+    """The ordinary client that the attack is compared with."""
+    with connect(address, secret) as client:
+        live: deque[Completion] = deque()
+        for prompt in itertools.cycle(PROMPTS):
+            yield
+            live.append(client.submit(prompt, GREEDY))
+            if len(live) >= ORDINARY[name]:
+                live.popleft().result(WAIT_S)
+
+
+def begin_when_asked(work: Callable[..., Iterator[None]], place: tuple[str, ...], is_ready, may_begin) -> None:
+    """The main function of a process, which works without pause."""
+    steps = work(*place)
+    next(steps)
+    is_ready.set()
+    may_begin.wait()
+    deque(steps, maxlen=0)
+
+
+@contextmanager
+def elsewhere(work: Callable[..., Iterator[None]], *place: str) -> Iterator[Callable[[], None]]:
+    """Work in a process of its own, which is ready and begins when what this gives is called."""
+    spawn = multiprocessing.get_context("spawn")
+    is_ready, may_begin = spawn.Event(), spawn.Event()
+    process = spawn.Process(target=begin_when_asked, args=(work, place, is_ready, may_begin), daemon=True)
+    process.start()
+    is_ready.wait()
+    yield may_begin.set
+    process.terminate()
+    process.join()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_attacks_cost_the_others(open_engine, capsys, name):
-    """The attacker is a process of its own. A round beside the attack over one without, each the median, in seconds and
-    in seconds of this process's CPU, which other work on the machine changes less."""
+    """The attacker is a process of its own. A round beside the attack over one without, or beside the ordinary client
+    in its place, each the median, in seconds and in seconds of this process's CPU, which other work on the machine
+    changes less. With the limits as they are by default."""
     engine = open_engine(verify=VerifyConfig(VerifyRule.coupled))
     plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
-    spawn = multiprocessing.get_context("spawn")
-    is_ready, may_begin = spawn.Event(), spawn.Event()
-    place = name, engine.address, engine.secret, is_ready, may_begin
-    attacker = spawn.Process(target=attack_again_and_again, args=place, daemon=True)
-    attacker.start()
-    is_ready.wait()
+    place = engine.address, engine.secret, name
     with connect_with_own_key(engine) as other:
 
         def time_round() -> tuple[float, float]:
@@ -301,15 +352,23 @@ def test_what_attacks_cost_the_others(open_engine, capsys, name):
             serve_round(engine, other, plain)
             return time.monotonic() - wall_s, time.process_time() - cpu_s
 
-        def medians(count: int) -> list[float]:
-            return [median(times) for times in zip(*[time_round() for _ in range(count)], strict=True)]
+        def medians() -> list[float]:
+            return [median(times) for times in zip(*[time_round() for _ in range(20)], strict=True)]
 
-        alone = medians(30)
-        may_begin.set()
-        beside = medians(30)
-    attacker.terminate()
-    attacker.join()
-    wall, cpu = [now / before for now, before in zip(beside, alone, strict=True)]
+        def beside(work: Callable[..., Iterator[None]]) -> tuple[list[float], list[float]]:
+            with elsewhere(work, *place) as begin:
+                before = medians()
+                begin()
+                return before, medians()
+
+        def compare(what: str, now: list[float], before: list[float]) -> str:
+            wall, cpu = [one / other for one, other in zip(now, before, strict=True)]
+            return f"{wall:.2f} times the time and {cpu:.2f} times the CPU of {what}"
+
+        alone, attacked = beside(attack_again_and_again)
+        lines = [compare("no attack", attacked, alone)]
+        if name in ORDINARY:
+            lines.append(compare("an ordinary client", attacked, beside(ask_as_others_do)[1]))
     with capsys.disabled():
-        print(f"{name}: {wall:.2f} times the time, {cpu:.2f} times the CPU")
+        print(f"{name}: {'; '.join(lines)}")
     check_nothing_was_lost(engine)
