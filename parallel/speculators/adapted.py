@@ -23,8 +23,8 @@ from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import Weight
 from parallel.model.weights import load_shards
 from parallel.speculators.config import SpeculatorConfig
-from parallel.speculators.draft_layer import DraftLayers
-from parallel.speculators.draft_layer_config import DraftLayerConfig
+from parallel.speculators.eagle.config import DraftLayerConfig
+from parallel.speculators.eagle.layers import DraftLayers
 from parallel.speculators.registry import read_speculator
 
 

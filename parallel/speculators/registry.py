@@ -19,16 +19,14 @@ from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import Stored
 from parallel.model.weights import load_weights
 from parallel.runtime.decoder_runner import DecoderRunner
-from parallel.speculators import chimera, exits, glide, head_layouts, streams
-from parallel.speculators import eagle_layouts as layouts
+from parallel.speculators import chimera, exits, glide, streams
 from parallel.speculators.block import layouts as block
 from parallel.speculators.config import STREAMS, TARGET_LAYERS, SpeculatorConfig
 from parallel.speculators.config_fields import SpeculatorFields
-from parallel.speculators.draft_layer_config import is_own, is_own_parallel, read_own
-from parallel.speculators.eagle import open_draft_layer
+from parallel.speculators.eagle import layouts as eagle
+from parallel.speculators.eagle.config import is_own, is_own_parallel, read_own
 from parallel.speculators.fusing import TapFuser
-from parallel.speculators.head_layouts import SourcesOf, open_heads
-from parallel.speculators.parallel_eagle import open_parallel_eagle
+from parallel.speculators.heads import layouts as heads
 from parallel.speculators.place import SpeculatorPlace, fill
 from parallel.speculators.runner import SpeculatorRunner
 from parallel.speculators.stream_layers import StreamsConfig, open_stream_layers
@@ -49,20 +47,20 @@ class CheckpointLayout:
 
 
 def _heads(
-    recognises: Callable[[HfConfig], bool], read: Callable[[HfConfig], Any], names: SourcesOf
+    recognises: Callable[[HfConfig], bool], read: Callable[[HfConfig], Any], names: heads.SourcesOf
 ) -> CheckpointLayout:
     """A layout of heads with its names for their tensors."""
     return CheckpointLayout(
         recognises,
         read,
-        lambda directory, config, place: open_heads(names, directory, config, place),
-        lambda directory, config, _target: head_layouts.tensor_shapes(names, directory, config),
+        lambda directory, config, place: heads.open_heads(names, directory, config, place),
+        lambda directory, config, _target: heads.tensor_shapes(names, directory, config),
     )
 
 
 LAYOUTS: dict[str, CheckpointLayout] = {
-    "draft layers": CheckpointLayout(is_own, read_own, open_draft_layer),
-    "P-EAGLE": CheckpointLayout(is_own_parallel, read_own, open_parallel_eagle),
+    "draft layers": CheckpointLayout(is_own, read_own, eagle.open_draft_layer),
+    "P-EAGLE": CheckpointLayout(is_own_parallel, read_own, eagle.open_parallel_eagle),
     "chimera": CheckpointLayout(chimera.is_own, chimera.read_own, chimera.open_chimera),
     "glide": CheckpointLayout(glide.is_own, glide.read_own, glide.open_glide),
     "exits": CheckpointLayout(exits.is_own, exits.read_own, exits.open_exit),
@@ -70,22 +68,22 @@ LAYOUTS: dict[str, CheckpointLayout] = {
     "dflash": CheckpointLayout(block.is_dflash, block.read_dflash, block.open_block),
     "dspark": CheckpointLayout(block.is_dspark, block.read_dspark, block.open_block),
     "domino": CheckpointLayout(block.is_domino, block.read_domino, block.open_block),
-    "EAGLE-3": CheckpointLayout(layouts.is_eagle3, layouts.read_eagle3, open_draft_layer),
+    "EAGLE-3": CheckpointLayout(eagle.is_eagle3, eagle.read_eagle3, eagle.open_draft_layer),
     "P-EAGLE of SpecForge and speculators": CheckpointLayout(
-        layouts.is_p_eagle, layouts.read_p_eagle, open_parallel_eagle
+        eagle.is_p_eagle, eagle.read_p_eagle, eagle.open_parallel_eagle
     ),
-    "EAGLE-3 of speculators": CheckpointLayout(layouts.is_vllm_eagle3, layouts.read_vllm_eagle3, open_draft_layer),
-    "MTP of speculators": CheckpointLayout(layouts.is_vllm_mtp, layouts.read_vllm_mtp, open_draft_layer),
-    "MTP of MiMo": CheckpointLayout(layouts.is_native_mtp, layouts.read_native_mtp, open_draft_layer),
-    "EAGLE-1": CheckpointLayout(layouts.is_eagle, layouts.read_eagle, open_draft_layer),
+    "EAGLE-3 of speculators": CheckpointLayout(eagle.is_vllm_eagle3, eagle.read_vllm_eagle3, eagle.open_draft_layer),
+    "MTP of speculators": CheckpointLayout(eagle.is_vllm_mtp, eagle.read_vllm_mtp, eagle.open_draft_layer),
+    "MTP of MiMo": CheckpointLayout(eagle.is_native_mtp, eagle.read_native_mtp, eagle.open_draft_layer),
+    "EAGLE-1": CheckpointLayout(eagle.is_eagle, eagle.read_eagle, eagle.open_draft_layer),
     "streams": CheckpointLayout(
         streams.is_own,
         streams.read_own,
         streams.open_streams,
         lambda _directory, config, target: streams.tensor_shapes(config, target),
     ),
-    "heads": _heads(head_layouts.is_own, head_layouts.read_own, head_layouts.own_names),
-    **{name: _heads(*functions) for name, functions in head_layouts.PUBLISHED.items()},
+    "heads": _heads(heads.is_own, heads.read_own, heads.own_names),
+    **{name: _heads(*functions) for name, functions in heads.PUBLISHED.items()},
 }
 """Name -> layout; the first that recognises a config.json reads it."""
 

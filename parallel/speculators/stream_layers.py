@@ -26,7 +26,7 @@ from parallel.model.layers.linear import ColumnLinear, OutputShare, RowLinear
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
 from parallel.model.weights import load_shards
 from parallel.speculators.config import FINAL, STREAMS
-from parallel.speculators.head_cells import HeadsConfig
+from parallel.speculators.heads.cells import HeadsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

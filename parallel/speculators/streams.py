@@ -23,9 +23,9 @@ from parallel.model.weights import load_shards
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.config import record_of
-from parallel.speculators.head_cells import TARGET_TABLE, HeadCell, HeadShapes, MatrixShape, Tensors
-from parallel.speculators.head_tensors import LoadedTensors, stored_shapes
-from parallel.speculators.heads import HeadsRunner, RootRows
+from parallel.speculators.heads.cells import TARGET_TABLE, HeadCell, HeadShapes, MatrixShape, Tensors
+from parallel.speculators.heads.runner import HeadsRunner, RootRows
+from parallel.speculators.heads.tensors import LoadedTensors, stored_shapes
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.stream_layers import StreamLayers, StreamsConfig, open_stream_layers, stream_shapes
 from parallel.transfers import upload

@@ -17,15 +17,10 @@ from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Context, FeatureRows
 from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.drafter import ModelDrafter
-from actors.drafters.model.learning import learning
-from actors.drafters.online.drafter import OnlineDrafter
-from actors.drafters.online.learner import RANK
 from parallel.kernels.products import has_products
 from parallel.model.checkpoint import holds_bfloat16, resolve_checkpoint
 from parallel.model.families.registry import read_config
 from parallel.runtime.kv_sizing import affordable_slots, choose_dtype, choose_weights
-from parallel.speculators.adapted import AdaptedDraftLayers, layer_weights
-from parallel.speculators.eagle import DraftLayerRunner
 from parallel.speculators.memory import speculator_memory
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_fuser, open_speculator, open_tables, read_speculator
@@ -33,6 +28,7 @@ from parallel.speculators.runner import SpeculatorRunner
 
 if TYPE_CHECKING:
     from actors.drafters.config import DraftSetup, ModelOptions
+    from actors.drafters.online.drafter import OnlineDrafter
     from actors.drafters.speculator.config import SpeculatorDrafterConfig
     from parallel.speculators.fusing import TapFuser
 
@@ -124,6 +120,11 @@ def _learning(
     target: str,
     place: SpeculatorPlace,
 ) -> OnlineDrafter:
+    from actors.drafters.model.learning import learning
+    from actors.drafters.online.learner import RANK
+    from parallel.speculators.adapted import AdaptedDraftLayers, layer_weights
+    from parallel.speculators.eagle.runner import DraftLayerRunner
+
     runner = drafter.runner
     assert isinstance(runner, DraftLayerRunner), "checked with the record"
     rank = min(RANK, runner.speculator.target_hidden)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel.model.config import CheckpointNames
 from parallel.model.families.fields import HfConfig, refuse, require
 from parallel.model.families.registry import read_config
 from parallel.speculators.block.config import BlockConfig
-from parallel.speculators.block.layers import BlockLayers
-from parallel.speculators.block.runner import BlockRunner
 from parallel.speculators.config import record_of
 from parallel.speculators.place import SpeculatorPlace
+
+if TYPE_CHECKING:
+    from parallel.speculators.block.runner import BlockRunner
 
 METHODS = ("dflash", "dspark", "dflash2", "domino")
 """Of our own layout."""
@@ -21,6 +22,10 @@ _NAMES = CheckpointNames(blocks="layers", final_norm="norm")
 
 
 def open_block(directory: Path, config: BlockConfig, place: SpeculatorPlace) -> BlockRunner:
+    """Load the layers beside their target; what runs them is loaded here alone."""
+    from parallel.speculators.block.layers import BlockLayers
+    from parallel.speculators.block.runner import BlockRunner
+
     layers = BlockLayers(config, place.tables, place)
     place.load(layers, layers.shards, config.tensor_shapes(), directory)
     return BlockRunner(layers, place)

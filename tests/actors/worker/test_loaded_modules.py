@@ -16,6 +16,7 @@ from actors.drafters.jacobi.config import JacobiDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
 
 ROOT = Path(__file__).parents[3]
 BUILD = """
@@ -76,6 +77,14 @@ def test_a_target_rank_loads_no_method(spec):
     assert not {one for one in modules if one.startswith(("parallel.self_speculation", "actors.roles.attached"))}
     assert "parallel.speculators.config" in modules, "numbers the residual streams"
     assert {one for one in modules if one.startswith("parallel.speculators.")} == {"parallel.speculators.config"}
+
+
+def test_a_speculator_loads_no_other_familys_runner(spec, speculator):
+    drafter = SpeculatorDrafterConfig(path=str(speculator("medusa")))
+    modules = loaded(BUILD, stdin=pickle.dumps(replace(spec, drafter=drafter, role="draft")))
+    others = {f"parallel.speculators.{family}.runner" for family in ("block", "eagle")}
+    assert "parallel.speculators.heads.runner" in modules and not others & modules
+    assert rooms(modules) <= SHARED | {"speculator", "model", "vocabulary", "online"}
 
 
 @pytest.mark.parametrize("name", ["ngram", "jacobi"])

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 
 from actors.drafters.vocabulary.translated_runner import TranslatedRunner
+from parallel import speculators
 from parallel.runtime.interface import Runner
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner
 from parallel.runtime.nested_runner import NestedRunner
 from parallel.runtime.runner import ModelRunner
-from parallel.speculators import registry  # noqa: F401  every family of speculators
 from parallel.speculators.pard import PardRunner
+
+for family in pkgutil.walk_packages(speculators.__path__, "parallel.speculators."):
+    import_module(family.name)
 
 
 def runners(base: type = Runner) -> Iterator[type]:

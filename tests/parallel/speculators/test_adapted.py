@@ -17,8 +17,9 @@ from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.speculators import adapted
 from parallel.speculators.adapted import AdaptedDraftLayers, check_learnable, layer_weights
-from parallel.speculators.draft_layer_config import METHODS
-from parallel.speculators.eagle import DraftLayerRunner, open_draft_layer
+from parallel.speculators.eagle.config import METHODS
+from parallel.speculators.eagle.layouts import open_draft_layer
+from parallel.speculators.eagle.runner import DraftLayerRunner
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_fuser, open_speculator, open_tables, read_speculator
 from tests.families import FAMILIES

@@ -16,8 +16,8 @@ from cluster.tools.training.speculators.eagle import DraftLayerNet, DraftLayerOp
 from cluster.tools.training.speculators.interface import TargetShape
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
-from parallel.speculators.eagle import DraftLayerRunner
-from parallel.speculators.parallel_eagle import ParallelEagleRunner
+from parallel.speculators.eagle.parallel import ParallelEagleRunner
+from parallel.speculators.eagle.runner import DraftLayerRunner
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.backends import EVERY_BACKEND

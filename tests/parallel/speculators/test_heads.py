@@ -22,7 +22,7 @@ from cluster.tools.training.speculators.heads import HeadsNet, HeadsOptions, bui
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.speculators.config import FINAL
-from parallel.speculators.heads import KEPT_FEATURES, HeadsRunner
+from parallel.speculators.heads.runner import KEPT_FEATURES, HeadsRunner
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.conftest import Checkpoint

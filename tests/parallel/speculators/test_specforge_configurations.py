@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from parallel.speculators.block.config import BlockConfig
-from parallel.speculators.draft_layer_config import DraftLayerConfig
+from parallel.speculators.eagle.config import DraftLayerConfig
 from parallel.speculators.registry import read_speculator
 
 EAGLE3, PEAGLE = "LlamaForCausalLMEagle3", "PEagleDraftModel"

@@ -19,7 +19,7 @@ from parallel.kernels.attention import has_attention
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import ModelRunner, open_model
 from parallel.speculators.config import FINAL, STREAMS
-from parallel.speculators.heads import HeadsRunner
+from parallel.speculators.heads.runner import HeadsRunner
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables, with_streams
 from parallel.speculators.stream_layers import StreamLayers

@@ -2,7 +2,7 @@
 
 One pass over a text unrolls the steps of a draft: at step s, row i reads token i + 1 + s and its own output of the step
 before, sees the rows up to i of step 0 and its own rows of later steps, and predicts token i + 2 + s (EAGLE-3, arXiv
-2503.01840). The modules are those of `parallel/speculators/draft_layer.py` under the same names. Knows no loop.
+2503.01840). The modules are those of `parallel/speculators/eagle/layers.py` under the same names. Knows no loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from parallel.model.config import DecoderConfig, RopeScaling
 from parallel.model.families.registry import read_config
 from parallel.model.layers.rope import Rope, Rotation, rotate
 from parallel.speculators.config import FINAL
-from parallel.speculators.draft_layer_config import METHODS, DraftLayerConfig, read_own
+from parallel.speculators.eagle.config import METHODS, DraftLayerConfig, read_own
+from parallel.speculators.eagle.pairs import read_pair
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class DraftLayerOptions(Section):
     """Settings of draft layers and their losses."""
 
     method: Annotated[str, OneOf(tuple(METHODS))] = "eagle3"
-    """Which layers: a row of `parallel.speculators.draft_layer_config.METHODS`."""
+    """Which layers: a row of `parallel.speculators.eagle.config.METHODS`."""
     layers: Annotated[int, Range(1)] = 1
     """Draft layers."""
     taps: Annotated[tuple[int, ...], Range(-1)] = ()
@@ -384,14 +385,9 @@ class _FirstLayer(LlamaLayer):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  two inputs
         self, embedding: Tensor, features: Tensor, rotation: Rotation, attend: _Attend
     ) -> Tensor:
-        normed = features
-        if self.embedding_norm is not None and self.hidden_norm is not None:
-            embedding, normed = self.embedding_norm(embedding), self.hidden_norm(features)
-        pair = torch.cat((embedding, normed), -1)
-        if self.join is None:
-            return self.after(normed if self.config.norms_residual else features, pair, rotation, attend)
-        x = self.join(pair)
-        return self.after(x, x, rotation, attend)
+        first, second = self.embedding_norm, self.hidden_norm
+        norms = None if first is None or second is None else (first, second)
+        return self.after(*read_pair(self.config, embedding, features, norms, self.join), rotation, attend)
 
 
 class LlamaAttention(nn.Module):

@@ -1,7 +1,7 @@
 """Heads in training: Medusa, blockwise, Hydra, ReDrafter, MLP and LSTM speculators.
 
 Every anchor of a text is drafted after with the text's own tokens; the arithmetic is that of
-`parallel/speculators/head_cells.py`, which drafts too. Knows no loop.
+`parallel/speculators/heads/cells.py`, which drafts too. Knows no loop.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cluster.tools.training.checkpoints import write_checkpoint
 from cluster.tools.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.speculators.config import FINAL
-from parallel.speculators.head_cells import CELLS, HEAD_CHOICES, TARGET_TABLE, HeadCell, HeadsConfig
-from parallel.speculators.head_layouts import write_heads
+from parallel.speculators.heads.cells import CELLS, HEAD_CHOICES, TARGET_TABLE, HeadCell, HeadsConfig
+from parallel.speculators.heads.layouts import write_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel.model.checkpoint import Shape
 from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.weight import EVERY, Layer, Shard, Weight
-from parallel.speculators.head_cells import TARGET_TABLE, HeadCell
+from parallel.speculators.heads.cells import TARGET_TABLE, HeadCell
 from parallel.speculators.place import SpeculatorPlace
 
 Sources = Callable[[str], Sequence[str]]

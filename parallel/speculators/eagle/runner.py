@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from parallel.kv.pass_plan import Span, lay_out, logit_rows
-from parallel.speculators.draft_layer import DraftLayers
-from parallel.speculators.draft_layer_config import DraftLayerConfig
+from parallel.speculators.eagle.layers import DraftLayers
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 from parallel.transfers import upload
@@ -128,16 +126,3 @@ class DraftLayerRunner(PooledRunner):
             return features[0]
         order = np.argsort(places)
         return torch.cat(features).index_select(0, upload(order, self._outputs.device))
-
-
-def open_draft_layer(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayerRunner:
-    """Load draft layers beside their target."""
-    return DraftLayerRunner(load_draft_layers(directory, config, place), place)
-
-
-def load_draft_layers(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayers:
-    """ValueError, one line, if the checkpoint does not fit its target or its own config.json."""
-    layers = DraftLayers(config, place.tables, place.group, reads_fused=place.reads_fused, **place.options)
-    place.load(layers, layers.shards, config.tensor_shapes(), directory)
-    layers.load_vocabulary(directory)
-    return layers

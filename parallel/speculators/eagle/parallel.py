@@ -8,7 +8,6 @@ tokens, and are not kept; draft tokens have no rows, only the logits of their de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,10 +17,8 @@ from parallel.kv.pool import SeqId
 from parallel.model.config import DecoderConfig
 from parallel.runtime.runner import default_backend
 from parallel.speculators.block.runner import BlockNode, BlockPass, BlockRunner
-from parallel.speculators.draft_layer import DraftLayers
-from parallel.speculators.draft_layer_config import DraftLayerConfig
-from parallel.speculators.eagle import load_draft_layers
-from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.eagle.config import DraftLayerConfig
+from parallel.speculators.eagle.layers import DraftLayers
 
 
 class ParallelEagleRunner(BlockRunner):
@@ -93,8 +90,3 @@ class ParallelEagleRunner(BlockRunner):
         normed = normed if plan.logit_rows is None else normed.index_select(0, plan.logit_rows)
         blocks = BlockPass((self.layers.head(normed).float(),))
         return {seq_id: BlockNode(blocks, i * config.num_depths, 0) for i, seq_id in enumerate(started)}
-
-
-def open_parallel_eagle(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> ParallelEagleRunner:
-    """Load P-EAGLE's layers beside their target."""
-    return ParallelEagleRunner(load_draft_layers(directory, config, place), place)

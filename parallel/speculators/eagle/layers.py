@@ -22,7 +22,8 @@ from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, Rotation
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
 from parallel.model.tensor_files import open_tensors
-from parallel.speculators.draft_layer_config import DraftLayerConfig
+from parallel.speculators.eagle.config import DraftLayerConfig
+from parallel.speculators.eagle.pairs import read_pair
 from parallel.speculators.fusing import TapFuser, WholeRowsLinear
 from parallel.transfers import upload
 
@@ -48,15 +49,12 @@ class FirstLayer(Block):
     def read(self, embedding: Tensor, features: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
         """embedding, features [T, H] -> the residual stream after the layer, [T, H]."""
         assert self.attention is not None
-        if self.join is None:
-            assert self.hidden_norm is not None
-            normed = self.hidden_norm(features)
-            attended = self.attention(torch.cat((self.norms[0](embedding), normed), 1), rope, plan)
-            return self.finish(normed if self.config.norms_residual else features, attended)
-        if self.embedding_norm is not None and self.hidden_norm is not None:
-            embedding, features = self.embedding_norm(embedding), self.hidden_norm(features)
-        x = self.join(torch.cat((features, embedding) if self.config.hidden_first else (embedding, features), 1))
-        return self.finish(x, self.attention(self.norms[0](x) if self.config.norms_first_input else x, rope, plan))
+        first = self.norms[0] if self.join is None else self.embedding_norm
+        norms = None if first is None or self.hidden_norm is None else (first, self.hidden_norm)
+        stream, x = read_pair(self.config, embedding, features, norms, self.join)
+        if self.join is not None and self.config.norms_first_input:
+            x = self.norms[0](x)
+        return self.finish(stream, self.attention(x, rope, plan))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         names = self.config.names

@@ -1,4 +1,4 @@
-"""Passes of heads on the target's last hidden state (`head_cells.py`): no attention, so no KV rows, only states.
+"""Passes of heads on the target's last hidden state (`cells.py`): no attention, so no KV rows, only states.
 
 The state of a text row needs the target's hidden state at the position before and the row's token, nothing earlier; it
 is computed for the last row of a text, and where logits are asked for. The state of a draft row follows from its
@@ -18,8 +18,8 @@ from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.model.decoder import Decoder
 from parallel.runtime.interface import PassOutput
-from parallel.speculators.head_cells import TARGET_TABLE, HeadCell
-from parallel.speculators.head_tensors import LoadedTensors
+from parallel.speculators.heads.cells import TARGET_TABLE, HeadCell
+from parallel.speculators.heads.tensors import LoadedTensors
 from parallel.speculators.runner import SpeculatorRunner
 from parallel.transfers import upload
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel.model.checkpoint import Shape, tensor_headers
 from parallel.model.families.fields import HfConfig, architecture_of, refuse, require
 from parallel.model.weights import load_shards
 from parallel.speculators.config import FINAL, record_of
-from parallel.speculators.head_cells import CELLS, HEAD_CHOICES, HeadsConfig
-from parallel.speculators.head_tensors import LoadedTensors, Sources, stored_shapes
-from parallel.speculators.heads import HeadsRunner
+from parallel.speculators.heads.cells import CELLS, HEAD_CHOICES, HeadsConfig
+from parallel.speculators.heads.tensors import LoadedTensors, Sources, stored_shapes
 from parallel.speculators.place import SpeculatorPlace
+
+if TYPE_CHECKING:
+    from parallel.speculators.heads.runner import HeadsRunner
 
 ANY_LENGTH = 2**20
 """Positions of a published module: it has none."""
@@ -40,7 +42,9 @@ def tensor_shapes(names: SourcesOf, directory: Path, config: HeadsConfig) -> dic
 
 
 def open_heads(names: SourcesOf, directory: Path, config: HeadsConfig, place: SpeculatorPlace) -> HeadsRunner:
-    """Load a checkpoint whose tensors have these names."""
+    """Load a checkpoint whose tensors have these names; what runs them is loaded here alone."""
+    from parallel.speculators.heads.runner import HeadsRunner
+
     cell = CELLS[config.method](config)
     tensors = LoadedTensors(cell, place, names(directory))
     load_shards(tensors.shards(), tensor_shapes(names, directory, config), directory)

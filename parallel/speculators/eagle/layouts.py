@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel.model.checkpoint import Shape, tensor_headers
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.speculators.config import FINAL, TARGET_LAYERS
-from parallel.speculators.draft_layer_config import LISTED, DraftLayerConfig, DraftLayerNames, draft_layer
+from parallel.speculators.eagle.config import LISTED, DraftLayerConfig, DraftLayerNames, draft_layer
+from parallel.speculators.place import SpeculatorPlace
+
+if TYPE_CHECKING:
+    from parallel.speculators.eagle.layers import DraftLayers
+    from parallel.speculators.eagle.parallel import ParallelEagleRunner
+    from parallel.speculators.eagle.runner import DraftLayerRunner
 
 _ARCHITECTURE_OF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _EAGLE3_NAMES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM"}
@@ -199,3 +205,30 @@ def _block(fields: HfConfig, hf: HfConfig) -> DecoderConfig:
     if hf.get("quantization_config"):
         raise ValueError("quantization_config: quantized checkpoints are not supported; use unquantized weights")
     return read_config({**fields, "architectures": [_ARCHITECTURE_OF[model_type]]})
+
+
+# --- opening; what runs is loaded for what is opened alone ------------------------------------------------------------
+
+
+def open_draft_layer(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayerRunner:
+    """Load draft layers beside their target."""
+    from parallel.speculators.eagle.runner import DraftLayerRunner
+
+    return DraftLayerRunner(load_draft_layers(directory, config, place), place)
+
+
+def open_parallel_eagle(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> ParallelEagleRunner:
+    """Load P-EAGLE's layers beside their target."""
+    from parallel.speculators.eagle.parallel import ParallelEagleRunner
+
+    return ParallelEagleRunner(load_draft_layers(directory, config, place), place)
+
+
+def load_draft_layers(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayers:
+    """ValueError, one line, if the checkpoint does not fit its target or its own config.json."""
+    from parallel.speculators.eagle.layers import DraftLayers
+
+    layers = DraftLayers(config, place.tables, place.group, reads_fused=place.reads_fused, **place.options)
+    place.load(layers, layers.shards, config.tensor_shapes(), directory)
+    layers.load_vocabulary(directory)
+    return layers
