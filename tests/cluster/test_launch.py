@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
 import shutil
@@ -11,7 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -53,9 +55,7 @@ def launched(paths: list[str], entered, monkeypatch: pytest.MonkeyPatch):
     """Runs `main` in this process with a stand-in for the job."""
 
     def run(job: Callable[[object, Path], None], *overrides: str, name: str = "generate") -> Outcome:
-        module = ModuleType(f"cluster.jobs.{name}")
-        module.run = job
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(sys.modules, f"cluster.jobs.{name}", SimpleNamespace(run=job))
         flags_first = overrides and overrides[0].startswith("-")
         code, _, err = entered(*((*overrides, *paths) if flags_first else (*paths, *overrides)))
         return code, err.splitlines()
@@ -82,9 +82,24 @@ def test_a_job_gets_the_configuration_and_its_run_directory(launched, tmp_path: 
     assert run_dir == tmp_path / "run" and run_dir.is_dir()
 
 
+def test_the_console_shows_warnings_and_not_every_event(entered, paths: list[str], tmp_path: Path, monkeypatch):
+    paths.remove("hydra/job_logging=none")
+    monkeypatch.setattr(logging.getLogger("specdec"), "propagate", True)
+    monkeypatch.setattr(logging.root, "handlers", [])
+
+    def job(config: object, run_dir: Path) -> None:
+        log_event(logger_of("coordinator"), "request")
+        log_event(logger_of("coordinator"), "lost", level=logging.WARNING)
+
+    monkeypatch.setitem(sys.modules, "cluster.jobs.generate", SimpleNamespace(run=job))
+    _, out, err = entered(*paths)
+    assert "lost" in out + err and "request" not in out + err
+    assert "request" in (tmp_path / "run" / "launch.log").read_text()
+
+
 def test_a_job_may_compose_other_configurations(launched, paths: list[str]):
     """As `job=bench` does for its axes, while Hydra's own application is running."""
-    seen: list[LaunchConfig] = []
+    seen: list[Any] = []
     pair = [path for path in paths if not path.startswith("hydra")]
     code, lines = launched(lambda config, run_dir: seen.append(load_config(["drafter.width=7", *pair])))
     assert (code, lines) == (0, [])
@@ -225,7 +240,8 @@ def test_no_composition_copies_the_records_of_all_choices_or_changes_them(entere
     entered("--help", "drafter=ngram")
     store = ConfigStore.instance()
     before = repr(store.repo)
-    assert load_config(["drafter=ngram", "drafter.max_ngram=7"]).drafter.max_ngram == 7
+    drafter: Any = load_config(["drafter=ngram", "drafter.max_ngram=7"]).drafter
+    assert drafter.max_ngram == 7
     assert repr(store.repo) == before and "max_ngram" in before
     assert copy.deepcopy(store) is store
 
