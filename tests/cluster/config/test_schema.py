@@ -15,9 +15,6 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
-import yaml
-from hydra import compose, initialize_config_module
-from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.drafters.config import NoDrafterConfig
@@ -26,12 +23,13 @@ from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineName, SamplingConfig, SchedulerConfig, VerifyRule
 from actors.ranges import check_ranges
 from cluster.config import compose as config_module
-from cluster.config.compose import load_config, register, typed_config, typed_record
+from cluster.config.compose import load_config, typed_record
 from cluster.config.jobs import BenchConfig, TrainConfig
 from cluster.config.options_page import groups_help
 from cluster.config.schema import CHOICES, LaunchConfig, PlacementName
 from cluster.observability.report import Circumstances, RunFigures
 from cluster.tools.bench.plan import expand
+from tests.cluster.config.quick_loading import load_quickly
 
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
@@ -145,25 +143,8 @@ def required(group: str, choice: str) -> list[str]:
 
 
 @cache
-def composed(choices: tuple[str, ...]) -> DictConfig:
-    register()
-    with initialize_config_module("conf", version_base="1.3"):
-        return compose("config", overrides=list(choices))
-
-
-@cache
 def loaded(*overrides: str) -> LaunchConfig:
     return load_config(overrides)
-
-
-def load_quickly(overrides: Sequence[str]) -> LaunchConfig:
-    """As `load_config`, with one composition per combination of choices: most of its time is Hydra's."""
-    keys = [override for override in overrides if "." in override.partition("=")[0]]
-    config = composed(tuple(override for override in overrides if override not in keys)).copy()
-    for override in keys:
-        key, _, value = override.partition("=")
-        OmegaConf.update(config, key, yaml.safe_load(value))
-    return typed_config(config)
 
 
 def refusal(overrides: Sequence[str], load: Callable[[Sequence[str]], LaunchConfig] = load_config) -> str:
@@ -264,7 +245,7 @@ def test_defaults(bundled: SimpleNamespace):
     assert config.placement.name is PlacementName.separate
     assert (config.cluster.name, config.job.name) == ("local", "generate")
     assert config.job.prompts == str(bundled.PROMPTS)
-    assert load_config(["drafter.path=pocket-deep"]).drafter.path == str(bundled.DEEP_DRAFTER)
+    assert load_config(["drafter.path=pocket-deep"]).drafter.models() == [str(bundled.DEEP_DRAFTER)]
     assert (config.sampling.temperature, config.sampling.max_tokens) == (0.0, 128)
 
 
@@ -277,8 +258,9 @@ def test_a_choice_brings_its_own_type():
 
 
 def test_records_are_frozen():
+    target: Any = load_config().target
     with pytest.raises(FrozenInstanceError):
-        load_config().target.tp = 2
+        target.tp = 2
 
 
 def test_loading_twice_is_independent():

@@ -12,10 +12,10 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import SamplingConfig, VerifyConfig, VerifyRule
 from actors.verification.rules import RULES
-from cluster.config.compose import load_config
 from cluster.config.jobs import CertifyConfig
 from cluster.jobs import certify
 from tests.actors.verification.rule_enumeration import PatchedSource
+from tests.cluster.config.quick_loading import load_quickly
 
 LAW, IDENTITY, ROUNDING = (
     "law at the model's vocabulary",
@@ -150,5 +150,5 @@ def test_a_rejection_rule_that_corrects_from_the_target_fails_by_its_law(run_cer
 )
 def test_what_makes_no_sense_is_refused(override, line):
     with pytest.raises(ValueError) as caught:
-        load_config(["job=certify", override])
+        load_quickly(["job=certify", override])
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)

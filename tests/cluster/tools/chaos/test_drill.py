@@ -23,12 +23,12 @@ from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
-from cluster.config.compose import load_config
 from cluster.config.jobs import DrillConfig
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
 from cluster.tools.chaos.drill import Drill, Strike, TokenGap, plan_faults
+from tests.cluster.config.quick_loading import load_quickly
 
 PROMPTS = [Prompt(text) for text in ("def median(values):", "x", "class Stack:\n    def push", "for i in range(10):")]
 SAMPLING = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.7, seed=5)
@@ -79,7 +79,7 @@ def test_a_gap_is_the_longest_time_between_tokens_from_the_fault_on():
 )
 def test_refusals(overrides, line):
     with pytest.raises(ValueError) as caught:
-        load_config(["job=drill", *overrides])
+        load_quickly(["job=drill", *overrides])
     assert str(caught.value).startswith(line)
 
 
@@ -258,6 +258,7 @@ def test_a_dead_driver_leaves_no_rank_and_no_coordinator(launch):
     home = Path(tempfile.mkdtemp())  # paths of sockets are short
     environment["RAY_TMPDIR"] = str(home)
     driver = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
     try:
         actors = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
         ray_processes = psutil.Process(driver.pid).children(recursive=True)

@@ -18,6 +18,7 @@ from cluster.config.compose import load_config
 from cluster.jobs import train
 from cluster.tools.training.continuations import TextRows, load_rows, written_rows
 from cluster.tools.training.losses import forward_kl
+from cluster.tools.training.speculators import run as training
 from cluster.tools.training.speculators.frozen_target import FrozenTarget, load_target
 from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.comm.group import SINGLE
@@ -48,6 +49,12 @@ FRESH = "{start: ''}"
 """A draft model of the target's vocabulary that begins with random weights."""
 
 MakeTarget = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing curves takes as long as all else of a run of two steps; test_speculator_runs.py sees them drawn."""
+    monkeypatch.setattr(training, "draw_curves", lambda folder, path: None)
 
 
 @pytest.fixture(scope="module")
