@@ -53,6 +53,11 @@ class RoundPlan:
     preempted: list[Sequence] = field(default_factory=list)
 
 
+MOST_NEW = 4
+"""Requests of one client that join in one pass while others have requests: to read a text, and to open and release a
+request at every role, costs more than a row."""
+
+
 class Scheduler:
     """Owns the waiting queue and the running list (in the order of admission)."""
 
@@ -104,18 +109,19 @@ class Scheduler:
     @property
     def num_joining(self) -> int:
         """Waiting sequences for which there are places in the next pass."""
-        places, waiting = self._places(), Counter([sequence.request.scope for sequence in self.waiting])
+        free = self.limits.max_num_seqs - len(self.running)
+        if len(places := self._places()) == 1:
+            return min(len(self.waiting), free)
         share = _share(self.limits.max_num_seqs, places)
-        joining = sum([min(count, max(0, share - places[scope])) for scope, count in waiting.items()])
-        return min(joining, self.limits.max_num_seqs - len(self.running))
+        counts = self.waiting.counts.items()
+        return min(free, sum([min(count, MOST_NEW, max(0, share - places[scope])) for scope, count in counts]))
 
     def _fill_batch(self, plan: RoundPlan) -> None:
         """Move waiting sequences into the batch while seats, rows and slots last, and none is on probation."""
         is_tested = self.tested is not None
         while self.waiting and not is_tested:
             places = self._places()
-            share = _share(self.limits.max_num_seqs, places)
-            sequence = self.waiting.first([scope for scope, count in places.items() if count >= share])
+            sequence = self.waiting.first(self._full(places, plan.admitted))
             if sequence is None:
                 return
             is_tested = sequence.probation > 0
@@ -134,18 +140,27 @@ class Scheduler:
             plan.admitted.append(sequence)
 
     def _places(self) -> Counter[int]:
-        """Places in the batch of each client that has requests, running or waiting."""
-        places = Counter(dict.fromkeys(self.waiting.scopes, 0))
-        places.update([sequence.request.scope for sequence in self.running])
+        """Places in the batch of each client that has requests, running or waiting, by the weight of its requests."""
+        places = Counter(dict.fromkeys(self.waiting.counts, 0))
+        for sequence in self.running:
+            places[sequence.request.scope] += sequence.weight
         return places
+
+    def _full(self, places: Counter[int], admitted: Iterable[Sequence]) -> list[int]:
+        """The clients that get no further place in this pass. One that is alone gets all there are."""
+        if len(places) == 1:
+            return []
+        share = _share(self.limits.max_num_seqs, places)
+        new = Counter([sequence.request.scope for sequence in admitted])
+        return [scope for scope, weight in places.items() if weight >= share or new[scope] >= MOST_NEW]
 
     def _owed_place(self, sequence: Sequence, places: Counter[int]) -> Sequence | None:
         """The youngest sequence of the client with the most places, if it keeps as many as the client of `sequence`
         will have; else there would be no end of changes."""
-        ((scope, count),) = places.most_common(1)
-        if count < places[sequence.request.scope] + 2:
-            return None
-        return next(other for other in reversed(self.running) if other.request.scope == scope)
+        ((scope, weight),) = places.most_common(1)
+        victim = next(other for other in reversed(self.running) if other.request.scope == scope)
+        is_owed = weight - victim.weight >= places[sequence.request.scope] + sequence.weight
+        return victim if is_owed else None
 
     def _vacate(self, victim: Sequence, plan: RoundPlan) -> None:
         self.preempt([victim])
@@ -171,10 +186,7 @@ class Scheduler:
     @property
     def tested(self) -> Sequence | None:
         """The running sequence on probation, which has the next passes for itself."""
-        for sequence in self.running:
-            if sequence.probation:
-                return sequence
-        return None
+        return next((sequence for sequence in self.running if sequence.probation), None)
 
     @property
     def candidates(self) -> list[Sequence]:

@@ -27,6 +27,8 @@ from actors.protocol.messages import (
 )
 from actors.protocol.token_tree import TokenTree
 
+ENTRIES_PER_PLACE = 64
+"""Biases and bad words whose cost, in every role and pass, is about that of one more request."""
 PROBATION = 3
 """Verdicts: the first passes after a failure read the text again, without a draft."""
 
@@ -145,6 +147,12 @@ class Sequence:
     def uncached_len(self) -> int:
         """Committed tokens that the target has to be fed; 1 if it only lacks the root."""
         return len(self.token_ids) - self.cached_len
+
+    @property
+    def weight(self) -> int:
+        """Places in the batch that it counts for its client while several have requests."""
+        sampling = self.request.sampling
+        return 1 + (len(sampling.logit_bias) + len(sampling.bad_words)) // ENTRIES_PER_PLACE
 
     @property
     def num_generated(self) -> int:

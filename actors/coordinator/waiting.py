@@ -6,7 +6,7 @@ lost their place come before all that never had one, the oldest first. Knows not
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 
 from actors.coordinator.sequence import Sequence
@@ -45,9 +45,11 @@ class WaitingQueue:
         self._len += len(returned)
 
     @property
-    def scopes(self) -> set[int]:
-        """Clients with requests here."""
-        return {*self._queues, *[sequence.request.scope for sequence in self._returned]}
+    def counts(self) -> Counter[int]:
+        """Requests here of each client that has any."""
+        counts = Counter({scope: len(queue) for scope, queue in self._queues.items()})
+        counts.update([sequence.request.scope for sequence in self._returned])
+        return counts
 
     def first(self, full: Collection[int] = ()) -> Sequence | None:
         """The next to be served, those of the clients in `full` left out."""

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.coordinator.scheduler import Capacity, Scheduler
+from actors.coordinator.scheduler import MOST_NEW, Capacity, Scheduler
 from actors.coordinator.sequence import Sequence
 from actors.options import SchedulerConfig
 from actors.protocol.messages import Proposal, Request, SamplingParams, TokenTree, Verdict
@@ -147,6 +147,7 @@ class Lives(RuleBasedStateMachine):
             assert came == own[: len(came)], "they are served in the order in which they wait"
             share = -(-self.scheduler.limits.max_num_seqs // len(clients))
             assert counts[scope] <= max(share, before[scope])
+            assert len(came) <= MOST_NEW or len(clients) == 1
         lost = [one for one in plan.preempted if counts[one.request.scope] + 1 < max(counts.values(), default=0)]
         assert not lost or not plan.admitted, "a place is taken from the client with the most"
 
@@ -300,6 +301,23 @@ def test_a_client_has_an_even_share_of_the_places_while_others_have_requests(cou
     held = count_scopes(scheduler.running)
     assert [held[scope] for scope in range(len(counts))] == places and len(plan.rows) == sum(places)
     assert scheduler.num_joining == 0
+
+
+def test_a_client_joins_with_few_requests_a_pass_while_others_have_some():
+    alone, crowd = crowded(SchedulerConfig(20), 9), crowded(SchedulerConfig(20), 9, 1)
+    assert (alone.num_joining, crowd.num_joining) == (9, MOST_NEW + 1)
+    assert len(alone.plan().admitted) == 9 and len(crowd.plan().admitted) == MOST_NEW + 1
+    assert len(crowd.plan().admitted) == MOST_NEW
+
+
+@pytest.mark.parametrize(("num_clients", "places"), [(1, 9), (2, 2)])
+def test_a_request_with_long_lists_counts_more_places_of_its_client(num_clients, places):
+    scheduler = crowded(SchedulerConfig(20), 0, num_clients - 1)
+    sampling = SamplingParams(logit_bias=((3, 1.0),) * 300, bad_words=((3,),) * 148)  # 8 places each
+    for number in range(100, 109):
+        scheduler.add(Sequence.start(Request(number, (5, 6), sampling), 64))
+    scheduler.plan()
+    assert count_scopes(scheduler.running)[0] == places
 
 
 def test_a_client_alone_gives_places_up_to_one_that_comes():

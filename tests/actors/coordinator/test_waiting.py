@@ -67,7 +67,7 @@ def test_what_lost_its_place_comes_before_everything_the_oldest_first():
 def test_clients_that_have_their_share_are_passed_over_and_keep_their_turn():
     queue = filled(0, 0, 1, 2)
     queue.put_back([pop(queue)])
-    assert queue.scopes == {0, 1, 2}
+    assert queue.counts == {0: 2, 1: 1, 2: 1}
     assert pop(queue, {0}).request_id == 3 and queue.first({0, 2}) is None
     assert drained(queue) == [1, 4, 2]
 
