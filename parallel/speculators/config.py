@@ -19,7 +19,7 @@ TARGET_LAYERS = "target_num_hidden_layers"
 FINAL = -1
 """The tap after the target's final norm, which its head reads."""
 STREAMS = 1 << 20
-"""The tap that is the final hidden states of a node's streams, side by side (`streaming.py`)."""
+"""The tap that is the final hidden states of a node's streams, side by side (`target_pass.py`)."""
 _KV = -2
 
 

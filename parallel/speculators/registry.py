@@ -19,7 +19,7 @@ from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import Stored
 from parallel.model.weights import load_weights
 from parallel.runtime.decoder_runner import DecoderRunner
-from parallel.speculators import chimera, exits, glide, streams
+from parallel.speculators import chimera, exits, glide
 from parallel.speculators.block import layouts as block
 from parallel.speculators.config import STREAMS, TARGET_LAYERS, SpeculatorConfig
 from parallel.speculators.config_fields import SpeculatorFields
@@ -29,8 +29,9 @@ from parallel.speculators.fusing import TapFuser
 from parallel.speculators.heads import layouts as heads
 from parallel.speculators.place import SpeculatorPlace, fill
 from parallel.speculators.runner import SpeculatorRunner
-from parallel.speculators.stream_layers import StreamsConfig, open_stream_layers
-from parallel.speculators.streaming import StreamingRunner
+from parallel.speculators.streams import runner as streams
+from parallel.speculators.streams.layers import StreamsConfig, open_stream_layers
+from parallel.speculators.streams.target_pass import StreamingRunner
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from actors.policy.policy import PIPELINES
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.verification.compatibility import is_exact
 from parallel.kv.pool import FP8
-from parallel.speculators.streaming import StreamingRunner
+from parallel.speculators.streams.target_pass import StreamingRunner
 from tests.actors.drafters.model.small_trees import small_trees
 from tests.actors.drafters.retrieval.small_store import small_store
 from tests.actors.drafters.vocabulary.small_list import every_other

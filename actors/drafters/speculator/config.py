@@ -109,7 +109,7 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
     def _check_record(self, target: str, where: str) -> None:
         from parallel.model.families.registry import read_config
         from parallel.speculators.registry import read_speculator
-        from parallel.speculators.stream_layers import StreamsConfig
+        from parallel.speculators.streams.layers import StreamsConfig
 
         shape = read_config(target)
         try:

@@ -22,8 +22,8 @@ from parallel.speculators.config import FINAL, STREAMS
 from parallel.speculators.heads.runner import HeadsRunner
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables, with_streams
-from parallel.speculators.stream_layers import StreamLayers
-from parallel.speculators.streaming import StreamingRunner
+from parallel.speculators.streams.layers import StreamLayers
+from parallel.speculators.streams.target_pass import StreamingRunner
 from tests.parallel.backends import BACKENDS
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics

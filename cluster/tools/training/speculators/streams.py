@@ -2,7 +2,7 @@
 
 Each anchor's rows see the target's keys and values up to the anchor and the rows of their own anchor up to themselves;
 row j learns the target's law of the token j + 1 places behind the anchor. The target's own rows are not run again: what
-they left is in the batch. Parameters have the names of `parallel/speculators/stream_layers.py`. Knows no loop.
+they left is in the batch. Parameters have the names of `parallel/speculators/streams/layers.py`. Knows no loop.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.model.layers.rope import Rope, Rotation, rotate
 from parallel.speculators.config import FINAL
-from parallel.speculators.stream_layers import StreamsConfig, stream_shapes, tap_of
-from parallel.speculators.streams import METHODS, StreamsCell
+from parallel.speculators.streams.layers import StreamsConfig, stream_shapes, tap_of
+from parallel.speculators.streams.runner import METHODS, StreamsCell
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from parallel.runtime.graph_list import GraphList
 from parallel.runtime.interface import PassOutput
 from parallel.runtime.runner import default_backend, make_backend
 from parallel.speculators.config import STREAMS
-from parallel.speculators.stream_layers import StreamLayers
+from parallel.speculators.streams.layers import StreamLayers
 from parallel.transfers import to_device, upload
 
 

@@ -1,6 +1,6 @@
 """Drafting from streams, which ran through the target's own layers: their logits are those of the target's head.
 
-Streams of the target's verifying pass arrive as features of the last accepted node (`streaming.py`); S3D (arXiv
+Streams of the target's verifying pass arrive as features of the last accepted node (`target_pass.py`); S3D (arXiv
 2405.20314) runs them when it drafts, the newest token and masks behind it, over the target's KV rows and through some
 of its layers. In both, a draft is read as those of heads are: every depth has its stream. A sampler (arXiv 2507.11851)
 adds to a stream what follows from the token before it.
@@ -27,7 +27,7 @@ from parallel.speculators.heads.cells import TARGET_TABLE, HeadCell, HeadShapes,
 from parallel.speculators.heads.runner import HeadsRunner, RootRows
 from parallel.speculators.heads.tensors import LoadedTensors, stored_shapes
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.stream_layers import StreamLayers, StreamsConfig, open_stream_layers, stream_shapes
+from parallel.speculators.streams.layers import StreamLayers, StreamsConfig, open_stream_layers, stream_shapes
 from parallel.transfers import upload
 
 METHODS = "streaming", "mask_lora", "s3d"

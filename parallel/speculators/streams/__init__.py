@@ -1,0 +1,1 @@
+"""Streams beside the target's rows (Speculative Streaming, masks with gated LoRA, S3D): layers, pass, runner."""
