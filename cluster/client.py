@@ -139,22 +139,28 @@ class Client:
         """Of the coordinator's hub."""
         return self._connection.address
 
+    @property
+    def drafters(self) -> list[str]:
+        """Names of the engine's drafters, of which a request may choose one."""
+        return self.ready[_LEAD].facts.get("drafters", [])
+
     def submit(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, speculate: bool = True
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, drafter: str | None = None
     ) -> Completion:
         """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`.
 
-        Raises ValueError for an invalid token or sampling parameter, EngineError once the engine has failed. A prompt
-        that does not fit the target's context is not sent: its completion has failed.
+        `drafter` names one of `drafters`, or is "none" for plain decoding; None leaves the choice to the engine.
+        Raises ValueError for an invalid token, sampling parameter or name, EngineError once the engine has failed. A
+        prompt that does not fit the target's context is not sent: its completion has failed.
         """
         token_ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
-        request = Request(next(self._ids), tuple(token_ids), sampling or self._sampling, speculate)
+        request = Request(next(self._ids), tuple(token_ids), sampling or self._sampling, drafter)
         facts = self.ready[_LEAD].facts
         completion = Completion(request, prompt, self.tokenizer, self._abort)
         if (misfit := request.misfit(int(facts["max_model_len"]))) is not None:
             completion.fail(misfit)
             return completion
-        request.check(int(facts["vocab_size"]))
+        request.check(int(facts["vocab_size"]), drafters=self.drafters)
         with self._changed:
             self._check_alive()
             self._live[completion.request_id] = completion
@@ -166,14 +172,14 @@ class Client:
         prompts: Iterable[str | Sequence[int]],
         sampling: SamplingParams | None = None,
         *,
-        speculate: bool = True,
+        drafter: str | None = None,
         on_finished: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """Completions of all prompts; `on_finished` is called with each, in order.
 
         Raises the EngineError of the first that failed, once the others have ended too.
         """
-        completions = [self.submit(prompt, sampling, speculate=speculate) for prompt in prompts]
+        completions = [self.submit(prompt, sampling, drafter=drafter) for prompt in prompts]
         failure: EngineError | None = None
         for completion in completions:
             try:

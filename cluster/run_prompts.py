@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
-from actors.protocol.messages import SamplingParams
+from actors.protocol.messages import PLAIN_DECODING, SamplingParams
 from cluster.completion import Completion, EngineError
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
@@ -28,7 +28,8 @@ def serve_prompts(
 ) -> Run:
     """Complete all prompts, `concurrency` at a time (0: all at once); a failed request does not end the others.
 
-    `phase` labels the run in the metrics. Ctrl-C aborts the requests in flight; the run is then `interrupted`.
+    Each prompt may name its drafter; without `speculate` all are decoded plainly. `phase` labels the run in the
+    metrics. Ctrl-C aborts the requests in flight; the run is then `interrupted`.
     """
     run = Run()
     live: dict[int, Completion] = {}
@@ -36,7 +37,9 @@ def serve_prompts(
     def complete(index: int, prompt: Prompt) -> Served:
         error = None
         try:
-            live[index] = engine.submit(prompt.content, sampling, speculate=speculate)
+            live[index] = engine.submit(
+                prompt.content, sampling, drafter=prompt.drafter if speculate else PLAIN_DECODING
+            )
             if run.interrupted:  # submitted after the loop below aborted the others
                 live[index].abort()
             live[index].result()

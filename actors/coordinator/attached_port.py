@@ -27,7 +27,7 @@ class AttachedPort(DrafterPort):
         self._has_read = False  # with the last pass, the texts of the requests of a trial
 
     def may_draft(self, sequence: Sequence) -> bool:
-        return sequence.request.speculate
+        return sequence.request.speculates
 
     def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
         """Chunks of prompts are read beside the target where drafts follow at once; texts before a trial without

@@ -38,7 +38,7 @@ class EventLog:
             prompt_tokens=len(request.prompt),
             max_tokens=request.sampling.max_tokens,
             temperature=request.sampling.temperature,
-            speculate=request.speculate,
+            drafter=request.drafter or "any",
             client=client,
             number=number,
         )

@@ -36,7 +36,7 @@ class Outbox:
                 sequence.prompt_len,
                 sequence.request.sampling,
                 sequence.num_admissions,
-                sequence.request.speculate,
+                sequence.request.drafter,
                 sequence.request.scope,
             )
         )

@@ -6,7 +6,7 @@ record says must be possible: ranks that exist, tokens of the target's vocabular
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import isfinite
 
 from actors.coordinator.clients import CLIENT, OUT, Clients
@@ -38,12 +38,19 @@ _TARGET_SIZES = ("kv_slots", "max_model_len", "vocab_size")
 class RecordChecks:
     """For roles of these `sizes`; `vocab_size`, `max_model_len` and `coordinator` are set once the target is known."""
 
-    def __init__(self, sizes: Mapping[str, int], num_draft_tokens: int, clients: Clients) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        num_draft_tokens: int,
+        clients: Clients,
+        drafters: Collection[str] | None = None,
+    ) -> None:
         self.vocab_size = 2**63
         self.max_model_len = LARGEST
         self.coordinator: Coordinator | None = None
         self._sizes = sizes
         self._num_draft_tokens = num_draft_tokens
+        self._drafters = drafters
         self._clients = clients
 
     def check(self, link: str, record: object) -> None:
@@ -102,7 +109,7 @@ class RecordChecks:
         return _OF_TARGET if role == "target" else _OF_DRAFT
 
     def _check_request(self, link: str, request: Request) -> None:
-        request.check(self.vocab_size, self.max_model_len)
+        request.check(self.vocab_size, self.max_model_len, self._drafters)
         if self._clients.has_another(link, request):
             raise ValueError(f"request_id: {request.request_id} is that of another request in flight")
 

@@ -59,7 +59,7 @@ class SeparatePort(DrafterPort):
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def may_draft(self, sequence: Sequence) -> bool:
-        return self.is_present and sequence.request.speculate
+        return self.is_present and sequence.request.speculates
 
     def admit(self, sequence: Sequence) -> None:
         """Where waiting is weighed, its text is sent later, while the drafter is idle."""

@@ -88,6 +88,8 @@ class CoordinatorSpec:
     min_draft_tokens: int = 0
     chooses_lengths: bool = False
     """The drafter decides how many of the ordered tokens it drafts."""
+    drafters: tuple[str, ...] | None = None
+    """Names that a request may choose from; None: any."""
     attached: bool = False
     """The drafter runs on the target's ranks."""
     bridged: bool = False
@@ -121,7 +123,7 @@ class CoordinatorService:
         self._spec = spec
         self._hub = hub
         self._clients = Clients(hub)
-        self._checks = RecordChecks(spec.sizes, spec.num_draft_tokens, self._clients)
+        self._checks = RecordChecks(spec.sizes, spec.num_draft_tokens, self._clients, spec.drafters)
         self._watches = watches
         self._event_log = EventLog()
         self._store = store

@@ -232,7 +232,9 @@ class Coordinator:
         if self._scheduler.tested is not None:
             return
         policy, running, stats = self._policy, self._scheduler.running, self.stats
-        num_may_speculate = sum([sequence.request.speculate for sequence in running]) if self._drafter.is_present else 0
+        num_may_speculate = (
+            sum([sequence.request.speculates for sequence in running]) if self._drafter.is_present else 0
+        )
         seen = self._round.observation(batch, seconds, running, num_may_speculate)
         if seen.outcomes and num_may_speculate:
             stats.add_mode(

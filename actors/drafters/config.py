@@ -119,6 +119,15 @@ class DrafterConfig(Choice):
         return 0
 
     @property
+    def member_names(self) -> tuple[str, ...]:
+        """The names by which a request may choose it, or one of the drafters that it consists of."""
+        return (self.name,)
+
+    def names_in(self, pipeline: str) -> tuple[str, ...]:
+        """Those that a request may choose in this pipeline."""
+        return () if pipeline == PipelineName.plain else self.member_names
+
+    @property
     def is_chain(self) -> bool:
         """Whether no node of its proposals has several children."""
         return False
@@ -248,6 +257,10 @@ class NoDrafterConfig(DrafterConfig):
     """No drafter: every proposal is empty."""
 
     name: str = "none"
+
+    @property
+    def member_names(self) -> tuple[str, ...]:
+        return ()
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         return set()

@@ -53,6 +53,7 @@ class Context:
     num_cuts: int = 0  # how often provisional text was taken back
     settled_len: int | None = None
     vocab_size: int | None = None  # of the drafter; tokens beyond it are clamped
+    drafter: str | None = None  # the one that the request names, of those that the drafter consists of
     scope: int = 0  # of the client; what is remembered of ended requests is kept apart by it
 
     @classmethod
@@ -67,6 +68,7 @@ class Context:
             admission=admit.admission,
             settled_len=admit.prompt_len,
             vocab_size=vocab_size,
+            drafter=admit.drafter,
             scope=admit.scope,
         )
         context.extend(admit.token_ids)

@@ -67,6 +67,10 @@ def check_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None
         raise ValueError(f"{name}: names token {token}, but the target has {vocab_size} tokens")
 
 
+PLAIN_DECODING = "none"
+"""In place of a drafter's name: decode plainly, whatever the engine's pipeline is."""
+
+
 class SamplingKind(IntEnum):
     """How a node's token was drawn; decides which verification rules are exact for it."""
 
@@ -151,7 +155,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how to continue it. `speculate=False` decodes plainly, whatever the engine's pipeline is.
+    """A prompt and how to continue it. `drafter` is the name of one of the engine's drafters or `PLAIN_DECODING`; None
+    leaves the choice to the engine.
 
     A client that misses tokens sends the request again, with those it has: `generated`. A repetition does no harm.
     `request_id` is a number of the client's own; the coordinator replaces it by one of its own, and sets `scope`, the
@@ -161,13 +166,20 @@ class Request:
     request_id: int
     prompt: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    speculate: bool = True
+    drafter: str | None = None
     generated: tuple[int, ...] = ()
     scope: int = 0
 
-    def check(self, vocab_size: int, max_model_len: int = LARGEST) -> None:
-        """Raise ValueError naming the first field that is out of range, or names a token the target does not have.
-        Sizes are compared before tokens are looked through."""
+    @property
+    def speculates(self) -> bool:
+        return self.drafter != PLAIN_DECODING
+
+    def check(self, vocab_size: int, max_model_len: int = LARGEST, drafters: Collection[str] | None = None) -> None:
+        """Raise ValueError naming the first field that is out of range, or names a token the target does not have or a
+        drafter that is none of these (None: any is). Sizes are compared before tokens are looked through."""
+        if drafters is not None and self.drafter not in (None, PLAIN_DECODING, *drafters):
+            names = ", ".join((*drafters, PLAIN_DECODING))
+            raise ValueError(f"drafter: this engine has no {self.drafter!r:.40}; name one of {names}, or leave it out")
         if not 0 <= self.request_id < 1 << 63:
             raise ValueError(f"request_id: {self.request_id} must be 0 or above and fit 63 bits")
         self.sampling.check()
@@ -326,9 +338,8 @@ _WIDEST_FEATURES = 1 << 20
 class Admit:
     """Open a request at a role, at first or again: its committed tokens, the first `prompt_len` of them the prompt.
 
-    `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice. A request
-    that does not `speculate` is never drafted for. Requests of one client have one `scope`, which roles do not know
-    otherwise.
+    `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice. `drafter`
+    is that of the request. Requests of one client have one `scope`, which roles do not know otherwise.
     """
 
     request_id: int
@@ -337,8 +348,12 @@ class Admit:
     prompt_len: int
     sampling: SamplingParams
     admission: int = 0
-    speculate: bool = True
+    drafter: str | None = None
     scope: int = 0
+
+    @property
+    def speculates(self) -> bool:
+        return self.drafter != PLAIN_DECODING
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,13 @@ states (`bridge.py`) serves one elsewhere. None of them may know how a pass is c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from actors.drafters.interface import FeatureRows
 from actors.protocol.messages import Verdict, VerdictBatch, VerifyBatch, VerifyItem
-from parallel.runtime.decoder_runner import DecoderRunner
+
+if TYPE_CHECKING:
+    from parallel.runtime.decoder_runner import DecoderRunner
 
 
 class AfterVerdicts:

@@ -56,7 +56,7 @@ class AttachedDrafter(AfterVerdicts):
             self._commits.pop(request_id, None)
             if self._admits.pop(request_id, None) is None and request_id in self.role.contexts:
                 self._releases.append(request_id)
-        self._admits |= {admit.request_id: admit for admit in batch.admits if admit.speculate}
+        self._admits |= {admit.request_id: admit for admit in batch.admits if admit.speculates}
 
     def wants_features(self, batch: VerifyBatch) -> bool:  # noqa: ARG002 (its state follows every pass)
         return True

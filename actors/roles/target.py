@@ -42,7 +42,7 @@ class TargetContext:
     token_ids: list[int]
     prompt_len: int
     sampling: SamplingParams
-    speculate: bool = True
+    speculates: bool = True
     scope: int = 0
     num_fed: int = 0  # rows of the uncached suffix in the last pass, still pending in the pool
 
@@ -125,7 +125,7 @@ class TargetRole:
         assert self._features is not None
         paths = {verdict.request_id: verdict.path for verdict in verdicts}
         found = self._features.rows(inputs, first_positions, paths)
-        return [rows for rows in found if self.contexts[rows.request_id].speculate]
+        return [rows for rows in found if self.contexts[rows.request_id].speculates]
 
     def forget(self) -> None:
         """Drop every request and its rows."""
@@ -137,7 +137,7 @@ class TargetRole:
 
     def _admit(self, admit: Admit) -> None:
         self.contexts[admit.request_id] = TargetContext(
-            admit.epoch, list(admit.token_ids), admit.prompt_len, admit.sampling, admit.speculate, admit.scope
+            admit.epoch, list(admit.token_ids), admit.prompt_len, admit.sampling, admit.speculates, admit.scope
         )
         self.runner.open(admit.request_id)
 

@@ -17,13 +17,15 @@ from parallel.typed_json import json_lines, read_text
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt and the labels from its file. `token_ids` replaces the text where a prompt was made, not read."""
+    """One prompt and the labels from its file. `token_ids` replaces the text where a prompt was made, not read;
+    `drafter` names the one that drafts for it."""
 
     text: str
     category: str | None = None
     question_id: str | int | None = None
     source: str | None = None
     token_ids: tuple[int, ...] | None = None
+    drafter: str | None = None
 
     @property
     def content(self) -> str | tuple[int, ...]:
@@ -45,6 +47,7 @@ class PromptFields(TypedDict, total=False):
     question_id: str | int | None
     task_id: str | int | None
     source: str | None
+    drafter: str | None
 
 
 def prompt_sets(folder: Path) -> dict[str, Path]:
@@ -82,4 +85,5 @@ def _prompt(place: str, record: PromptFields) -> Prompt:
         raise ValueError(f"{place} has neither a text `prompt` nor a list of texts `turns`; correct or remove it")
     if not text:
         raise ValueError(f"{place} has an empty prompt; correct or remove it")
-    return Prompt(text, record.get("category"), record.get("question_id", record.get("task_id")), record.get("source"))
+    question_id = record.get("question_id", record.get("task_id"))
+    return Prompt(text, record.get("category"), question_id, record.get("source"), drafter=record.get("drafter"))

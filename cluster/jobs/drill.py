@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from actors.protocol.messages import PLAIN_DECODING
 from cluster.config.jobs import DrillConfig
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine
@@ -34,7 +35,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         sampling = config.sampling_params(engine.tokenizer)
         with terminal.counting("decoding plainly, undisturbed", len(prompts)) as bar:
             contents = [prompt.content for prompt in prompts]
-            plain = engine.generate(contents, sampling, speculate=False, on_finished=lambda _: bar.advance())
+            plain = engine.generate(contents, sampling, drafter=PLAIN_DECODING, on_finished=lambda _: bar.advance())
         drill = Drill(engine, prompts, sampling, [one.token_ids for one in plain])
         choose = random.Random(job.seed)
         plan = plan_faults(sorted(engine.pids()), job.signals, job.faults, choose, pairs=job.pairs)

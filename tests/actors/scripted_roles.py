@@ -58,7 +58,7 @@ class Knowledge:
             self.texts[admit.request_id] = list(admit.token_ids)
             self.epochs[admit.request_id] = admit.epoch
             self.admitted.add(admit.request_id)
-            (self.speculates.add if admit.speculate else self.speculates.discard)(admit.request_id)
+            (self.speculates.add if admit.speculates else self.speculates.discard)(admit.request_id)
         for commit in batch.commits:
             text = self.texts[commit.request_id]
             assert commit.prefix_len == len(text) and commit.epoch == self.epochs[commit.request_id]

@@ -35,7 +35,7 @@ def requests_of(choose: random.Random, count: int) -> list[Request]:
                 max_tokens=choose.randint(1, 25),
                 stop_token_ids=tuple(choose.sample(range(2, 11), choose.randint(0, 1))),
             ),
-            speculate=choose.random() < 0.8,
+            drafter=None if choose.random() < 0.8 else "none",
         )
         for i in range(count)
     ]

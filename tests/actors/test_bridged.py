@@ -125,7 +125,7 @@ def test_trees(open_room, make_requests, config, sent, models, strategy):
 
 
 def test_a_request_that_does_not_speculate_sends_nothing(open_room, make_requests, config):
-    requests = [replace(one, speculate=bool(one.request_id % 2)) for one in make_requests(4, max_tokens=20)]
+    requests = [replace(one, drafter=None if one.request_id % 2 else "none") for one in make_requests(4, max_tokens=20)]
     reading = Reading()
     room = open_room(config, wrap=reading.wrap).serve(requests)
     assert room.tokens == open_room(pipeline="plain").serve(requests).tokens

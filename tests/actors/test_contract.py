@@ -27,7 +27,7 @@ from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import Parallel, PipelineName, SchedulerConfig, VerifyRule
 from actors.policy.decision import Mode
 from actors.policy.policy import PIPELINES
-from actors.protocol.messages import SamplingParams, TokenTree
+from actors.protocol.messages import PLAIN_DECODING, SamplingParams, TokenTree
 from actors.verification.compatibility import is_exact
 from parallel.kv.pool import FP8
 from parallel.speculators.streams.target_pass import StreamingRunner
@@ -155,6 +155,17 @@ SAMPLINGS = {
     "T=1-processed": dict(temperature=1.0, **EVERY_PROCESSOR),
 }
 USUAL = ("greedy", "T=1", "T=1-processed")
+
+
+@pytest.mark.parametrize("sampling", USUAL)
+def test_requests_of_one_batch_may_each_name_a_drafter(open_room, make_requests, sampling):
+    """One of those that the engine has, plain decoding, or none: then the engine chooses."""
+    auto = DRAFTERS["auto"]
+    names = *auto.member_names, PLAIN_DECODING, None
+    requests = [replace(one, drafter=names[i % 5]) for i, one in enumerate(make_requests(10, **SAMPLINGS[sampling]))]
+    room, plain = open_room(auto).serve(requests), open_room(pipeline="plain").serve(requests)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.stats.levels.keys() == {*auto.member_names}, "each of them drafted"
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from cluster.client import Client
 from cluster.completion import EngineError, TooManyRequestsError
 from cluster.io.text import load_tokenizer
 
-READY = {"target-0": Ready("target", 0, {"max_model_len": 99, "vocab_size": 97})}
+READY = {"target-0": Ready("target", 0, {"max_model_len": 99, "vocab_size": 97, "drafters": ["ngram"]})}
 DEFAULT = SamplingParams(max_tokens=50)
 
 
@@ -148,23 +148,30 @@ def test_a_successor_is_asked_for_the_report_that_the_last_one_owed(opened):
 OTHER = SamplingParams(temperature=0.5, seed=3, max_tokens=7)
 
 
-@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("drafter", [None, "ngram", "none"])
 @pytest.mark.parametrize("sampling", [None, OTHER])
 @pytest.mark.parametrize("prompt", ["ab", (3, 4, 5)])
-def test_a_request_is_what_was_asked_for(opened, prompt, sampling, speculate):
+def test_a_request_is_what_was_asked_for(opened, prompt, sampling, drafter):
     client, line = opened
     token_ids = tuple(client.tokenizer.encode("ab").ids) if prompt == "ab" else prompt
     for number in (1, 2):
-        completion = client.submit(prompt, sampling, speculate=speculate)
-        assert line.sent[-1] == Request(number, token_ids, sampling or DEFAULT, speculate)
+        completion = client.submit(prompt, sampling, drafter=drafter)
+        assert line.sent[-1] == Request(number, token_ids, sampling or DEFAULT, drafter)
         assert (completion.prompt, completion.request_id) == (prompt, number)
-    plain = threading.Thread(target=lambda: client.generate([prompt], sampling, speculate=speculate))
+    plain = threading.Thread(target=lambda: client.generate([prompt], sampling, drafter=drafter))
     plain.start()
     while len(line.sent) < 3:
         assert plain.is_alive()
-    assert line.sent[-1] == Request(3, token_ids, sampling or DEFAULT, speculate)
+    assert line.sent[-1] == Request(3, token_ids, sampling or DEFAULT, drafter)
     line.hear(Tokens(3, 0, (5,), "length"))
     plain.join(10)
+
+
+def test_a_drafter_that_the_engine_has_not_is_refused_in_one_line_with_the_names(opened):
+    client, line = opened
+    with pytest.raises(ValueError, match=r"^drafter: this engine has no 'medusa'; name one of ngram, none, or leave"):
+        client.submit("ab", drafter="medusa")
+    assert not line.sent and client.drafters == ["ngram"]
 
 
 def test_what_the_target_cannot_read_is_not_sent(opened):

@@ -32,7 +32,7 @@ def opened(tokenizer, monkeypatch):
 
     def open_(**sampling):
         aborted: list[int] = []
-        request = Request(7, tuple(tokenizer.encode("ab").ids), SamplingParams(**sampling), speculate=False)
+        request = Request(7, tuple(tokenizer.encode("ab").ids), SamplingParams(**sampling), drafter="none")
         return Completion(request, "ab", tokenizer, aborted.append), request, aborted
 
     return open_

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -55,17 +56,17 @@ class ScriptedEngine:
         self.gathered = threading.Event()
         self.in_flight: set[ScriptedCompletion] = set()
         self.most_in_flight = 0
-        self.submitted: list[tuple[object, bool]] = []
+        self.submitted: list[tuple[object, str | None]] = []
         self.num_resets = 0
         self.winds_down = False
         self._lock = threading.Lock()
 
-    def submit(self, content, sampling, *, speculate):
+    def submit(self, content, sampling, *, drafter):
         if self.dead:
             raise EngineError("target-0: died")
         with self._lock:
             completion = ScriptedCompletion(self, content)
-            self.submitted.append((content, speculate))
+            self.submitted.append((content, drafter))
             self.in_flight.add(completion)
             self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
             if len(self.in_flight) >= self.waits_for:
@@ -86,8 +87,16 @@ class ScriptedEngine:
         return Report({"num_rounds": self.num_resets}, (("target", "verify", 0.0, 1.0, {"round": 1}),))
 
 
-def serve(engine: ScriptedEngine, concurrency: int, **more):
+def serve(engine: Any, concurrency: int, **more):
     return serve_prompts(engine, PROMPTS, SamplingParams(), speculate=True, concurrency=concurrency, **more)
+
+
+@pytest.mark.parametrize(("speculate", "expected"), [(True, ["ngram", None]), (False, ["none", "none"])])
+def test_a_prompt_may_name_its_drafter_unless_all_are_decoded_plainly(speculate, expected):
+    prompts = [Prompt("a", drafter="ngram"), Prompt("b")]
+    engine: Any = ScriptedEngine(waits_for=1)
+    serve_prompts(engine, prompts, SamplingParams(), speculate=speculate, concurrency=1)
+    assert engine.submitted == [*zip(["a", "b"], expected, strict=True)]
 
 
 @pytest.mark.parametrize(("concurrency", "most"), [(1, 1), (2, 2), (0, 6)])
@@ -95,7 +104,7 @@ def test_so_many_requests_are_in_flight(concurrency, most):
     engine = ScriptedEngine(waits_for=most)
     run = serve(engine, concurrency)
     assert engine.most_in_flight == most
-    assert sorted(engine.submitted) == [(prompt.text, True) for prompt in PROMPTS]
+    assert sorted(engine.submitted) == [(prompt.text, None) for prompt in PROMPTS]
     assert [one.text for one in run.completed] == [prompt.text.upper() for prompt in PROMPTS]
     assert run.num_tokens == 12 and run.wall_s > 0
 

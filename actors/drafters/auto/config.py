@@ -63,10 +63,11 @@ class AutoDrafterConfig(DrafterConfig):
     def reads_prompts(self) -> bool:
         return any(one.reads_prompts for one in self.drafters)
 
-    def drafter_name(self, number: int) -> str:
-        """The name of drafter `number` in reports: its own, numbered if it is there twice."""
+    @property
+    def member_names(self) -> tuple[str, ...]:
+        """Also in reports: each drafter's own name, numbered if it is there twice."""
         names = [one.name for one in self.drafters]
-        return names[number] if names.count(names[number]) == 1 else f"{number}-{names[number]}"
+        return tuple(name if names.count(name) == 1 else f"{i}-{name}" for i, name in enumerate(names))
 
     def with_typed_parts(self, typed: TypedPart, where: str) -> AutoDrafterConfig:
         """One that is a list is a cascade of these levels; `model` is that of `path`."""

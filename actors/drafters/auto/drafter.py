@@ -8,8 +8,9 @@ agrees with all of them is scored when later tokens have reached its end.
 A model reads a few tokens that others drafted with its next draft, whose cost is fitted against them. More text, as a
 prompt, it reads only if that is expected to pay: as the request arrives, or else before its first draft.
 
-The choice follows from earlier verdicts and from drafts that are no random draws, never from a token that was drawn, so
-it is exact under every rule that is exact for each of the drafters. It knows drafters by their contract only.
+A request that names a drafter is drafted for by that one alone. The choice follows from earlier verdicts and from
+drafts that are no random draws, never from a token that was drawn, so it is exact under every rule that is exact for
+each of the drafters. It knows drafters by their contract only.
 """
 
 from __future__ import annotations
@@ -235,6 +236,8 @@ class AutoDrafter:
         """Whether a model should read text that it is not asked to draft for: the rest of a prompt that it began, and
         what pays; at first a text to measure what reading costs."""
         one, length = self.members[number], max(context.prompt_len, len(context.token_ids))
+        if context.drafter is not None:
+            return context.drafter == one.name
         read = self._requests[context.request_id].read.get(number, 0)
         if not one.read_s.weight or 0 < read < context.prompt_len:
             return True
@@ -257,6 +260,9 @@ class AutoDrafter:
                 is_chain, depth = draft.tree.is_chain, max(draft.tree.depths())
                 longest, kind = num_tokens, (request.runs.get(i, 0).bit_length(), num_tokens.bit_length())
                 self._remember(context, i, kind, draft.tree)
+            if context.drafter not in (None, one.name):
+                continue
+            read_s = 0.0 if context.drafter else read_s  # the request asked for it
             expected = self.choice.acceptance[i].expected(context.request_id, kind, depth)
             if is_chain:
                 offers.append(Offer(i, range(1, depth + 1), expected, read_s))
@@ -351,7 +357,7 @@ def build_auto(config: AutoDrafterConfig, setup: DraftSetup) -> tuple[AutoDrafte
                 sums[key] += value
         longest = min(record.num_draft_tokens, config.num_draft_tokens)
         is_shown = not record.models()
-        members.append(Member(config.drafter_name(i), drafter, longest, is_shown, record.is_chain))
+        members.append(Member(config.member_names[i], drafter, longest, is_shown, record.is_chain))
     return AutoDrafter(members, _agreement(setup.group, setup.device)), facts | {k: v for k, v in sums.items() if v}
 
 

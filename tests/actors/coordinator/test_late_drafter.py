@@ -27,7 +27,7 @@ from tests.actors.small_language import oracle
 
 DRAFTING = sorted(set(PIPELINES) - {"plain"})
 REQUEST = Request(1, (3, 4), SamplingParams(max_tokens=30, ignore_eos=True))
-PLAIN = Request(2, (5, 6), SamplingParams(max_tokens=5, ignore_eos=True), speculate=False)
+PLAIN = Request(2, (5, 6), SamplingParams(max_tokens=5, ignore_eos=True), drafter="none")
 
 
 class Quick(World):

@@ -117,7 +117,7 @@ class Listened(World):
         assert seen.num_tokens == sum(new.values())
         assert seen.num_running == max(1, len(running), len(judged))
         assert seen.mean_len == pytest.approx(sum(map(self.length, running)) / max(1, len(running)))
-        assert seen.num_may_speculate == sum(self.requests[i].speculate for i in running)
+        assert seen.num_may_speculate == sum(self.requests[i].speculates for i in running)
         sizes = {i: proposal.tree.num_draft_tokens for i, proposal in drafted.items()}
         rows = sum(1 + sizes.get(one.request_id, 0) for one in judged)
         assert seen.num_prompt_rows == record.num_tokens - rows

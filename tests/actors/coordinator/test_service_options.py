@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from actors.coordinator.separate_port import SeparatePort
 from actors.coordinator.service import EPOCHS_PER_INCARNATION, ROUNDS_PER_INCARNATION, CoordinatorSpec
 from actors.options import SchedulerConfig
 from actors.protocol.membership import Hello
+from actors.protocol.messages import Request
 from tests.actors.service_harness import FACTS
 
 
@@ -57,6 +59,18 @@ def test_a_successor_counts_on_where_its_predecessors_cannot_have_come(open_stag
     options = calls["open_port"][1]
     assert (options["drafts"], options["attached"]) == (False, True)
     assert options["first_round"] == 3 * ROUNDS_PER_INCARNATION
+
+
+def test_a_request_for_a_drafter_that_is_not_there_is_refused_with_the_names(open_stage):
+    stage = open_stage(drafters=("ngram",))
+    stage.get_ready()
+    stage.send(CLIENT, Request(1, (3,), drafter="medusa" * 50))
+    answer: Any = stage.receive(CLIENT)
+    assert answer.error.startswith("drafter: this engine has no 'medusa") and len(answer.error) < 120
+    assert answer.error.endswith("; name one of ngram, none, or leave it out")
+    stage.send(CLIENT, Request(2, (3,), drafter="ngram"))
+    batch: Any = stage.receive("target-0")
+    assert [admit.drafter for admit in batch.admits] == ["ngram"]
 
 
 def test_roles_have_as_many_ranks_as_were_asked_for():

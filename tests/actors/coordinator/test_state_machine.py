@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -90,10 +91,10 @@ def test_every_interleaving_gives_the_tokens_of_the_language(
 
 def check_what_roles_received(world: World, requests: list[Request]) -> None:
     """No request is left at the drafter; the target gets the last releases with its next pass."""
-    plain = {request.request_id for request in requests if not request.speculate}
+    plain = {request.request_id for request in requests if not request.speculates}
     assert not world.drafter.knows.admitted & plain, "a plain request was sent to the drafter"
     assert not world.drafter.knows.texts, "the drafter still holds a request"
-    world.deliver(Request(999, (3,), SamplingParams(max_tokens=1), speculate=False))
+    world.deliver(Request(999, (3,), SamplingParams(max_tokens=1), drafter="none"))
     assert set(world.target.knows.texts) == {999}, "the target still holds a request"
     world.settle()
 
@@ -169,7 +170,8 @@ def test_what_is_foreseen_is_verified_before_the_drafter_hears_of_the_verdict():
     taking = [i for i, batch in batches if any(order.prefetched for order in batch.orders)]
     for i in taking:
         verify, order = world.sent[i - 1], world.sent[i].orders[0]
-        assert isinstance(verify, VerifyBatch) and verify.items[0].proposal.tree == order.prefetched
+        assert isinstance(verify, VerifyBatch) and (proposal := verify.items[0].proposal) is not None
+        assert proposal.tree == order.prefetched
     stats = world.coordinator.stats
     assert stats.num_branch_hits == stats.num_branch_lookups == len(taking) == world.drafter.num_prefetched
 
@@ -268,7 +270,7 @@ def test_refusals_reach_the_client_and_stop_no_other_request():
     world.deliver(good)
     world.deliver(Request(2, (3,) * 40))
     world.deliver(Request(3, ()))
-    errors = [news for news in world.sent if isinstance(news, Tokens) and news.finish_reason == "error"]
+    errors: list[Any] = [news for news in world.sent if isinstance(news, Tokens) and news.finish_reason == "error"]
     assert [news.request_id for news in errors] == [2, 3]
     assert "context" in errors[0].error and "empty" in errors[1].error
     world.settle()
@@ -276,7 +278,9 @@ def test_refusals_reach_the_client_and_stop_no_other_request():
 
 
 def test_a_request_without_speculation_makes_no_difference_to_the_others():
-    requests = [Request(i, (3, 4 + i), SamplingParams(max_tokens=15), speculate=bool(i % 2)) for i in range(6)]
+    requests = [
+        Request(i, (3, 4 + i), SamplingParams(max_tokens=15), drafter=None if i % 2 else "none") for i in range(6)
+    ]
     world = World(random.Random(0), answers=("right",))
     for request in requests:
         world.deliver(request)

@@ -29,8 +29,8 @@ from tests.parallel.conftest import on_ranks  # noqa: F401  a fixture
 TREE = TokenTree((4, 7, 8, 9), (-1, 0, 0, 2))
 
 
-def admit(request_id, token_ids=(3, 4), *, max_tokens=20, epoch=5, speculate=True):
-    return Admit(request_id, epoch, token_ids, 2, SamplingParams(max_tokens=max_tokens), speculate=speculate)
+def admit(request_id, token_ids=(3, 4), *, max_tokens=20, epoch=5, drafter=None):
+    return Admit(request_id, epoch, token_ids, 2, SamplingParams(max_tokens=max_tokens), drafter=drafter)
 
 
 def proposal(request_id, tree=TREE, prefix_len=2):
@@ -112,7 +112,7 @@ def test_texts_are_read_where_the_batch_says_so(attached):
 def test_requests_that_end_are_released_once_and_unheard_ones_never(attached):
     drafted(attached, VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2),)), Verdict(1, 5, 2, (), 6))
     drafted(attached, VerifyBatch(2, items=(VerifyItem(1, 1),)), Verdict(1, 5, 3, (), 7))
-    attached.begin(VerifyBatch(3, (admit(2), admit(3, speculate=False))))
+    attached.begin(VerifyBatch(3, (admit(2), admit(3, drafter="none"))))
     drafts, heard = drafted(attached, VerifyBatch(4, releases=(1, 2, 3)))
     assert (drafts, heard) == ({}, [("release", 1)]) and not attached.role.contexts
     assert drafted(attached, VerifyBatch(5)) == (None, [])
@@ -125,7 +125,7 @@ def test_requests_that_end_are_released_once_and_unheard_ones_never(attached):
 
 def test_verdicts_of_requests_it_does_not_follow_or_that_end_are_left_out(attached):
     batch = VerifyBatch(
-        1, (admit(1), admit(2, speculate=False)), items=(VerifyItem(1, 2, None, 4), VerifyItem(2, 2, None, 4))
+        1, (admit(1), admit(2, drafter="none")), items=(VerifyItem(1, 2, None, 4), VerifyItem(2, 2, None, 4))
     )
     drafts, heard = drafted(attached, batch, Verdict(1, 5, 2, (), NO_TOKEN), Verdict(2, 5, 2, (), 6))
     assert (drafts, heard) == ({}, [("open", 1, (3, 4))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import nan
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 from actors.drafters.adjacency.config import RecyclingDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
-from actors.protocol.messages import NO_TOKEN, TopTokens, VerdictBatch
+from actors.protocol.messages import NO_TOKEN, TopTokens
+from actors.roles.target import TargetRole
 from actors.verification.top_tokens import TopTokensReader
 from parallel.runtime.runner import Span, open_model
 from tests.actors.conftest import VOCAB_SIZE
@@ -35,9 +37,14 @@ def run_of(runner):
 @pytest.fixture
 def verdicts(monkeypatch):
     """Every verdict batch of a test."""
-    seen = []
-    made = VerdictBatch.__init__
-    monkeypatch.setattr(VerdictBatch, "__init__", lambda self, *fields: (made(self, *fields), seen.append(self))[0])
+    seen, answer = [], TargetRole.answer
+
+    def watched(role, batch):
+        for verdicts in answer(role, batch):
+            seen.append(verdicts)
+            yield verdicts
+
+    monkeypatch.setattr(TargetRole, "answer", watched)
     return seen
 
 
@@ -54,12 +61,12 @@ def test_every_row_of_a_tree_has_the_targets_own_top_tokens(models, reads_prompt
             self.token_ids, self.scope = token_ids, len(token_ids)
 
     reader.forward(runner, run_of(runner), [Span("a", 2, num_logits=0)], [5, 6], [Fed(texts["a"])])
-    first = reader.read()
+    first: Any = reader.read()
     runner.commit("a", range(2))
     tree = Span("a", 6, [-1, 0, 1, 2, 2, 3], 4)  # 7 8 9, then 20 and 21 after 9, and 22 after 20
     fed = [Fed(texts["a"]), Fed(texts["b"])]
     logits = reader.forward(runner, run_of(runner), [tree, Span("b", 2)], [7, 8, 9, 20, 21, 22, 40, 41], fed)
-    top = reader.read()
+    top: Any = reader.read()
     contexts, token_ids, probs = rows_of(top)
     paths = [[5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8, 9]]
     paths += [[*paths[2], 20], [*paths[2], 21], [*paths[2], 20, 22], [40], [40, 41]]
@@ -82,11 +89,12 @@ def test_rows_without_numbers_are_left_out(models):
     runner, reader = open_model(models["target"], num_slots=64), TopTokensReader(2)
     runner.open("a")
     runner.open("b")
-    spans, fed = [Span("a", 2, num_logits=2), Span("b", 1)], [type("Fed", (), {"token_ids": [5, 6], "scope": 4})] * 2
+    spans: list[Span] = [Span("a", 2, num_logits=2), Span("b", 1)]
+    fed: list[Any] = [type("Fed", (), {"token_ids": [5, 6], "scope": 4})] * 2
     logits = reader.forward(runner, run_of(runner), spans, [5, 6, 7], fed)
     with torch.inference_mode():
         logits[0] = nan
-    top = reader.read()
+    top: Any = reader.read()
     top.check(VOCAB_SIZE)
     assert rows_of(top)[0].tolist() == [[5, 6], [NO_TOKEN, 7]] and [size for *_, size in top.spans] == [1, 1]
     assert top.scopes == (4, 4)
@@ -105,17 +113,16 @@ def test_they_travel_only_to_a_drafter_that_asks(open_room, make_requests, verdi
 
 def test_requests_without_speculation_leave_none(open_room, make_requests, verdicts):
     """The plain side of a measurement pays for no top tokens, and a drafter learns nothing from it."""
-    requests = [replace(request, speculate=False) for request in make_requests(2, max_tokens=12)]
+    requests = [replace(request, drafter="none") for request in make_requests(2, max_tokens=12)]
     open_room(CONFIG).serve(requests)
     assert len(verdicts) > 5 and not any(verdict.top_tokens for verdict in verdicts)
 
 
 TOP = TopTokens(
     2,
-    *(
-        np.array(part, kind).tobytes()
-        for part, kind in (([-1, 3, 3, 4], "i4"), ([1, 2, 3, 4], "i4"), ([0.5, 0.25, 1, 0], "f4"))
-    ),
+    np.array([-1, 3, 3, 4], "i4").tobytes(),
+    np.array([1, 2, 3, 4], "i4").tobytes(),
+    np.array([0.5, 0.25, 1, 0], "f4").tobytes(),
     ((7, 3, 1), (8, 5, 1)),
 )
 

@@ -40,7 +40,7 @@ def test_the_launchs_own_draft_model_is_the_one_named_model():
 
 def test_drafters_of_one_kind_are_distinguished_in_reports():
     drafter = auto("drafter.drafters=[copy,{name: model, num_draft_tokens: 2},{name: model, num_draft_tokens: 7}]")
-    assert [drafter.drafter_name(i) for i in range(3)] == ["copy", "1-model", "2-model"]
+    assert drafter.member_names == ("copy", "1-model", "2-model")
 
 
 def test_what_any_of_them_needs_the_whole_needs():

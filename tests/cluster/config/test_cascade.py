@@ -198,7 +198,7 @@ def test_an_engine_of_three_roles_and_more_gives_plain_decodings_tokens(override
     with Engine(config) as engine:
         drafted = engine.generate(prompts)
         report = engine.report()
-        plain = engine.generate(prompts, speculate=False)
+        plain = engine.generate(prompts, drafter="none")
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     levels = report.counters["levels"].values()
     assert all(work["num_passes"] for work in levels)
@@ -234,6 +234,6 @@ def test_an_engine_goes_on_without_a_level_that_died(monkeypatch):
     with Engine(load_config(common)) as engine:
         drafted = engine.generate(["def median(values):"])
         accepted = engine.report().counters["num_accepted_tokens"]
-        plain = engine.generate(["def median(values):"], speculate=False)
+        plain = engine.generate(["def median(values):"], drafter="none")
     assert drafted[0].token_ids == plain[0].token_ids and accepted > 0
     assert len(calls) >= 4, "it broke, and its successor may have drafted on"

@@ -274,7 +274,7 @@ def check_nothing_was_lost(engine) -> None:
 @pytest.mark.parametrize(("name", "rule"), CASES, ids=[f"{name}-{rule}" for name, rule in CASES])
 def test_the_others_are_served_as_without_the_attack(open_engine, name, rule):
     engine = open_engine(verify=VerifyConfig(rule))
-    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
     engine.report(reset=True, phase="attacked")
     with connect_with_own_key(engine) as other:
         served = [*rounds_beside(ATTACKS[name][0], engine, other, plain)]
@@ -287,7 +287,7 @@ def test_the_others_are_served_as_without_the_attack(open_engine, name, rule):
 def test_the_end_of_the_engine_is_noticed(open_engine):
     """The control: an attack that ends the engine fails the same check."""
     engine = open_engine(verify=VerifyConfig(VerifyRule.coupled))
-    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
     with connect_with_own_key(engine) as other, pytest.raises(Exception, match="engine was closed"):
         for _ in rounds_beside(lambda _: engine.close(), engine, other, plain, least=2):
             pass
@@ -343,7 +343,7 @@ def test_what_attacks_cost_the_others(open_engine, capsys, name):
     in its place, each the median, in seconds and in seconds of this process's CPU, which other work on the machine
     changes less. With the limits as they are by default."""
     engine = open_engine(verify=VerifyConfig(VerifyRule.coupled))
-    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
     place = engine.address, engine.secret, name
     with connect_with_own_key(engine) as other:
 

@@ -9,6 +9,7 @@ import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def expected_tokens(tiny_checkpoint):
 
     path = tiny_checkpoint("Llama")
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path).eval()
     tokens = []
     for prompt in PROMPTS:
         ids = torch.tensor([tokenizer.encode(prompt).ids])
@@ -176,7 +177,7 @@ def test_sampled_tokens_depend_on_neither_layout_nor_batch(open_layout, open_eng
 def test_plain_and_speculating_requests_share_a_batch(open_engine):
     engine = open_engine()
     alone = tokens_of(engine.generate(PROMPTS, GREEDY))
-    asked = [engine.submit(prompt, GREEDY, speculate=bool(i % 2)) for i, prompt in enumerate(PROMPTS * 2)]
+    asked = [engine.submit(prompt, GREEDY, drafter=None if i % 2 else "none") for i, prompt in enumerate(PROMPTS * 2)]
     assert tokens_of([completion.result() for completion in asked]) == alone * 2
     assert [completion.stats.num_spec_steps > 0 for completion in asked] == [bool(i % 2) for i in range(8)]
 
@@ -204,21 +205,21 @@ class TestText:
             [token.id for token in collect(completion)] == completion.token_ids == [t.id for t in collect(completion)]
         )
 
-    @pytest.mark.parametrize("speculate", [True, False])
-    def test_a_stop_string_inside_a_draft(self, open_engine, tiny_checkpoint, speculate):
+    @pytest.mark.parametrize("drafter", [None, "none"])
+    def test_a_stop_string_inside_a_draft(self, open_engine, tiny_checkpoint, drafter):
         """The drafter is the target itself, so the stop string lies in the middle of what was accepted."""
         engine = open_engine(ModelDrafterConfig(path=str(tiny_checkpoint("Llama")), num_draft_tokens=5, device="cpu"))
         (whole,) = engine.generate([PROMPTS[0]], replace(LONG, max_tokens=40))
         stop, length = whole.text[7:10], 1
         while stop not in engine.tokenizer.decode(whole.token_ids[:length]):
             length += 1
-        completion = engine.submit(PROMPTS[0], replace(LONG, stop=("never seen", stop)), speculate=speculate)
+        completion = engine.submit(PROMPTS[0], replace(LONG, stop=("never seen", stop)), drafter=drafter)
         tokens = collect(completion)
         assert completion.finish_reason == "stop" and completion.text == whole.text[: whole.text.index(stop)]
         assert "".join(token.text for token in tokens) == completion.text
         assert completion.token_ids == whole.token_ids[: len(completion.token_ids)], "a beginning of the same tokens"
         assert len(completion.token_ids) in (length, length + 1), "a character may wait for what follows it"
-        assert completion.stats.num_spec_steps > 0 or not speculate
+        assert completion.stats.num_spec_steps > 0 or drafter == "none"
         assert engine.report().counters["num_tokens"] < LONG.max_tokens, "the coordinator received the abort"
 
     def test_tokens_can_be_given_instead_of_text(self, open_engine):

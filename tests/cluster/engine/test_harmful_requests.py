@@ -60,7 +60,7 @@ def tokens_of(completions):
 
 def test_requests_that_cannot_be_carried_out_are_answered_with_a_line_and_harm_no_other(open_engine, send):
     engine = open_engine("ngram")
-    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
     running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     answers = send(engine, *[Request(1000 + i, (5, 6), params) for i, params in enumerate(HARMFUL.values())])
     assert {answer.finish_reason for answer in answers} == {"error"}
@@ -81,13 +81,13 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("rule", [rule for rule in VerifyRule if rule != "auto"])
 def test_where_no_token_can_follow_the_request_ends_and_no_role_is_lost(open_engine, rule):
     engine = open_engine(verify=VerifyConfig(rule))
-    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
     running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     for temperature in (0.0, 0.8):
         for impossible in IMPOSSIBLE.values():
-            for speculate in (True, False):
+            for drafter in (None, "none"):
                 sampling = SamplingParams(temperature, max_tokens=30, ignore_eos=True, top_p=0.9, **impossible)
-                ruled_out = engine.submit([6, 5], sampling, speculate=speculate)
+                ruled_out = engine.submit([6, 5], sampling, drafter=drafter)
                 with pytest.raises(EngineError, match=r"^target: no token can follow the first 2: .*bad_words.*"):
                     ruled_out.result(30)
                 assert not ruled_out.token_ids, "a banned token came out"
@@ -109,7 +109,7 @@ def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(o
 
     monkeypatch.setattr(TargetRole, "_verify_input", raising)
     engine = open_engine("ngram", tp=tp)
-    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
     running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     culprit = engine.submit("x", SamplingParams(seed=666))
     with pytest.raises(EngineError, match=r"^target: 2 passes with this request failed \(RuntimeError: index out of"):
@@ -131,7 +131,7 @@ def test_a_request_on_which_the_verdicts_are_refused_ends_and_its_neighbours_do_
 
     monkeypatch.setattr(TargetRole, "_verify", lying)
     engine = open_engine("ngram")
-    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
     running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     with pytest.raises(EngineError, match=r"^target: 2 passes with this request failed \(sent a record that was"):
         engine.submit("x", SamplingParams(seed=666)).result(60)

@@ -153,7 +153,7 @@ def tokens_of(completions):
 
 def test_neighbours_without_the_secret_change_nothing(open_engine):
     engine = open_engine()
-    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
     engine.report(reset=True)
     for strange in ATTACKS:
         failed: list[Exception] = []
@@ -179,7 +179,7 @@ def test_neighbours_without_the_secret_change_nothing(open_engine):
 
 def test_a_client_can_neither_end_the_engine_nor_play_another(open_engine):
     engine = open_engine()
-    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
     running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     by_network = engine.address.replace("127.0.0.1", "localhost")  # not through the memory of this process
     hostile = Link(by_network, "client:default:bad", engine._backend.keys.of("client:default"))
@@ -206,7 +206,7 @@ def test_a_client_can_neither_end_the_engine_nor_play_another(open_engine):
 def test_a_bit_that_flips_on_the_way_ends_a_connection_and_changes_no_token(open_engine, monkeypatch):
     monkeypatch.setattr(client_module, "_RESUME_S", 0.5)
     engine = open_engine()
-    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
     capture = Capture(engine.address)
     with connect(capture.address, engine.secret) as client:
         capture.flips = range(capture.num_chunks + 5, capture.num_chunks + 80, 25)

@@ -99,7 +99,7 @@ def lossy(monkeypatch):
 )
 def test_tokens_are_those_of_plain_decoding(open_engine, lossy, pipeline, drafter):
     engine = open_engine(drafter, pipeline=PipelineConfig(pipeline, adaptive=False))
-    plain = [one.token_ids for one in engine.generate(PROMPTS, SAMPLING, speculate=False)]
+    plain = [one.token_ids for one in engine.generate(PROMPTS, SAMPLING, drafter="none")]
     lossy.is_calm = False
     for _ in range(2):
         assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLING)] == plain
@@ -119,7 +119,7 @@ def test_levels_of_a_cascade_resume_after_losses(open_engine, lossy, half_agreei
     levels = [ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=length) for length in (2, 3, 4)]
     cascade = CascadeDrafterConfig(levels=levels, num_draft_tokens=4, placement=LevelsPlacement.separate)
     engine = open_engine(cascade, pipeline=PipelineConfig(pipeline, adaptive=False))
-    plain = [one.token_ids for one in engine.generate(PROMPTS, SAMPLING, speculate=False)]
+    plain = [one.token_ids for one in engine.generate(PROMPTS, SAMPLING, drafter="none")]
     lossy.is_calm = False
     for _ in range(2):
         assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLING)] == plain

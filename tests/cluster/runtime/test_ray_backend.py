@@ -90,7 +90,9 @@ def status_of(name: str, namespace: str = "specdec") -> str:
 
 
 def pid_of(name: str, namespace: str = "specdec") -> int:
-    return int(re.search(r"pid=(\d+)", status_of(name, namespace))[1])
+    found = re.search(r"pid=(\d+)", status_of(name, namespace))
+    assert found is not None
+    return int(found[1])
 
 
 def gone(pid: int) -> bool:
@@ -225,12 +227,12 @@ def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(o
                     raise RuntimeError("index out of range")
                 return verify_input(role, item, **options)
 
-            TargetRole._verify_input = raising
+            setattr(TargetRole, "_verify_input", raising)  # noqa: B010  the signature is looser
             return ray_actors.RankWorker.run(self, spec, interface)
 
     monkeypatch.setattr(ray_backend, "RankActor", ray.remote(**ray_actors._OPTIONS)(RaisingWorker))
     engine = open_engine_on_ray(drafter=NgramDrafterConfig(min_ngram=1))
-    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
     running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     with pytest.raises(EngineError, match=r"^target: 2 passes with this request failed \(RuntimeError: index out of"):
         engine.submit("x", replace(GREEDY, seed=666)).result(2 * WAIT_S)

@@ -84,10 +84,10 @@ class Clock:
 
 
 class Table:
-    """A drafter over one request whose target takes `pass_s`; `agree` as rank 0 would send it."""
+    """A drafter over one request, which may name one, and whose target takes `pass_s`; `agree` as rank 0 sends it."""
 
-    def __init__(self, lookup, model, clock, pass_s=0.010, **options):
-        self.clock, self.pass_s, self.model = clock, pass_s, model
+    def __init__(self, lookup, model, clock, pass_s=0.010, name=None, **options):
+        self.clock, self.pass_s, self.model, self.name = clock, pass_s, model, name
         self.drafter = AutoDrafter(
             [
                 Member("lookup", lookup, lookup.length, is_shown=True, is_chain=True),
@@ -101,7 +101,7 @@ class Table:
 
     def open(self, prompt_len, first=None):
         """A request of which the role knows the `first` tokens, if not all."""
-        admit = Admit(0, 0, tuple(TEXT[: first or prompt_len]), prompt_len, SamplingParams())
+        admit = Admit(0, 0, tuple(TEXT[: first or prompt_len]), prompt_len, SamplingParams(), drafter=self.name)
         self.context = Context.admitted(admit, None)
         self.drafter.open(self.context)
 
@@ -134,6 +134,15 @@ class Table:
 @pytest.fixture
 def clock():
     return Clock()
+
+
+@pytest.mark.parametrize(("name", "number"), [("lookup", 0), ("model", 1)])
+def test_a_request_that_names_a_drafter_gets_drafts_of_no_other(clock, name, number):
+    """Though the model is the better one, and has to read a long prompt first."""
+    lookup, model = Scripted(clock, 1, 4), Reader(clock, 4, 4, call_s=0.001, read_s=0.01)
+    table = Table(lookup, model, clock, name=name)
+    table.request(300)
+    assert number in table.used and {*table.used} <= {number, NO_DRAFTER}
 
 
 def test_the_one_with_the_most_tokens_per_second_drafts(clock):

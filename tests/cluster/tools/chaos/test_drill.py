@@ -129,7 +129,7 @@ def run_drill(
     config = replace(config, target=replace(config.target, tp=tp, kv_slots=1_400))
     before = shared_memory(), {child.pid for child in psutil.Process().children(recursive=True)}
     with Engine(config, log_dir=log_dir) as engine:
-        plain = engine.generate([prompt.content for prompt in PROMPTS], SAMPLING, speculate=False)
+        plain = engine.generate([prompt.content for prompt in PROMPTS], SAMPLING, drafter="none")
         drill = Drill(engine, PROMPTS, SAMPLING, [one.token_ids for one in plain])
         planned = plan(sorted(engine.pids()))
         drill.run(planned, DrillConfig(concurrency=3, spacing_s=spacing_s), lambda _: None)
@@ -209,7 +209,7 @@ def test_a_level_that_dies_too_often_is_left_out(launch, tmp_path, half_agreeing
     config = launch(DrillConfig(), cluster=cluster, drafter=replace(levels, levels=levels.levels[1:]))
     contents, sampling = [prompt.content for prompt in PROMPTS], replace(SAMPLING, max_tokens=100)
     with Engine(config, log_dir=tmp_path) as engine:
-        plain = [one.token_ids for one in engine.generate(contents, sampling, speculate=False)]
+        plain = [one.token_ids for one in engine.generate(contents, sampling, drafter="none")]
         for _ in range(2):
             known, pid = len(engine.supervisor.incidents), engine.pids()["draft2-0"]
             os.kill(pid, signal.SIGKILL)
@@ -260,6 +260,7 @@ def test_a_dead_driver_leaves_no_rank_and_no_coordinator(launch):
     driver = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     try:
+        assert driver.stdout is not None
         actors = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
         ray_processes = psutil.Process(driver.pid).children(recursive=True)
     finally:
