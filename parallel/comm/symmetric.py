@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 MOST_BYTES = {4: 1 << 19, 8: 1 << 18}
-"""Of a tensor, by the number of ranks at most, since each reads the tensors of all: vLLM's bounds for its own one-shot
-sum. Larger sums are NCCL's, and all those of more ranks."""
+"""Largest tensor in bytes, by the number of ranks, since each reads the tensors of all: vLLM's bounds for its own
+one-shot sum. Larger sums are NCCL's, and all those of more ranks."""
 _DTYPES = (torch.float32, torch.bfloat16)
 _WIDTH = 16
 _met: list[str] = []

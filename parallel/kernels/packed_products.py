@@ -21,7 +21,7 @@ _BLOCK_MERGED = 1024
 _PROGRAMS_PER_PROCESSOR = 2
 """At least, by splitting the inputs: enough to hide the latency of memory. Not measured."""
 _PROCESSORS = 132
-"""Of an H100, for the number of parts on a device that has no such number."""
+"""Processors of an H100, which stand for those of a device that does not tell their number."""
 _CODES = {"int4": torch.int32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _SYMMETRIC_ZERO = 8
 

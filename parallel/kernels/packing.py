@@ -27,7 +27,7 @@ class Packing:
     kind: Literal["int4", "int8", "fp8"]
     group: int = 0
     has_zeros: bool = False
-    """Of int4; without them 8 is the zero point."""
+    """Whether int4 codes have zero points of their own; without them it is 8."""
     scale_bytes: int = 4
 
     @property
@@ -45,7 +45,7 @@ class Packing:
         return self.span >= _LEAST_SPAN
 
     def num_words(self, inputs: int) -> int:
-        """Of an output: whole stretches of inputs, filled up with zeros."""
+        """Words of one output: whole stretches of inputs, filled up with zeros."""
         return -(-inputs // (self.per_word * self.span)) * self.span
 
     def num_groups(self, inputs: int) -> int:

@@ -21,15 +21,15 @@ HfConfig = Mapping[str, Any]
 MOST_LAYERS = 4096
 Layers = Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
 Size = Annotated[int, Meta(ge=1, le=2**22)]
-"""Of a vector."""
+"""Numbers of a vector."""
 Tokens = Annotated[int, Meta(ge=1, le=2**24)]
-"""Of a vocabulary."""
+"""Tokens of a vocabulary."""
 TokenId = Annotated[int, Meta(ge=0, lt=2**24)]
 Positions = Annotated[int, Meta(ge=1, le=2**30)]
 Heads = Annotated[int, Meta(ge=1, le=2**14)]
 Factor = Annotated[float, Meta(gt=0, le=1e6)]
 Base = Annotated[float, Meta(gt=1, le=1e15)]
-"""Of rotary frequencies."""
+"""The base of rotary frequencies."""
 Cap = Annotated[float, Meta(ge=0, le=1e9)]
 """A soft cap; 0 for none."""
 StopToken = Annotated[int, Meta(ge=-1, lt=2**31)]
@@ -89,7 +89,7 @@ class QuantizationFields(TypedDict, total=False):
 
 
 class DecoderFields(TypedDict, total=False):
-    """Of all families."""
+    """The fields that every family reads."""
 
     architectures: list[str] | str | None
     model_type: str | None

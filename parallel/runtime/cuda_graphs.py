@@ -58,7 +58,7 @@ class StepChoice(Protocol):
         ...
 
     def part(self, start: int, stop: int) -> Self:
-        """Of these steps alone."""
+        """The choice of these steps alone."""
         ...
 
     def tensors(self) -> list[Tensor]: ...
@@ -100,8 +100,8 @@ class CapturedPasses:
         self._memory = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream | None = None  # of captures: torch's default belongs to one device
         self._logits: Tensor | None = None
-        """Of the last pass that was replayed: a row of a large vocabulary takes as much memory as dozens of rows of
-        hidden states, so graphs have no logits of their own."""
+        """Logits of the last pass that was replayed. A row of a large vocabulary takes as much memory as dozens of
+        rows of hidden states, so graphs have none of their own."""
         decoder.group.hold(self)
 
     def __len__(self) -> int:
@@ -233,7 +233,7 @@ def _inputs(plan: PassPlan) -> list[Tensor]:
 
 
 def _shapes(plan: PassPlan) -> list[object]:
-    """Of the inputs that are none of the attention."""
+    """Shapes of the inputs that do not belong to the attention."""
     entering = None if plan.entering is None else plan.entering.shape
     return [None if plan.logit_rows is None else len(plan.logit_rows), entering]
 

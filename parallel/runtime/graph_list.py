@@ -36,9 +36,9 @@ class GraphList:
 
 
 _RESULTS = 4
-"""Of a pass, in hidden states: the last ones and three residual streams that a drafter reads."""
+"""Results of a pass in rows of hidden states: the last ones and three residual streams that a drafter reads."""
 LAYER_BYTES = 256 << 10
-"""Of device memory for a layer of a graph: estimated, not measured."""
+"""Device memory that a graph takes for each layer: estimated, not measured."""
 
 
 def graph_shapes(max_num_seqs: int, most_rows: int, max_num_batched_tokens: int) -> list[GraphShape]:
@@ -63,7 +63,7 @@ def chain_lengths(most: int) -> list[int]:
 
 
 def chain_shapes(max_num_seqs: int, most_steps: int) -> list[ChainShape]:
-    """Of all lengths, for all numbers of sequences up to the one that holds these."""
+    """Chains of all lengths, for all numbers of sequences up to the first that holds `max_num_seqs`."""
     return [(batch, steps) for batch in reversed(_powers(max_num_seqs)) for steps in chain_lengths(most_steps)]
 
 

@@ -37,7 +37,7 @@ class ModelMemory:
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    """Of KV rows."""
+    """The type in which KV rows are stored."""
     max_model_len: int
     num_slots: int
     weight_bytes: int
@@ -84,7 +84,7 @@ class DeviceShare:
 
 
 def total_bytes(device: str) -> int:
-    """Of the whole device."""
+    """Memory of the whole device."""
     return torch.cuda.mem_get_info(torch.device(device))[1]
 
 

@@ -22,9 +22,9 @@ from parallel.model.partition import LayerLayout
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STORED_BYTES = {**ITEM_BYTES, "int8": 1}
 SCALE_BYTES = 4
-"""Of every output of an int8 matrix."""
+"""Scale of one output of an int8 matrix."""
 COLUMN_BYTES = 8
-"""Of every row of a head that has only some: the place of its logit."""
+"""Place of the logit of one row, where a head has only some."""
 
 
 def dtype_name(name: str, device: str) -> str:
@@ -63,7 +63,7 @@ def weights_name(weights: str, dtype: str, device: str, path: str = "", *, has_k
 
 
 def kv_item_bytes(kv_dtype: str, dtype: str) -> int:
-    """Of a number in a KV row, by `target.kv_dtype` and the model's type."""
+    """Bytes of one number in a KV row, by `target.kv_dtype` and the model's type."""
     return 1 if kv_dtype == "fp8" else ITEM_BYTES[dtype]
 
 

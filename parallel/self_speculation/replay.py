@@ -47,7 +47,7 @@ class ReplayedRows:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of the target's norm and head, [T, V] float32."""
+        """Logits by the target's norm and head, [T, V] float32."""
         return self.decoder.head(self.decoder.normalize(hidden)).float()
 
 

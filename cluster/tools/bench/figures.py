@@ -129,7 +129,7 @@ def ratios(trials: Sequence[Trial]) -> dict[str, Spread]:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Of the values that were measured; None without one."""
+    """Spread of the values that were measured; None without one."""
     known = [value for value in values if value is not None]
     return _spread(known) if known else None
 

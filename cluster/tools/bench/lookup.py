@@ -77,7 +77,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class LookupCost:
-    """Of one drafter after one length of text; microseconds and bytes."""
+    """Costs of one drafter after one length of text, in microseconds and bytes."""
 
     propose_us: float
     propose_p99_us: float

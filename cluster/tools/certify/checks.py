@@ -199,8 +199,8 @@ def check_distribution(fits: Sequence[GoodnessOfFit], significance: float, power
     details = [
         "## The smallest bias the samples could have shown",
         "",
-        "Output that differs from the target's law by at least this total variation would have been found with",
-        f"probability {power:.0%}, at {significance:.1%} for one false alarm among all comparisons.",
+        "Output that differs from the target's distribution by at least this total variation would have been found",
+        f"with probability {power:.0%}, at {significance:.1%} for one false alarm among all comparisons.",
         "Tokens expected less than ten times are counted as one. What is smaller is left to enumerations in the tests.",
         "",
         *(f"- {kind}: {bound:.3f}" for kind, bound in visible.items() if bound is not None),
@@ -209,7 +209,7 @@ def check_distribution(fits: Sequence[GoodnessOfFit], significance: float, power
     if alarms:
         details += [*(f"- does not fit: {fit.name}" for fit in alarms), ""]
     return Check(
-        "law at the model's vocabulary",
+        "distribution at the model's vocabulary",
         not alarms,
         f"{num_draws} verifications, {len(fits)} comparisons: {len(alarms)} do not fit; "
         f"smallest p-value {1.0 if smallest is None else smallest:.1e}",
@@ -235,7 +235,7 @@ def notes_of(outputs: Sequence[OutputPair], rule: VerifyRule, draft_vocab_size: 
             "no draft token was accepted anywhere: identity shows that speculation did no harm, not that it ran"
         )
     if all(is_greedy(output.sampling) for output in outputs):
-        notes.append("only greedy decoding was asked for: no law was tested; add job.temperatures=[0,1]")
+        notes.append("only greedy decoding was asked for: no distribution was tested; add job.temperatures=[0,1]")
     elif rule is not VerifyRule.coupled:
         notes.append(f"verify.rule={rule} keeps the law of sampled tokens, not the tokens: those are compared as a law")
     if draft_vocab_size != vocab_size:

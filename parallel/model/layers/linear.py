@@ -42,7 +42,7 @@ class ColumnLinear(Layer):
         return self.weight.multiply(x, self.bias)
 
     def gated(self, x: Tensor) -> Tensor:
-        """Of two parts: silu of the first times the second."""
+        """The product has two parts; returns silu of the first times the second."""
         if self.uses_triton:
             return triton_launch.gated(self(x))
         return self.weight.multiply_gated(x, self.bias)

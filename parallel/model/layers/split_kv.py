@@ -38,7 +38,7 @@ _PENDING_PER_ROW = 8
 _FEW_PROCESSORS = 2  # where the device does not say
 _MERGED_AT_ONCE = 16
 _END, _WHOLE, _LIMIT = 3, 4, 5
-"""Of the fields of an item, those that move with the text (`triton_attention.FIELDS`)."""
+"""Fields of an item that change with the length of the text (`triton_attention.FIELDS`)."""
 _FP8_CAPABILITY = 8, 9
 """From which on Triton converts to and from FP8."""
 

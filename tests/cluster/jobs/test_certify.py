@@ -18,7 +18,7 @@ from tests.actors.verification.rule_enumeration import PatchedSource
 from tests.cluster.config.quick_loading import load_quickly
 
 LAW, IDENTITY, ROUNDING = (
-    "law at the model's vocabulary",
+    "distribution at the model's vocabulary",
     "token identity",
     "rounding",
 )
@@ -120,7 +120,7 @@ def test_a_rejection_rule_that_accepts_always_fails_everywhere(run_certify, monk
     monkeypatch.setitem(RULES, "rejection", accept_always)
     certificate, error = run_certify("rejection")
     assert failed(certificate) == {IDENTITY, LAW}
-    assert error.startswith("certificate: FAILED at token identity, law at the model's vocabulary")
+    assert error.startswith("certificate: FAILED at token identity, distribution at the model's vocabulary")
     (first, *_) = check(certificate, IDENTITY)["divergences"]
     assert first["plain"]["token_ids"] != first["speculative"]["token_ids"] and first["after"] and not first["is_tie"]
     assert "NOT a tie" in (tmp_path / "certificate.md").read_text()
