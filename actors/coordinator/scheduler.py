@@ -3,18 +3,20 @@
 A pure state machine over lengths; it never sees a tensor, a socket or a clock. Requests join and leave between rounds,
 and long prompts are fed in chunks. Places are given to clients in turn (`waiting.py`), and while several clients have
 requests, each has at most an even share of the places and of the rows of text, be there more: a pass with less of one
-client is faster for the others, who have no use for what is left. A client above its share gives places up to one that
-waits below its own. When the KV pool runs short, the
-youngest sequences first lose their draft tokens, then their place: they return to the front of the queue and are
-recomputed later, with the same tokens. A request with which a pass raised is tested in passes of its own, so that the
-next failure shows whose it is.
+client is faster for the others, who have no use for what is left. A client with more places or slots than another
+gives some up for a request of that one. When the KV pool runs short, sequences first lose their draft tokens, then the
+youngest of the client with the most slots its place, but never the oldest of all: they return to the front of the
+queue and are recomputed later, with the same tokens. A request with which a pass raised is tested in passes of its
+own, so that the next failure shows whose it is.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sized
+from collections.abc import Callable, Collection, Iterable, Sized
+from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
+from math import inf
 
 from actors.coordinator.sequence import Sequence
 from actors.coordinator.waiting import WaitingQueue
@@ -118,24 +120,20 @@ class Scheduler:
 
     def _fill_batch(self, plan: RoundPlan) -> None:
         """Move waiting sequences into the batch while seats, rows and slots last, and none is on probation."""
-        is_tested = self.tested is not None
+        is_tested, blocked, least = self.tested is not None, list[int](), inf
         while self.waiting and not is_tested:
-            places = self._places()
-            sequence = self.waiting.first(self._full(places, plan.admitted))
-            if sequence is None:
-                return
+            sequence = self.waiting.first([*self._full(self._places(), plan.admitted), *blocked])
+            if sequence is None or self._held(sequence.request.scope) + _slots_of(sequence) > least:
+                return  # a request that needs many slots is not overtaken by those of clients with more than its own
             is_tested = sequence.probation > 0
             if is_tested and plan.admitted:
                 return  # it is admitted by itself too
-            victim = self._owed_place(sequence, places) if len(self.running) >= self.limits.max_num_seqs else None
-            if len(self.running) - (victim is not None) >= self.limits.max_num_seqs:
-                return
-            promised = sum([other.prefix_len + 1 for other in self.running if other is not victim])
-            if self.running and promised + sequence.prefix_len + 1 > self.capacity.kv_slots:
-                return
+            if (victims := self._owed_room(sequence)) is None:
+                blocked.append(sequence.request.scope)
+                least, is_tested = min(least, self._held(sequence.request.scope)), False
+                continue
             self.waiting.take(sequence)
-            if victim is not None:
-                self._vacate(victim, plan)
+            self._vacate(victims, plan)
             self.running.append(sequence)
             plan.admitted.append(sequence)
 
@@ -154,20 +152,30 @@ class Scheduler:
         new = Counter([sequence.request.scope for sequence in admitted])
         return [scope for scope, weight in places.items() if weight >= share or new[scope] >= MOST_NEW]
 
-    def _owed_place(self, sequence: Sequence, places: Counter[int]) -> Sequence | None:
-        """The youngest sequence of the client with the most places, if it keeps as many as the client of `sequence`
-        will have; else there would be no end of changes."""
-        ((scope, weight),) = places.most_common(1)
-        victim = next(other for other in reversed(self.running) if other.request.scope == scope)
-        is_owed = weight - victim.weight >= places[sequence.request.scope] + sequence.weight
-        return victim if is_owed else None
+    def _owed_room(self, sequence: Sequence) -> list[Sequence] | None:
+        """The sequences that give up the place and the slots which this one needs; None if it has to wait."""
+        staying = [*self.running]
+        while staying:
+            num_slots = sum([*map(_slots_of, staying), _slots_of(sequence)])
+            if len(staying) >= self.limits.max_num_seqs:
+                victim = _owed(sequence, staying, lambda other: other.weight)
+            elif num_slots > self.capacity.kv_slots:
+                victim = _owed(sequence, staying, _slots_of)
+            else:
+                break
+            if victim is None:
+                return None
+            staying.remove(victim)
+        return [other for other in self.running if other not in staying]
 
-    def _vacate(self, victim: Sequence, plan: RoundPlan) -> None:
-        self.preempt([victim])
-        if victim in plan.admitted:
-            plan.admitted.remove(victim)
-        else:
-            plan.preempted.append(victim)
+    def _held(self, scope: int) -> int:
+        """Slots of a client's running sequences."""
+        return sum([_slots_of(sequence) for sequence in self.running if sequence.request.scope == scope])
+
+    def _vacate(self, victims: Collection[Sequence], plan: RoundPlan) -> None:
+        self.preempt(victims)
+        plan.preempted += [victim for victim in victims if victim not in plan.admitted]
+        plan.admitted = [sequence for sequence in plan.admitted if sequence not in victims]
 
     def plan(self, held: Collection[int] = ()) -> RoundPlan:
         """The rows of the next pass, with the proposals that the sequences hold; requests in `held` sit it out."""
@@ -229,7 +237,8 @@ class Scheduler:
             needed -= _num_draft_tokens(proposal)
             demands[i] = (sequence, rows, None)
         while needed > free:
-            victim = self.running.pop()
+            victim = _youngest(self.running[1:], _slots_of)[0]
+            self.running.remove(victim)
             needed -= sum(rows for sequence, rows, _ in demands if sequence is victim)
             demands[:] = [demand for demand in demands if demand[0] is not victim]
             free += victim.cached_len
@@ -240,6 +249,27 @@ class Scheduler:
 
 def _num_draft_tokens(proposal: Proposal | None) -> int:
     return proposal.tree.num_draft_tokens if proposal else 0
+
+
+def _slots_of(sequence: Sequence) -> int:
+    return sequence.prefix_len + 1
+
+
+def _youngest(sequences: Series[Sequence], size: Callable[[Sequence], int]) -> tuple[Sequence, int]:
+    """The last sequence of the client with the most in all, and how much that is."""
+    held: Counter[int] = Counter()
+    for sequence in sequences:
+        held[sequence.request.scope] += size(sequence)
+    ((scope, amount),) = held.most_common(1)
+    return next(sequence for sequence in reversed(sequences) if sequence.request.scope == scope), amount
+
+
+def _owed(waiting: Sequence, running: Series[Sequence], size: Callable[[Sequence], int]) -> Sequence | None:
+    """The sequence that makes room for the waiting one, if its client keeps as much as the client of that one will
+    have; else there would be no end of changes."""
+    victim, amount = _youngest(running, size)
+    own = sum([size(other) for other in running if other.request.scope == waiting.request.scope])
+    return victim if amount - size(victim) >= own + size(waiting) else None
 
 
 def _share(amount: int, clients: Sized) -> int:

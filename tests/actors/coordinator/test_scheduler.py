@@ -356,6 +356,19 @@ def test_no_place_is_given_up_for_a_request_that_does_not_fit_the_pool():
     assert not scheduler.plan().preempted
 
 
+def test_a_client_that_fills_the_pool_gives_slots_up_to_one_that_comes():
+    scheduler = Scheduler(SchedulerConfig(8), Capacity(40, 64))
+    for request_id in range(4):
+        scheduler.add(sequence_of(8, 20, request_id))
+    follow(scheduler.plan())
+    for request_id in (4, 5):
+        scheduler.add(sequence_of(8, 20, request_id, scope=1))
+    plan = scheduler.plan()
+    assert {one.request_id for one in plan.preempted} == {2, 3} and [one.request_id for one in plan.admitted] == [4, 5]
+    follow(plan)
+    assert not scheduler.plan().admitted and count_scopes(scheduler.running) == {0: 2, 1: 2}
+
+
 def test_a_client_has_an_even_share_of_the_rows_of_text():
     scheduler = crowded(SchedulerConfig(9, 20, 16), 3, prompt_len=30)
     arrive(scheduler, 1, 8)
