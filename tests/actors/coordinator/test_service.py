@@ -280,7 +280,7 @@ def test_the_longest_request_fits_the_limit_of_clients_and_a_longer_record_does_
         stop=("\U0001f40d" * 128,) * 64,
         stop_token_ids=(widest,) * 128,
     )
-    longest = Request(1, (widest,) * (FACTS["max_model_len"] - 1), sampling, True, (widest,))
+    longest = Request(1, (widest,) * (FACTS["max_model_len"] - 1), sampling, None, (widest,))
     assert 2 * len(CODEC.encode(longest)) > LONGEST_FIELDS
     stage.send(name, longest)
     assert "token" in stage.receive(name).error, "it is read, and has tokens that the target lacks"

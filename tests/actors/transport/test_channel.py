@@ -67,7 +67,7 @@ PROPOSAL = Proposal(
     (SparseDistribution((8, 9), (0.25, 0.75)), None, None),
 )
 RECORDS = [
-    Request(5, (1, 2, 3), SAMPLING, False),
+    Request(5, (1, 2, 3), SAMPLING, "none"),
     Abort(5),
     Tokens(5, 2, (7, 8), "stop", RequestStats(1, 2, 1, (0, 1), 3), "why"),
     Tokens(5, 0, (7,)),
