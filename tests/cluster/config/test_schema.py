@@ -305,6 +305,23 @@ def test_bad_words_are_banned_with_and_without_a_space_before():
     assert load_config(["sampling.bad_words=[foo]"]).sampling_params(tokenizer).bad_words == ((1,), (2,))
 
 
+@pytest.mark.parametrize(
+    ("plain", "spaced", "banned"),
+    [
+        ([1], [2], ((1,), (2,))),
+        ([1, 5], [2, 5], ((1, 5), (2, 5))),
+        ([1], [9, 1], ((1,),)),  # the space is a token of its own
+        ([1, 5], [1, 5], ((1, 5),)),  # the tokenizer drops it
+        ([1, 5], [2], ((1, 5),)),
+    ],
+)
+def test_a_spaced_word_is_banned_where_the_space_is_part_of_its_first_token(plain, spaced, banned):
+    ids = {"foo": plain, " foo": spaced}
+    tokenizer: Any = SimpleNamespace(encode=lambda text, add_special_tokens: SimpleNamespace(ids=ids[text]))
+    config = load_config(["sampling.bad_words=[foo]"])
+    assert config.sampling_params(tokenizer).bad_words == banned
+
+
 # --- refusals: field, what is wrong, remedy -------------------------------------------------------------------------
 
 
@@ -337,6 +354,10 @@ def test_bad_words_are_banned_with_and_without_a_space_before():
         (["sampling.stop=${target}"], "sampling.stop: must be array, got TargetConfig; the default is []"),
         (["sampling.stop=[${target}]"], "sampling.stop[0]: "),
         (["scheduler=${target}"], "scheduler: must be object, got TargetConfig; set its keys"),
+        (
+            ["job=passes", "job.layer_groups=[2,4]"],
+            "job.layer_groups=[2, 4]: must all be between 1 and job.ranks=2",
+        ),
         (["job=passes", "job.rows=[{a:1}]"], "job.rows[0]={'a': 1}: must be int; the default is [1, 8]"),
         (["sampling.logit_bias=${target}"], "sampling.logit_bias: must be object, got TargetConfig; the default is {}"),
         (["sampling.logit_bias={1:{a:1}}"], "sampling.logit_bias[...]: must be float, got object; the default is {}"),

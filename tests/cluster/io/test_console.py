@@ -4,7 +4,16 @@ import io
 
 from rich.console import Console
 
-from cluster.io.console import ABSENT, COMPLETION_LINES, COMPLETION_SHOWN, Terminal, figure, percent, trimmed
+from cluster.io.console import (
+    ABSENT,
+    COMPLETION_LINES,
+    COMPLETION_SHOWN,
+    PIPE_WIDTH,
+    Terminal,
+    figure,
+    percent,
+    trimmed,
+)
 
 
 def captured() -> tuple[Terminal, io.StringIO]:
@@ -21,6 +30,15 @@ def test_long_completions_are_trimmed_and_say_so():
 def test_what_was_not_measured_is_a_dash():
     assert (figure(None), percent(None)) == (ABSENT, ABSENT)
     assert (figure(1234.567, 1), figure(2.0, 2, "x"), percent(0.256)) == ("1,234.6", "2.00x", "26%")
+
+
+def test_only_a_pipe_of_its_own_has_a_width_that_suits_logs(capsys):
+    Terminal().line("x")  # standard output, which is captured here and no terminal
+    Terminal().table("", ("name", "says"), [("a", "b" * (PIPE_WIDTH - 20))])
+    assert "b" * (PIPE_WIDTH - 20) in capsys.readouterr().out
+    terminal, out = captured()
+    terminal.table("", ("name", "says"), [("a", "b" * (PIPE_WIDTH - 20))])
+    assert max(map(len, out.getvalue().splitlines())) == 100
 
 
 def test_text_of_models_is_shown_as_it_is():
