@@ -55,7 +55,7 @@ def test_its_models_are_those_of_all_drafters_and_levels():
 
 def test_drafters_of_one_name_are_numbered():
     three = auto(SMALL, SuffixDrafterConfig(), LARGE)
-    assert [three.drafter_name(i) for i in range(3)] == ["0-model", "suffix", "2-model"]
+    assert list(three.member_names) == ["0-model", "suffix", "2-model"]
 
 
 @pytest.mark.parametrize("rule", [VerifyRule.coupled, VerifyRule.rejection, VerifyRule.block])
