@@ -22,6 +22,7 @@ from actors.protocol.messages import (
     DraftPreview,
     DraftPreviewBatch,
     FeatureExport,
+    LevelWork,
     Proposal,
     ProposalBatch,
     Report,
@@ -228,6 +229,8 @@ REFUSED = {
     "a probability above one": ("draft-0#0", proposals(proposal(distributions=WIDE))),
     "a draft that lasts without end": ("draft-0#0", proposals(proposal(), finished=inf)),
     "a pass that lasts without end": ("draft-0#0", proposals(ahead=((0.0, nan, False),))),
+    "work of a level without end": ("draft-0#0", proposals(levels=(LevelWork("ngram", busy_s=inf),))),
+    "work of a level at no time": ("draft-0#0", proposals(levels=(LevelWork("ngram", spans=((0.0, nan),)),))),
     "a preview that is no tree": ("draft-0#0", preview(TokenTree((4, 5), (0, 0)))),
     "a preview without a value per node": ("draft-0#0", preview(TokenTree.chain(4, [5]), (0.0,))),
 }

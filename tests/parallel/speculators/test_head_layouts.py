@@ -18,6 +18,7 @@ from torch import Tensor
 
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
+from parallel.speculators.heads.cells import HeadsConfig
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables, read_speculator
 from tests.parallel.conftest import Checkpoint
@@ -265,6 +266,17 @@ def test_a_published_checkpoint_gives_its_own_logits(llama: Checkpoint, tmp_path
     embedded = tables.embedding.embed(torch.tensor(TOKENS))
     for ours, theirs in zip(logits, expected(features[-1], embedded), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rnn", [True, False, None])
+def test_redrafters_steps_are_recurrent_where_its_file_says_so(tmp_path: Path, rnn: bool | None) -> None:
+    write_redrafter(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text()) | {"rnn": rnn}
+    if rnn is None:
+        del fields["rnn"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = read_speculator(tmp_path)
+    assert isinstance(config, HeadsConfig) and config.recurrent is bool(rnn)
 
 
 @pytest.mark.parametrize(
