@@ -48,8 +48,8 @@ class MoodyPolicy(Policy):
             self._mode = self._choose.choice([mode for mode in Mode if mode is not Mode.trial])
 
     def caught_up(self) -> None:
-        if self._mode is Mode.catch_up:
-            self._mode = Mode.trial
+        assert self._mode is Mode.catch_up, "only then the drafter reads what it missed"
+        self._mode = Mode.trial
 
     def release(self, request_id: int) -> None:
         self._lengths.pop(request_id, None)
