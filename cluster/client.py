@@ -33,6 +33,8 @@ from cluster.io.text import load_tokenizer
 
 _LEAD = "target-0"
 _POLL_S = 0.2
+_REFUSED_AGAIN_S = 1.5
+"""A key that is not admitted is refused again within this; one that connects too often fails every two seconds."""
 _RESUME_S = 5.0
 """A request without tokens for so long is sent again: it may be queued, or the record may be lost."""
 _REPORT_S = 30.0
@@ -343,13 +345,15 @@ def connect(
 
 def _first_ready(connection: Connection, timeout_s: float) -> Ready:
     """What the lead of the target measured at its start."""
-    deadline = time.monotonic() + timeout_s
+    deadline, refused_at = time.monotonic() + timeout_s, float("-inf")
     while (left_s := deadline - time.monotonic()) > 0:
         record = connection.receive(min(left_s, _POLL_S))
         if isinstance(record, Ready) and identity_of(record.role, record.rank) == _LEAD:
             return record
         if record is None and connection.is_refused():
-            raise EngineError(f"{connection.address}: the engine there does not admit this key; see {_SECRET}")
+            if time.monotonic() - refused_at < _REFUSED_AGAIN_S:
+                raise EngineError(f"{connection.address}: the engine there does not admit this key; see {_SECRET}")
+            refused_at = time.monotonic()
     raise EngineError(f"{connection.address}: no engine answered within {timeout_s:.0f} s")
 
 

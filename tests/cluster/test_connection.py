@@ -11,6 +11,7 @@ import pytest
 from actors.coordinator.clients import OUT
 from actors.protocol.membership import Hello, Ready, Stop
 from actors.protocol.messages import Abort, Request, SamplingParams
+from actors.transport import admission
 from actors.transport.channel import Hub
 from actors.transport.keys import FIRST_CLIENT, HubKeys, LinkKey
 from cluster import client as module
@@ -141,6 +142,14 @@ def test_a_key_is_a_text_or_a_file_given_or_in_the_environment(engine, tmp_path,
 def test_two_clients_with_one_key_have_links_of_their_own(engine):
     with connect(engine.address, KEY.text), connect(engine.address, KEY.text):
         assert len({link for link, record in engine.heard if isinstance(record, Hello)}) == 2
+
+
+def test_a_client_whose_key_connects_too_often_waits(engine, monkeypatch):
+    """Its handshakes fail unanswered, which is no refusal of its key."""
+    monkeypatch.setattr(admission, "CONNECTS_BURST", 2)
+    monkeypatch.setattr(admission, "CONNECTS_PER_S", 0.5)
+    with connect(engine.address, KEY.text), connect(engine.address, KEY.text) as late:
+        assert late.ready["target-0"].facts["vocab_size"] == 97
 
 
 def test_the_defaults_of_a_client_are_those_it_was_given(engine, tiny_checkpoint):

@@ -330,7 +330,7 @@ def elsewhere(work: Callable[..., Iterator[None]], *place: str) -> Iterator[Call
     is_ready, may_begin = spawn.Event(), spawn.Event()
     process = spawn.Process(target=begin_when_asked, args=(work, place, is_ready, may_begin), daemon=True)
     process.start()
-    is_ready.wait()
+    assert is_ready.wait(WAIT_S), "it ended before it began"
     yield may_begin.set
     process.terminate()
     process.join()
