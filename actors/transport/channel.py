@@ -317,7 +317,7 @@ class Hub(_Endpoint):
 
     def _check_cost(self, client: str, size: int) -> None:
         if self._meter.is_overspent(client):
-            raise CodecError(f"its records take more than {work_meter.KEY_SHARE:.0%} of the coordinator's time")
+            raise CodecError(f"its records take more than {work_meter.KEY_SHARE:.1%} of the coordinator's time")
         if size > self._longest_of_client:
             raise CodecError(f"{size} bytes are more than the {self._longest_of_client} of the longest request")
 
