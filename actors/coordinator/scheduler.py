@@ -2,12 +2,12 @@
 
 A pure state machine over lengths; it never sees a tensor, a socket or a clock. Requests join and leave between rounds,
 and long prompts are fed in chunks. Places are given to clients in turn (`waiting.py`), and while several clients have
-requests, each has at most an even share of the places and of the rows of text, be there more: a pass with less of one
-client is faster for the others, who have no use for what is left. A client with more places or slots than another
-gives some up for a request of that one. When the KV pool runs short, sequences first lose their draft tokens, then the
-youngest of the client with the most slots its place, but never the oldest of all: they return to the front of the
-queue and are recomputed later, with the same tokens. A request with which a pass raised is tested in passes of its
-own, so that the next failure shows whose it is.
+requests, each has at most an even share of the places and of the rows of text, even if some stay empty: a pass with
+less of one client is faster for the others. A client with more places or slots than another gives some up for a request
+of that one. When the KV pool runs short, sequences first lose their draft tokens, then the youngest of the client with
+the most slots its place, but never the oldest of all: they return to the front of the queue and are recomputed later,
+with the same tokens. A request with which a pass raised is tested in passes of its own, so that the next failure shows
+whose it is.
 """
 
 from __future__ import annotations
