@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from actors.protocol.sampling_params import ADDED_PENALTY, REPETITION_PENALTY, SEED, TEMPERATURE, SamplingParams
-from actors.ranges import OneOf, Range, Section, require
+from parallel.ranges import OneOf, Range, Section, require
 
 CHECKPOINT = "give a directory with a Hugging Face checkpoint, or a hub id"
 MAX_RANKS = 1024

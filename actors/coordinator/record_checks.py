@@ -23,8 +23,8 @@ from actors.protocol.messages import (
     VerdictBatch,
     check_tokens,
 )
-from actors.ranges import LARGEST
 from actors.transport.channel import link_name
+from parallel.ranges import LARGEST
 
 _OF_CLIENTS = (Request, Abort, ReportOrder, Hello)
 _OF_OWNER = (*_OF_CLIENTS, RankLost, Stop, ClientKeys)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.options import PipelineName, SchedulerConfig, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingKind
-from actors.ranges import Choice, require
 from actors.topology import TOP
 from actors.verification.compatibility import DraftTrait
+from parallel.ranges import Choice, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter

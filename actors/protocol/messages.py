@@ -33,7 +33,7 @@ from typing import Any
 
 from actors.protocol.sampling_params import SamplingParams
 from actors.protocol.token_tree import TokenTree
-from actors.ranges import LARGEST
+from parallel.ranges import LARGEST
 
 HASH_SEED = 0xCBF29CE484222325
 _HASH_PRIME = 0x100000001B3

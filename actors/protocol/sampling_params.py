@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from actors.ranges import Range, check_ranges
+from parallel.ranges import Range, check_ranges
 
 TEMPERATURE = Range(1e-5, 1000, zero="greedy")
 """Less overflows when float32 logits are divided by it, more leaves nothing of them."""

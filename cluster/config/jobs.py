@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from actors.options import MAX_RANKS, Parallel, PipelineName
 from actors.protocol.sampling_params import TEMPERATURE
-from actors.ranges import Choice, OneOf, Range, require
+from parallel.ranges import Choice, OneOf, Range, require
 
 STAGES = ("tokenizer", "target", "continuations", "drafter", "report")
 """Stages of `job=train` in the order in which they must run; each reads what earlier ones left in `job.out`."""

@@ -17,8 +17,8 @@ from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from actors.ranges import OneOf, bound_of
 from cluster.config.schema import CHOICES, LaunchConfig
+from parallel.ranges import OneOf, bound_of
 
 SECTIONS = ("target", "drafter", "verify", "pipeline", "placement", "cluster", "sampling", "scheduler", "job")
 """Groups and sections in the order of the page."""

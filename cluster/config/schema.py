@@ -26,8 +26,8 @@ from actors.options import (
     VerifyRule,
 )
 from actors.protocol.messages import SamplingParams
-from actors.ranges import Range, Section, require
 from cluster.config.jobs import JOBS
+from parallel.ranges import Range, Section, require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from actors.options import VerifyRule
-from actors.ranges import require
 from actors.verification.compatibility import check_scheme
+from parallel.ranges import require
 
 if TYPE_CHECKING:
     from cluster.config.schema import LaunchConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.lookup.corpus_config import CorpusDrafterConfig
 from actors.drafters.scoped import Share
-from actors.ranges import Range
+from parallel.ranges import Range
 
 if TYPE_CHECKING:
     from actors.drafters.adjacency.aded import AdedDrafter

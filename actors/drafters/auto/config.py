@@ -11,9 +11,9 @@ from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, Type
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
-from actors.ranges import Range, require
 from actors.topology import TOP
 from actors.verification.compatibility import DraftTrait
+from parallel.ranges import Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter

@@ -13,8 +13,8 @@ from actors.drafters.model.config import Draws, ModelDrafterConfig, Strategy, Tr
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
-from actors.ranges import Range, check_ranges, require
 from actors.topology import TOP, role_name
+from parallel.ranges import Range, check_ranges, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.options import VerifyRule
-from actors.ranges import Range, require
+from parallel.ranges import Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.jacobi.jacobi import JacobiDrafter

@@ -15,7 +15,7 @@ from typing import Annotated
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import Commit, TokenTree
-from actors.ranges import Range
+from parallel.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.scoped import ScopedMemory, Share
 from actors.protocol.messages import Commit, TokenTree
-from actors.ranges import Range
+from parallel.ranges import Range
 
 _LONGEST = 64
 """Tokens of agreement that are compared at most; in a periodic text the comparison would not end."""

@@ -20,7 +20,7 @@ from actors.drafters.lookup.corpus_config import CorpusDrafterConfig
 from actors.drafters.lookup.suffix_automaton import SuffixAutomaton
 from actors.drafters.scoped import ScopedMemory, Share
 from actors.protocol.messages import Commit, TokenTree
-from actors.ranges import Range
+from parallel.ranges import Range
 
 _REACH = 32
 """Latest tokens with which a match in another text is looked for."""

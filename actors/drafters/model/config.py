@@ -26,8 +26,8 @@ from actors.options import (
     check_weights,
 )
 from actors.protocol.messages import SamplingKind
-from actors.ranges import OneOf, Range, require
 from actors.topology import TOP
+from parallel.ranges import OneOf, Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, PlacedDrafterConfig
-from actors.ranges import Range, require
 from parallel.model.families.registry import read_config
+from parallel.ranges import Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.retrieval.rest import RestDrafter

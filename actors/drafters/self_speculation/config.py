@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, Placement
 from actors.drafters.model.config import CalibrationPolicy, PassDrafterConfig
 from actors.options import PipelineName, VerifyRule
-from actors.ranges import Range, require
+from parallel.ranges import Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter

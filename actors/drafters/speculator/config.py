@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
 from actors.drafters.model.config import CalibrationPolicy, LearningDrafterConfig
 from actors.options import CHECKPOINT, DEVICES, PipelineName, VerifyRule
-from actors.ranges import OneOf, Range, require
 from actors.topology import TOP
+from parallel.ranges import OneOf, Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter

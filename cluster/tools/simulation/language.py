@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Protocol
 
-from actors.ranges import Range, Section, require
+from parallel.ranges import Range, Section, require
 
 STRATA = 512
 """Positions drawn at a time, stratified: short texts meet the given probabilities, which independent draws would miss

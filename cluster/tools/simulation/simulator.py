@@ -28,11 +28,11 @@ from actors.protocol.messages import (
     VerdictBatch,
     VerifyBatch,
 )
-from actors.ranges import OneOf, Range, Section, require
 from cluster.tools.simulation.clock import ALARM, ARRIVAL, LaneClock, RoleLane, TimeShares, VirtualClock, split_time
 from cluster.tools.simulation.costs import PassCost
 from cluster.tools.simulation.language import Language, RequestText, TextSource
 from cluster.tools.simulation.roles import ScriptedRunner, ScriptedTarget, draft_role
+from parallel.ranges import OneOf, Range, Section, require
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import SamplingConfig, SchedulerConfig
-from actors.ranges import LARGEST, OneOf, Range, Section, bound_of
 from cluster.config import options_page
 from cluster.config.options_page import SECTIONS, help_text, page
 from cluster.config.schema import CHOICES
+from parallel.ranges import LARGEST, OneOf, Range, Section, bound_of
 
 ROOT = Path(options_page.__file__).parents[2]
 

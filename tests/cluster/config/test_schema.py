@@ -21,7 +21,6 @@ from actors.drafters.config import NoDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineName, SamplingConfig, SchedulerConfig, VerifyRule
-from actors.ranges import check_ranges
 from cluster.config import compose as config_module
 from cluster.config.compose import load_config, typed_record
 from cluster.config.jobs import BenchConfig, TrainConfig
@@ -29,6 +28,7 @@ from cluster.config.options_page import groups_help
 from cluster.config.schema import CHOICES, LaunchConfig, PlacementName
 from cluster.observability.report import Circumstances, RunFigures
 from cluster.tools.bench.plan import expand
+from parallel.ranges import check_ranges
 from tests.cluster.config.quick_loading import load_quickly
 
 PUBLIC_CHOICES = {

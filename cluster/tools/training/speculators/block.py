@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import RMSNorm
 
-from actors.ranges import OneOf, Range, Section
 from cluster.tools.training.checkpoints import write_checkpoint
 from cluster.tools.training.losses import (
     acceptance,
@@ -32,6 +31,7 @@ from cluster.tools.training.speculators.interface import Speculator, TargetBatch
 from parallel.model.config import DecoderConfig, RopeScaling
 from parallel.model.families.registry import read_config
 from parallel.model.layers.rope import Rope, Rotation, rotate
+from parallel.ranges import OneOf, Range, Section
 from parallel.speculators.block.convolutions import convolve, convolved
 from parallel.speculators.block.correctors import CORRECTORS, Corrector, CorrectorSizes, make_corrector
 from parallel.speculators.config import FINAL

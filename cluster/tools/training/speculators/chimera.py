@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actors.ranges import OneOf, Range, Section
 from cluster.tools.training.checkpoints import write_checkpoint
 from cluster.tools.training.losses import DIVERGENCES, divergences, masked_mean
 from cluster.tools.training.speculators.eagle import LlamaLayer, llama_fields
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.model.layers.rope import Rope
+from parallel.ranges import OneOf, Range, Section
 from parallel.speculators.chimera import TRIGRAM, read_own
 from parallel.speculators.config import FINAL
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from actors.ranges import OneOf, Range, Section, require
 from cluster import pocket
 from cluster.tools.training.losses import DIVERGENCES, cross_entropy, divergences, masked_mean
 from cluster.tools.training.models import continue_text, drafter_config, initialised, save_rounded
 from cluster.tools.training.parts import ModelParts, parts_of
 from cluster.tools.training.speculators.frozen_target import tapped
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, chain_metrics
+from parallel.ranges import OneOf, Range, Section, require
 from parallel.speculators.config import FINAL
 
 HARD_LABELS = "ce"

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actors.ranges import OneOf, Range, Section, require
 from cluster.tools.training.checkpoints import write_checkpoint
 from cluster.tools.training.losses import DIVERGENCES, divergences, masked_mean
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.model.config import DecoderConfig, RopeScaling
 from parallel.model.families.registry import read_config
 from parallel.model.layers.rope import Rope, Rotation, rotate
+from parallel.ranges import OneOf, Range, Section, require
 from parallel.speculators.config import FINAL
 from parallel.speculators.eagle.config import METHODS, DraftLayerConfig, read_own
 from parallel.speculators.eagle.pairs import read_pair

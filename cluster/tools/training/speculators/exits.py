@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actors.ranges import OneOf, Range, Section
 from cluster.tools.training.checkpoints import write_checkpoint
 from cluster.tools.training.losses import DIVERGENCES, divergences, masked_mean
 from cluster.tools.training.speculators.eagle import LlamaAttention, LlamaLayer, llama_fields
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, chain_metrics
 from parallel.model.config import DecoderConfig
 from parallel.model.layers.rope import Rope, Rotation
+from parallel.ranges import OneOf, Range, Section
 from parallel.speculators.config import FINAL
 from parallel.speculators.exits import METHODS, read_own
 

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actors.ranges import OneOf, Range, Section
 from cluster.tools.training.checkpoints import write_checkpoint
 from cluster.tools.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
+from parallel.ranges import OneOf, Range, Section
 from parallel.speculators.config import FINAL
 from parallel.speculators.heads.cells import CELLS, HEAD_CHOICES, TARGET_TABLE, HeadCell, HeadsConfig
 from parallel.speculators.heads.layouts import write_heads

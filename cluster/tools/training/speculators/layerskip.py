@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from actors.ranges import OneOf, Range, Section, require
 from cluster.tools.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
 from cluster.tools.training.models import save_rounded
 from cluster.tools.training.parts import ModelParts, parts_of
 from cluster.tools.training.speculators.distill import HARD_LABELS, read_exits
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, chain_metrics
+from parallel.ranges import OneOf, Range, Section, require
 from parallel.speculators.config import FINAL
 
 CURRICULA = ("rotational", "gradual")

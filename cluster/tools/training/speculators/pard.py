@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from actors.ranges import Range
 from cluster.tools.training.losses import acceptance, masked_mean
 from cluster.tools.training.speculators.distill import DistilledDrafter, DistillOptions, start_model
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape, depth_metrics
+from parallel.ranges import Range
 from parallel.speculators.config import FINAL
 from parallel.speculators.pard import DEPTH_FIELD, MASK_FIELD
 

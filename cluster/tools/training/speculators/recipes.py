@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from actors.ranges import Section
 from cluster.tools.training.speculators import (
     block,
     chimera,
@@ -21,6 +20,7 @@ from cluster.tools.training.speculators import (
 )
 from cluster.tools.training.speculators.block import BlockOptions
 from cluster.tools.training.speculators.interface import Speculator, TargetShape
+from parallel.ranges import Section
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
-from actors.ranges import Section, require
 from cluster import pocket
 from cluster.config.compose import typed_record
 from cluster.config.jobs import TrainConfig
@@ -45,6 +44,7 @@ from cluster.tools.training.speculators.recipes import RECIPES, SpeculatorRecipe
 from cluster.tools.training.stages import library_sources
 from cluster.tools.training.tokenizer import load_tokenizer, pack
 from cluster.tools.training.trainer import Ranks, Recipe, StepOutcome, TrainingBudget, fit
+from parallel.ranges import Section, require
 from parallel.whole_files import replaced_whole
 
 HELD_OUT_SHARE = 20

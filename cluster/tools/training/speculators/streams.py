@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from actors.ranges import OneOf, Range
 from cluster.tools.training.losses import divergences
 from cluster.tools.training.speculators.heads import HeadLossOptions, HeadsNet
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
@@ -23,6 +22,7 @@ from parallel.model.adapted import check_adaptable
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.model.layers.rope import Rope, Rotation, rotate
+from parallel.ranges import OneOf, Range
 from parallel.speculators.config import FINAL
 from parallel.speculators.streams.layers import StreamsConfig, stream_shapes, tap_of
 from parallel.speculators.streams.runner import METHODS, StreamsCell

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import pytest
 
-from actors.ranges import LARGEST, OneOf, Range, Section, bound_of, require
+from parallel.ranges import LARGEST, OneOf, Range, Section, bound_of, require
 
 
 @pytest.mark.parametrize(
