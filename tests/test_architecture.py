@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("parallel", "actors", "cluster", "conf")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+SCRIPTS = sorted((ROOT / "docs").rglob("*.py"))
 
 ALLOWED_PACKAGES = {
     "parallel": {"parallel"},
@@ -142,7 +143,7 @@ def test_inference_never_loads_training_or_its_libraries():
 
 
 def test_every_module_says_what_it_is():
-    files = [path for path in SOURCES if path.read_text().strip()]
+    files = [path for path in (*SOURCES, *SCRIPTS) if path.read_text().strip()]
     assert not [relative(path) for path in files if not ast.get_docstring(parse(path))]
 
 
@@ -277,10 +278,10 @@ def test_the_index_of_the_documentation_has_every_page_once():
 def test_files_that_are_named_exist():
     """Paths from the root, links of a page, and names of modules, in code and documentation alike."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    modules = {path.name for path in (*SOURCES, *TESTS)}
+    modules = {path.name for path in (*SOURCES, *TESTS, *SCRIPTS)}
     from_root = re.compile(r"\b(?:actors|cluster|conf|docs|parallel|tests)/[\w/]*\w\.(?:py|md|yaml|json|png)\b")
     wrong = []
-    for path in (*SOURCES, *TESTS, *pages):
+    for path in (*SOURCES, *TESTS, *SCRIPTS, *pages):
         text = path.read_text()
         places = [ROOT / name for name in from_root.findall(text)]
         if path in pages:

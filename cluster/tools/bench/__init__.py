@@ -8,5 +8,5 @@ figures  medians, spread, ratios, categories and predictions from the trials
 machine  processor, memory and system
 tables   rows for the terminal, the CSV and the Markdown file
 plots    the plots
-lookup   cost of lookup drafters by the length of the text
+rounds   rounds of drafting and verifying without an engine, for what is counted in tokens
 """

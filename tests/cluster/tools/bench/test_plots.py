@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
-from cluster.tools.bench.overview import draw as draw_overview
-from cluster.tools.bench.overview import read_runs
 from cluster.tools.bench.plots import draw_acceptance, draw_drafters, draw_speed
 from cluster.tools.bench.tasks import ASSISTED, TRANSFORMERS
 
@@ -103,40 +100,3 @@ def test_drafters_have_a_row_of_panels_for_each_comparison(drawn):
     assert [axes.get_xlabel() for axes in figure.axes] == ["", "", "", *titles], "under the last row"
     assert figure.get_size_inches().tolist() == pytest.approx([12, 0.8 + (0.6 + 0.26 * 2) + (0.6 + 0.26)])
     assert all(axes.yaxis_inverted() for axes in figure.axes)
-
-
-def test_the_overview_has_a_panel_for_each_figure_and_a_mark_for_each_workload(drawn, tmp_path):
-    runs = []
-    for number, (workload, speed) in enumerate([("editing", 150.0), ("editing", 250.0), ("agent", 300.0)]):
-        entries = [
-            {
-                "name": name,
-                "setting": {"workload": None},
-                "mean_acceptance_length": 2.0 + i,
-                "ms_per_draft": None if i else 0.25 + number,
-                "verify_ms": 8.0 + number,
-                "tokens_per_s": speed + 50 * i,
-                "plain_tokens_per_s": 100.0,
-                "num_threads": {"target": 1},
-            }
-            for i, name in enumerate(("d0", "d1")[: 1 if workload == "agent" else 2])
-        ]
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        report = {"job": "bench", "settings": entries, "config": {"job": {"prompts": f"{workload}.jsonl"}}}
-        (folder / "report.json").write_text(json.dumps(report))
-        runs.append(folder)
-    figure = drawn(draw_overview, read_runs(runs), None)
-    shown = [{line.get_label(): line.get_xydata().tolist() for line in axes.lines[:2]} for axes in figure.axes]
-    assert shown == [
-        {"editing": [[2.0, 0], [3.0, 1]], "agent": [[2.0, 0]]},
-        {"editing": [[0.75, 0]], "agent": [[2.25, 0]]},
-        {"editing": [[8.5, 0], [8.5, 1]], "agent": [[10.0, 0]]},
-        {"editing": [[2.0, 0], [2.5, 1]], "agent": [[3.0, 0]]},
-    ]
-    names = ["acceptance length", "ms per draft", "ms per pass of the target", "tokens/s over plain decoding"]
-    assert [axes.get_xlabel() for axes in figure.axes] == names
-    assert [axes.get_xscale() for axes in figure.axes] == ["linear", "log", "linear", "linear"]
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["d0", "d1"]
-    assert figure.axes[0].yaxis_inverted() and figure.axes[3].lines[-1].get_xdata() == [1.0, 1.0]
-    assert figure.get_size_inches().tolist() == pytest.approx([13, 1.4 + 0.3 * 2]) and len(figure.legends) == 1

@@ -1,4 +1,4 @@
-"""Cost of drafters without a model by the length of the text: `python -m cluster.tools.bench.lookup [--plot FILE.png]`.
+"""Cost of drafters without a model by the length of the text: `python docs/measurements/lookup.py [--plot FILE.png]`.
 
 Measures the real drafters on two long texts of the bundled tokenizer: the standard library, and one line repeated, as
 small models write it. Two tokens a round, as an engine would commit them. Columns: time per proposal, with those tokens
@@ -224,7 +224,7 @@ def draw(costs: dict[tuple[str, str, int], LookupCost], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m cluster.tools.bench.lookup", description="Cost of lookup drafters.")
+    parser = argparse.ArgumentParser(description="Cost of lookup drafters.")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times against the context as well")
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), metavar="NAME")
     options = parser.parse_args(arguments)

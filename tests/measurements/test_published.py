@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from cluster.tools.simulation import simulate
-from cluster.tools.simulation.published import (
+from docs.measurements import published
+from docs.measurements.published import (
     SSD_SYNC,
     SWIFT_ASYNC,
     SWIFT_SYNC_TREE,
+    Comparison,
     fit_acceptance,
     ssd,
     swiftspec,
@@ -48,3 +50,12 @@ def test_fit_finds_the_acceptance_behind_a_speed():
     case = replace(SSD_SYNC, max_tokens=600)
     speed = simulate(with_acceptance(case, 0.7)).tokens_per_s
     assert fit_acceptance(case, speed, 0.6, 0.8) == pytest.approx(0.7, abs=0.003)
+
+
+def test_a_figure_is_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(published, "ssd", lambda: [Comparison("SSD", "tokens/s", 100, 97, fitted=True)])
+    monkeypatch.setattr(published, "swiftspec", lambda: [Comparison("SwiftSpec", "ratio", 2, 2.5)])
+    published.main()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["SSD", "tokens/s", "100.00", "97.00", "-3.0%", "fitted"]
+    assert lines[1] == ["SwiftSpec", "ratio", "2.00", "2.50", "+25.0%"]

@@ -1,4 +1,4 @@
-"""The trees of `drafter=aded`, best-first and by the paper's search: `python -m cluster.tools.bench.constructions`.
+"""The trees of `drafter=aded`, best-first and by the paper's search: `python docs/measurements/constructions.py`.
 
 Counts tokens on the bundled target and its prompts, greedy, one request at a time, with the production drafter and rule
 and without an engine: no clock enters. One table for all prompts of a workload, empty at first.
@@ -72,7 +72,7 @@ def rounds_of(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m cluster.tools.bench.constructions", description="The trees of ADED.")
+    parser = argparse.ArgumentParser(description="The trees of ADED.")
     parser.add_argument("--prompts", type=int, default=24, help="prompts of each workload, at most")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each completion")
     options = parser.parse_args(arguments)

@@ -6,7 +6,7 @@ from actors.drafters.adjacency.config import AdedDrafterConfig
 from cluster import pocket
 from cluster.io.prompts import read_prompts
 from cluster.io.text import load_tokenizer, read_eos_token_ids
-from cluster.tools.bench import constructions
+from docs.measurements import constructions
 from parallel.runtime.runner import open_model
 
 

@@ -1,4 +1,4 @@
-"""Acceptance length of draft trees at equal numbers of nodes: `python -m cluster.tools.bench.trees [--out FILE.json]`.
+"""Acceptance length of draft trees at equal numbers of nodes: `python docs/measurements/trees.py [--out FILE.json]`.
 
 Counts tokens on the bundled pair and its held-out prompts, with the production drafter and rules and without an engine:
 no clock enters. A third of the prompts measures acceptance by rank, from which every scheme with a shape to choose
@@ -263,7 +263,7 @@ def measure(pair: Pair, scheme: Scheme, config: ModelDrafterConfig, temperature:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m cluster.tools.bench.trees", description="Draft trees at equal nodes.")
+    parser = argparse.ArgumentParser(description="Draft trees at equal nodes.")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write every figure, after each cell")
     parser.add_argument("--prompts", type=int, default=32, help="prompts to complete, at most")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each completion")

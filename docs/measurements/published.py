@@ -1,4 +1,5 @@
-"""Published operating points rebuilt from the authors' pass costs, and how far off the simulator is.
+"""Published operating points rebuilt from the authors' pass costs, and how far off the simulator is:
+`python docs/measurements/published.py`.
 
 A parameter that a paper does not give is either assumed, as noted beside it, or fitted to another figure of the same
 paper; never to the figure that is compared.
@@ -99,3 +100,13 @@ def swiftspec() -> Iterator[Comparison]:
     yield Comparison("SwiftSpec", "asynchronous, drafter on four GPUs, tokens/s", 348, wide.tokens_per_s, False, wide)
     yield Comparison("SwiftSpec", "over synchronous chains", 1.75, speed / chain.tokens_per_s, False, chain)
     yield Comparison("SwiftSpec", "over synchronous trees", 1.75, speed / tree.tokens_per_s, False, tree)
+
+
+def main() -> None:
+    for row in (*ssd(), *swiftspec()):
+        figures = f"{row.published:8.2f} {row.simulated:8.2f} {row.deviation:+.1%}"
+        print(f"{row.system:10} {row.figure:46} {figures}{' fitted' * row.fitted}")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,8 +13,8 @@ from actors.drafters.model.fixed_trees import best_trees, expected_accepted, rea
 from actors.options import PipelineName
 from actors.protocol.token_tree import TokenTree
 from actors.verification.compatibility import check_scheme
-from cluster.tools.bench import trees
 from cluster.tools.bench.rounds import CountedRound
+from docs.measurements import trees
 
 
 def test_the_best_branching_is_that_of_most_accepted_tokens():

@@ -1,4 +1,4 @@
-"""Runs of `job=bench` side by side: `python -m cluster.tools.bench.overview RUN_DIR ... [--plot FILE.png]`.
+"""Runs of `job=bench` side by side: `python docs/measurements/overview.py RUN_DIR ... [--plot FILE.png]`.
 
 Prints one Markdown row per drafter with, for each workload, its acceptance length, the time of a draft, that of the
 target's pass over it, and its speed over plain decoding; of several runs of a workload the median, and the range of the
@@ -111,7 +111,7 @@ def draw(overview: Overview, path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m cluster.tools.bench.overview", description="Runs of job=bench.")
+    parser = argparse.ArgumentParser(description="Runs of job=bench.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the figures as well")
     options = parser.parse_args(arguments)
