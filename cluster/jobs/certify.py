@@ -6,7 +6,7 @@ with an error, so that scripts get a non-zero exit code.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from cluster.config.jobs import CertifyConfig
@@ -24,6 +24,7 @@ from parallel.whole_files import write_text
 def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for prompts that cannot be read, EngineError for a failed request, RuntimeError for a check."""
     job: CertifyConfig = config.job
+    config = _drafting(config)
     prompts = read_prompts(Path(job.prompts), job.limit)
     terminal = Terminal()
     with terminal.starting() as progress:
@@ -51,3 +52,9 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     terminal.line(f"written to {run_dir}")
     if certificate.failed:
         raise RuntimeError(f"certificate: FAILED at {', '.join(certificate.failed)}; see {page}")
+
+
+def _drafting(config: LaunchConfig) -> LaunchConfig:
+    """The configuration that is certified: with `job.always_draft`, no round falls back to plain decoding."""
+    least = max(int(config.job.always_draft), config.pipeline.min_draft_tokens)
+    return replace(config, pipeline=replace(config.pipeline, min_draft_tokens=least))

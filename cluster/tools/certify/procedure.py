@@ -14,7 +14,7 @@ from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.model.loading import head_rows
-from actors.options import SamplingConfig, VerifyRule
+from actors.options import PipelineName, SamplingConfig, VerifyRule
 from actors.protocol.messages import SamplingKind, SamplingParams
 from actors.sampling.logits import is_greedy
 from cluster.config.jobs import CertifyConfig
@@ -114,12 +114,22 @@ def describe_subject(config: LaunchConfig) -> dict[str, str]:
         "drafter": _drafter(config.drafter),
         "rule": f"{config.verify.rule}, law_size={config.verify.law_size}",
         "drafts": f"{_draws(config)}, which is exact under this rule by the enumerations of the tests",
-        "pipeline": str(config.pipeline.name),
+        "pipeline": f"{config.pipeline.name}, {_when_drafted(config)}",
         "temperatures": ", ".join(f"{temperature:g}" for temperature in job.temperatures),
         "seeds": ", ".join(str(seed) for seed in job.seeds),
         "sampling": ", ".join(f"{name}={value}" for name, value in changed.items()) or "no further processors",
         "prompts": f"{job.prompts}, {config.sampling.max_tokens} tokens each at most",
     }
+
+
+def _when_drafted(config: LaunchConfig) -> str:
+    """How much of the output the certificate can be about."""
+    pipeline = config.pipeline
+    if pipeline.name is PipelineName.plain or not config.drafter.num_draft_tokens:
+        return "no drafts"
+    if pipeline.adaptive and not pipeline.min_draft_tokens:
+        return "drafts while they measure faster than plain decoding"
+    return "a draft in every round"
 
 
 def _draws(config: LaunchConfig) -> str:

@@ -91,7 +91,8 @@ PUBLIC_KEYS = {
     "sampling": "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
     "bad_words stop stop_token_ids min_tokens max_tokens ignore_eos seed",
     "job=generate": "name prompts workload limit concurrency baseline resume trace",
-    "job=certify": "name prompts workload limit concurrency temperatures seeds contexts draws significance power",
+    "job=certify": "name prompts workload limit concurrency temperatures seeds contexts draws always_draft "
+    "significance power",
     "job=bench": "name prompts workload workloads limit repeats warmup drafters pipelines temperatures batches "
     "draft_lengths contexts peers parallels",
     "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "

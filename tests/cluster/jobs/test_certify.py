@@ -10,9 +10,10 @@ import pytest
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
-from actors.options import SamplingConfig, VerifyConfig, VerifyRule
+from actors.options import PipelineConfig, SamplingConfig, VerifyConfig, VerifyRule
 from actors.verification.rules import RULES
 from cluster.config.jobs import CertifyConfig
+from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.jobs import certify
 from tests.actors.verification.rule_enumeration import PatchedSource
 from tests.cluster.config.quick_loading import load_quickly
@@ -95,6 +96,24 @@ def test_a_cascade_is_certified(run_certify, half_agreeing_drafter, tmp_path):
     described = f"cascade of 2 levels (0: ngram, 5 draft tokens; 1: model {path} chain, 2 draft tokens), tails 0/2"
     assert described in page and "- seeds: 0, 1" in page and "- sampling: ignore_eos=True" in page
     assert "- drafts: draft tokens drawn as DETERMINISTIC, IID, which is exact under this rule" in page
+
+
+@pytest.mark.parametrize("always_draft", [True, False])
+def test_the_default_drafts_where_the_engine_would_decode_plainly(
+    tiny_launch, write_prompts, one_free_thread, tmp_path, always_draft
+):
+    """The drafter is the target, but its answers are late: drafts never pay, and every one of them is accepted."""
+    options = {} if always_draft else {"always_draft": False}
+    prompts = write_prompts({"prompt": "Name a bird."}, {"prompt": "abab" * 8})
+    job = CertifyConfig(prompts=prompts, temperatures=[0.0], **options)
+    late = ClusterConfig(ClusterName.inprocess, link_delay_ms=15.0)
+    sampling = SamplingConfig(max_tokens=40, ignore_eos=True)
+    certify.run(tiny_launch(job, pipeline=PipelineConfig(), cluster=late, sampling=sampling), tmp_path)
+    certificate = json.loads((tmp_path / "certificate.json").read_text())
+    share = check(certificate, IDENTITY)["num_accepted_draft_tokens"] / check(certificate, IDENTITY)["num_tokens"]
+    assert (share > 0.45) is always_draft, "at least one of two tokens, that of the prompt's pass aside"
+    said = "a draft in every round" if always_draft else "drafts while they measure faster than plain decoding"
+    assert certificate["subject"]["pipeline"] == f"sync, {said}"
 
 
 # --- what must fail ---------------------------------------------------------------------------------------------------
