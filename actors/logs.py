@@ -82,7 +82,10 @@ def open_logs(name: str, spec: LogSpec, stream: IO[str] | None = None) -> IO[str
 
 
 def close_logs() -> None:
+    """Events go where they went before `open_logs`."""
     root = logging.getLogger(ROOT)
+    root.propagate = True
+    root.setLevel(logging.NOTSET)
     for handler in list(root.handlers):
         root.removeHandler(handler)
         with contextlib.suppress(OSError):  # what a full disk did not take

@@ -49,10 +49,14 @@ def check_same_vocabulary(target: Path, drafter: Path) -> None:
     """
     from actors.drafters.vocabulary.token_pieces import has_same_tokens
 
-    sizes = [read_config_file(path).get("vocab_size") or 0 for path in (target, drafter)]
+    target_size, size = (read_config_file(path).get("vocab_size") or 0 for path in (target, drafter))
     same_tokens = has_same_tokens(target, drafter)
-    names, remedy = (described(target), described(drafter)), "use a drafter of the same vocabulary or drafter=ngram"
-    if sizes[0] != sizes[1] and not (same_tokens and sizes[1] < sizes[0]):
-        raise ValueError(f"drafter.path: {names[1]} has {sizes[1]} tokens, the target {names[0]} {sizes[0]}; {remedy}")
+    target_name, name, remedy = (
+        described(target),
+        described(drafter),
+        "use a drafter of the same vocabulary or drafter=ngram",
+    )
+    if size > target_size or (size < target_size and not same_tokens):
+        raise ValueError(f"drafter.path: {name} has {size} tokens, the target {target_name} {target_size}; {remedy}")
     if same_tokens is False:
-        raise ValueError(f"drafter.path: the tokenizer of {names[1]} gives other ids than that of {names[0]}; {remedy}")
+        raise ValueError(f"drafter.path: the tokenizer of {name} gives other ids than that of {target_name}; {remedy}")

@@ -63,7 +63,7 @@ class Terminal:
         is_terminal = self._console.is_terminal
         last = ""
         with Progress(*columns, console=self._console, refresh_per_second=REFRESH_HZ, transient=True) as progress:
-            task = progress.add_task("starting", total=None)
+            task = progress.add_task("starting")
 
             def show(stage: str) -> None:
                 nonlocal last
@@ -96,7 +96,7 @@ class Terminal:
         shown = Text("… " + " ".join(prompt.split())[-PROMPT_SHOWN:], style="dim")
         shown.append(f"  [{ending}]\n", style="dim italic")
         shown.append(trimmed(text), style="not dim")
-        self._console.print(shown, "")
+        self._console.print(shown)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table as wide as its content. The first column names the row; columns of figures are right-aligned."""

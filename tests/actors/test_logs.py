@@ -59,6 +59,16 @@ def test_every_directory_gets_a_file_and_levels_hold(opened, tmp_path):
         assert "event=failed" in line
 
 
+def test_once_closed_events_go_where_they_went_before(tmp_path, caplog):
+    open_logs("target-0", LogSpec("error", (str(tmp_path),)))
+    log_event(logger_of("target-0"), "failed", level=logging.ERROR)
+    assert not caplog.records
+    close_logs()
+    log_event(logger_of("target-0"), "lost", level=logging.WARNING)
+    assert [record.getMessage() for record in caplog.records] == ["lost"]
+    assert "lost" not in (tmp_path / "target-0.log").read_text()
+
+
 def test_what_is_not_opened_is_silent(capfd):
     log_event(logger_of("target-0"), "failed", level=logging.INFO)
     assert capfd.readouterr() == ("", "")

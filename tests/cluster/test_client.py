@@ -9,6 +9,7 @@ import queue
 import random
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from actors.coordinator.stats import CoordinatorStats
 from actors.protocol.membership import Alive, Hello, Ready, Stop
 from actors.protocol.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
 from cluster import client as module
+from cluster import completion as completion_module
 from cluster.client import Client
 from cluster.completion import EngineError, TooManyRequestsError
 from cluster.io.text import load_tokenizer
@@ -33,6 +35,7 @@ class Line:
     def __init__(self) -> None:
         self.sent: list[object] = []
         self.num_closed = 0
+        self.waited_s: list[float] = []
         self._coming: queue.Queue[object] = queue.Queue()
         self._is_read = False
 
@@ -42,6 +45,7 @@ class Line:
     def receive(self, timeout_s):
         if self._is_read:
             self._coming.task_done()
+        self.waited_s.append(timeout_s)
         try:
             record = self._coming.get(timeout=timeout_s)
         except queue.Empty:
@@ -340,6 +344,27 @@ def test_a_request_without_tokens_is_sent_again_after_those_it_has(impatient, mo
     line.sent.clear()
     client._stopped.wait(0.2)
     assert line.sent == [], "what ended is sent no more"
+
+
+def test_once_a_second_what_had_no_tokens_for_five_is_sent_again(tiny_checkpoint, monkeypatch):
+    now = [100.0]
+    for module_ in (module, completion_module):
+        monkeypatch.setattr(module_, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    line: Any = Line()
+    with Client(line, load_tokenizer(tiny_checkpoint("Llama")), DEFAULT, ready=dict(READY)) as client:
+        line.hear(heartbeat(1))
+        client.submit((3,))
+        request = line.sent[-1]
+        for moment, sent in ((101.0, []), (105.0, []), (105.9, []), (106.0, []), (106.2, [request]), (107.5, [])):
+            now[0] = moment
+            assert line.hear(heartbeat(1)) == sent, moment
+
+
+def test_a_reader_looks_up_a_few_times_a_second_and_keeps_no_process_alive(opened):
+    client, line = opened
+    line.hear(heartbeat(1))
+    assert all(0 < wait_s < 1 for wait_s in line.waited_s), "or closing takes longer"
+    assert client._reader.daemon
 
 
 def test_silence_of_the_engine_ends_the_client(impatient):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,6 +179,43 @@ def test_without_the_lead_of_the_target_or_with_another_key_no_client_is_made(se
     foreign = LinkKey.made_for("other", KEY.hub)
     with pytest.raises(EngineError, match=f"^{others.address}: the engine there does not admit this key; see SPECDEC_"):
         connect(others.address, foreign.text)
+
+
+class Unanswered:
+    """A connection that never hears anything, on a clock of its own; its key is refused at these times."""
+
+    address = "tcp://here:1"
+
+    def __init__(self, refused_at: dict[float, bool]) -> None:
+        self.now = 0.0
+        self._refused_at = refused_at
+
+    def receive(self, timeout_s: float) -> None:
+        assert 0 < timeout_s <= 0.5
+        self.now = round(self.now + timeout_s, 3)
+
+    def is_refused(self) -> bool:
+        return self._refused_at.get(self.now, False)
+
+
+@pytest.mark.parametrize(
+    ("refused_at", "reason", "given_up_at"),
+    [
+        ([], "no engine answered within 3 s", 3.0),
+        ([0.4], "no engine answered within 3 s", 3.0),
+        ([0.4, 2.0], "no engine answered within 3 s", 3.0),
+        ([0.4, 1.8], "the engine there does not admit this key; see SPECDEC_SECRET", 1.8),
+        ([0.4, 2.0, 2.2], "the engine there does not admit this key; see SPECDEC_SECRET", 2.2),
+    ],
+    ids=["silent", "once", "too often", "refused", "refused later"],
+)
+def test_a_key_is_not_admitted_where_it_is_refused_twice_in_a_short_time(monkeypatch, refused_at, reason, given_up_at):
+    """One that connects too often fails every two seconds at the most."""
+    line: Any = Unanswered(dict.fromkeys(refused_at, True))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: line.now))
+    with pytest.raises(EngineError, match=f"^tcp://here:1: {reason}$"):
+        module._first_ready(line, 3.0)
+    assert line.now == given_up_at
 
 
 @pytest.mark.parametrize("secret", [None, "", "short", "no/such/file"])

@@ -84,7 +84,6 @@ def test_a_job_gets_the_configuration_and_its_run_directory(launched, tmp_path: 
 
 def test_the_console_shows_warnings_and_not_every_event(entered, paths: list[str], tmp_path: Path, monkeypatch):
     paths.remove("hydra/job_logging=none")
-    monkeypatch.setattr(logging.getLogger("specdec"), "propagate", True)
     monkeypatch.setattr(logging.root, "handlers", [])
 
     def job(config: object, run_dir: Path) -> None:
@@ -104,6 +103,35 @@ def test_a_job_may_compose_other_configurations(launched, paths: list[str]):
     code, lines = launched(lambda config, run_dir: seen.append(load_config(["drafter.width=7", *pair])))
     assert (code, lines) == (0, [])
     assert seen[0].drafter.width == 7
+
+
+def test_a_job_is_imported_while_the_user_sees_that_it_is(launched, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(launch.Terminal, "line", lambda terminal, text: said.append(text))
+    assert launched(lambda config, run_dir: said.append("ran"))[0] == 0
+    assert said == ["importing libraries", "ran"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (["--help", "target.tp", "drafter"], ["target.tp", "drafter"]),
+        (["target.tp", "-h"], ["target.tp"]),
+        (["--help", "drafter=ngram", "target.tp"], []),
+        (["--help"], []),
+        (["--cfg", "job"], []),
+        (["job"], []),
+    ],
+)
+def test_help_of_keys_is_asked_for_with_help_and_without_overrides(arguments, keys):
+    assert launch._keys_to_explain(arguments) == keys
+
+
+def test_stacks_of_threads_are_at_hand_from_the_beginning(entered, monkeypatch):
+    registered: list[int] = []
+    monkeypatch.setattr("faulthandler.register", lambda number, **_: registered.append(number))
+    entered("--help", "target.tp")
+    assert registered == [signal.SIGUSR1]
 
 
 def test_training_gets_its_own_options_without_checkpoints(launched, paths: list[str]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 import threading
@@ -18,10 +19,14 @@ from safetensors.torch import load_file, save_file
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineConfig, PipelineName, SamplingConfig, TargetConfig
+from actors.protocol.membership import Ready
 from actors.protocol.messages import SamplingParams
 from actors.transport.channel import Link
+from cluster import engine as module
+from cluster.client import Client, Connection
 from cluster.completion import Completion
 from cluster.config.jobs import GenerateConfig
+from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import Engine, EngineError
 from cluster.runtime.delay_proxy import Relay
 from parallel.kernels.triton_launch import INTERPRETS, runs_on
@@ -105,6 +110,67 @@ def expected_tokens(tiny_checkpoint):
         output = model.generate(ids, max_new_tokens=GREEDY.max_tokens, do_sample=False)
         tokens.append(output[0, ids.shape[1] :].tolist())
     return tokens
+
+
+def test_an_engine_says_what_it_starts_waits_as_its_weights_need_and_closes_what_it_opened(
+    tiny_launch, tmp_path, monkeypatch
+):
+    said, waits, closed = list[str](), dict[str, float](), list[Any]()
+
+    class Watching(module.Supervisor):
+        def __init__(self, backend, limits, **listeners):
+            waits["startup"] = limits.startup_timeout_s
+            super().__init__(backend, limits, **listeners)
+
+    def connected(client, *arguments, silence_s):
+        waits["silence"] = silence_s
+        right(client, *arguments, silence_s=silence_s)
+
+    right, close = Client.__init__, Connection.close
+    monkeypatch.setattr(Client, "__init__", connected)
+    monkeypatch.setattr(Connection, "close", lambda connection: closed.append(connection) or close(connection))
+    monkeypatch.setattr(module, "Supervisor", Watching)
+    monkeypatch.setattr(module, "load_allowance_s", lambda places, sizes: 7.0 * len(places) * len(sizes))
+    cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True, startup_timeout_s=50.0, wait_s=30.0)
+    config = tiny_launch(GenerateConfig(), drafter=NgramDrafterConfig(), cluster=cluster)
+    begun = set(threading.enumerate())
+    with Engine(config, progress=said.append, log_dir=tmp_path) as engine:
+        assert waits == {"startup": 64.0, "silence": 94.0}, "14 s for the weights of the target, beside two ranks"
+        names = [place.identity for place in engine.places]
+        assert engine.config is config and names == ["target-0", "draft-0"]
+        assert said[0].startswith("layout\n  target-0") and "\nmemory\n  target: " in said[0]
+        key = tmp_path / "secret"
+        assert said[1:3] == [
+            "starting target-0, draft-0",
+            f"listening at {engine.address}, secret in {key}",
+        ]
+        loading = {f"importing libraries, loading weights ({count} of 2 ranks are ready)" for count in range(3)}
+        assert said[3:] and set(said[3:]) <= loading | set(module.slow_kernels(engine.ready))
+        assert key.read_text() == engine.secret
+        assert list(engine.startup.seconds()) == ["imports", "cluster", "processes", "loading", "total"]
+        while "coordinator" not in engine.pids():
+            assert engine._reader.is_alive()
+        assert engine.pids() == dict.fromkeys(["coordinator", *names], os.getpid())
+        engine.wind_down(1e6)
+        assert all(thread.daemon for thread in set(threading.enumerate()) - begun), "none keeps the process alive"
+    assert closed == [engine._connection] and not key.exists()
+    for thread in set(threading.enumerate()) - begun:
+        thread.join(5.0)
+        assert not thread.is_alive(), thread.name
+
+
+def test_ranks_without_compiled_kernels_are_named_with_the_reason():
+    facts = {"target-1": {"no_kernels": "no g++"}, "draft-0": {"no_kernels": "no rights"}, "draft2-0": {}}
+    ready = {name: Ready(*identity_parts(name), facts[name]) for name in facts}
+    ready["target-0"] = Ready("target", 0, {"no_kernels": "no g++"})
+    said = "no compiled kernels, so passes take several times longer"
+    assert module.slow_kernels(ready) == [f"target-0, target-1: {said}\n  no g++", f"draft-0: {said}\n  no rights"]
+    assert module.slow_kernels({"draft2-0": ready["draft2-0"]}) == []
+
+
+def identity_parts(identity: str) -> tuple[str, int]:
+    role, _, rank = identity.partition("-")
+    return role, int(rank)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,6 +8,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
+from cluster import pocket
 from cluster.io.checkpoints import check_checkpoints, check_same_vocabulary
 from tests.cluster.io.test_text import save
 
@@ -45,3 +47,17 @@ def test_other_ids_for_the_same_tokens_are_refused(tmp_path):
     other = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
     with pytest.raises(ValueError, match=r"^drafter\.path: the tokenizer of .*/b gives other ids"):
         check_same_vocabulary(save(tmp_path / "a"), save(tmp_path / "b", tokenizer=other))
+
+
+def test_a_speculator_is_of_its_target(tiny_checkpoint):
+    drafter = SpeculatorDrafterConfig(path=str(pocket.SPECULATOR))
+    check_checkpoints(pocket.TARGET, drafter)
+    with pytest.raises(ValueError, match=r"^drafter\.path: "):
+        check_checkpoints(tiny_checkpoint("Llama"), drafter)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_unless_it_is_translated(tiny_checkpoint):
+    target, other = tiny_checkpoint("Llama"), str(tiny_checkpoint("Llama", vocab_size=300, num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"^drafter\.path: .* has 300 tokens, the target .* 257;"):
+        check_checkpoints(target, ModelDrafterConfig(path=other))
+    check_checkpoints(target, ModelDrafterConfig(path=other, tokenizer="own"))

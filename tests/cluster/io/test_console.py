@@ -1,9 +1,14 @@
+"""What a job shows: exact text and styles, on a terminal and in a pipe."""
+
 from __future__ import annotations
 
 import io
+from typing import Any
 
+import pytest
 from rich.console import Console
 
+from cluster.io import console as module
 from cluster.io.console import (
     ABSENT,
     COMPLETION_LINES,
@@ -24,11 +29,13 @@ def captured() -> tuple[Terminal, io.StringIO]:
 def test_long_completions_are_trimmed_and_say_so():
     assert trimmed("\nshort\n") == "short"
     assert trimmed("\n".join("abcdefgh")) == "a\nb\nc\nd …" and COMPLETION_LINES == 4
-    assert trimmed("x" * 1000) == "x" * COMPLETION_SHOWN + " …"
+    assert trimmed("x" * 321) == "x" * 320 + " …" and COMPLETION_SHOWN == 320
+    assert trimmed("x" * 320) == "x" * 320 and trimmed("a\nb\nc\nd\n") == "a\nb\nc\nd"
 
 
 def test_what_was_not_measured_is_a_dash():
     assert (figure(None), percent(None)) == (ABSENT, ABSENT)
+    assert figure(1234.567) == "1,234.57"
     assert (figure(1234.567, 1), figure(2.0, 2, "x"), percent(0.256)) == ("1,234.6", "2.00x", "26%")
 
 
@@ -39,6 +46,7 @@ def test_only_a_pipe_of_its_own_has_a_width_that_suits_logs(capsys):
     terminal, out = captured()
     terminal.table("", ("name", "says"), [("a", "b" * (PIPE_WIDTH - 20))])
     assert max(map(len, out.getvalue().splitlines())) == 100
+    assert PIPE_WIDTH == 160
 
 
 def test_text_of_models_is_shown_as_it_is():
@@ -63,8 +71,77 @@ def test_progress_shows_counts_and_seconds():
         bar.advance()
         bar.advance()
     assert "measuring" in out.getvalue() and "2/3" in out.getvalue() and "0:00:0" in out.getvalue()
+
+
+@pytest.mark.parametrize("says", ["loading [1 of 2]", "[red]loading[/red] [/]"])
+def test_progress_on_a_terminal_is_shown_as_it_is_and_wiped_at_the_end(says):
+    terminal, out = on_a_terminal()
     with terminal.starting() as progress:
-        progress("loading [1 of 2]")
+        progress(says)
+    last = out.getvalue().splitlines()[-1]
+    assert f" {says} " in out.getvalue() and last.endswith("\x1b[2K"), "the line is erased"
+    terminal, out = on_a_terminal()
+    with terminal.counting(says, 2):
+        pass
+    assert f"{says} " in out.getvalue() and not out.getvalue().splitlines()[-1].endswith("\x1b[2K")
+
+
+def test_progress_is_drawn_four_times_a_second(monkeypatch):
+    rates: list[float] = []
+
+    class Recorded(module.Progress):
+        def __init__(self, *columns: Any, refresh_per_second: float, **options: Any) -> None:
+            rates.append(refresh_per_second)
+            super().__init__(*columns, refresh_per_second=refresh_per_second, **options)
+
+    monkeypatch.setattr(module, "Progress", Recorded)
+    terminal, _ = captured()
+    with terminal.starting(), captured()[0].counting("", 1):
+        assert rates == [4, 4]
+
+
+def test_a_line_is_not_broken(capsys):
+    terminal, out = captured()
+    terminal.line("word " * 60)
+    assert out.getvalue() == "word " * 60 + "\n"
+
+
+def on_a_terminal() -> tuple[Terminal, io.StringIO]:
+    out = io.StringIO()
+    return Terminal(Console(file=out, width=100, force_terminal=True, color_system="standard")), out
+
+
+def test_prompts_and_endings_are_dim_and_completions_are_not():
+    terminal, out = on_a_terminal()
+    terminal.completion("x" * 10 + " " + "y" * 30 + "\n " + "z" * 29, "a\nb", "5 tokens, stop")
+    shown = "y" * 30 + " " + "z" * 29
+    assert out.getvalue() == f"\x1b[2m… {shown}\x1b[0m\x1b[2;3m  [5 tokens, stop]\x1b[0m\na\nb\n"
+
+
+def test_a_table_is_as_wide_as_its_content():
+    terminal, out = captured()
+    terminal.table("T", ("name", "1st", "2nd"), [("a", "1.0", "x y z"), ("b c", "-12", "3 s")])
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == [
+        "T",
+        "",
+        " name   1st   2nd",
+        " ──────────────────",
+        " a      1.0   x y z",
+        " b c    -12   3 s",
+        "",
+    ]
+    terminal, out = captured()
+    terminal.table("T", ("", ""), [("1", "2")])
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == ["T", "", " 1   2", ""], "no names, no line"
+
+
+def test_the_first_column_keeps_its_words_on_one_line():
+    out = io.StringIO()
+    terminal = Terminal(Console(file=out, width=30))
+    terminal.table("", ("name", "says"), [("one two three", "many words that need several lines")])
+    lines = out.getvalue().splitlines()
+    assert any(line.startswith(" one two three ") for line in lines)
+    assert max(map(len, lines)) <= 30
 
 
 def test_the_log_of_a_batch_job_has_a_line_per_stage_and_none_twice():

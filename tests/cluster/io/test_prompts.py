@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.io.prompts import Prompt, read_prompts, spread
+from cluster.io.prompts import Prompt, prompt_sets, read_prompts, spread
 from tests.damage import damaged_json, tried
 
 
@@ -28,6 +28,27 @@ def test_reads_both_formats_and_keeps_labels(tmp_path):
     assert (first.content, first.labels()) == ("def f(x):\n", {"source": "calendar.py"})
     assert second.content == "Compose \u2028 a post."
     assert second.labels() == {"category": "writing", "question_id": 81}
+
+
+def test_every_field_of_a_line_has_its_place(tmp_path):
+    line = {"prompt": "p", "turns": ["t"], "category": "c", "task_id": "h/1", "source": "s", "drafter": "d"}
+    path = write(tmp_path, line, {"prompt": "", "turns": ["t"]} | {"prompt": None, "question_id": 0, "task_id": 3})
+    assert read_prompts(path) == [
+        Prompt("p", "c", "h/1", "s", drafter="d"),
+        Prompt("t", question_id=0),
+    ]
+    assert [len(read_prompts(path, limit)) for limit in (0, 1, 2, 3)] == [2, 1, 2, 2]
+
+
+def test_the_sets_of_a_folder_have_the_names_of_files_or_folders(tmp_path):
+    for name in ("code.jsonl", "both.jsonl", "spec/question.jsonl", "both/question.jsonl", "no/other.jsonl", "no.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert prompt_sets(tmp_path) == {
+        "spec": tmp_path / "spec/question.jsonl",
+        "both": tmp_path / "both.jsonl",
+        "code": tmp_path / "code.jsonl",
+    }
 
 
 def test_a_made_prompt_is_submitted_as_its_tokens():

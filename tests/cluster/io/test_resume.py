@@ -31,7 +31,7 @@ def test_no_file_means_nothing_is_finished(tmp_path):
     assert drop_unfinished(tmp_path / "completions.jsonl", PROMPTS) == set()
 
 
-@pytest.mark.parametrize("foreign", [line(1, "x"), line(7, "a")])
+@pytest.mark.parametrize("foreign", [line(1, "x"), line(4, "e"), line(7, "a")])
 def test_completions_of_other_prompts_are_not_mixed_in(tmp_path, foreign):
     path = tmp_path / "completions.jsonl"
     path.write_text(line(0, "a") + "\n" + foreign + "\n")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cluster.io.text import TextStream, load_tokenizer, read_eos_token_ids
+from cluster.io.text import TextStream, load_tokenizer, named_files, read_eos_token_ids
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -193,3 +193,14 @@ class TestCheckpoint:
         with pytest.raises(ValueError, match=r"config.json: is not JSON .*; save the checkpoint again") as caught:
             read_eos_token_ids(tmp_path)
         assert "\n" not in str(caught.value)
+
+
+def test_paths_and_patterns_name_each_file_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("b.txt", "deep/er/a.txt", "deep/c.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert named_files([f"{tmp_path}/**/*.txt", "~/b.txt"]) == [tmp_path / "b.txt", tmp_path / "deep/er/a.txt"]
+    assert named_files(["~/deep/*"]) == [tmp_path / "deep/c.md"], "folders are no files"
+    with pytest.raises(ValueError, match=r"^job\.files=\['~/deep', '~/no\.txt'\]: name no file; give paths or"):
+        named_files(["~/deep", "~/no.txt"])
