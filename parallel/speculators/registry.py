@@ -19,13 +19,15 @@ from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import Stored
 from parallel.model.weights import load_weights
 from parallel.runtime.decoder_runner import DecoderRunner
-from parallel.speculators import chimera, exits, glide
 from parallel.speculators.block import layouts as block
+from parallel.speculators.chimera import runner as chimera
 from parallel.speculators.config import STREAMS, TARGET_LAYERS, SpeculatorConfig
 from parallel.speculators.config_fields import SpeculatorFields
 from parallel.speculators.eagle import layouts as eagle
 from parallel.speculators.eagle.config import is_own, is_own_parallel, read_own
+from parallel.speculators.exits import runner as exits
 from parallel.speculators.fusing import TapFuser
+from parallel.speculators.glide import runner as glide
 from parallel.speculators.heads import layouts as heads
 from parallel.speculators.place import SpeculatorPlace, fill
 from parallel.speculators.runner import SpeculatorRunner

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from cluster.tools.training.speculators.block import BlockOptions
 from cluster.tools.training.speculators.distill import DistillOptions
-from cluster.tools.training.speculators.exits import ExitOptions
-from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from cluster.tools.training.speculators.recipes import RECIPES
-from cluster.tools.training.speculators.streams import StreamsOptions
+from parallel.speculators.block.training import BlockOptions
 from parallel.speculators.config import FINAL
+from parallel.speculators.exits.training import ExitOptions
+from parallel.speculators.streams.training import StreamsOptions
+from parallel.training.interface import TargetBatch, TargetShape
 
 _STEPS = 30
 _ROWS, _LENGTH = 12, 32

@@ -9,7 +9,6 @@ import torch
 
 from cluster.config.jobs import TrainConfig
 from cluster.tools.training.batches import DistillationSet, StreamBatches, spread_rows
-from cluster.tools.training.checkpoints import save_whole
 from cluster.tools.training.corpus import Corpus, Source, is_test
 from cluster.tools.training.models import (
     CONTEXT,
@@ -35,6 +34,7 @@ from cluster.tools.training.trainer import (
     distillation,
     fit,
 )
+from parallel.training.checkpoints import save_whole
 
 RECIPE = Recipe()
 """Optimizer and logging settings of both models."""

@@ -21,9 +21,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from cluster.tools.training.checkpoints import save_whole
-from cluster.tools.training.losses import forward_kl
 from cluster.tools.training.models import logits_of
+from parallel.training.checkpoints import save_whole
+from parallel.training.losses import forward_kl
 from parallel.whole_files import append_text, write_text
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -27,8 +27,8 @@ def speculator(tiny_checkpoint, tmp_path_factory):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from cluster.tools.training.speculators.interface import TargetShape
     from cluster.tools.training.speculators.recipes import RECIPES
+    from parallel.training.interface import TargetShape
 
     target = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("Llama"))
     tables = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()

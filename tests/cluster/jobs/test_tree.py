@@ -19,8 +19,8 @@ from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig, TreeConfig
 from cluster.jobs import generate, tree
 from cluster.tools.bench.rounds import CountedRound, acceptance_by_rank
-from cluster.tools.training.speculators.heads import HeadsOptions, build
-from cluster.tools.training.speculators.interface import TargetShape
+from parallel.speculators.heads.training import HeadsOptions, build
+from parallel.training.interface import TargetShape
 from tests.actors.small_speculators import train_speculator
 
 

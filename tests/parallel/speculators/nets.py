@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from parallel.speculators.config import FINAL
+from parallel.training.interface import TargetBatch, TargetShape
 from tests.parallel.conftest import Checkpoint
 
 

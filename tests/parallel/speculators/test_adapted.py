@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cluster.tools.training.speculators.eagle import DraftLayerOptions, build
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.speculators import adapted
@@ -20,6 +19,7 @@ from parallel.speculators.adapted import AdaptedDraftLayers, check_learnable, la
 from parallel.speculators.eagle.config import METHODS
 from parallel.speculators.eagle.layouts import open_draft_layer
 from parallel.speculators.eagle.runner import DraftLayerRunner
+from parallel.speculators.eagle.training import DraftLayerOptions, build
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_fuser, open_speculator, open_tables, read_speculator
 from tests.families import FAMILIES

@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.tools.training.speculators.block import BlockDrafter, BlockOptions, build
-from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.comm.group import SINGLE
 from parallel.kernels.triton_launch import runs_on
 from parallel.runtime.runner import Span, open_model
 from parallel.speculators.block.runner import BlockRunner
+from parallel.speculators.block.training import BlockDrafter, BlockOptions, build
 from parallel.speculators.config import FINAL
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
+from parallel.training.interface import TargetBatch, TargetShape
 
 LENGTH = 24
 SMALL = {"intermediate_size": 40, "taps": 2, "rank": 8, "state_size": 12, "top_k": 5, "conv_group": 4, "anchors": 12}

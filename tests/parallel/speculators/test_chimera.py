@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.tools.training.speculators.chimera import ChimeraNet, ChimeraOptions, build
-from cluster.tools.training.speculators.interface import TargetBatch
 from parallel.comm.group import SINGLE, Group
-from parallel.speculators.chimera import ChimeraLayers, ChimeraRunner
+from parallel.speculators.chimera.runner import ChimeraLayers, ChimeraRunner
+from parallel.speculators.chimera.training import ChimeraNet, ChimeraOptions, build
 from parallel.speculators.config import FINAL
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
+from parallel.training.interface import TargetBatch
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.tools.training.losses import forward_kl
-from cluster.tools.training.speculators.eagle import DraftLayerNet, DraftLayerOptions, ParallelNet, build
-from cluster.tools.training.speculators.interface import TargetShape
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.speculators.eagle.parallel import ParallelEagleRunner
 from parallel.speculators.eagle.runner import DraftLayerRunner
+from parallel.speculators.eagle.training import DraftLayerNet, DraftLayerOptions, ParallelNet, build
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
+from parallel.training.interface import TargetShape
+from parallel.training.losses import forward_kl
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from cluster.config.compose import load_config
-from cluster.tools.training.speculators.exits import ExitNet, ExitOptions, build
-from cluster.tools.training.speculators.interface import TargetBatch
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.runtime.runner import ModelRunner, open_model
-from parallel.speculators.exits import ExitRunner
+from parallel.speculators.exits.runner import ExitRunner
+from parallel.speculators.exits.training import ExitNet, ExitOptions, build
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
+from parallel.training.interface import TargetBatch
 from tests.parallel.backends import BACKENDS
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics

@@ -14,14 +14,14 @@ from torch import Tensor
 from actors.protocol.messages import SamplingParams
 from actors.verification.features import FeatureReader
 from actors.verification.verifier import VerifyInput
-from cluster.tools.training.speculators.glide import GlideNet, GlideOptions, build
-from cluster.tools.training.speculators.interface import TargetBatch
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
-from parallel.speculators.glide import GlideLayers, GlideRunner
+from parallel.speculators.glide.runner import GlideLayers, GlideRunner
+from parallel.speculators.glide.training import GlideNet, GlideOptions, build
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables, read_speculator
+from parallel.training.interface import TargetBatch
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics

@@ -18,11 +18,11 @@ from actors.drafters.model.config import Strategy
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.drafters.speculator.drafter import AheadSpeculatorDrafter, SpeculatorDrafter
 from actors.protocol.messages import SamplingParams
-from cluster.tools.training.speculators.heads import HeadsNet, HeadsOptions, build
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.speculators.config import FINAL
 from parallel.speculators.heads.runner import KEPT_FEATURES, HeadsRunner
+from parallel.speculators.heads.training import HeadsNet, HeadsOptions, build
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.conftest import Checkpoint

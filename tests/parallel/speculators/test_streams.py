@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.tools.training.speculators.interface import TargetBatch
-from cluster.tools.training.speculators.streams import StreamsNet, StreamsOptions, build
 from parallel.comm.group import SINGLE, Group
 from parallel.kernels.attention import has_attention
 from parallel.kv.pass_plan import Span
@@ -24,6 +22,8 @@ from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables, with_streams
 from parallel.speculators.streams.layers import StreamLayers
 from parallel.speculators.streams.target_pass import StreamingRunner
+from parallel.speculators.streams.training import StreamsNet, StreamsOptions, build
+from parallel.training.interface import TargetBatch
 from tests.parallel.backends import BACKENDS
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics

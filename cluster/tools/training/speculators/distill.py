@@ -16,20 +16,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from cluster import pocket
-from cluster.tools.training.losses import DIVERGENCES, cross_entropy, divergences, masked_mean
 from cluster.tools.training.models import continue_text, drafter_config, initialised, save_rounded
 from cluster.tools.training.parts import ModelParts, parts_of
 from cluster.tools.training.speculators.frozen_target import tapped
-from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, chain_metrics
-from parallel.ranges import OneOf, Range, Section, require
+from parallel.ranges import OneOf, Range, require
 from parallel.speculators.config import FINAL
+from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, chain_metrics
+from parallel.training.losses import DIVERGENCES, cross_entropy, divergences, masked_mean
 
 HARD_LABELS = "ce"
 BUNDLED = {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER}
 
 
 @dataclass(frozen=True, slots=True)
-class DistillOptions(Section):
+class DistillOptions(TrainingOptions):
     """Options of `job.recipe=distill`."""
 
     divergence: Annotated[str, OneOf((*DIVERGENCES, HARD_LABELS))] = "fkl"
@@ -46,6 +46,11 @@ class DistillOptions(Section):
     """Draft tokens per round for which acceptance is reported."""
     prefixes: Annotated[tuple[int, ...], Range(1)] = ()
     """Numbers of first layers that are trained as draft models beside the whole one, by the sum of their losses."""
+
+    @property
+    def num_parts(self) -> int:
+        """A rank can train each of the draft models by itself."""
+        return len(self.prefixes) + 1
 
 
 class DistilledDrafter(Speculator):
@@ -95,11 +100,6 @@ class DistilledDrafter(Speculator):
     def save(self, folder: Path) -> None:
         """Write an ordinary checkpoint for `drafter=model drafter.path=`."""
         save_rounded(self.model, folder)
-
-
-def num_parts(options: DistillOptions) -> int:
-    """A rank can train each of the draft models by itself."""
-    return len(options.prefixes) + 1
 
 
 def read_exits(parts: ModelParts, tokens: Tensor, exits: Sequence[int]) -> dict[int, Tensor]:

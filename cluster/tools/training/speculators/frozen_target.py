@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaFo
 
 from cluster.tools.training.continuations import TextRows
 from cluster.tools.training.parts import ModelParts, parts_of
-from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from parallel.speculators.config import FINAL
+from parallel.training.interface import TargetBatch, TargetShape
 
 ROWS_PER_PASS = 16
 """Rows of one pass of the target: its memory does not grow with the batch."""

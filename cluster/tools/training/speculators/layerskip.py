@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from cluster.tools.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
 from cluster.tools.training.models import save_rounded
 from cluster.tools.training.parts import ModelParts, parts_of
 from cluster.tools.training.speculators.distill import HARD_LABELS, read_exits
-from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, chain_metrics
-from parallel.ranges import OneOf, Range, Section, require
+from parallel.ranges import OneOf, Range, require
 from parallel.speculators.config import FINAL
+from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, chain_metrics
+from parallel.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
 
 CURRICULA = ("rotational", "gradual")
 
 
 @dataclass(frozen=True)
-class LayerSkipOptions(Section):
+class LayerSkipOptions(TrainingOptions):
     """Settings of LayerSkip: the target is tuned, and `target/` of the run's folder is another target."""
 
     exit: Annotated[int, Range(1)] = 2

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from cluster.tools.training.losses import acceptance, masked_mean
 from cluster.tools.training.speculators.distill import DistilledDrafter, DistillOptions, start_model
-from cluster.tools.training.speculators.interface import TargetBatch, TargetShape, depth_metrics
 from parallel.ranges import Range
 from parallel.speculators.config import FINAL
 from parallel.speculators.pard import DEPTH_FIELD, MASK_FIELD
+from parallel.training.interface import TargetBatch, TargetShape, depth_metrics
+from parallel.training.losses import acceptance, masked_mean
 
 EVALUATED_ANCHORS = 24
 """Anchors of a row on which acceptance is measured: each needs a mask row for every depth."""

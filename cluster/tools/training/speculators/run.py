@@ -39,12 +39,12 @@ from cluster.tools.training.parts import parts_of
 from cluster.tools.training.prompts import choose_prompts
 from cluster.tools.training.speculators.distill import DistilledDrafter
 from cluster.tools.training.speculators.frozen_target import FrozenTarget, load_target, shape_of
-from cluster.tools.training.speculators.interface import Speculator, TargetBatch
 from cluster.tools.training.speculators.recipes import RECIPES, SpeculatorRecipe
 from cluster.tools.training.stages import library_sources
 from cluster.tools.training.tokenizer import load_tokenizer, pack
 from cluster.tools.training.trainer import Ranks, Recipe, StepOutcome, TrainingBudget, fit
-from parallel.ranges import Section, require
+from parallel.ranges import require
+from parallel.training.interface import Speculator, TargetBatch, TrainingOptions
 from parallel.whole_files import replaced_whole
 
 HELD_OUT_SHARE = 20
@@ -78,11 +78,11 @@ class Course:
             raise ValueError(f"job.recipe={name}: is unknown; choose one of pair, {', '.join(RECIPES)}")
         return RECIPES[name]
 
-    def options(self) -> Section:
+    def options(self) -> TrainingOptions:
         """The recipe's settings with those of `job.options`. ValueError, one line, for what it does not have."""
         options = typed_record(self.recipe.options, self.config.options, "job.options")
         options.check("job.options")
-        has_parts = self.config.ranks > 1 and self.recipe.num_parts(options) > 1
+        has_parts = self.config.ranks > 1 and options.num_parts > 1
         remedy = "is for several job.ranks that train the prefixes of job.recipe=sorted; use all"
         require(has_parts or self.config.average == "all", "job.average", self.config.average, remedy)
         return options

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.tools.training.losses import forward_kl
 from cluster.tools.training.models import drafter_config, initialised
 from cluster.tools.training.parts import parts_of
 from cluster.tools.training.speculators import layerskip
 from cluster.tools.training.speculators.distill import DistilledDrafter, DistillOptions, read_exits
-from cluster.tools.training.speculators.interface import TargetBatch
 from cluster.tools.training.speculators.layerskip import (
     LayerSkipNet,
     LayerSkipOptions,
@@ -29,6 +27,8 @@ from cluster.tools.training.speculators.layerskip import (
 from cluster.tools.training.trainer import average_over_participants
 from parallel.comm.group import Group
 from parallel.speculators.config import FINAL
+from parallel.training.interface import TargetBatch
+from parallel.training.losses import forward_kl
 from tests.parallel.conftest import on_ranks  # noqa: F401  a fixture
 
 TOKENS = torch.randint(1, 97, (3, 10), generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,6 @@ from cluster import pocket
 from cluster.config.compose import load_config
 from cluster.jobs import train
 from cluster.tools.training.continuations import TextRows, load_rows, written_rows
-from cluster.tools.training.losses import forward_kl
 from cluster.tools.training.speculators import run as training
 from cluster.tools.training.speculators.frozen_target import FrozenTarget, load_target
 from cluster.tools.training.speculators.recipes import RECIPES
@@ -28,6 +27,7 @@ from parallel.runtime.runner import ModelRunner, open_model
 from parallel.speculators.config import FINAL
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
+from parallel.training.losses import forward_kl
 from tests.families import FAMILIES, tiny_model
 
 LENGTH = 20

@@ -17,21 +17,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.tools.training.losses import acceptance, cross_entropy, forward_kl
 from cluster.tools.training.models import drafter_config, initialised, save_model
-from cluster.tools.training.speculators import (
-    block,
-    chimera,
-    distill,
-    eagle,
-    exits,
-    glide,
-    heads,
-    pard,
-    streams,
-)
-from cluster.tools.training.speculators.interface import Speculator, TargetBatch
+from cluster.tools.training.speculators import distill, pard
+from parallel.speculators.block import training as block
+from parallel.speculators.chimera import training as chimera
 from parallel.speculators.config import FINAL
+from parallel.speculators.eagle import training as eagle
+from parallel.speculators.exits import training as exits
+from parallel.speculators.glide import training as glide
+from parallel.speculators.heads import training as heads
+from parallel.speculators.streams import training as streams
+from parallel.training.interface import Speculator, TargetBatch
+from parallel.training.losses import acceptance, cross_entropy, forward_kl
 from tests.parallel.conftest import Checkpoint, make_checkpoint  # noqa: F401  a fixture
 from tests.parallel.speculators.nets import make_net, read_text
 

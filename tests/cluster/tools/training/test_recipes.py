@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.tools.training.speculators import block, chimera, distill, eagle, exits, glide, heads, layerskip, streams
-from cluster.tools.training.speculators.interface import TargetBatch
+from cluster.tools.training.speculators import distill, layerskip
 from cluster.tools.training.speculators.recipes import RECIPES
 from cluster.tools.training.speculators.recipes_page import page
+from parallel.speculators.block import training as block
+from parallel.speculators.chimera import training as chimera
+from parallel.speculators.eagle import training as eagle
+from parallel.speculators.exits import training as exits
+from parallel.speculators.glide import training as glide
+from parallel.speculators.heads import training as heads
+from parallel.speculators.streams import training as streams
+from parallel.training.interface import TargetBatch
 from tests.cluster.tools.training.test_recipe_losses import batch, target  # noqa: F401  fixtures
 from tests.parallel.conftest import Checkpoint, make_checkpoint  # noqa: F401  a fixture
 from tests.parallel.speculators.nets import make_net

@@ -18,27 +18,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import RMSNorm
 
-from cluster.tools.training.checkpoints import write_checkpoint
-from cluster.tools.training.losses import (
+from parallel.model.config import DecoderConfig, RopeScaling
+from parallel.model.families.registry import read_config
+from parallel.model.layers.rope import Rope, Rotation, rotate
+from parallel.ranges import OneOf, Range
+from parallel.speculators.block.convolutions import convolve, convolved
+from parallel.speculators.block.correctors import CORRECTORS, Corrector, CorrectorSizes, make_corrector
+from parallel.speculators.config import FINAL
+from parallel.training.checkpoints import write_checkpoint
+from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, depth_metrics
+from parallel.training.layers import GatedMLP
+from parallel.training.losses import (
     acceptance,
     cross_entropy,
     exponential_weights,
     masked_mean,
     total_variation,
 )
-from cluster.tools.training.speculators.eagle import GatedMLP
-from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
-from parallel.model.config import DecoderConfig, RopeScaling
-from parallel.model.families.registry import read_config
-from parallel.model.layers.rope import Rope, Rotation, rotate
-from parallel.ranges import OneOf, Range, Section
-from parallel.speculators.block.convolutions import convolve, convolved
-from parallel.speculators.block.correctors import CORRECTORS, Corrector, CorrectorSizes, make_corrector
-from parallel.speculators.config import FINAL
 
 
 @dataclass(frozen=True, slots=True)
-class BlockOptions(Section):
+class BlockOptions(TrainingOptions):
     """Options of `job.recipe=dflash`, `dspark`, `dflash2` and `domino`."""
 
     method: str = "dflash"

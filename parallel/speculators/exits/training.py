@@ -2,7 +2,7 @@
 
 What the layer reads of a draft token, the target's stream after its first layers, is the same whether the token was
 drafted or accepted, so one causal pass over a text trains every depth: depth k from an anchor is position anchor + k.
-The modules are those of `parallel/speculators/exits.py` under the same names. Knows no loop.
+The modules are those of `parallel/speculators/exits/runner.py` under the same names. Knows no loop.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cluster.tools.training.checkpoints import write_checkpoint
-from cluster.tools.training.losses import DIVERGENCES, divergences, masked_mean
-from cluster.tools.training.speculators.eagle import LlamaAttention, LlamaLayer, llama_fields
-from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, chain_metrics
 from parallel.model.config import DecoderConfig
 from parallel.model.layers.rope import Rope, Rotation
-from parallel.ranges import OneOf, Range, Section
+from parallel.ranges import OneOf, Range
 from parallel.speculators.config import FINAL
-from parallel.speculators.exits import METHODS, read_own
+from parallel.speculators.exits.runner import METHODS, read_own
+from parallel.training.checkpoints import write_checkpoint
+from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, chain_metrics
+from parallel.training.layers import LlamaAttention, LlamaLayer, llama_fields
+from parallel.training.losses import DIVERGENCES, divergences, masked_mean
 
 
 @dataclass(frozen=True)
-class ExitOptions(Section):
+class ExitOptions(TrainingOptions):
     """Settings of a layer behind an early exit and its loss."""
 
     method: Annotated[str, OneOf(tuple(METHODS))] = "kangaroo"

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from cluster.tools.training.losses import (
+from parallel.training.interface import depth_metrics
+from parallel.training.losses import (
     acceptance,
     cross_entropy,
     d_pace_weights,
@@ -15,7 +16,6 @@ from cluster.tools.training.losses import (
     exponential_weights,
     masked_mean,
 )
-from cluster.tools.training.speculators.interface import depth_metrics
 
 P = torch.tensor([0.5, 0.3, 0.2])
 Q = torch.tensor([0.2, 0.3, 0.5])

@@ -2,7 +2,7 @@
 
 The row of a trigram depends on no anchor, so one set of keys and values serves all: at step s, row j is drafted from
 anchor j - s, sees the target's hidden states before the anchor and the trigrams from it on, and predicts token j + 1.
-The modules are those of `parallel/speculators/chimera.py` under the same names. Knows no loop.
+The modules are those of `parallel/speculators/chimera/runner.py` under the same names. Knows no loop.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cluster.tools.training.checkpoints import write_checkpoint
-from cluster.tools.training.losses import DIVERGENCES, divergences, masked_mean
-from cluster.tools.training.speculators.eagle import LlamaLayer, llama_fields
-from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.model.layers.rope import Rope
-from parallel.ranges import OneOf, Range, Section
-from parallel.speculators.chimera import TRIGRAM, read_own
+from parallel.ranges import OneOf, Range
+from parallel.speculators.chimera.runner import TRIGRAM, read_own
 from parallel.speculators.config import FINAL
+from parallel.training.checkpoints import write_checkpoint
+from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, depth_metrics
+from parallel.training.layers import LlamaLayer, llama_fields
+from parallel.training.losses import DIVERGENCES, divergences, masked_mean
 
 
 @dataclass(frozen=True)
-class ChimeraOptions(Section):
+class ChimeraOptions(TrainingOptions):
     """Settings of Chimera and its losses."""
 
     intermediate_size: Annotated[int, Range(0)] = 0

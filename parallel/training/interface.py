@@ -1,6 +1,6 @@
-"""What the training loop and the speculators know of each other: the batch, the module, and what it may build from.
+"""What the training loop and the modules that it trains know of each other: batch, module, options, and the target.
 
-It must not know any method, and no family imports the loop.
+It must not know any method, and no method imports the loop.
 """
 
 from __future__ import annotations
@@ -9,29 +9,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PretrainedConfig
 
-from cluster.tools.training.losses import acceptance
+from parallel.ranges import Section
 from parallel.speculators.config import FINAL
+from parallel.training.losses import acceptance
 
 
 @dataclass(frozen=True)
 class TargetShape:
     """What a speculator may be built from: the target's dimensions, its tables and the text it will be trained on."""
 
-    config: PretrainedConfig
-    """The target's own `config.json` as transformers reads it."""
+    config: Any
+    """The target's own `config.json` as transformers reads it, a `PretrainedConfig`."""
     embedding: Tensor
     """Its embedding, float32 `[vocabulary, hidden]`, frozen; to initialise from, not to keep as a parameter."""
     head: Tensor
     """Its output layer, of the same shape; the same tensor where they are tied."""
     token_counts: Tensor
     """How often each token occurs in the training rows, int64 `[vocabulary]`: for draft vocabularies."""
-    model: LlamaForCausalLM | None = None
-    """The target itself, frozen, for rows that run through its layers; None where it is not at hand."""
+    model: Any = None
+    """The target itself, a frozen model of transformers, for rows that run through its layers; None if not at hand."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,17 @@ class TargetBatch:
         return self.head(self.taps[FINAL])
 
 
+class TrainingOptions(Section):
+    """Settings of one method: fields of `job.options`."""
+
+    __slots__ = ()
+
+    @property
+    def num_parts(self) -> int:
+        """The parts of the module that ranks can train by themselves."""
+        return 1
+
+
 class Speculator(nn.Module, ABC):
     """A speculator in training. Its parameters, float32, are all that is trained and saved."""
 
@@ -77,7 +89,7 @@ class Speculator(nn.Module, ABC):
         """
 
     def take_part(self, rank: int) -> None:
-        """From now on train this rank's part alone, where the recipe has several (`num_parts`)."""
+        """From now on train this rank's part alone, where the recipe has several (`TrainingOptions.num_parts`)."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cluster.tools.training.checkpoints import save_whole, write_checkpoint
+from parallel.training.checkpoints import save_whole, write_checkpoint
 from parallel.whole_files import WriteError
 from tests.full_disk import full_disk
 

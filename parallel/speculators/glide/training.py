@@ -2,7 +2,7 @@
 
 In a draft no token sees the target's rows from the newest committed token on; blocks of as many rows mimic that gap.
 The rows before the first block are roots, which see all before themselves. The modules are those of
-`parallel/speculators/glide.py` under the same names. Knows no loop.
+`parallel/speculators/glide/runner.py` under the same names. Knows no loop.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cluster.tools.training.checkpoints import write_checkpoint
-from cluster.tools.training.losses import DIVERGENCES, divergences, masked_mean
-from cluster.tools.training.speculators.eagle import LlamaLayer, llama_fields
-from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.model.layers.rope import Rope, rotate
-from parallel.ranges import OneOf, Range, Section
+from parallel.ranges import OneOf, Range
 from parallel.speculators.config import FINAL
-from parallel.speculators.glide import read_own
+from parallel.speculators.glide.runner import read_own
+from parallel.training.checkpoints import write_checkpoint
+from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, depth_metrics
+from parallel.training.layers import LlamaLayer, llama_fields
+from parallel.training.losses import DIVERGENCES, divergences, masked_mean
 
 
 @dataclass(frozen=True)
-class GlideOptions(Section):
+class GlideOptions(TrainingOptions):
     """Settings of GliDe and its loss."""
 
     intermediate_size: Annotated[int, Range(0)] = 0

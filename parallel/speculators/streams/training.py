@@ -13,19 +13,18 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
 
-from cluster.tools.training.losses import divergences
-from cluster.tools.training.speculators.heads import HeadLossOptions, HeadsNet
-from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from parallel.model.adapted import check_adaptable
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.model.layers.rope import Rope, Rotation, rotate
 from parallel.ranges import OneOf, Range
 from parallel.speculators.config import FINAL
+from parallel.speculators.heads.training import HeadLossOptions, HeadsNet
 from parallel.speculators.streams.layers import StreamsConfig, stream_shapes, tap_of
 from parallel.speculators.streams.runner import METHODS, StreamsCell
+from parallel.training.interface import TargetBatch, TargetShape
+from parallel.training.losses import divergences
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +93,7 @@ class StreamsNet(HeadsNet):
 
     config: StreamsConfig
 
-    def __init__(
-        self, cell: StreamsCell, options: StreamsOptions, shape: DecoderConfig, model: LlamaForCausalLM
-    ) -> None:
+    def __init__(self, cell: StreamsCell, options: StreamsOptions, shape: DecoderConfig, model: Any) -> None:
         super().__init__(cell, options)
         self._shape = shape
         frozen: Any = model.model  # whose blocks have the names of Llama's

@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cluster.tools.training.checkpoints import write_checkpoint
-from cluster.tools.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
-from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
-from parallel.ranges import OneOf, Range, Section
+from parallel.ranges import OneOf, Range
 from parallel.speculators.config import FINAL
 from parallel.speculators.heads.cells import CELLS, HEAD_CHOICES, TARGET_TABLE, HeadCell, HeadsConfig
 from parallel.speculators.heads.layouts import write_heads
+from parallel.training.checkpoints import write_checkpoint
+from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, depth_metrics
+from parallel.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadLossOptions(Section):
+class HeadLossOptions(TrainingOptions):
     """Settings of the loss over the depths of a draft."""
 
     heads: Annotated[int, Range(1, 64)] = 5

@@ -1,0 +1,1 @@
+"""Chimera: layer, runner, training."""

@@ -1,0 +1,1 @@
+"""A layer behind an early exit (Kangaroo, EESD): layer, runner, training."""

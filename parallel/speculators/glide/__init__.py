@@ -1,0 +1,1 @@
+"""GliDe: layer, runner, training."""
