@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from actors.protocol.sampling_params import ADDED_PENALTY, REPETITION_PENALTY, SEED, TEMPERATURE, SamplingParams
 from parallel.ranges import OneOf, Range, Section, require
@@ -91,6 +91,10 @@ class TargetConfig(Section):
     kv_dtype: Annotated[str, OneOf(KV_DTYPES)] = "auto"
     """In which keys and values are kept: fp8 (e4m3, with the checkpoint's scales or 1), or auto, the model's type. With
     fp8 two or four times the tokens fit, and the output is that of the target with rounded keys and values."""
+    pace_ms: Any = 0.0
+    """Milliseconds that every pass takes at least, with the host idle for the rest, as beside a GPU: what overlap is
+    worth at a GPU's pass times, with a small model's tokens. A number, or a table by rows as job=plan writes it:
+    {1: 15.0, 16: 16.2}; 0 = off. Reports say that it was on."""
 
     def check_fields(self, where: str) -> None:
         known = self.name in ("pocket", "hf")
@@ -100,6 +104,7 @@ class TargetConfig(Section):
         has_gpus = self.all_reduce == "nccl" or self.device != "cpu"
         require(has_gpus, f"{where}.all_reduce", self.all_reduce, f"needs GPUs; set {where}.device=cuda or drop it")
         check_kv_dtype(where, self.kv_dtype, self.attention)
+        check_pace(where, self.pace_ms)
 
 
 def check_weights(where: str, weights: str, dtype: str, device: str) -> None:
@@ -114,6 +119,20 @@ def check_kv_dtype(where: str, kv_dtype: str, attention: str) -> None:
     """ValueError if an attention is asked for that does not read such rows."""
     remedy = f"is not read by {where}.attention=ragged; use sdpa or padded there, or drop one of them"
     require(kv_dtype == "auto" or attention != "ragged", f"{where}.kv_dtype", kv_dtype, remedy)
+
+
+LONGEST_PACE_MS = 1000
+"""A drafter whose draft takes ten seconds counts as hanging."""
+
+
+def check_pace(where: str, pace_ms: Any) -> None:
+    """ValueError unless it is milliseconds, or milliseconds by ascending rows from 1 on."""
+    table = pace_ms if isinstance(pace_ms, dict) else {1: pace_ms}
+    rows, times = list(table), list(table.values())
+    is_table = bool(rows) and all(type(at) is int and at >= 1 for at in rows) and rows == sorted(rows)
+    is_time = all(type(ms) in (int, float) and 0 <= ms <= LONGEST_PACE_MS for ms in times)
+    remedy = f"must be milliseconds from 0 (off) to {LONGEST_PACE_MS}, or a table by rows, as {{1: 15.0, 16: 16.2}}"
+    require(is_table and is_time, f"{where}.pace_ms", pace_ms, remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,11 @@ class DrafterConfig(Choice):
         return () if pipeline == PipelineName.plain else self.member_names
 
     @property
+    def paces_ms(self) -> list[Any]:
+        """`pace_ms` of those of its models that have one."""
+        return []
+
+    @property
     def is_chain(self) -> bool:
         """Whether no node of its proposals has several children."""
         return False

@@ -19,6 +19,7 @@ from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
 from parallel.runtime.graph_list import GraphList, graph_shapes
 from parallel.runtime.kv_sizing import fit_slots
+from parallel.runtime.pacing import pace
 from parallel.runtime.runner import captured_facts, open_model
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
     head, taps = runner.decoder.lm_head, () if features is None else features.streams
     with head.ungathered() if role.splits_choice else nullcontext():
         sizes |= captured_facts(runner, graphs, taps)
+    pace(role.runner, config.pace_ms)
     checkpoint = str(Path(config.path).absolute())
     return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes, **facts}
 

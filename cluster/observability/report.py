@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict
 
-from actors.options import VerifyRule
+from actors.options import PipelineName, VerifyRule
 from actors.protocol.membership import Ready
 from cluster.config.schema import LaunchConfig
 from cluster.observability.results import Run, Served
@@ -294,6 +294,7 @@ def notes(config: LaunchConfig) -> list[str]:
             f"target.stretch={config.target.stretch}: the target has that many extra layers, which cost time and "
             "change no token"
         )
+    found += _pace_notes(config)
     if config.verify.rule != VerifyRule.coupled and config.sampling.temperature > 0:
         found.append(
             f"verify.rule={config.verify.rule} keeps the distribution of the output, not its tokens: sampled requests "
@@ -304,6 +305,15 @@ def notes(config: LaunchConfig) -> list[str]:
     if config.cluster.oversubscribe:
         found.append("cluster.oversubscribe=true: ranks may share cores, so their times mean little")
     return found
+
+
+def _pace_notes(config: LaunchConfig) -> list[str]:
+    """Passes that wait for a pace are not those of this machine."""
+    drafter = config.drafter.paces_ms if config.pipeline.name != PipelineName.plain else []
+    paces = {"target": [config.target.pace_ms] if config.target.pace_ms else [], "drafter": drafter}
+    listed = ", ".join(f"{role} {' and '.join(map(str, ms))}" for role, ms in paces.items() if ms)
+    text = "passes took at least so many milliseconds, as on devices that are not here: times are not this machine's"
+    return [f"pace_ms: {listed}: {text}"] if listed else []
 
 
 def write_json(path: Path, content: object) -> None:

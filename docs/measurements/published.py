@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
-from cluster.tools.simulation.costs import PassCost
 from cluster.tools.simulation.language import Language, power_law
 from cluster.tools.simulation.simulator import Scenario, SimulationResult, simulate, tuned
+from parallel.pass_cost import PassCost
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,10 @@ class AutoDrafterConfig(DrafterConfig):
         return hash(repr(self))  # the unchecked record holds lists, which have no hash
 
     @property
+    def paces_ms(self) -> list[Any]:
+        return [pace for one in self.drafters for pace in one.paces_ms]
+
+    @property
     def is_chain(self) -> bool:
         return all(one.is_chain for one in self.drafters)
 

@@ -65,6 +65,10 @@ class CascadeDrafterConfig(DrafterConfig):
         return hash(repr(self))  # the unchecked record holds lists, which have no hash
 
     @property
+    def paces_ms(self) -> list[Any]:
+        return [pace for one in self.levels for pace in one.paces_ms]
+
+    @property
     def ranks(self) -> int:
         """Ranks that share the models."""
         return self.levels[-1].ranks

@@ -23,6 +23,7 @@ from actors.options import (
     PipelineName,
     VerifyRule,
     check_kv_dtype,
+    check_pace,
     check_weights,
 )
 from actors.protocol.messages import SamplingKind
@@ -163,8 +164,11 @@ class PassDrafterConfig(PlacedDrafterConfig):
     """How matrices are stored, as `target.weights`."""
     attention: Annotated[str, OneOf(ATTENTION)] = "auto"
     """How attention is computed, as `target.attention`."""
+    pace_ms: Any = 0.0
+    """Milliseconds that every pass of this drafter's model takes at least, as `target.pace_ms`; 0 = off."""
 
     def check_fields(self, where: str) -> None:
+        check_pace(where, self.pace_ms)
         is_tree = self.strategy is Strategy.tree
         remedy = f"is the shape of a fixed tree; add {where}.strategy=tree or drop it"
         require(is_tree or not self.branching, f"{where}.branching", self.branching, remedy)
@@ -197,6 +201,10 @@ class PassDrafterConfig(PlacedDrafterConfig):
     @property
     def chooses_lengths(self) -> bool:
         return self.length_rule is not LengthRule.ordered
+
+    @property
+    def paces_ms(self) -> list[Any]:
+        return [self.pace_ms] if self.pace_ms else []
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         super(PassDrafterConfig, self).check_with(rule, pipeline, where)

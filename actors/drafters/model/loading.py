@@ -46,6 +46,7 @@ from parallel.runtime.interface import Runner
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, fit_slots
 from parallel.runtime.model_bytes import dtype_name
 from parallel.runtime.nested_runner import NestedRunner
+from parallel.runtime.pacing import pace
 from parallel.runtime.profiling import faster_mlp
 from parallel.runtime.runner import captured_facts, open_model
 from parallel.speculators.pard import filling_masks
@@ -121,7 +122,9 @@ def open_draft_model(
         runner = NestedRunner(runner.decoder, runner.pool, *depths, backend=backend)
     facts |= captured_facts(runner, graphs, choices=partial(_sampled_chains, runner.decoder.device))
     reads_text = runner if layout is not None or config.prefixes else filling_masks(runner, config.path)
-    return _translated(reads_text, config, head), facts
+    runner = _translated(reads_text, config, head)
+    pace(runner, config.pace_ms)
+    return runner, facts
 
 
 def graph_list(config: ModelDrafterConfig, scheduler: SchedulerConfig, pipeline: str) -> GraphList:

@@ -14,6 +14,7 @@ from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.self_speculation.layer_search import LayerSearch
 from actors.drafters.self_speculation.searches import open_search
+from parallel.runtime.pacing import pace
 from parallel.self_speculation.runner import SelfDraftRunner
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ def open_self_draft(config: SelfDrafterConfig, setup: DraftSetup, *, resumes: bo
         raise ValueError("drafter=self: drafts with the target's own layers, and has to be on its ranks")
     num_layers = target.config.num_layers
     config.check_layers(num_layers)
-    return SelfDraftRunner(target, config.layer_plan(num_layers), resumes=resumes)
+    runner = SelfDraftRunner(target, config.layer_plan(num_layers), resumes=resumes)
+    pace(runner, config.pace_ms)
+    return runner
 
 
 def build_self_drafter(config: SelfDrafterConfig, setup: DraftSetup) -> tuple[SelfDrafter, dict[str, object]]:

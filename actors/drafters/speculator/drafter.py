@@ -21,6 +21,7 @@ from parallel.kernels.products import has_products
 from parallel.model.checkpoint import holds_bfloat16, resolve_checkpoint
 from parallel.model.families.registry import read_config
 from parallel.runtime.kv_sizing import affordable_slots, choose_dtype, choose_weights
+from parallel.runtime.pacing import pace
 from parallel.speculators.memory import speculator_memory
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_fuser, open_speculator, open_tables, read_speculator
@@ -99,6 +100,7 @@ def build_speculator_drafter(
         tables, setup.group, device, dtype, num_slots, weights, num_layers, target_runner, reads_fused
     )
     runner = open_speculator(config.path, place)
+    pace(runner, config.pace_ms)
     facts: dict[str, object] = {
         "checkpoint": config.path,
         "method": runner.speculator.method,

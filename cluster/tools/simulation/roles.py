@@ -20,10 +20,10 @@ from actors.protocol.messages import TokenTree, Verdict, VerdictBatch, VerifyBat
 from actors.roles.draft import DraftRole
 from actors.verification.coupled import verify_coupled
 from cluster.tools.simulation.clock import LaneClock
-from cluster.tools.simulation.costs import PassCost
 from cluster.tools.simulation.language import RequestText
 from parallel.kv.pass_plan import PendingRows, Span
 from parallel.kv.pool import SeqId
+from parallel.pass_cost import PassCost
 from parallel.runtime.interface import Runner
 
 TextOf = Callable[[Any], RequestText]

@@ -29,9 +29,9 @@ from actors.protocol.messages import (
     VerifyBatch,
 )
 from cluster.tools.simulation.clock import ALARM, ARRIVAL, LaneClock, RoleLane, TimeShares, VirtualClock, split_time
-from cluster.tools.simulation.costs import PassCost
 from cluster.tools.simulation.language import Language, RequestText, TextSource
 from cluster.tools.simulation.roles import ScriptedRunner, ScriptedTarget, draft_role
+from parallel.pass_cost import PassCost
 from parallel.ranges import OneOf, Range, Section, require
 
 

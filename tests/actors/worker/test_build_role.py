@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.options import SchedulerConfig, VerifyConfig
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
 from actors.worker import target_rank
 from actors.worker.factory import build_role
 from parallel.comm.group import SINGLE
+from parallel.kv.pass_plan import Span
+from parallel.runtime import pacing
 from parallel.runtime.kv_sizing import DeviceShare
 
 
@@ -77,6 +81,20 @@ def test_a_device_is_shared_if_others_are_on_it(spec, monkeypatch, part, neighbo
     build_role(replace(spec, memory_part=part, neighbour_bytes=neighbours), SINGLE)
     shared = None if (part, neighbours) == (1.0, 0) else DeviceShare(neighbours, part)
     assert calls.of["fit_slots"][1]["sharing"] == shared
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafterConfig(), SelfDrafterConfig(exit=1)])
+def test_a_target_is_paced_once_for_each_pass_whatever_drafts_with_its_layers(spec, monkeypatch, drafter):
+    """Draft rows that a pass takes over cost a pass of the target's lower layers: no pace of its own."""
+    sleeps = []
+    monkeypatch.setattr(pacing, "time", SimpleNamespace(perf_counter=time.perf_counter, sleep=sleeps.append))
+    role, _ = build_role(replace(spec, target=replace(spec.target, pace_ms=1000), drafter=drafter), SINGLE)
+    assert isinstance(role, TargetRole)
+    role.runner.open(1)
+    for span in (Span(1, 5, num_logits=1), Span(1, 1)):
+        role.runner.forward([span], [2] * span.num_tokens)
+        role.runner.commit(1, range(span.num_tokens))
+    assert len(sleeps) == 2 and all(0.5 < seconds <= 1 for seconds in sleeps)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

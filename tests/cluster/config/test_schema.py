@@ -56,7 +56,7 @@ PUBLIC_CHOICES = {
 }
 
 PUBLIC_KEYS = {
-    "target": "name path tp dtype weights attention device all_reduce stretch max_model_len kv_slots kv_dtype",
+    "target": "name path tp dtype weights attention device all_reduce stretch max_model_len kv_slots kv_dtype pace_ms",
     **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams share placement"},
     "drafter=ngram": "name num_draft_tokens max_ngram min_ngram placement",
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
@@ -73,15 +73,15 @@ PUBLIC_KEYS = {
     "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate "
     "tokenizer length_rule rejection_threshold least_probability placement attention prefixes "
     "prefix_confidence online online_rate online_strength online_budget "
-    "online_memory online_state",
+    "online_memory online_state pace_ms",
     "drafter=speculator": "name path ranks num_threads strategy num_draft_tokens depth width branching draws tree "
     "min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device calibration_policy calibrate_every "
     "kv_slots length_rule rejection_threshold least_probability placement attention prune_below online online_rate "
-    "online_strength online_budget online_memory online_state",
+    "online_strength online_budget online_memory online_state pace_ms",
     "drafter=self": "name exit skip resume strategy num_draft_tokens depth width branching draws tree min_gain "
     "merge_ngram fan_out ahead_width batch_nodes dtype weights calibration_policy calibrate_every kv_slots length_rule "
     "rejection_threshold least_probability placement attention layers search skip_share search_every search_window "
-    "search_trials least_cosine",
+    "search_trials least_cosine pace_ms",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
@@ -396,6 +396,33 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
             "drafter.weights=int8: needs drafter.device=cpu and drafter.dtype=float32",
         ),
         (["target.stretch=-1"], "target.stretch=-1: must be 0 (off) or above"),
+        *(
+            (
+                [f"target.pace_ms={given}"],
+                f"target.pace_ms={shown}: must be milliseconds from 0 (off) to 1000, or a table by rows, as {{1: 15.0,",
+            )
+            for given, shown in (
+                ("-1", "-1"),
+                ("1001", "1001"),
+                ("nan", "nan"),
+                ("fast", "fast"),
+                ("true", "True"),
+                ("null", "None"),
+                ("[15]", "[15]"),
+                ("{}", "{}"),
+                ("{0: 15.0}", "{0: 15.0}"),
+                ("{2: 15, 1: 16}", "{2: 15, 1: 16}"),
+                ("{1: fast}", "{1: 'fast'}"),
+                ("{one: 15}", "{'one': 15}"),
+            )
+        ),
+        (["drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
+        (["drafter=speculator", "drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
+        (["drafter=self", "drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
+        (
+            ["drafter=cascade", "drafter.levels=[ngram,{name: model, pace_ms: x}]"],
+            "drafter.levels[1].pace_ms=x: must be milliseconds",
+        ),
         (["target.kv_slots=-1"], "target.kv_slots=-1: must be 0"),
         (["target.max_model_len=-1"], "target.max_model_len=-1: must be 0"),
         (["target.name=other"], "target.name=other: is set by target=pocket or target=hf"),

@@ -7,7 +7,7 @@ import pytest
 
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.options import PipelineConfig, SamplingConfig, TargetConfig, VerifyConfig, VerifyRule
+from actors.options import PipelineConfig, PipelineName, SamplingConfig, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.membership import Ready
 from actors.protocol.messages import RequestStats
 from cluster import pocket
@@ -231,6 +231,10 @@ def test_notes_warn_of_what_makes_figures_differ():
     bundled = launch_config(drafter=ModelDrafterConfig(path=str(pocket.DRAFTER)))
     assert "trained for another target" in notes(bundled)[0]
     assert notes(replace(bundled, target=TargetConfig(path=str(pocket.TARGET)))) == []
+    paced = launch_config(target=TargetConfig(pace_ms=15), drafter=ModelDrafterConfig(pace_ms={1: 1.5, 8: 2}))
+    assert notes(paced)[0].startswith("pace_ms: target 15, drafter {1: 1.5, 8: 2}: passes took at least so many")
+    assert notes(replace(paced, pipeline=PipelineConfig(PipelineName.plain)))[0].startswith("pace_ms: target 15: ")
+    assert notes(replace(paced, target=TargetConfig()))[0].startswith("pace_ms: drafter {1: 1.5, 8: 2}: ")
     assert "share cores" in notes(launch_config(cluster=ClusterConfig(oversubscribe=True)))[0]
 
 

@@ -211,6 +211,20 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     assert free == 4.0, "bundles were given back"
 
 
+def test_processes_keep_the_pace_of_their_roles(open_engine_on_ray, open_engine, launch):
+    """In processes and in threads: the same tokens, and no round sooner than a pass of each role."""
+    expected = [one.token_ids for one in open_engine("none").generate(PROMPTS[:1], SHORT)]
+    base = launch()
+    paced = dict(target=replace(base.target, pace_ms=20), drafter=replace(base.drafter, pace_ms={1: 5}))
+    for open_ in (open_engine_on_ray, open_engine):
+        engine = open_(**paced)
+        began = time.monotonic()
+        (completion,) = engine.generate(PROMPTS[:1], SHORT)
+        rounds = completion.stats.num_spec_steps
+        assert [completion.token_ids] == expected and rounds > 0
+        assert time.monotonic() - began >= rounds * (0.020 + 0.005)
+
+
 def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(open_engine_on_ray, launch, monkeypatch):
     """Each failure costs the process of the rank: one in company, one alone."""
     from actors.worker import ray_actors

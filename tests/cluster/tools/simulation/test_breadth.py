@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig
-from cluster.tools.simulation.costs import PassCost
 from cluster.tools.simulation.language import Language, power_law
 from cluster.tools.simulation.simulator import Scenario, simulate
+from parallel.pass_cost import PassCost
 
 
 def scenario(pipeline: str, num_requests: int, row_share: float) -> Scenario:

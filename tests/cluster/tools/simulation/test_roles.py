@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cluster.tools.simulation.clock import LaneClock
-from cluster.tools.simulation.costs import PassCost
 from cluster.tools.simulation.roles import ScriptedRunner
 from parallel.kv.pass_plan import Span
+from parallel.pass_cost import PassCost
 
 
 class Text:

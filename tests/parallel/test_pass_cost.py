@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.tools.simulation.costs import PassCost
+from parallel.pass_cost import PassCost
 
 tables = st.dictionaries(st.integers(1, 60), st.floats(0, 1), min_size=1, max_size=5)
 
@@ -29,6 +29,11 @@ def test_a_cost_is_on_the_line_between_its_neighbours(table, rows):
 def test_rows_ascend_from_one_on(points):
     with pytest.raises(ValueError, match="rows .* ascending, from 1 on"):
         PassCost(points)
+
+
+def test_milliseconds_are_a_number_or_a_table():
+    assert PassCost.of_ms(15) == PassCost.flat(0.015)
+    assert PassCost.of_ms({1: 15, 3: 16.0}) == PassCost(((1, 0.015), (3, 0.016)))
 
 
 def test_no_pass_takes_less_than_no_time():

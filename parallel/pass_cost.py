@@ -1,4 +1,7 @@
-"""Seconds of a pass by its number of rows: a measured table, interpolated."""
+"""Seconds of a pass by its number of rows: a table, interpolated.
+
+What plans predict with, the simulator's clock advances by, and paced passes wait for. Knows no model.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,12 @@ class PassCost:
     @staticmethod
     def table(seconds: Mapping[int, float]) -> PassCost:
         return PassCost(tuple(sorted(seconds.items())))
+
+    @staticmethod
+    def of_ms(milliseconds: float | Mapping[int, float]) -> PassCost:
+        """A number for passes of any rows, or a table by rows."""
+        table = milliseconds if isinstance(milliseconds, Mapping) else {1: milliseconds}
+        return PassCost.table({rows: ms / 1e3 for rows, ms in table.items()})
 
     def __call__(self, rows: int) -> float:
         after = bisect_right(self.points, rows, key=lambda point: point[0])
