@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -128,6 +129,72 @@ def test_help_of_a_key_names_type_default_range_and_meaning():
         in by_drafter
     )
     assert "drafter=suffix: drafter.num_draft_tokens=8" in by_drafter
+
+
+def test_help_of_a_group_has_its_choices_and_every_key():
+    assert help_text("placement").splitlines() == [
+        "placement: Whether target and drafter have devices of their own.",
+        "choices: placement=separate|colocated",
+        "",
+        "The devices of the roles.",
+        "",
+        "placement.nodes={}",
+        "    mapping of text to list of text",
+        "    Role -> names or addresses of the nodes it may use, as {target:[n1,n2],draft:[n3]}; a role not",
+        "    named: any.",
+    ]
+    assert "choices" not in help_text("sampling") and "== drafter=ngram ==\n" in help_text("drafter")
+
+
+def test_help_fills_lines_of_a_hundred_characters_and_breaks_none_at_a_hyphen():
+    lines = [line for section in SECTIONS for line in help_text(section).splitlines() if line.startswith("    ")]
+    # The first line of a key names what it accepts, however long; texts follow.
+    texts = [(line, after) for line, after in pairwise(lines) if not after[4:5].isupper()]
+    broken = [(line, after) for line, after in texts if len(line) <= 100 < len(line) + 1 + len(after.split()[0])]
+    assert len(broken) > 100 and max(len(line) for line, _ in broken) == 100
+    assert not any(line.endswith("-") for line, _ in broken)
+
+
+def test_groups_are_listed_in_columns(monkeypatch):
+    columns = {"verify": dict.fromkeys(["v" * 46]), "pipeline": dict.fromkeys(["p" * 40, "p" * 5])}
+    monkeypatch.setattr(options_page, "CHOICES", columns)
+    assert options_page.groups_help().splitlines() == [
+        f"verify      {'v' * 46} The rule that decides which draft tokens stand.",
+        f"pipeline    {'p' * 40}, {'p' * 5}",
+        f"{' ' * 59}The order of drafting and verification; plain = no speculation.",
+    ]
+
+
+def test_help_of_a_launch_shows_what_is_set_most_often_and_the_keys_of_what_is_chosen():
+    config: dict[str, dict[str, Any]] = {
+        section: {item.name: getattr(record, item.name) for item in fields(record)}
+        for section, record in (
+            ("target", replace(CHOICES["target"]["pocket"], tp=2)),
+            *((name, next(iter(CHOICES[name].values()))) for name in ("verify", "pipeline", "placement", "cluster")),
+            ("drafter", NgramDrafterConfig(max_ngram=7)),
+            ("job", CHOICES["job"]["generate"]),
+            ("sampling", SamplingConfig()),
+            ("scheduler", SchedulerConfig()),
+        )
+    }
+    lines = options_page.config_help(config).splitlines()
+    assert lines[1] == "target.tp=2                  Tensor-parallel ranks, each on a device of its own."
+    most, rest = lines[: lines.index("")], lines[lines.index("") :]
+    assert [line.partition("=")[0] for line in most] == list(options_page.MOST_SET)
+    texts = [line[29:] for line in most]
+    assert all(len(text) <= 90 and line[28] == " " for text, line in zip(texts, most, strict=True))
+    assert [text for text in texts if text.endswith(" ...")] and not [text for text in texts if "[...]" in text]
+    assert rest[:2] == ["", "of drafter=ngram:"] and set(rest[2:6]) == {
+        "  drafter.num_draft_tokens=5",
+        "  drafter.placement=auto",
+        "  drafter.max_ngram=7",
+        "  drafter.min_ngram=2",
+    }
+    assert rest[6:8] == ["", "of job=generate:"]
+    assert {line.strip().partition("=")[0] for line in rest[8:]} == {
+        f"job.{name}" for name in ("workload", "concurrency", "baseline", "resume", "trace")
+    }
+    assert "  job.resume=false" in rest
 
 
 @pytest.mark.parametrize("section", SECTIONS)

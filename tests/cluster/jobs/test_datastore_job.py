@@ -42,6 +42,18 @@ def test_what_cannot_work_is_refused_in_one_line(overrides, line):
         load_config(overrides)
 
 
+def test_the_file_is_beside_the_report_or_in_a_folder_that_is_made(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("x = 1\n")
+    job = ["job=datastore", f"job.files=[{tmp_path}/a.txt]"]
+    for out in (tmp_path / "datastore", tmp_path / "deep" / "er" / "store"):
+        datastore.run(load_config([*job, f"job.out={out}"] if out.parent != tmp_path else job), tmp_path)
+        about = json.loads((tmp_path / "datastore.json").read_text())
+        assert about["datastore"] == str(out) and about["bytes"] == out.stat().st_size
+        assert (about["job"], about["config"]["job"]["files"]) == ("datastore", [f"{tmp_path}/a.txt"])
+        shown = capsys.readouterr().out.replace("\n", "")
+        assert f"{about['tokens']:,} tokens of 1 files written to {out}: drafter=rest drafter.datastore={out}" in shown
+
+
 def test_patterns_without_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="job.files=.*: name no file"):
         datastore.run(load_config(["job=datastore", f"job.files=[{tmp_path}/*.txt]"]), tmp_path)

@@ -68,10 +68,12 @@ def test_times_that_contradict_each_other_are_named(
     """A plain pass measured in a slow moment: three times as long as passes over more rows."""
     slow_at_first = [3.0, 1.0, 1.0, 1.0] + [0.1] * 3
     monkeypatch.setattr(LayerValues, "_pass_times", lambda *_: slow_at_first)
-    job = SearchConfig(prompts=write_prompts({"prompt": "x = 1"}), methods=["random"], evaluations=3)
+    out = tmp_path / "deep" / "er" / "found.json"
+    job = SearchConfig(prompts=write_prompts({"prompt": "x = 1"}), methods=["random"], evaluations=3, out=str(out))
     sampling = SamplingConfig(max_tokens=16, ignore_eos=True)
     search.run(tiny_launch(job, drafter=SelfDrafterConfig(num_draft_tokens=3), sampling=sampling), tmp_path)
     report = json.loads((tmp_path / "search.json").read_text())
+    assert report["layers"] == str(out) and read_layers(out)[1] == report["skip"]
     assert report["expected_speedup"] < report["num_draft_tokens"] + 1
     assert report["doubt"] == "a pass of the target over 2 rows took 0.33 of the time of one over fewer"
     assert f"warning: {report['doubt']}" in capsys.readouterr().out

@@ -37,9 +37,11 @@ def test_the_trees_of_a_perfect_drafter_are_chains_and_the_engine_grows_them(
 ):
     prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
     options = {"verify": VerifyConfig(rule, law_size=10**6), "sampling": SamplingConfig(temperature=1.0, max_tokens=13)}
-    job = TreeConfig(prompts=prompts, nodes=4, depth=3, width=3, out=str(tmp_path / "trees.json"))
+    out = tmp_path / "deep" / "er" / "trees.json"
+    job = TreeConfig(prompts=prompts, nodes=4, depth=3, width=3, out=str(out))
     config = tiny_launch(job, **options)
     tree.run(config, tmp_path)
+    out.rename(tmp_path / "trees.json")
     found = json.loads((tmp_path / "trees.json").read_text())
     assert found["acceptance"] == [1.0, 0.0, 0.0] and found["verify"] == rule
     about = json.loads((tmp_path / "tree_report.json").read_text())
@@ -49,7 +51,7 @@ def test_the_trees_of_a_perfect_drafter_are_chains_and_the_engine_grows_them(
         "verify": rule,
         "sampling": about["config"]["sampling"],
     }
-    assert (about["job"], about["trees"]) == ("tree", str(tmp_path / "trees.json"))
+    assert (about["job"], about["trees"]) == ("tree", str(out))
     assert (about["config"]["job"]["nodes"], about["sampling"]["temperature"]) == (4, 1.0)
     shown = capsys.readouterr().out.replace("\n", "")
     assert "acceptance by rank: 1.000, 0.000, 0.000, over 14 rounds" in shown
@@ -64,7 +66,7 @@ def test_the_trees_of_a_perfect_drafter_are_chains_and_the_engine_grows_them(
 def test_trees_fitted_to_heads_are_no_deeper_than_they(tiny_launch, write_prompts, tmp_path, one_free_thread):
     """Fresh Medusa heads say what the target says one token before."""
     prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
-    config = tiny_launch(TreeConfig(prompts=prompts, nodes=9, depth=8, width=3, out=str(tmp_path / "trees.json")))
+    config = tiny_launch(TreeConfig(prompts=prompts, nodes=9, depth=8, width=3))
     model: Any = AutoModelForCausalLM.from_pretrained(config.target.path)
     tables = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
     heads = build(HeadsOptions("medusa", heads=2), TargetShape(model.config, *tables, torch.ones(len(tables[0]))))

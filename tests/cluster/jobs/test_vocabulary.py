@@ -42,19 +42,19 @@ def test_the_list_of_the_targets_output_serves_a_drafter(tiny_launch, write_prom
 
 def test_texts_are_counted_without_an_engine(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("x = 1\n" * 20 + "rare")
-    job = ["job=vocabulary", f"job.files=[{tmp_path}/a.txt]", f"job.out={tmp_path}/list.json", "job.size=5"]
+    job = ["job=vocabulary", f"job.files=[{tmp_path}/a.txt]", f"job.out={tmp_path}/deep/er/list.json", "job.size=5"]
     vocabulary.run(load_config(job), tmp_path)
-    assert len(read_token_list(tmp_path / "list.json")) == 5
+    assert len(read_token_list(tmp_path / "deep/er/list.json")) == 5
     counts = count_tokens(read_corpus(tmp_path / "a.txt", pocket.TARGET))
     about = json.loads((tmp_path / "vocabulary_report.json").read_text())
-    covered = sum(counts[token] for token in read_token_list(tmp_path / "list.json")) / counts.total()
+    covered = sum(counts[token] for token in read_token_list(tmp_path / "deep/er/list.json")) / counts.total()
     assert (about["texts"], about["tokens"], about["counted"]) == (1, 5, counts.total())
     assert about["covered"] == pytest.approx(covered) and 0 < covered < 1
-    assert f"drafter.vocabulary={tmp_path}/list.json" in capsys.readouterr().out.replace("\n", "")
-    chosen = ["drafter=model", f"drafter.vocabulary={tmp_path}/list.json", "drafter.vocabulary_size=3"]
+    assert f"drafter.vocabulary={tmp_path}/deep/er/list.json" in capsys.readouterr().out.replace("\n", "")
+    chosen = ["drafter=model", f"drafter.vocabulary={tmp_path}/deep/er/list.json", "drafter.vocabulary_size=3"]
     drafter = load_config(chosen).drafter
-    assert isinstance(drafter, ModelDrafterConfig) and drafter.vocabulary == f"{tmp_path}/list.json"
-    content = json.loads((tmp_path / "list.json").read_text()) | {"tokenizer": "another"}
+    assert isinstance(drafter, ModelDrafterConfig) and drafter.vocabulary == f"{tmp_path}/deep/er/list.json"
+    content = json.loads((tmp_path / "deep/er/list.json").read_text()) | {"tokenizer": "another"}
     (tmp_path / "other.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"drafter.vocabulary=.*: was made with another tokenizer than the target's"):
         load_config(["drafter=model", f"drafter.vocabulary={tmp_path}/other.json"])

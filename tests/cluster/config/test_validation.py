@@ -1,0 +1,101 @@
+"""What the machines, the lengths and the jobs need of the rest: refused in one line, and accepted at the very bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster import pocket
+from cluster.config.compose import load_config
+from tests.cluster.config.quick_loading import load_quickly
+
+LOCAL = "use cluster=local or cluster=inprocess, or drop it"
+PLAIN = "cluster.link_delay_ms=1.0: is for one machine, where there is no network; " + LOCAL
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
+        (["cluster=inprocess", "cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
+        (["cluster=inprocess", "cluster.address=a:1"], "cluster.address=a:1: is only for cluster=existing; add that"),
+        (["cluster=existing"], "cluster.address='': give HOST:PORT of the Ray cluster, or auto"),
+        (["cluster=slurm"], "cluster.address='': give HOST:PORT of the Ray cluster, or submit the job with `sbatch "),
+        *(
+            ([f"cluster={name}", "cluster.address=a:1", "cluster.link_delay_ms=1"], PLAIN)
+            for name in ("existing", "slurm")
+        ),
+        (["placement.nodes={target:[a]}"], "placement.nodes={'target': ['a']}: is only for clusters of several node"),
+        (["cluster=inprocess", "job=drill"], "cluster=inprocess: has no processes of this machine to kill; use clus"),
+        (["job=drill", "cluster.silence_s=0"], "cluster.silence_s=0.0: must be above 0 for job=drill"),
+        (["job=plan", "drafter=self"], "drafter.name=self: has no ranks to lay out; a plan needs drafter=model"),
+        (["job=plan", "job.costs=/no.yaml"], "job.costs=/no.yaml: no such file; give the YAML of docs/planning.md, "),
+        (["job=plan", "job.prompts=/no.jsonl"], "job.prompts=/no.jsonl: no such file; give a JSONL file with a `pro"),
+        (["job=tree", "drafter=ngram"], "drafter.name=ngram: has no tree of a fixed shape; job=tree needs drafter=m"),
+        (["job=tree", "verify=block"], "verify.rule=block: is for chains; measure with coupled, rejection, traversa"),
+        (["job=search"], "drafter.name=model: is not drafted by the target's own layers; job=search needs drafter=s"),
+        (["job=lengths", "drafter=ngram"], "drafter.name=ngram: drafts no chains by passes of a model; job=lengths "),
+        (["job=lengths", "drafter.strategy=tree"], "drafter.strategy=tree: has no length; job=lengths is for chains"),
+        (["job=lengths", "drafter.translate=strings"], "drafter.translate=strings: "),
+        (["job=lengths", "drafter.online=true"], "drafter.online=True: drafts change as it learns; drop it for job="),
+        (["job=lengths", "verify=rejection"], "verify.rule=rejection: accepts by chance; lengths are compared where"),
+        (["job=passes", "job.ranks=3", "job.layer_groups=[2,4]"], "job.layer_groups=[2, 4]: must all be between 1 a"),
+        (["job=datastore", "job.files=[]"], "job.files=[]: must name at least one file or pattern"),
+        (["pipeline.min_draft_tokens=6"], "pipeline.min_draft_tokens=6: must be from 0 to drafter.num_draft_tokens="),
+        (
+            ["scheduler.max_num_batched_tokens=5"],
+            "scheduler.max_num_batched_tokens=5: cannot hold one sequence's root and 5 draft tokens; raise it to at "
+            "least 6",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(overrides, line):
+    with pytest.raises(ValueError) as caught:
+        load_quickly(overrides)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster.nodes=1"],
+        ["cluster=inprocess", "cluster.link_delay_ms=1", "cluster.nodes=1"],
+        ["cluster=existing", "cluster.address=auto", "cluster.nodes=5", "placement.nodes={target:[a]}"],
+        ["cluster=slurm", "cluster.address=a:1", "placement.nodes={target:[a]}"],
+        ["job=drill", "cluster.silence_s=1"],
+        ["job=plan"],
+        ["job=tree", "drafter=speculator"],
+        ["job=tree", "verify=kseq", "drafter.strategy=tree"],
+        ["job=search", "drafter=self"],
+        ["job=lengths", "drafter=self"],
+        ["job=lengths", "verify=auto"],
+        ["job=passes", "job.ranks=4", "job.layer_groups=[2,4]"],
+        ["job=passes", "job.ranks=1", "job.layer_groups=[2]"],
+        ["pipeline.min_draft_tokens=5"],
+        ["drafter=none", "pipeline.min_draft_tokens=1"],
+        ["scheduler.max_num_batched_tokens=6"],
+    ],
+)
+def test_what_fits_together_is_accepted(overrides):
+    load_quickly(overrides)
+
+
+def test_a_plan_reads_its_files_wherever_it_is_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("costs.yaml", "own.jsonl"):
+        Path(name).touch()
+    job = load_config(["job=plan"]).job
+    assert (job.prompts, job.costs) == (str(pocket.PROMPTS.absolute()), "")
+    job = load_config(["job=plan", "job.costs=costs.yaml", "job.prompts=own.jsonl"]).job
+    assert (job.prompts, job.costs) == (str(tmp_path / "own.jsonl"), str(tmp_path / "costs.yaml"))
+
+
+def test_several_workloads_are_named_by_their_folder(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").touch()
+    here = load_config(["job=bench", f"job.prompts={tmp_path}", "job.workloads=[b,a]"]).job
+    assert (here.prompts, here.workloads) == (str(tmp_path), ["b", "a"])
+    assert load_config(["job=bench", "job.workloads=[completion,agent]"]).job.prompts == ""
+    with pytest.raises(ValueError, match=r"^job.workload=c: is unknown; choose one of a, b$"):
+        load_config(["job=bench", f"job.prompts={tmp_path}", "job.workloads=[a,c]"])
