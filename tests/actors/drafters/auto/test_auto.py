@@ -9,7 +9,16 @@ import pytest
 from actors.drafters.auto.drafter import AutoDrafter, Member
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.policy.drafter_choice import NO_DRAFTER
-from actors.protocol.messages import Admit, Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
+from actors.policy.estimators import Ewma, LinearFit
+from actors.protocol.messages import (
+    Admit,
+    Commit,
+    LevelWork,
+    SamplingKind,
+    SamplingParams,
+    SparseDistribution,
+    TokenTree,
+)
 
 TEXT = list(range(100, 1100))
 """The target's text: token i of it stands at position i."""
@@ -298,3 +307,282 @@ def test_work_and_acceptance_are_counted_by_drafter(clock):
     assert work["model"].num_accepted_tokens == 9 and work["lookup"].num_accepted_tokens == 0
     assert work["lookup"].num_drafts == 3 and work["model"].busy_s == pytest.approx(0.012)
     assert table.drafter.level_stats() == ()
+
+
+# --- what the choice is given, and what is measured -------------------------------------------------------------------
+
+
+def watched(table, *picks):
+    """The choice picks these in turn, the last from then on; returns what it was given: offers and times."""
+    given, rest = [], list(picks)
+
+    def choose(offers, times):
+        given.append((offers, times))
+        return replace_picks([rest.pop(0) if len(rest) > 1 else rest[0]] * len(offers))
+
+    table.drafter.choice.choose = choose
+    return given
+
+
+def opened(table, *request_ids):
+    """More requests, each with a text of 10 tokens."""
+    contexts = [Context.admitted(Admit(i, 0, tuple(TEXT[:10]), 10, SamplingParams()), None) for i in request_ids]
+    for context in contexts:
+        table.drafter.open(context)
+    return contexts
+
+
+def batch_round(table, contexts, pass_s, budget=4):
+    """Drafts for all of them, and verdicts of one token each after `pass_s`."""
+    drafts = table.drafter.propose(contexts, [budget] * len(contexts))
+    table.clock.now += pass_s
+    for context in contexts:
+        table.drafter.observe(context, Commit(context.request_id, 0, len(context.token_ids), (), (7,)))
+        context.extend([7])
+    return drafts
+
+
+def lookups(clock, **options):
+    return Table(Scripted(clock, 4, 8), Scripted(clock, 4, 8), clock, **options)
+
+
+def test_the_rest_of_a_round_is_a_line_by_its_rows(clock):
+    table = lookups(clock)
+    given = watched(table, (0, 2), (0, 6), (0, 2), (0, 1))
+    expected = LinearFit()
+    for rows, seconds in ((2, 0.012), (6, 0.016), (2, 0.013)):
+        table.pass_s = seconds
+        table.round()
+        expected.update(rows, seconds)
+    table.round()
+    (_, first), *_, (_, last) = given
+    assert (first.rest_s, first.per_row_s) == (1.0, 0.0), "no round was measured"
+    slope = expected.slope(0.0, 1.0)
+    assert slope > 0 and last.per_row_s == pytest.approx(slope) and last.rest_s == pytest.approx(expected.at(0, slope))
+
+
+def test_the_rest_of_a_round_is_at_least_half_of_a_mean_one(clock):
+    table = lookups(clock)
+    given = watched(table, (0, 2), (0, 8), (0, 2), (0, 1))
+    for seconds in (0.001, 0.031, 0.001, 0):
+        table.pass_s = seconds
+        table.round()
+    mean = LinearFit()
+    for rows, seconds in ((2, 0.001), (8, 0.031), (2, 0.001)):
+        mean.update(rows, seconds)
+    assert given[-1][1].rest_s == pytest.approx(0.5 * mean.mean_y)
+
+
+def idle(table, clock):
+    opened(table, 9)
+
+
+def read(table, clock):
+    table.drafter.prefill([table.context])
+
+
+def verified_twice(table, clock):
+    table.drafter.observe(table.context, Commit(0, 0, len(table.context.token_ids), (), (7,)))
+    table.context.extend([7])
+
+
+def untouched(table, clock):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("between", "is_measured"), [(untouched, True), (idle, False), (read, False), (verified_twice, False)]
+)
+def test_only_a_round_without_a_break_is_measured(clock, between, is_measured):
+    table = lookups(clock)
+    given = watched(table, (0, 4))
+    table.round()
+    clock.now += 5.0
+    between(table, clock)
+    table.round()
+    assert given[1][1].rest_s == pytest.approx(5.010 if is_measured else 1.0)
+
+
+@pytest.mark.parametrize(("leaves", "comes"), [(True, False), (False, True)])
+def test_a_round_of_another_batch_is_not_measured(clock, leaves, comes):
+    table = lookups(clock)
+    given = watched(table, (0, 4))
+    one, two = opened(table, 1, 2)
+    batch_round(table, [one, two] if leaves else [one], 5.0)
+    if leaves:
+        table.drafter.release(2)
+    batch_round(table, [one] if leaves else [one, two], 5.0)
+    assert given[1][1].rest_s == 1.0
+
+
+def test_a_batch_size_begins_with_what_is_known_of_the_nearest(clock):
+    """Sizes are counted in half powers of two: 3 is nearer to 4 than to 1. What is taken over weighs one round."""
+    table = lookups(clock)
+    given = watched(table, (0, 4))
+    contexts = opened(table, 1, 2, 3, 4)
+    for size, seconds in ((1, 0.010), (4, 0.040)):
+        for _ in range(4):
+            batch_round(table, contexts[:size], seconds)
+    for _ in range(2):
+        batch_round(table, contexts[:3], 0.050)
+    of_four = Ewma(mean=0.010, weight=1.0)
+    for _ in range(3):  # the first follows a batch of another size
+        of_four.update(0.040)
+    assert given[-2][1].rest_s == pytest.approx(of_four.mean)
+    of_three = Ewma(mean=of_four.mean, weight=1.0)
+    of_three.update(0.050)
+    assert given[-1][1].rest_s == pytest.approx(of_three.mean)
+
+
+@pytest.mark.parametrize(("prompt_len", "is_read_apart"), [(32, False), (33, True)])
+def test_more_than_32_unread_tokens_have_a_price_of_their_own(clock, prompt_len, is_read_apart):
+    model = Scripted(clock, 4, 4, call_s=0.001)
+    table = Table(Scripted(clock, 1, 4), model, clock)
+    given = watched(table, (1, 4))
+    table.round()
+    model.read_s = 0.0005
+    for _ in range(2):
+        table.drafter.release(0)
+        table.open(prompt_len)
+        table.round()
+    member = table.drafter.members[1]
+    assert bool(member.read_s.weight) == is_read_apart and (member.pass_s.weight > 2) != is_read_apart
+    (offer,) = [one for one in given[-1][0][0] if one.drafter == 1]
+    assert (offer.read_s > 0) == is_read_apart
+    if is_read_apart:
+        assert member.read_s.weight == pytest.approx(0.97 * prompt_len + prompt_len)
+        assert offer.read_s == pytest.approx(prompt_len * 0.0005)
+
+
+def test_the_price_of_a_pass_is_that_of_its_mean_unread_text(clock):
+    """Two requests, 10 and 13 tokens that are not read yet, 4 passes of 6 ms in all."""
+    table = Table(Scripted(clock, 1, 4), Scripted(clock, 4, 4, call_s=0.001), clock)
+    one, two = opened(table, 1, 2)
+    two.extend(TEXT[10:13])
+    picks = [(1, 2), (1, 4)]
+    table.drafter.choice.choose = lambda offers, times: replace_picks(picks)
+    table.drafter.propose([one, two], [4, 4])
+    cost = table.drafter.members[1].pass_s
+    assert cost.mean_x == 11.5 and cost.mean_y == pytest.approx(0.006 / 4)
+
+
+def test_reading_ahead_is_measured_per_token(clock):
+    table = Table(Scripted(clock, 1, 4), Reader(clock, 4, 4, read_s=0.0005), clock)
+    table.drafter.prefill([table.context])
+    cost = table.drafter.members[1].read_s
+    assert cost.mean == pytest.approx(0.0005) and cost.weight == PROMPT
+
+
+def test_text_reaches_lookups_without_being_measured(clock):
+    lookup = Reader(clock, 1, 4, read_s=0.0005)
+    table = Table(lookup, Scripted(clock, 4, 4), clock)
+    table.drafter.prefill([table.context])
+    assert lookup.ahead == [PROMPT] and not table.drafter.members[0].read_s.weight
+
+
+def test_kinds_of_drafts_are_how_long_they_were_right_and_are(clock):
+    """Three tokens a round continue a run, of which 7 count; a draft of nothing ends it."""
+    lookup = Scripted(clock, 8, 4)
+    table = Table(lookup, Scripted(clock, 4, 4), clock)
+    watched(table, (0, 2))
+    kinds, acceptance = [], table.seen(0)
+    real = acceptance.expected
+    acceptance.expected = lambda request_id, kind, depth: kinds.append((kind, depth)) or real(request_id, kind, depth)
+    for _ in range(4):
+        table.round()
+    lookup.length = 0
+    table.drafter.choice.choose = lambda offers, times: replace_picks([(NO_DRAFTER, 0)])
+    table.round()
+    lookup.length = 2
+    table.round()
+    assert kinds == [((0, 3), 4), ((2, 3), 4), ((3, 3), 4), ((3, 3), 4), ((0, 2), 2)]
+
+
+class Branching(Scripted):
+    """Its draft is the tree of three tokens and a sibling of the first."""
+
+    def propose(self, contexts, budgets):
+        (context,) = contexts
+        start = len(context.token_ids)
+        return [self.draft(TokenTree((TEXT[start - 1], *TEXT[start : start + 3], 7), (-1, 0, 1, 2, 0)))]
+
+
+def test_a_chain_is_offered_in_every_length_and_a_tree_whole(clock):
+    table = Table(Branching(clock, 4, 8), Scripted(clock, 4, 4), clock)
+    given = watched(table, (0, 4))
+    draft = table.round()
+    tree, chain = given[0][0][0]
+    assert tuple(tree.lengths) == (4,) and len(tree.expected) == 1
+    assert tuple(chain.lengths) == (1, 2, 3, 4) and len(chain.expected) == 4
+    assert draft.tree.num_draft_tokens == 4 and draft.tree.parents == (-1, 0, 1, 2, 0)
+    table.round()
+    assert table.seen(0).num_drafts == 2, "each was 3 deep, and 4 tokens of text were enough to see it"
+
+
+def test_top_tokens_reach_those_that_read_them(clock):
+    heard = []
+
+    class Hearing(Scripted):
+        def read_top_tokens(self, top_tokens):
+            heard.append(top_tokens)
+
+    hearing, deaf = Hearing(clock, 1, 4), Scripted(clock, 4, 4)
+    hearing.capabilities = Capabilities(700, reads_top_tokens=hearing)
+    deaf.capabilities = Capabilities(900)
+    table = Table(hearing, deaf, clock)
+    assert table.drafter.capabilities.vocab_size == 700
+    table.drafter.capabilities.reads_top_tokens.read_top_tokens("top")
+    assert heard == ["top"]
+    silent = Table(Scripted(clock, 1, 4), deaf, clock).drafter.capabilities
+    assert silent.vocab_size == 900 and silent.reads_top_tokens is None
+
+
+def test_what_ended_is_forgotten_and_its_length_counts(clock):
+    released = []
+
+    class Ending(Scripted):
+        def release(self, request_id):
+            released.append(request_id)
+
+    table = Table(Ending(clock, 1, 4), Ending(clock, 4, 4), clock)
+    while len(table.context.token_ids) < PROMPT + 60:
+        table.round()
+    num_tokens = len(table.context.token_ids) - PROMPT
+    acceptance = table.seen(1)
+    assert acceptance.expected(0, (0, 0), 4) != acceptance.expected(99, (0, 0), 4)
+    table.drafter.release(0)
+    assert released == [0, 0]
+    assert acceptance.expected(0, (0, 0), 4) == acceptance.expected(99, (0, 0), 4)
+    assert table.drafter.choice.lengths.to_come(0) == pytest.approx(128 + (num_tokens - 128) / 1.97)
+
+
+def test_only_tokens_that_were_committed_count_as_accepted(clock):
+    """The last tokens of a request are cut at its limit; a second verdict belongs to no draft."""
+    table = Table(Scripted(clock, 4, 4), Scripted(clock, 4, 4), clock)
+    watched(table, (0, 4))
+    table.drafter.propose([table.context], [4])
+    for length, path in ((2, (1, 2, 3, 4)), (1, (1,))):
+        start = len(table.context.token_ids)
+        tokens = tuple(TEXT[start : start + length])
+        table.drafter.observe(table.context, Commit(0, 0, start, path, tokens))
+        table.context.extend(tokens)
+    (work,) = table.drafter.level_stats()
+    assert (work.level, work.num_accepted_tokens, work.num_passes) == ("lookup", 2, 1)
+    assert (work.num_drafts, work.num_draft_tokens) == (1, 4)
+
+
+def test_a_draft_of_nothing_is_no_draft_in_the_counts_and_levels_are_passed_on(clock):
+    inner = LevelWork("inner", 3)
+
+    class Levels(Scripted):
+        def level_stats(self):
+            return (inner,)
+
+    empty = Levels(clock, 0, 0)
+    empty.capabilities = Capabilities(has_levels=empty)
+    table = Table(empty, Scripted(clock, 4, 4), clock)
+    watched(table, (NO_DRAFTER, 0))
+    table.round()
+    lookup, below = table.drafter.level_stats()
+    assert below is inner and (lookup.level, lookup.num_passes) == ("lookup", 1)
+    assert (lookup.num_drafts, lookup.num_draft_tokens) == (0, 0)
