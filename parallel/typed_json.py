@@ -94,7 +94,7 @@ def as_type(content: Any, kind: type[T]) -> T:
 def _line(message: str, content: Any) -> str:
     """``FIELD=VALUE: must be int >= 1`` from msgspec's ``Expected `int` >= 1 - at `$.FIELD```; ``[...]`` is any key
     of a mapping."""
-    what, _, path = message.replace("`", "").partition(" - at $")
+    what, _, path = message.replace("`", "").replace(" - at key in $", " as a key - at $").partition(" - at $")
     wanted, field = what.replace("Expected ", "must be ").replace(" | null", " or null"), path.removeprefix(".")
     if not field:
         return wanted

@@ -16,7 +16,8 @@ from cluster.io.prompts import read_prompts
 from cluster.io.text import read_eos_token_ids
 from cluster.observability.report import notes, versions, write_csv, write_json
 from cluster.tools.bench.machine import machine
-from cluster.tools.planning.costs import PassCosts, RankCores, read_costs, write_costs
+from cluster.tools.planning.cost_file import read_costs, write_costs
+from cluster.tools.planning.costs import PassCosts, RankCores
 from cluster.tools.planning.fidelity import INTERVALS, compare, input_similarity
 from cluster.tools.planning.layouts import Layout, described_layouts, draft_model, local_layouts, simplest
 from cluster.tools.planning.measuring import derive_costs, find_devices, measure_all, parts_of, role_pair

@@ -1,7 +1,8 @@
 """Planning: from the cost of passes, measured here or described in a file, to the layout predicted to be fastest.
 
 layouts      layouts that fit the devices and models
-costs        pass costs, read from a file or written to one
+costs        pass costs by role and ranks
+cost_file    their form as a file
 ranks        runs work on the ranks of a layout
 rounds       rounds of one role along known text, timed
 measuring    pass costs from such rounds

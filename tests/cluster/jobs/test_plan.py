@@ -11,7 +11,7 @@ import yaml
 
 from cluster.config.jobs import PlanConfig
 from cluster.jobs import plan
-from cluster.tools.planning.costs import read_costs
+from cluster.tools.planning.cost_file import read_costs
 
 ROOT = Path(__file__).parents[3]
 FILES = {"plan.json", "plan.csv", "plan.png", "costs.yaml"}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig
-from cluster.tools.planning.costs import DraftCost, PassCosts, TargetCost, read_costs
+from cluster.tools.planning.cost_file import read_costs
+from cluster.tools.planning.costs import DraftCost, PassCosts, TargetCost
 from cluster.tools.planning.layouts import Layout, Shape
 from cluster.tools.planning.prediction import Workload, predict, predict_all
 from cluster.tools.planning.transcript import RecordedToken, Transcript

@@ -1,0 +1,154 @@
+"""The YAML form of pass costs, which `job.costs=` reads and a plan that measured writes: milliseconds by keys.
+
+The records below are the form; msgspec holds a file against them, and what they leave out has a default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from msgspec import Meta, Struct, to_builtins
+
+from cluster.tools.planning.costs import DraftCost, PassCosts, TargetCost
+from cluster.tools.planning.layouts import Shape
+from cluster.tools.simulation import PassCost, power_law
+from parallel.typed_json import as_type
+from parallel.whole_files import write_text
+
+_Number = Annotated[float, Meta(ge=0, le=1e12)]
+_Whole = Annotated[int, Meta(ge=0, le=10**12)]
+_Count = Annotated[int, Meta(ge=1, le=10**12)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Shares = _Share | list[_Share]
+E = TypeVar("E", bound="_Entry")
+_PassMs = _Number | dict[_Count, _Number]
+"""Milliseconds by rows, or of any number of rows."""
+
+
+class _Entry(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One mapping of the file; fields are named as those of the record that it stands for."""
+
+
+class _ShapeEntry(_Entry):
+    parallel: Literal["single", "tensor", "layer"] | None = None
+    ranks: _Count | None = None
+    layer_group: _Count | None = None
+    mlp: Literal["replicated", "tensor"] | None = None
+    partition: list[_Count] = []
+    threads: _Whole = 0
+
+    def shape(self) -> Shape:
+        ranks = self.ranks or 1
+        parallel = self.parallel or ("single" if ranks == 1 else "tensor")
+        group = self.layer_group or max(self.partition, default=1)
+        return Shape(parallel, ranks, group, self.mlp or "replicated", tuple(self.partition), self.threads)
+
+
+class _DraftEntry(_ShapeEntry, kw_only=True, rename={"passes": "pass_ms", "exact": "exact_ms"}):
+    target_ranks: _Whole = 0
+    passes: _PassMs
+    exact: _PassMs | None = None
+    acceptance: _Shares = []
+    cores: _Whole = 0
+    beside: bool | None = None
+
+    def cost(self) -> DraftCost:
+        exact = None if self.exact is None else _passes(self.exact)
+        place = self.cores, self.beside, self.target_ranks
+        return DraftCost(self.shape(), _passes(self.passes), exact, _several(self.acceptance), *place)
+
+
+class _TargetEntry(_Entry, kw_only=True, rename={"passes": "pass_ms", "shape": "with"}):
+    ranks: _Count | None = None
+    passes: _PassMs
+    cores: _Whole = 0
+    beside: bool | None = None
+    shape: _ShapeEntry | None = None
+
+    def cost(self) -> TargetCost:
+        shape = None if self.shape is None else self.shape.shape()
+        return TargetCost(self.ranks or 1, _passes(self.passes), self.cores, self.beside, shape)
+
+
+class _CostFile(_Entry):
+    devices: _Count | None = None
+    link_ms: _Number = 0.0
+    coordinator_ms: _Number = 0.0
+    acceptance: _Shares = 0.8
+    runners_up: _Number | list[_Share] = 1.0
+    """Probabilities by rank, or the exponent of a power law."""
+    target: list[_TargetEntry] = []
+    drafter: list[_DraftEntry] = []
+
+    def costs(self) -> PassCosts:
+        target, drafter = tuple(one.cost() for one in self.target), tuple(one.cost() for one in self.drafter)
+        devices = self.devices or max([*(cost.ranks for cost in target), *(cost.shape.ranks for cost in drafter)])
+        law = tuple(self.runners_up) if isinstance(self.runners_up, list) else power_law(self.runners_up)
+        exchange = self.link_ms / 1e3, self.coordinator_ms / 1e3
+        return PassCosts(devices, target, drafter, *exchange, _several(self.acceptance), law)
+
+
+def read_costs(path: Path) -> PassCosts:
+    """Raises ValueError with one line that names the wrong entry."""
+    try:
+        file = as_type(_content(path), _CostFile)
+        if not file.target:
+            raise ValueError("target: names no pass; give a list of {ranks: 1, pass_ms: {1: 10.0}}")
+        return file.costs()
+    except ValueError as error:
+        raise ValueError(f"job.costs={path}: {error}; see docs/planning.md") from error
+
+
+def _content(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:  # a date or a number that is none is a ValueError
+        raise ValueError(f"is no YAML ({str(error).strip().splitlines()[0]})") from error
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from error
+
+
+def write_costs(path: Path, costs: PassCosts) -> None:
+    """What was not measured is left out."""
+    file = _CostFile(
+        devices=costs.num_devices,
+        link_ms=costs.link_s * 1e3,
+        coordinator_ms=costs.coordinator_s * 1e3,
+        acceptance=list(costs.acceptance),
+        runners_up=list(costs.runners_up),
+        target=[_entry(_TargetEntry, cost) for cost in costs.target],
+        drafter=[_entry(_DraftEntry, cost, cost.shape) for cost in costs.drafter],
+    )
+    write_text(path, yaml.safe_dump(to_builtins(file), sort_keys=False, default_flow_style=None))
+
+
+def _entry(kind: type[E], *records: object) -> E:
+    """The entry with the values of these records. Only layer-parallel shapes have a width and MLPs to share."""
+    values = {
+        name: getattr(record, name) for record in records for name in kind.__struct_fields__ if hasattr(record, name)
+    }
+    if values.get("parallel", "layer") != "layer":
+        values |= {"layer_group": None, "mlp": None}
+    return kind(**{name: _plain(value) for name, value in values.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PassCost):
+        return {rows: round(seconds * 1e3, 4) for rows, seconds in value.points}
+    if isinstance(value, Shape):
+        return _entry(_ShapeEntry, value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _passes(pass_ms: _PassMs) -> PassCost:
+    by_rows = pass_ms if isinstance(pass_ms, dict) else {1: pass_ms}
+    return PassCost.table({rows: ms / 1e3 for rows, ms in by_rows.items()})
+
+
+def _several(shares: float | Sequence[float]) -> tuple[float, ...]:
+    return (shares,) if isinstance(shares, float) else tuple(shares)
