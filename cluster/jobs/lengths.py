@@ -9,12 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from actors.drafters.config import DraftSetup
 from actors.drafters.interface import Context
 from actors.drafters.model.chain_rules import GapRule, ProbabilityRule, ThompsonRule, ThresholdRule
 from actors.drafters.model.config import PassDrafterConfig
@@ -23,8 +22,6 @@ from actors.drafters.model.prefill import prefill
 from cluster.config.jobs import LengthsConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal
-from cluster.io.prompts import read_prompts
-from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.observability.report import write_json
 from cluster.tools.bench.chain_lengths import (
     Outcome,
@@ -36,8 +33,8 @@ from cluster.tools.bench.chain_lengths import (
     replay_ordered,
     replay_rule,
 )
-from cluster.tools.planning.layer_choice import LayerValues, open_target, write_texts
-from parallel.comm.group import SINGLE
+from cluster.tools.offline import open_alone, read_task, setup_beside
+from cluster.tools.planning.layer_choice import LayerValues, write_texts
 from parallel.kv.pass_plan import Span
 from parallel.runtime.decoder_runner import DecoderRunner
 
@@ -54,26 +51,16 @@ _REPEATS = 25
 def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for prompts that cannot be read or leave no room for their completions."""
     job: LengthsConfig = config.job
-    terminal, checkpoint, record = Terminal(), Path(config.target.path), config.drafter
+    terminal, task, record = Terminal(), read_task(config), config.drafter
     assert isinstance(record, PassDrafterConfig)
-    tokenizer, eos = load_tokenizer(checkpoint), read_eos_token_ids(checkpoint)
-    prompts = [tuple(tokenizer.encode(prompt.text).ids) for prompt in read_prompts(Path(job.prompts), job.limit)]
-    params, longest = config.sampling_params(tokenizer), record.num_draft_tokens
-    sampling = [replace(params, seed=params.seed + i) for i in range(len(prompts))]
-    length = max(map(len, prompts)) + config.sampling.max_tokens
-    target = open_target(config.target, 3 * len(prompts) * (length + longest + 2))
-    if length + longest > target.config.max_positions:
-        raise ValueError(
-            f"sampling.max_tokens={config.sampling.max_tokens}: prompt and completion exceed the target's "
-            f"{target.config.max_positions} positions; lower it"
-        )
-    device = str(target.decoder.device)
-    setup = DraftSetup(config.verify, "sync", config.scheduler, SINGLE, device, eos, config.target, target)
-    drafter, _ = record.build(setup)
+    longest = record.num_draft_tokens
+    target = open_alone(config.target, 3 * len(task.prompts) * (task.longest + longest + 2))
+    task.check_room(target.config.max_positions - longest)
+    drafter, _ = record.build(setup_beside(target, config, task))
     assert isinstance(drafter, ModelDrafter)
     with terminal.starting() as progress, torch.inference_mode():
         progress("completing prompts")
-        written = write_texts(target, prompts, sampling, config.sampling.max_tokens, config.scheduler.prefill_chunk)
+        written = write_texts(target, task, config.scheduler.prefill_chunk)
         values = LayerValues(target, written, longest, coupled=True)
         progress("drafting after every token")
         recorded = _record(target, drafter, written, longest)

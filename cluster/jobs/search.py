@@ -8,30 +8,25 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from actors.drafters.config import DraftSetup
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.drafters.self_speculation.drafter import SelfDrafter
 from actors.drafters.self_speculation.layer_files import write_layers
 from actors.drafters.self_speculation.mask_search import MaskSearch, MaskSpace
 from actors.drafters.self_speculation.sublayers import Sublayers, names_of_skipped
-from actors.protocol.messages import SamplingParams
 from actors.verification.verifier import Verifier
 from cluster.config.jobs import SearchConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal
-from cluster.io.prompts import read_prompts
-from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.observability.report import write_json
 from cluster.tools.bench.rounds import complete
-from cluster.tools.planning.layer_choice import Evaluation, LayerValues, open_target, search_masks, write_texts
+from cluster.tools.offline import OfflineTask, open_alone, read_task, setup_beside
+from cluster.tools.planning.layer_choice import Evaluation, LayerValues, search_masks, write_texts
 from cluster.tools.planning.plots import draw_searches
-from parallel.comm.group import SINGLE
 from parallel.runtime.decoder_runner import DecoderRunner
 
 _RANDOM_SHARE = 6
@@ -43,27 +38,18 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     job: SearchConfig = config.job
     terminal, drafter = Terminal(), config.drafter
     assert isinstance(drafter, SelfDrafterConfig)
-    checkpoint = Path(config.target.path)
-    tokenizer, eos = load_tokenizer(checkpoint), read_eos_token_ids(checkpoint)
-    texts = [tuple(tokenizer.encode(prompt.text).ids) for prompt in read_prompts(Path(job.prompts), job.limit)]
-    params, num_tokens = config.sampling_params(tokenizer), config.sampling.max_tokens
-    sampling = [replace(params, seed=params.seed + i) for i in range(len(texts))]
-    longest = max(map(len, texts)) + num_tokens
-    target = open_target(config.target, 2 * len(texts) * (longest + drafter.num_draft_tokens + 2))
-    if longest + drafter.num_draft_tokens > target.config.max_positions:
-        raise ValueError(
-            f"sampling.max_tokens={num_tokens}: prompt and completion exceed the target's "
-            f"{target.config.max_positions} positions; lower it"
-        )
+    task, draft_len = read_task(config), drafter.num_draft_tokens
+    target = open_alone(config.target, 2 * len(task.prompts) * (task.longest + draft_len + 2))
+    task.check_room(target.config.max_positions - draft_len)
     with terminal.starting() as progress, torch.inference_mode():
         progress("completing prompts")
-        contexts = write_texts(target, texts, sampling, num_tokens, config.scheduler.prefill_chunk)
-        values = LayerValues(target, contexts, drafter.num_draft_tokens, coupled=str(config.verify.rule) == "coupled")
+        contexts = write_texts(target, task, config.scheduler.prefill_chunk)
+        values = LayerValues(target, contexts, draft_len, coupled=str(config.verify.rule) == "coupled")
     sublayers = Sublayers.every(target.config.num_layers)
     curves: dict[str, list[Evaluation]] = {}
     for method in job.methods:
         if method == "swift":
-            curves[method] = _swift(config, target, texts, params, values, eos)
+            curves[method] = _swift(config, target, task, values)
             continue
         num_random = job.evaluations // _RANDOM_SHARE if method == "bayesian" else job.evaluations
         search = MaskSearch(MaskSpace(len(sublayers.places)), seed=job.seed, num_random=num_random)
@@ -102,29 +88,19 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     terminal.line(f"drafter=self drafter.layers={out} drafter.num_draft_tokens={again.num_draft_tokens}")
 
 
-def _swift(
-    config: LaunchConfig,
-    target: DecoderRunner,
-    texts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    values: LayerValues,
-    eos: tuple[int, ...],
-) -> list[Evaluation]:
+def _swift(config: LaunchConfig, target: DecoderRunner, task: OfflineTask, values: LayerValues) -> list[Evaluation]:
     """The search of `drafter.search=swift` while it completes the prompts one after the other; its masks are evaluated
     afterwards, so that all curves show the same quantity. The text is generated in the time that is shown."""
     assert isinstance(config.drafter, SelfDrafterConfig)
-    device = str(target.decoder.device)
     record = replace(config.drafter, search=Search.swift, layers="", exit=0, skip=[])
-    setup = DraftSetup(config.verify, "sync", config.scheduler, SINGLE, device, eos, config.target, target)
-    drafter, _ = record.build(setup)
+    drafter, _ = record.build(setup_beside(target, config, task))
     assert isinstance(drafter, SelfDrafter)
     assert drafter.search is not None
-    verifier = Verifier(target, str(config.verify.rule), eos)
+    verifier = Verifier(target, str(config.verify.rule), task.eos_token_ids)
     with torch.inference_mode():
-        for i, text in enumerate(texts):
-            own, length = replace(params, seed=params.seed + i), config.sampling.max_tokens
-            for _ in complete(verifier, drafter, [text], own, record.num_draft_tokens, length, first_id=len(texts) + i):
-                pass
+        for i, (prompt, own) in enumerate(zip(task.prompts, task.sampling, strict=True), start=len(task.prompts)):
+            rounds = complete(verifier, drafter, [prompt], own, record.num_draft_tokens, task.num_tokens, first_id=i)
+            list(rounds)
         steps = drafter.search.history
         measured = {layers: values.value(layers).speedup for layers in {step.layers for step in steps}}
     return [Evaluation(step.at_s, step.value, measured[step.layers], step.layers) for step in steps]

@@ -13,7 +13,6 @@ from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.drafters.model.loading import head_rows
 from actors.options import PipelineName, SamplingConfig, VerifyRule
 from actors.protocol.messages import SamplingKind, SamplingParams
 from actors.sampling.logits import is_greedy
@@ -44,7 +43,7 @@ def check_outputs(
     eos_token_ids, tokenizer = read_eos_token_ids(checkpoint), load_tokenizer(checkpoint)
     longest = max(len(output.prompt_ids) + max(len(output.plain), len(output.speculative)) for output in outputs)
     num_slots = longest + config.verify.law_size + 1
-    target = TextReader.of(config.target, num_slots, stretch=config.target.stretch)
+    target = TextReader(config.target, num_slots)
     bar.say("rounding")
     scorer = OutputScorer(target, rule, eos_token_ids)
     movement = scorer.movement([output for output in outputs if output.sampling == params[0]])
@@ -91,7 +90,7 @@ def _draft_reader(config: LaunchConfig, num_slots: int) -> TextReader | None:
         drafter = drafter.levels[-1]
     if not isinstance(drafter, ModelDrafterConfig) or drafter.tokenizer:  # whose own tokens are not the target's
         return None
-    return TextReader.of(drafter, num_slots, head=head_rows(drafter))
+    return TextReader(drafter, num_slots)
 
 
 def num_steps(config: LaunchConfig, params: Sequence[SamplingParams], num_prompts: int) -> int:

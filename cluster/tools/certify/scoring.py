@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +21,10 @@ from actors.sampling.logits import LogitRows, is_greedy, probabilities, process_
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, uniform
 from cluster.tools.certify.goodness import GoodnessOfFit, fit_distribution
 from cluster.tools.certify.identity import OutputPair
-from parallel.comm.group import SINGLE
+from cluster.tools.offline import open_alone
+from parallel.kv.pass_plan import Span
 from parallel.kv.pool import FP8
-from parallel.model.config import HeadRows
-from parallel.runtime.kv_sizing import choose_dtype, choose_kv_dtype, choose_weights
-from parallel.runtime.runner import Span, open_model
+from parallel.runtime.kv_sizing import choose_kv_dtype
 
 EXPLAINED = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1, FP8: 0.1}
 """Movement of a logit that rounding in this dtype, of numbers or of KV rows, can explain; more is a mistake."""
@@ -38,31 +36,10 @@ _TEXT = 0
 class TextReader:
     """A model on one rank of its own, in the engine's dtype; a text and its children hold at most `num_slots` rows."""
 
-    def __init__(
-        self,
-        path: str,
-        device: str,
-        dtype: str,
-        num_slots: int,
-        *,
-        stretch: int = 0,
-        weights: str = "auto",
-        kv_dtype: str = "auto",
-        head: HeadRows | None = None,
-    ) -> None:
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.dtype = choose_dtype(dtype, device)
-        stored = choose_weights(weights, dtype, device, path)
-        types: dict[str, Any] = {"weights": stored, "kv_dtype": choose_kv_dtype(kv_dtype, self.dtype)}
-        self.runner = open_model(path, SINGLE, device, self.dtype, num_slots, stretch, head=head, **types)
-        self.explained = max(EXPLAINED[self.dtype], EXPLAINED[types["kv_dtype"]])
-
-    @classmethod
-    def of(cls, model: TargetConfig | ModelDrafterConfig, num_slots: int, **options: Any) -> TextReader:
-        """The model that a launch configures; `options` are those of the reader that not both have."""
-        types = {"weights": model.weights, "kv_dtype": model.kv_dtype}
-        return cls(model.path, model.device, model.dtype, num_slots, **types, **options)
+    def __init__(self, model: TargetConfig | ModelDrafterConfig, num_slots: int) -> None:
+        self.runner = open_alone(model, num_slots)
+        self.dtype = self.runner.decoder.dtype
+        self.explained = max(EXPLAINED[self.dtype], EXPLAINED[choose_kv_dtype(model.kv_dtype, self.dtype)])
 
     @property
     def vocab_size(self) -> int:

@@ -5,7 +5,6 @@ The records below are the form; msgspec holds a file against them, and what they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -150,5 +149,5 @@ def _passes(pass_ms: _PassMs) -> PassCost:
     return PassCost.table({rows: ms / 1e3 for rows, ms in by_rows.items()})
 
 
-def _several(shares: float | Sequence[float]) -> tuple[float, ...]:
-    return (shares,) if isinstance(shares, float) else tuple(shares)
+def _several(shares: float | list[float]) -> tuple[float, ...]:
+    return tuple(shares) if isinstance(shares, list) else (shares,)

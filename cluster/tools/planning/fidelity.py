@@ -21,14 +21,14 @@ from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig
 from actors.options import Parallel, SchedulerConfig, VerifyConfig
 from actors.protocol.messages import SamplingParams
 from actors.roles.draft import DraftRole
+from cluster.tools.offline import open_alone
 from cluster.tools.planning.layouts import FEWEST_LAYERS
 from cluster.tools.planning.rounds import KnownText, ReplayRank, ReplayScript, replay_drafts
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, default_partition, partition_of
-from parallel.runtime.kv_sizing import choose_dtype, choose_weights
-from parallel.runtime.runner import ModelRunner, open_model
+from parallel.runtime.decoder_runner import DecoderRunner
 
 WIDTHS = (1, 2, 3, 4)
 """Layers side by side."""
@@ -113,16 +113,14 @@ def measure_acceptance(
 
 def open_partition(
     config: ModelDrafterConfig, sizes: Sequence[int], texts: Sequence[KnownText], device: str = "cpu"
-) -> ModelRunner:
+) -> DecoderRunner:
     """The draft model with these hyper-layers on one rank."""
-    dtype, layout = choose_dtype(config.dtype, device), LayerLayout(partition_of(sizes, sum(sizes)), 1)
-    num_slots = max(len(text.token_ids) for text in texts) + 1
-    weights = choose_weights(config.weights, config.dtype, device, config.path)
-    return open_model(config.path, SINGLE, device, dtype, num_slots, layout=layout, weights=weights)
+    layout = LayerLayout(partition_of(sizes, sum(sizes)), 1)
+    return open_alone(config, max(len(text.token_ids) for text in texts) + 1, device, layout=layout)
 
 
 @torch.inference_mode()
-def nearness(runner: ModelRunner, texts: Sequence[KnownText], run: int) -> tuple[float, float, float, float]:
+def nearness(runner: DecoderRunner, texts: Sequence[KnownText], run: int) -> tuple[float, float, float, float]:
     """(top-1 agreement, cosine, divergence, logit distance) of fuzzy rows and exact ones: means over runs of `run`
     fuzzy rows after exact ones; 0: from the prompt to the end."""
     pairs = [pair for text in texts for pair in _runs(runner, text, run or len(text.token_ids))]
@@ -137,7 +135,7 @@ def nearness(runner: ModelRunner, texts: Sequence[KnownText], run: int) -> tuple
     )
 
 
-def _runs(runner: ModelRunner, text: KnownText, run: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _runs(runner: DecoderRunner, text: KnownText, run: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """(exact logits, fuzzy logits, exact hidden states, fuzzy hidden states) of each run."""
     tokens = text.token_ids
     runner.open(0)

@@ -19,16 +19,12 @@ from actors.drafters.model.prefill import prefill
 from actors.drafters.self_speculation.layer_search import Scores, TextWindow
 from actors.drafters.self_speculation.mask_search import MaskSearch
 from actors.drafters.self_speculation.sublayers import Sublayers
-from actors.options import TargetConfig
-from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import choose_batch
+from cluster.tools.offline import OfflineTask
 from cluster.tools.planning.layer_costs import LayerCosts, Value, contradiction
-from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.decoder_runner import DecoderRunner
-from parallel.runtime.kv_sizing import choose_dtype, choose_kv_dtype, choose_weights
-from parallel.runtime.runner import open_model
 from parallel.self_speculation.replay import Replay
 
 _REPEATS = 25
@@ -46,31 +42,16 @@ class Evaluation:
     layers: LayerPlan
 
 
-def open_target(config: TargetConfig, num_slots: int) -> DecoderRunner:
-    """The target in this process."""
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = choose_dtype(config.dtype, device)
-    weights = choose_weights(config.weights, config.dtype, device, config.path)
-    model = config.path, SINGLE, device, dtype, num_slots, config.stretch
-    return open_model(*model, weights=weights, kv_dtype=choose_kv_dtype(config.kv_dtype, dtype))
-
-
-def write_texts(
-    target: DecoderRunner,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sequence[SamplingParams],
-    num_tokens: int,
-    chunk: int,
-) -> list[Context]:
-    """The target's continuations, `num_tokens` each; it keeps rows of all tokens but the last."""
+def write_texts(target: DecoderRunner, task: OfflineTask, chunk: int) -> list[Context]:
+    """The target's continuations, ends of text passed over; it keeps rows of all tokens but the last."""
     contexts = [
         Context(i, 0, list(prompt), len(prompt), params)
-        for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True))
+        for i, (prompt, params) in enumerate(zip(task.prompts, task.sampling, strict=True))
     ]
     for context in contexts:
         target.open(context.request_id)
         prefill(target, context.request_id, context.token_ids, leave=1, chunk=chunk)
-    for _ in range(num_tokens):
+    for _ in range(task.num_tokens):
         spans = [Span(context.request_id, 1) for context in contexts]
         logits = target.forward(spans, [context.token_ids[-1] for context in contexts]).logits
         rows = [node_rows(context, context.token_ids[-1:], (-1,), [0]) for context in contexts]

@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 import torch
 
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.drafters.model.loading import head_rows
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.sampling.logits import LogitRows, process_batch, top_children
+from cluster.tools.offline import open_alone
 from cluster.tools.planning.rounds import KnownText
 from parallel.kv.pass_plan import Span
-from parallel.runtime.kv_sizing import choose_dtype, choose_weights
-from parallel.runtime.runner import open_model
 
 CHOICES = 8
 """Ranked choices kept of every position."""
@@ -94,13 +92,7 @@ def record(
     eos_token_ids: tuple[int, ...],
 ) -> Transcript:
     longest = max(len(text.token_ids) for text in texts)
-    dtype, weights = (
-        choose_dtype(config.dtype, device),
-        choose_weights(config.weights, config.dtype, device, config.path),
-    )
-    runner = open_model(
-        config.path, device=device, dtype=dtype, num_slots=longest, weights=weights, head=head_rows(config)
-    )
+    runner = open_alone(config, longest, device)
     tokens: list[RecordedToken] = []
     for text in texts:
         prompt, written = text.token_ids[: text.prompt_len], text.token_ids[text.prompt_len :]

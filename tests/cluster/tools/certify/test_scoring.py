@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from actors.options import VerifyRule
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import TargetConfig, VerifyRule
 from actors.protocol.messages import SamplingKind, SamplingParams
 from actors.sampling.logits import probabilities
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, uniform
@@ -29,8 +29,9 @@ EOS = (0,)
 @pytest.fixture(scope="module")
 def readers(tiny_checkpoint, half_agreeing_drafter):
     """The target, and a draft model that agrees with it now and then."""
-    open_reader = partial(TextReader, device="cpu", dtype="float32", num_slots=64)
-    return open_reader(str(tiny_checkpoint("Llama"))), open_reader(str(half_agreeing_drafter))
+    target = TargetConfig(path=str(tiny_checkpoint("Llama")), device="cpu")
+    drafter = ModelDrafterConfig(path=str(half_agreeing_drafter), device="cpu")
+    return TextReader(target, num_slots=64), TextReader(drafter, num_slots=64)
 
 
 def output(sampling=SAMPLED, plain=TEXT, speculative=TEXT):
