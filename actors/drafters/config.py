@@ -188,6 +188,11 @@ class DrafterConfig(Choice):
         """Whether the drafter itself decides how many of the ordered tokens are worth drafting."""
         return False
 
+    @property
+    def runs_passes(self) -> bool:
+        """Whether a draft takes passes of a model, beside which a lookup takes no time."""
+        return False
+
     def roles(self) -> dict[str, range]:
         """Role -> the drafter's levels that it runs, starting with the role whose drafts the target verifies; a drafter
         without levels is one role."""

@@ -167,8 +167,13 @@ class Truncates(Protocol):
 class DraftsAhead(Protocol):
     """Drafts while the target verifies."""
 
-    may_work_ahead: bool
-    """Whether it should before the next record, by the coordinator's policy; where not, `propose` drafts in full."""
+    @property
+    def may_work_ahead(self) -> bool:
+        """Whether it should before the next record, by the coordinator's policy; else `propose` drafts in full."""
+        ...
+
+    @may_work_ahead.setter
+    def may_work_ahead(self, may: bool) -> None: ...
 
     @property
     def wants_work(self) -> bool:
@@ -226,6 +231,11 @@ class FeatureRows:
 
 class ReadsFeatures(Protocol):
     """Drafts from hidden states of the target; its record says which (`taps`)."""
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers of one token's features, as the target has them."""
+        ...
 
     def read_features(self, features: FeatureRows) -> None:
         """Those of the tokens that a pass committed, before the next `propose`: in order, none left out."""

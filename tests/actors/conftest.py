@@ -104,12 +104,14 @@ class Room:
         both = {type(record) for record in queue[:2]} == {VerifyBatch, DraftBatch}
         return queue.pop(self.leisure.randrange(2) if both else 0)
 
-    def _check_rows(self, runner):
-        """Of a runner that has rows itself, or of the one that it wraps; a head keeps none."""
-        if hasattr(runner, "pool"):
-            runner.pool.check()
-        elif hasattr(runner, "runner"):
-            self._check_rows(runner.runner)
+    def _check_rows(self, holder):
+        """Of a runner that has rows itself, or of what a drafter or runner consists of; a head keeps none."""
+        if hasattr(holder, "pool"):
+            holder.pool.check()
+        elif hasattr(holder, "runner"):
+            self._check_rows(holder.runner)
+        for member in getattr(holder, "members", ()):
+            self._check_rows(member.drafter)
 
     def _idle(self, coordinator, clock):
         """While the target verifies, the drafter gets a random number of steps of its own, and may tell of them."""
@@ -119,7 +121,7 @@ class Room:
             if not self.draft.wants_work:
                 break
             self.draft.work(self.leisure.randrange(4))  # any width may be chosen; 0 is the configured one
-            self._check_rows(self.draft.drafter.runner)
+            self._check_rows(self.draft.drafter)
         if self.leisure.random() < 0.7 and (preview := self.draft.preview(last=True)) is not None:
             assert not coordinator.on(preview, next(clock))
 
@@ -257,6 +259,9 @@ def open_room(models, speculator, open_bridge):
         if config is not None:
             if isinstance(config, AutoDrafterConfig):
                 inside = [replace(one, path=str(models["drafter"])) if one.models() else one for one in config.drafters]
+                inside = [
+                    replace(one, path=str(speculator(one.path))) if one.speculators() else one for one in inside
+                ]
                 config = replace(config, drafters=tuple(inside))
             elif isinstance(config, CascadeDrafterConfig):
                 config = with_paths(config, models, path)

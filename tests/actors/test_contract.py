@@ -127,7 +127,36 @@ SELVES = {
     "skip-tree": SelfDrafterConfig(skip=["0m"], strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
 }
 """Ways in which the target drafts for itself."""
-ON_TARGET = SPECULATORS | SELVES
+EVERY_KIND = AutoDrafterConfig(
+    drafters=[
+        SuffixDrafterConfig(min_match=1, width=2),
+        ModelDrafterConfig(num_draft_tokens=5, kv_slots=4096),
+        SpeculatorDrafterConfig(path="eagle3", num_draft_tokens=5, kv_slots=4096),
+        SelfDrafterConfig(exit=1, num_draft_tokens=5),
+        JacobiDrafterConfig(num_draft_tokens=5),
+    ],
+    num_draft_tokens=8,
+)
+"""A lookup, a draft model, a speculator, the target's own layers, and its own answers, at once on its ranks."""
+MIXED = {
+    "every-kind": EVERY_KIND,
+    "two-speculators": AutoDrafterConfig(
+        drafters=[
+            SpeculatorDrafterConfig(path="glide", num_draft_tokens=5, kv_slots=4096),
+            SpeculatorDrafterConfig(path="medusa", num_draft_tokens=4, kv_slots=4096),
+        ],
+        num_draft_tokens=5,
+    ),
+    "own-layers": AutoDrafterConfig(
+        drafters=[
+            SpeculatorDrafterConfig(path="kangaroo", num_draft_tokens=5, kv_slots=4096),
+            SelfDrafterConfig(skip=["1m"], num_draft_tokens=5),
+            SpeculatorDrafterConfig(path="eesd", num_draft_tokens=4, kv_slots=4096),
+        ],
+        num_draft_tokens=5,
+    ),
+}
+ON_TARGET = SPECULATORS | SELVES | MIXED
 VARIANTS = {name for name, config in DRAFTERS.items() if config.name == "model"} - {
     "chain",
     "tree",
@@ -157,13 +186,25 @@ SAMPLINGS = {
 USUAL = ("greedy", "T=1", "T=1-processed")
 
 
-@pytest.mark.parametrize("sampling", USUAL)
-def test_requests_of_one_batch_may_each_name_a_drafter(open_room, make_requests, sampling):
+def several_drafters():
+    """On ranks of their own in every pipeline, with one of the usual samplings each, and all kinds on the target's."""
+    pipelines = [pipeline for pipeline in PIPELINES if pipeline != "plain"]
+    for i, pipeline in enumerate(pipelines):
+        for j, sampling in enumerate(USUAL):
+            marks = [] if pipeline == "sync" or i % len(USUAL) == j else [pytest.mark.slow]
+            yield pytest.param(DRAFTERS["auto"], sampling, pipeline, marks=marks)
+    for sampling in USUAL:
+        yield pytest.param(EVERY_KIND, sampling, "sync")
+
+
+@pytest.mark.parametrize(("auto", "sampling", "pipeline"), list(several_drafters()))
+def test_requests_of_one_batch_may_each_name_a_drafter(open_room, make_requests, auto, sampling, pipeline):
     """One of those that the engine has, plain decoding, or none: then the engine chooses."""
-    auto = DRAFTERS["auto"]
     names = *auto.member_names, PLAIN_DECODING, None
-    requests = [replace(one, drafter=names[i % 5]) for i, one in enumerate(make_requests(10, **SAMPLINGS[sampling]))]
-    room, plain = open_room(auto).serve(requests), open_room(pipeline="plain").serve(requests)
+    requests = make_requests(2 * len(names), **SAMPLINGS[sampling])
+    requests = [replace(one, drafter=names[i % len(names)]) for i, one in enumerate(requests)]
+    plain = open_room(pipeline="plain").serve(requests)
+    room = open_room(auto, pipeline=pipeline, attached=auto.is_attached(pipeline)).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.stats.levels.keys() == {*auto.member_names}, "each of them drafted"
 

@@ -7,36 +7,47 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths, LevelsPlacement
-from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, TypedPart
+from actors.drafters.config import (
+    DrafterConfig,
+    DraftSetup,
+    PathResolver,
+    PlacedDrafterConfig,
+    Placement,
+    TypedPart,
+)
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.topology import TOP
 from actors.verification.compatibility import DraftTrait
 from parallel.ranges import Range, require
+from parallel.speculators.config import STREAMS
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
+    from actors.options import TargetConfig
+    from parallel.runtime.decoder_runner import DecoderRunner
+    from parallel.speculators.fusing import TapFuser
 
-
-_CHOSEN_NEVER = frozenset({"none", "auto", "jacobi", "lookahead", "self", "speculator"})
-"""Drafters that cannot be chosen: two learn only at the rows of their own drafts, in every round, one runs on the
-target's ranks, and one reads the target's hidden states, which are sent to a drafter by itself only."""
+_NOT_INSIDE = frozenset({"none", "auto"})
 
 
 @dataclass(frozen=True, slots=True)
-class AutoDrafterConfig(DrafterConfig):
-    """Several drafters, of which each request gets the one with the most tokens per second, chosen every round."""
+class AutoDrafterConfig(PlacedDrafterConfig):
+    """Several drafters in one place, of which each request gets the one that it names, or that with the most tokens per
+    second, chosen every round."""
 
     name: str = "auto"
     drafters: list[Any] = field(default_factory=lambda: ["suffix", "model"])
-    """The drafters to choose among, each by its name or its keys, as `{name: model, path: DIR, num_draft_tokens: 4}`;
-    a cascade by its levels, as `[ngram,model]`. Those without a model draft in every round, and are scored whether
-    their drafts are used or not."""
+    """The drafters, each by its name or its keys, as `{name: model, path: DIR, num_draft_tokens: 4}`; a cascade by its
+    levels, as `[ngram,model]`. Lookups draft in every round, and are scored whether their drafts are used or not."""
     path: str = "pocket"
     """Checkpoint of a drafter `model` that is given by its name alone."""
     num_draft_tokens: Annotated[int, Range(0, zero="the most of its drafters")] = 0
     """Draft tokens a round, at most; 0 = the most of its drafters."""
+    placement: Placement = Placement.auto
+    """attached: all of them on the target's ranks, for pipeline=sync. separate: in a role of their own. auto: attached
+    if one of them would be by itself (as self, or a speculator), else separate."""
 
     def __hash__(self) -> int:
         return hash(repr(self))  # the unchecked record holds lists, which have no hash
@@ -52,6 +63,10 @@ class AutoDrafterConfig(DrafterConfig):
     @property
     def chooses_lengths(self) -> bool:
         return True
+
+    @property
+    def runs_passes(self) -> bool:
+        return any(one.runs_passes for one in self.drafters)
 
     @property
     def draft_models(self) -> list[ModelDrafterConfig]:
@@ -73,6 +88,51 @@ class AutoDrafterConfig(DrafterConfig):
         names = [one.name for one in self.drafters]
         return tuple(name if names.count(name) == 1 else f"{i}-{name}" for i, name in enumerate(names))
 
+    # --- where they run, and what they read of the target -------------------------------------------------------------
+
+    def is_attached(self, pipeline: str) -> bool:
+        if self.placement is Placement.auto:
+            return any(one.is_attached(pipeline) for one in self.drafters)
+        return self.placement is Placement.attached
+
+    def placed(self, pipeline: str) -> list[Any]:
+        """The drafters, each in the place of all."""
+        return _at(Placement.attached if self.is_attached(pipeline) else self.placement, self.drafters)
+
+    @property
+    def _readers(self) -> list[DrafterConfig]:
+        """Those that read hidden states."""
+        return [one for one in self.drafters if one.reads_features]
+
+    @property
+    def reads_features(self) -> bool:
+        return bool(self._readers)
+
+    def taps(self, target_layers: int) -> tuple[int, ...]:
+        return tuple(tap for one in self._readers for tap in one.taps(target_layers))
+
+    def open_fuser(self, target_layers: int, device: str) -> TapFuser | None:
+        (reader,) = self._readers  # checked: others read them on the target's ranks, as they are
+        return reader.open_fuser(target_layers, device)
+
+    def on_target(self, target: DecoderRunner) -> DecoderRunner:
+        for one in self.drafters:
+            target = one.on_target(target)
+        return target
+
+    def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
+        held, per_slot = zip(*(one.memory_beside(target, ranks, device) for one in self.drafters), strict=True)
+        return sum(held), sum(per_slot)
+
+    def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:
+        own = "target" if self.is_attached(pipeline) else TOP
+        found: list[DrafterConfig] = []
+        for one in self.placed(pipeline) if role == own else []:
+            found += one.models_of(TOP if _is_cascade(one) else own, pipeline)
+        return found
+
+    # --- parts and checks ---------------------------------------------------------------------------------------------
+
     def with_typed_parts(self, typed: TypedPart, where: str) -> AutoDrafterConfig:
         """One that is a list is a cascade of these levels; `model` is that of `path`."""
         drafters = []
@@ -80,7 +140,7 @@ class AutoDrafterConfig(DrafterConfig):
             keys = {"name": "cascade", "levels": entry} if isinstance(entry, list) else entry
             if keys == "model":
                 keys = {"name": "model", "path": self.path}
-            drafters.append(typed(keys, f"{where}.drafters[{i}]", _CHOSEN_NEVER, "drafter"))
+            drafters.append(typed(keys, f"{where}.drafters[{i}]", _NOT_INSIDE, "drafter"))
         if not drafters:
             raise ValueError(f"{where}.drafters={self.drafters}: must name at least one, as [suffix,model]")
         longest = max(one.num_draft_tokens for one in drafters)
@@ -92,12 +152,12 @@ class AutoDrafterConfig(DrafterConfig):
             if _is_cascade(one):
                 remedy = "measures rounds that other drafters take part in; leave it at fixed"
                 require(one.lengths is LevelLengths.fixed, f"{where}.drafters[{i}].lengths", one.lengths, remedy)
-                remedy = "runs the target's own layers, on its ranks, which drafter=auto does not share; drop it"
-                place, last = f"{where}.drafters[{i}].levels[{len(one.levels) - 1}]", one.levels[-1]
-                require(not one.is_attached(PipelineName.sync), place, last.name, remedy)
                 remedy = "has no ranks of its own here; leave it at together"
                 together = one.placement is LevelsPlacement.together
                 require(together, f"{where}.drafters[{i}].placement", one.placement, remedy)
+            elif isinstance(one, PlacedDrafterConfig):
+                remedy = f"is one for all of them; drop it, or give {where}.placement"
+                require(one.placement is Placement.auto, f"{where}.drafters[{i}].placement", one.placement, remedy)
         models = self.draft_models
         for model in models:
             alike = (model.ranks, model.device) == (models[-1].ranks, models[-1].device)
@@ -105,27 +165,32 @@ class AutoDrafterConfig(DrafterConfig):
             require(alike, f"{where}.drafters: ranks and device", f"{model.ranks}, {model.device}", remedy)
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
-        remedy = (
-            f"measures drafting and verifying in turn and prepares nothing ahead, so pipeline={pipeline} would only "
-            "slow it; use pipeline=sync"
-        )
-        require(pipeline in (PipelineName.sync, PipelineName.plain), where, self.name, remedy)
-        for i, one in enumerate(self.drafters):
+        super(AutoDrafterConfig, self).check_with(rule, pipeline, where)
+        bridged, num_readers = self.is_bridged(pipeline), len(self._readers)
+        remedy = "hidden states are sent to one drafter only, and several read them; use attached, with pipeline=sync"
+        require(not bridged or num_readers == 1, f"{where}.placement", self.placement, remedy)
+        for i, one in enumerate(self.placed(pipeline)):
+            one.check_fields(f"{where}.drafters[{i}]")
             one.check_with(rule, pipeline, f"{where}.drafters[{i}]")
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
-        drafters = [one.with_paths(resolve, f"{where}.drafters[{i}]") for i, one in enumerate(self.drafters)]
-        return replace(self, drafters=tuple(drafters))
+        placed = enumerate(self.placed(resolve.pipeline))
+        found = _at(Placement.auto, [one.with_paths(resolve, f"{where}.drafters[{i}]") for i, one in placed])
+        config = replace(self, drafters=tuple(found))
+        streams = len(config._readers) > 1 and STREAMS in config.taps(resolve.target_layers)
+        remedy = "one of them drafts with streams in the target's passes, which then give no other hidden states"
+        require(not streams, f"{where}.drafters", self.member_names, f"{remedy}; drop it or the other speculators")
+        return config
 
     def check_checkpoints(self, where: str = "drafter") -> None:
         for i, one in enumerate(self.drafters):
             one.check_checkpoints(f"{where}.drafters[{i}]")
 
-    def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:
-        return self.draft_models if role == TOP else []
-
     def models(self) -> list[str]:
         return [path for one in self.drafters for path in one.models()]
+
+    def speculators(self) -> list[str]:
+        return [path for one in self.drafters for path in one.speculators()]
 
     def translated_models(self) -> list[str]:
         return [path for one in self.drafters for path in one.translated_models()]
@@ -140,6 +205,10 @@ class AutoDrafterConfig(DrafterConfig):
         from actors.drafters.auto.drafter import build_auto
 
         return build_auto(self, setup)
+
+
+def _at(place: Placement, drafters: Sequence[Any]) -> list[Any]:
+    return [replace(one, placement=place) if isinstance(one, PlacedDrafterConfig) else one for one in drafters]
 
 
 def _is_cascade(record: DrafterConfig) -> bool:

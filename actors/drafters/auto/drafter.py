@@ -16,50 +16,31 @@ each of the drafters. It knows drafters by their contract only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from math import log2
 
 import torch
 
 from actors.drafters.auto.config import AutoDrafterConfig
+from actors.drafters.auto.members import Member, MembersAhead, MembersFeatures, MembersRows
 from actors.drafters.config import DraftSetup
-from actors.drafters.interface import Capabilities, Context, Draft, Drafter
+from actors.drafters.interface import Capabilities, Context, Draft
 from actors.policy.drafter_choice import NO_DRAFTER, DrafterChoice, Offer, RoundTimes
-from actors.policy.estimators import Ewma, LinearFit
-from actors.protocol.messages import Commit, LevelWork, TokenTree, TopTokens
+from actors.policy.estimators import LinearFit
+from actors.protocol.messages import Commit, DraftPreview, LevelWork, TokenTree, TopTokens
 from parallel.comm.group import Group
 
 Picks = list[tuple[int, int]]
-_READ_STIFFNESS = 4.0
-"""Variance of the tokens to read at which their measured cost and none weigh the same."""
+"""Of requests: the number of a drafter, and draft tokens."""
+Orders = Sequence[tuple[Context, int]]
+"""Requests, and the draft tokens that were ordered for each."""
 _ROW_STIFFNESS = 1.0
 _MOST_WITH_DRAFT = 32
 """Tokens to read that are part of the price of a draft; more are weighed by themselves."""
 _LONGEST_RUN = 7
 """Tokens in a row that a drafter was right about, beyond which a longer run predicts no more."""
-
-
-@dataclass(slots=True)
-class Member:
-    """One of the drafters, and what it costs: seconds per drafting pass against the few tokens to read with it, and
-    seconds per token of longer text."""
-
-    name: str
-    drafter: Drafter
-    longest: int
-    is_shown: bool
-    """It drafts in every round, before the choice."""
-    is_chain: bool
-    pass_s: LinearFit = field(default_factory=LinearFit)
-    read_s: Ewma = field(default_factory=Ewma)
-    shown_s: Ewma = field(default_factory=Ewma)
-
-    def draft_s(self, longest: int, unread: float) -> float:
-        """Seconds of one call; none for what was drafted before the choice."""
-        if self.is_shown:
-            return 0.0
-        return longest * max(0.0, self.pass_s.at(unread, self.pass_s.slope(0.0, _READ_STIFFNESS)))
 
 
 @dataclass(slots=True)
@@ -70,6 +51,15 @@ class _Shown:
     kind: tuple[int, int]
     tree: TokenTree
     start: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Drafts that left together: when, for how many requests, and their mean number of rows."""
+
+    sent_at: float
+    num_requests: int
+    num_rows: float
 
 
 @dataclass(slots=True)
@@ -85,6 +75,8 @@ class _Request:
     """Other drafters -> tokens of the text that they have read."""
     num_verdicts: int = 0
     """Since the last order."""
+    order: _Order | None = None
+    """The last one; None where the time until the next may be idle time."""
 
 
 class AutoDrafter:
@@ -97,20 +89,27 @@ class AutoDrafter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.members = members
-        vocab_sizes = [one.drafter.capabilities.vocab_size for one in members]
-        reads = any(one.drafter.capabilities.reads_top_tokens is not None for one in members)
+        can = [one.drafter.capabilities for one in members]
+        vocab_sizes = [one.vocab_size for one in can if one.vocab_size is not None]
+        readers = [one.reads_features for one in can if one.reads_features is not None]
+        sharing = [one.shares_rows for one in can if one.shares_rows is not None]
+        self._ahead = MembersAhead(members)
+        works_ahead = any(one.works_ahead is not None for one in can)
         self.capabilities = Capabilities(
-            min((size for size in vocab_sizes if size is not None), default=None),
+            min(vocab_sizes, default=None),
             prefills=self,
+            works_ahead=self._ahead if works_ahead else None,
+            sends_previews=self if any(one.sends_previews is not None for one in can) else None,
             has_levels=self,
-            reads_top_tokens=self if reads else None,
+            reads_top_tokens=self if any(one.reads_top_tokens is not None for one in can) else None,
+            reads_features=MembersFeatures(readers) if readers else None,
+            shares_rows=MembersRows(sharing) if sharing else None,
         )
         self.choice = DrafterChoice([one.longest for one in members], [one.is_shown for one in members])
         self._agree = agree
         self._clock = clock
         self._requests: dict[int, _Request] = {}
         self._rest_s: dict[int, LinearFit] = {}  # by batch size: seconds from one draft to the next order, by its rows
-        self._sent: tuple[float, float, list[int]] | None = None  # when, rows of a request, requests
         self._work = [LevelWork(one.name) for one in members]
 
     # --- the contract of drafters -------------------------------------------------------------------------------------
@@ -119,16 +118,16 @@ class AutoDrafter:
         for one in self.members:
             one.drafter.open(context)
         self._requests[context.request_id] = _Request(context)
-        self._sent = None  # the time until the next order may be idle time
+        self._forget_orders()
 
     def prefill(self, contexts: Sequence[Context]) -> None:
         """Text is entered into lookups, and read by those models for which that is expected to pay."""
-        self._sent = None
+        self._forget_orders()
         for i, one in enumerate(self.members):
             if (prefills := one.drafter.capabilities.prefills) is None:
                 continue
             reading = contexts
-            if not one.is_shown:
+            if one.reads_text:
                 answers = self._agree([(i, self._should_read(i, context)) for context in contexts])
                 reading = [context for context, (_, reads) in zip(contexts, answers, strict=True) if reads]
             if not reading:
@@ -136,40 +135,34 @@ class AutoDrafter:
             num_tokens = sum(self._unread(i, context) for context in reading)
             started = self._clock()
             prefills.prefill(reading)
-            if not one.is_shown and num_tokens:
+            if one.reads_text and num_tokens:
                 one.read_s.update((self._clock() - started) / num_tokens, num_tokens)
                 for context in reading:
                     self._requests[context.request_id].read[i] = len(context.token_ids)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        times = self._times(contexts, self._clock())
-        shown = [self._draft(i, contexts, budgets) if one.is_shown else None for i, one in enumerate(self.members)]
-        offers = []
-        for row, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
-            drafts = [None if drafted is None else drafted[row] for drafted in shown]
-            offers.append(self._offers(context, budget, drafts))
-        if times is not UNMEASURED:
-            request_ids = [context.request_id for context in contexts]
-            offers = self.choice.weigh_reading(request_ids, [_num_generated(one) for one in contexts], offers, times)
-        picks = self._agree(self.choice.choose(offers, times).picks)
-        drafts = [Draft.nothing(context) for context in contexts]
-        for i, drafted in enumerate(shown):
-            rows = [row for row, (drafter, _) in enumerate(picks) if drafter == i]
-            if drafted is None and rows:
-                chosen = self._draft(i, [contexts[row] for row in rows], [picks[row][1] for row in rows])
-                for row, draft in zip(rows, chosen, strict=True):
-                    drafts[row] = draft
-                    self._remember(contexts[row], i, (0, 0), draft.tree)
-                    self._requests[contexts[row].request_id].read[i] = len(contexts[row].token_ids)
-            elif drafted is not None:
-                for row in rows:
-                    drafts[row] = _first_tokens(drafted[row], picks[row][1])
-        for context, (drafter, _) in zip(contexts, picks, strict=True):
-            request = self._requests[context.request_id]
-            request.used, request.num_verdicts = drafter, 0
-        num_rows = sum(draft.tree.num_draft_tokens for draft in drafts) / len(drafts)
-        self._sent = self._clock(), num_rows, [context.request_id for context in contexts]
-        return drafts
+        """What a drafter has prepared is used; for the others drafters are chosen."""
+        orders = list(zip(contexts, budgets, strict=True))
+        is_prepared = [self._ahead.prepared(context) for context in contexts]
+        drafts = self._prepared(list(compress(orders, is_prepared)))
+        drafts |= self._chosen([one for one, is_ready in zip(orders, is_prepared, strict=True) if not is_ready])
+        num_rows = sum(draft.tree.num_draft_tokens for draft in drafts.values()) / len(drafts)
+        order = _Order(self._clock(), len(contexts), num_rows)
+        for context in contexts:
+            self._requests[context.request_id].order = order
+        return [drafts[context.request_id] for context in contexts]
+
+    def previews(self) -> list[DraftPreview]:
+        return self._ahead.previews()
+
+    def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
+        number = self._ahead.prepared_by(context)
+        assert number is not None, "a preview is of something prepared"
+        sends = self.members[number].drafter.capabilities.sends_previews
+        assert sends is not None
+        sends.prefetched(context, budget, tree)
+        self._uses(context, number, tree)
+        self._requests[context.request_id].order = None  # it left before
 
     def observe(self, context: Context, commit: Commit) -> None:
         request = self._requests[context.request_id]
@@ -203,8 +196,64 @@ class AutoDrafter:
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
+    def _prepared(self, orders: Orders) -> dict[int, Draft]:
+        """Drafts that were prepared, by request; they cost nothing now."""
+        drafts: dict[int, Draft] = {}
+        for i, one in enumerate(self.members):
+            own = [order for order in orders if self._ahead.prepared_by(order[0]) == i]
+            if not own:
+                continue
+            found = one.drafter.propose([one for one, _ in own], [min(budget, one.longest) for _, budget in own])
+            self._count(i, found, 0.0)
+            for (context, _), draft in zip(own, found, strict=True):
+                drafts[context.request_id] = draft
+                self._uses(context, i, draft.tree)
+        return drafts
+
+    def _chosen(self, orders: Orders) -> dict[int, Draft]:
+        """Drafts of the drafters that are chosen, by request."""
+        if not orders:
+            return {}
+        contexts, budgets = [context for context, _ in orders], [budget for _, budget in orders]
+        times = self._times(contexts, self._clock())
+        shown = {i: self._draft(i, contexts, budgets) for i, one in enumerate(self.members) if one.is_shown}
+        drafts = {context.request_id: Draft.nothing(context) for context in contexts}
+        picks = self._pick(contexts, budgets, shown, times)
+        for i in range(len(self.members)):
+            rows = [row for row, (number, _) in enumerate(picks) if number == i]
+            if i in shown:
+                found = [_first_tokens(shown[i][row], picks[row][1]) for row in rows]
+            else:
+                found = self._draft(i, [contexts[row] for row in rows], [picks[row][1] for row in rows])
+            for row, draft in zip(rows, found, strict=True):
+                drafts[contexts[row].request_id] = draft
+                self._uses(contexts[row], i, draft.tree)
+        return drafts
+
+    def _pick(
+        self, contexts: Sequence[Context], budgets: Sequence[int], shown: dict[int, list[Draft]], times: RoundTimes
+    ) -> Picks:
+        """The drafter and the length for each request, on every rank those of rank 0."""
+        offers = []
+        for row, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
+            offers.append(self._offers(context, budget, {i: drafted[row] for i, drafted in shown.items()}))
+        if times is not UNMEASURED:
+            request_ids = [context.request_id for context in contexts]
+            offers = self.choice.weigh_reading(request_ids, [_num_generated(one) for one in contexts], offers, times)
+        return self._agree(self.choice.choose(offers, times).picks)
+
+    def _uses(self, context: Context, number: int, tree: TokenTree) -> None:
+        """This draft of this drafter goes to the target."""
+        request = self._requests[context.request_id]
+        request.used, request.num_verdicts = number, 0
+        if not self.members[number].is_shown:  # those were noted as they were shown
+            self._remember(context, number, (0, 0), tree)
+            request.read[number] = len(context.token_ids)
+
     def _draft(self, number: int, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """Drafts of one drafter, timed."""
+        if not contexts:
+            return []
         one = self.members[number]
         budgets = [min(budget, one.longest) for budget in budgets]
         unread = [self._unread(number, context) for context in contexts]
@@ -218,6 +267,10 @@ class AutoDrafter:
             one.read_s.update(read_s / sum(late), sum(late))
         else:
             one.pass_s.update(sum(unread) / len(unread), seconds / max(budgets))
+        self._count(number, drafts, seconds)
+        return drafts
+
+    def _count(self, number: int, drafts: Sequence[Draft], seconds: float) -> None:
         work, sizes = self._work[number], [draft.tree.num_draft_tokens for draft in drafts]
         self._work[number] = replace(
             work,
@@ -226,10 +279,16 @@ class AutoDrafter:
             num_drafts=work.num_drafts + sum(size > 0 for size in sizes),
             num_draft_tokens=work.num_draft_tokens + sum(sizes),
         )
-        return drafts
+
+    def _forget_orders(self) -> None:
+        """The time until the next order may be idle time."""
+        for request in self._requests.values():
+            request.order = None
 
     def _unread(self, number: int, context: Context) -> int:
         """Tokens of the text that the drafter has yet to read."""
+        if not self.members[number].reads_text:
+            return 0
         return len(context.token_ids) - self._requests[context.request_id].read.get(number, 0)
 
     def _should_read(self, number: int, context: Context) -> bool:
@@ -244,13 +303,13 @@ class AutoDrafter:
         read_s = one.read_s.mean * (length - read)
         return self.choice.should_read(number, context.request_id, _num_generated(context), read_s)
 
-    def _offers(self, context: Context, budget: int, drafts: Sequence[Draft | None]) -> list[Offer]:
+    def _offers(self, context: Context, budget: int, shown: Mapping[int, Draft]) -> list[Offer]:
         """What every drafter could contribute; drafts that were shown are remembered, to be scored."""
         request, offers = self._requests[context.request_id], []
-        for i, (one, draft) in enumerate(zip(self.members, drafts, strict=True)):
-            longest = min(budget, one.longest)
+        for i, one in enumerate(self.members):
+            longest, draft = min(budget, one.longest), shown.get(i)
             is_chain, depth, kind = one.is_chain, longest, (0, 0)
-            unread = 0 if one.is_shown else self._unread(i, context)
+            unread = self._unread(i, context)
             read_s = one.read_s.mean * unread if unread > _MOST_WITH_DRAFT else 0.0
             if draft is not None:
                 num_tokens = draft.tree.num_draft_tokens
@@ -273,11 +332,11 @@ class AutoDrafter:
     def _times(self, contexts: Sequence[Context], now: float) -> RoundTimes:
         """What rounds of so many requests cost; measures the one that ended."""
         rest = self._rest_s_of(len(contexts))
-        if self._sent is not None:
-            sent_at, num_rows, request_ids = self._sent
-            ended = [one for one in request_ids if one in self._requests]
-            if all(self._requests[one].num_verdicts == 1 for one in ended) and len(contexts) == len(request_ids):
-                rest.update(num_rows, now - sent_at)
+        requests = [self._requests[context.request_id] for context in contexts]
+        order = requests[0].order
+        is_whole = order is not None and order.num_requests == len(requests)
+        if order is not None and is_whole and all(one.order is order and one.num_verdicts == 1 for one in requests):
+            rest.update(order.num_rows, now - order.sent_at)
         if not rest.weight:
             return UNMEASURED
         slope = rest.slope(0.0, _ROW_STIFFNESS)
@@ -312,7 +371,9 @@ class AutoDrafter:
         length, undecided = len(context.token_ids), []
         for shown in request.drafts:
             text = [*context.token_ids[shown.start :], *token_ids]
-            agreed, depth = shown.tree.agreed_depth(text), max(1, *shown.tree.depths())  # of 0 where it had no room
+            # of 0 where it had no room; what is read off a preview is as deep as the longest drafter's
+            depth = min(max(1, *shown.tree.depths()), self.members[shown.member].longest)
+            agreed = min(shown.tree.agreed_depth(text), depth)
             if shown.start == length and self.members[shown.member].is_shown:
                 run = request.runs.get(shown.member, 0)
                 request.runs[shown.member] = min(run + agreed, _LONGEST_RUN) if agreed == len(token_ids) else 0
@@ -348,15 +409,14 @@ def build_auto(config: AutoDrafterConfig, setup: DraftSetup) -> tuple[AutoDrafte
     """All drafters on this rank; the facts sum up their bytes."""
     members, facts = [], dict[str, object]()
     sums = {"weight_bytes": 0, "kv_bytes": 0, "corpus_tokens": 0}
-    setup = replace(setup, pipeline="sync")
-    for i, record in enumerate(config.drafters):
+    for i, record in enumerate(config.placed(setup.pipeline)):
         drafter, held = record.build(setup)
         facts |= held
         for key, value in held.items():
             if key in sums and isinstance(value, int):
                 sums[key] += value
         longest = min(record.num_draft_tokens, config.num_draft_tokens)
-        is_shown = not record.models()
+        is_shown = not record.runs_passes
         members.append(Member(config.member_names[i], drafter, longest, is_shown, record.is_chain))
     return AutoDrafter(members, _agreement(setup.group, setup.device)), facts | {k: v for k, v in sums.items() if v}
 

@@ -18,6 +18,7 @@ from parallel.ranges import Range, check_ranges, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
+    from actors.options import TargetConfig
 
 
 class LevelLengths(StrEnum):
@@ -226,6 +227,10 @@ class CascadeDrafterConfig(DrafterConfig):
         levels = [self.levels[level] for level in self.roles().get(role, ())]
         return [model for level in levels for model in level.models_of(TOP, pipeline)]
 
+    def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
+        held, per_slot = zip(*(level.memory_beside(target, ranks, device) for level in self.levels), strict=True)
+        return sum(held), sum(per_slot)
+
     def models(self) -> list[str]:
         return [path for level in self.levels for path in level.models()]
 
@@ -263,6 +268,10 @@ class CascadeDrafterConfig(DrafterConfig):
     def is_chain(self) -> bool:
         passed_on = [level for level in self._reaching() if self.width(level) > 1]
         return not (self.merge or passed_on) and (self.levels[0].is_chain or not self._forwards_first_level())
+
+    @property
+    def runs_passes(self) -> bool:
+        return True
 
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         from actors.drafters.cascade.build import build_cascade

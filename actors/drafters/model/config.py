@@ -32,6 +32,7 @@ from parallel.ranges import OneOf, Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
+    from actors.options import TargetConfig
 
 
 class MlpParallel(StrEnum):
@@ -205,6 +206,10 @@ class PassDrafterConfig(PlacedDrafterConfig):
     @property
     def paces_ms(self) -> list[Any]:
         return [self.pace_ms] if self.pace_ms else []
+
+    @property
+    def runs_passes(self) -> bool:
+        return True
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         super(PassDrafterConfig, self).check_with(rule, pipeline, where)
@@ -461,7 +466,25 @@ class ModelDrafterConfig(LearningDrafterConfig):
         return [self.path]
 
     def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:
-        return [self] if role == TOP else []
+        own = "target" if self.is_attached(pipeline) else TOP
+        return [self] if role == own else []
+
+    def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
+        from parallel.model.families.registry import read_config
+        from parallel.runtime.model_bytes import (
+            ITEM_BYTES,
+            dtype_name,
+            kv_bytes_per_slot,
+            kv_item_bytes,
+            weight_bytes,
+            weights_name,
+        )
+
+        dtype, shapes = dtype_name(self.dtype, device), read_config(self.path)
+        stored = weights_name(self.weights, dtype, device, self.path)
+        weights = weight_bytes(shapes, ranks, ITEM_BYTES[dtype], weights=stored, path=self.path)
+        per_slot = kv_bytes_per_slot(shapes, ranks, kv_item_bytes(self.kv_dtype, dtype))
+        return (weights + self.kv_slots * per_slot, 0) if self.kv_slots else (weights, per_slot)
 
     def translated_models(self) -> list[str]:
         return [self.path] if self.tokenizer else []

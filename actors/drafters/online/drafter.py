@@ -85,6 +85,10 @@ class OnlineDrafter:
         for request_id, window in self._laws.read(top_tokens, self._contexts):
             self._remember(request_id, window)
 
+    @property
+    def feature_size(self) -> int:
+        return 0 if self._reader is None else self._reader.feature_size
+
     def read_features(self, features: FeatureRows) -> None:
         assert self._reader is not None
         assert self._features is not None

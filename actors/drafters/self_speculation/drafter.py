@@ -36,7 +36,9 @@ class SelfDrafter(ModelDrafter):
     ) -> None:
         super().__init__(runner, config, options)
         self.search = search
-        self.capabilities = Capabilities(runner.config.vocab_size, shares_rows=runner)
+        self.capabilities = Capabilities(
+            runner.config.vocab_size, prefills=None if search is None else self, shares_rows=runner
+        )
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         if self.search is not None:

@@ -39,6 +39,10 @@ class _ReadsFeatures(ModelDrafter):
 
     runner: SpeculatorRunner
 
+    @property
+    def feature_size(self) -> int:
+        return self.runner.speculator.feature_size
+
     def read_features(self, features: FeatureRows) -> None:
         self.runner.read_features(features.request_id, features.start, features.rows)
 

@@ -50,6 +50,41 @@ def test_what_any_of_them_needs_the_whole_needs():
     assert kinds == {SamplingKind.DETERMINISTIC, SamplingKind.WITHOUT_REPLACEMENT}
 
 
+@pytest.mark.parametrize(
+    ("drafters", "options", "attached"),
+    [
+        ("[suffix,model]", [], False),
+        ("[suffix,model]", ["drafter.placement=attached"], True),
+        ("[suffix,speculator]", [], True),
+        ("[suffix,speculator]", ["drafter.placement=separate"], False),
+        ("[suffix,speculator]", ["pipeline=branches"], False),
+        ("[ngram,self]", [], True),
+        ("[suffix,[ngram,self]]", [], True),
+    ],
+)
+def test_all_of_them_are_in_one_place(drafters, options, attached):
+    config = load_config(["drafter=auto", f"drafter.drafters={drafters}", *options])
+    drafter, pipeline = config.drafter, config.pipeline.name
+    assert drafter.is_attached(pipeline) is attached
+    assert drafter.is_bridged(pipeline) is ("speculator" in drafters and not attached)
+    roles = {place.role for place in lay_out(config, Devices((0, 1)))}
+    assert roles == ({"target"} if attached else {"target", "draft"})
+    with_models = {role for role in ("target", "draft") if drafter.models_of(role, pipeline)}
+    has_weights = "model" in drafters or "speculator" in drafters
+    assert with_models == ({"target" if attached else "draft"} if has_weights else set())
+
+
+def test_attached_drafters_take_memory_of_the_targets_ranks():
+    config = load_config(["drafter=auto", "drafter.drafters=[suffix,model,speculator,self]"])
+    parts = [one.memory_beside(config.target, 1, "cpu") for one in config.drafter.drafters]
+    assert [held > 0 and per_slot > 0 for held, per_slot in parts] == [False, True, True, False]
+    assert config.drafter.memory_beside(config.target, 1, "cpu") == tuple(map(sum, zip(*parts, strict=True)))
+    places = lay_out(config, Devices((0, 1)))
+    alone = load_config(["drafter=none"])
+    with_drafters, without = footprints(config, places)["target"], footprints(alone, places)["target"]
+    assert with_drafters.weights - without.weights == config.drafter.memory_beside(config.target, 1, "cpu")[0]
+
+
 def test_its_models_get_ranks_and_memory():
     config = load_config(["drafter=auto", "drafter.drafters=[copy,{name: model, ranks: 2, parallel: tensor}]"])
     places = lay_out(config, Devices((0, 1, 2)))
@@ -65,12 +100,19 @@ def test_its_models_get_ranks_and_memory():
     [
         (["drafter.drafters=[]"], "must name at least one, as [suffix,model]"),
         (["drafter.drafters=[suffix,auto]"], "drafter.drafters[1]=auto: is no drafter; give a name or"),
-        (["drafter.drafters=[suffix,lookahead]"], "drafter.drafters[1]=lookahead: is no drafter"),
         (["drafter.drafters=[none]"], "drafter.drafters[0]=none: is no drafter"),
         (["drafter.drafters=[{name: model, num_draft_tokens: 0}]"], "drafter.drafters[0].num_draft_tokens=0: must be"),
         (["drafter.drafters=[suffix,[ngram]]"], "drafter.drafters[1].levels=['ngram']: must be at least two"),
-        (["pipeline=branches"], "drafter=auto: measures drafting and verifying in turn"),
-        (["pipeline=pingpong"], "would only slow it; use pipeline=sync"),
+        (["pipeline=branches", "drafter.placement=attached"], "drafter.placement=attached: drafts between two passes"),
+        (["drafter.drafters=[{name: model, placement: attached}]"], "is one for all of them; drop it, or give"),
+        (
+            ["drafter.drafters=[{name: model, ranks: 2, parallel: tensor}]", "drafter.placement=attached"],
+            "drafter.drafters[0].parallel=tensor: shares the target's ranks",
+        ),
+        (
+            ["drafter.drafters=[speculator,{name: speculator, num_draft_tokens: 2}]", "pipeline=branches"],
+            "hidden states are sent to one drafter only, and several read them",
+        ),
         (["verify=kseq"], "would bias the output of a drafter that draws DETERMINISTIC"),
         (
             ["drafter.drafters=[{name: cascade, levels: [ngram,model], lengths: auto}]"],

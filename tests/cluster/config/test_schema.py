@@ -67,7 +67,7 @@ PUBLIC_KEYS = {
     "drafter=jacobi": "name num_draft_tokens width placement",
     "drafter=lookahead": "name num_draft_tokens window ngram guesses reads_text placement",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
-    "drafter=auto": "name drafters path num_draft_tokens",
+    "drafter=auto": "name drafters path num_draft_tokens placement",
     "drafter=model": "name path ranks kv_dtype num_threads parallel layer_group strategy num_draft_tokens depth width "
     "branching draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
     "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate "
@@ -475,15 +475,17 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
             )
         ),
         (
-            ["drafter=auto", "drafter.drafters=[suffix,[ngram,self]]"],
-            "drafter.drafters[1].levels[1]=self: runs the target's own layers, on its ranks, which drafter=auto does",
+            ["drafter=auto", "drafter.drafters=[suffix,[ngram,self]]", "pipeline=branches"],
+            "drafter.drafters[1].levels[1]=self: runs the target's own layers, which are busy while it verifies",
         ),
-        (["drafter=auto", "drafter.drafters=[ngram,speculator]"], "drafter.drafters[1]=speculator: is no drafter; giv"),
         (
             ["drafter=speculator", "drafter.prune_below=0.02", "verify=coupled"],
             "drafter.prune_below=0.02: its checkpoint has no early logits; train with",
         ),
-        (["drafter=auto", "drafter.drafters=[self]"], "drafter.drafters[0]=self: is no drafter; give a name or"),
+        (
+            ["drafter=auto", "drafter.drafters=[self,suffix]", "drafter.placement=separate"],
+            "drafter.drafters[0].placement=separate: drafts with the target's own layers, on its ranks",
+        ),
         (["drafter.least_probability=0.6"], "drafter.least_probability=0.6: is the threshold of drafter.length_rule="),
         (["drafter.rejection_threshold=1"], "drafter.rejection_threshold=1.0: must be 0 (as published) or between 0"),
         (["drafter.kv_slots=-1"], "drafter.kv_slots=-1: must be 0 (sized automatically) or above"),
