@@ -259,9 +259,7 @@ def open_room(models, speculator, open_bridge):
         if config is not None:
             if isinstance(config, AutoDrafterConfig):
                 inside = [replace(one, path=str(models["drafter"])) if one.models() else one for one in config.drafters]
-                inside = [
-                    replace(one, path=str(speculator(one.path))) if one.speculators() else one for one in inside
-                ]
+                inside = [replace(one, path=str(speculator(one.path))) if one.speculators() else one for one in inside]
                 config = replace(config, drafters=tuple(inside))
             elif isinstance(config, CascadeDrafterConfig):
                 config = with_paths(config, models, path)

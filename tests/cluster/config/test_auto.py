@@ -13,6 +13,7 @@ from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from cluster import pocket
 from cluster.config.compose import load_config
+from cluster.engine import Engine
 from cluster.placement.memory import footprints
 from cluster.placement.ranks import Devices, lay_out
 from cluster.runtime.backend import coordinator_spec
@@ -134,3 +135,19 @@ def test_the_coordinator_leaves_lengths_to_it():
     for drafter, chooses in (("auto", True), ("model", False)):
         config = load_config([f"drafter={drafter}"])
         assert coordinator_spec(config, lay_out(config, Devices((0, 1))), ()).chooses_lengths is chooses
+
+
+def test_an_engine_holds_drafters_of_every_kind():
+    """A lookup, a draft model, a speculator and the target's own layers, all on its ranks: one batch in which requests
+    name each of them, plain decoding and none."""
+    drafters = "drafter.drafters=[ngram,model,speculator,self]"
+    prompts = ["def median(values):", "class Stack:\n    def push(self"] * 3
+    always = ["cluster=inprocess", "sampling.max_tokens=40", "pipeline.min_draft_tokens=1"]
+    with Engine(load_config(["drafter=auto", drafters, *always])) as engine:
+        plain = engine.generate(prompts, drafter="none")
+        names = [*engine.drafters, "none", None]
+        requests = [engine.submit(prompt, drafter=name) for prompt, name in zip(prompts, names, strict=True)]
+        drafted = [request.result() for request in requests]
+        levels = engine.report().counters["levels"]
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    assert set(levels) >= {"model", "speculator", "self"}, "each drafted for the request that names it"

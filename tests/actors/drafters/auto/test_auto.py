@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from actors.drafters.auto.drafter import AutoDrafter, Member
+from actors.drafters.auto.drafter import AutoDrafter
+from actors.drafters.auto.members import Member
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.policy.drafter_choice import NO_DRAFTER
 from actors.policy.estimators import Ewma, LinearFit
@@ -586,3 +587,37 @@ def test_a_draft_of_nothing_is_no_draft_in_the_counts_and_levels_are_passed_on(c
     lookup, below = table.drafter.level_stats()
     assert below is inner and (lookup.level, lookup.num_passes) == ("lookup", 1)
     assert (lookup.num_drafts, lookup.num_draft_tokens) == (0, 0)
+
+
+def test_halves_of_a_batch_that_take_turns_are_measured_each(clock):
+    """As `pingpong` orders them: half B's draft leaves while half A is verified."""
+    lookup = Scripted(clock, 1, 4)
+    auto = AutoDrafter([Member("lookup", lookup, 4, is_shown=True, is_chain=True)], clock=clock)
+    halves = []
+    for request_id in range(2):
+        context = Context.admitted(Admit(request_id, 0, tuple(TEXT[:PROMPT]), PROMPT, SamplingParams()), None)
+        auto.open(context)
+        halves.append(context)
+    for _ in range(6):
+        for context in halves:
+            auto.propose([context], [4])
+            clock.now += 0.005
+            other = halves[1 - context.request_id]
+            start = len(other.token_ids)
+            if auto._requests[other.request_id].order is not None:
+                auto.observe(other, Commit(other.request_id, 0, start, (), (TEXT[start],)))
+                other.extend((TEXT[start],))
+    times = auto._times([halves[0]], clock.now)
+    assert times.rest_s == pytest.approx(0.010), "from one draft of a half to its next"
+
+
+def test_time_without_orders_is_no_part_of_a_round(clock):
+    table = Table(Scripted(clock, 1, 4), Scripted(clock, 4, 4, call_s=0.001), clock)
+    for _ in range(5):
+        table.round()
+    before = table.drafter._times([table.context], clock.now).rest_s
+    clock.now += 100.0
+    other = Context.admitted(Admit(1, 0, tuple(TEXT[:PROMPT]), PROMPT, SamplingParams()), None)
+    table.drafter.open(other)
+    table.round()
+    assert table.drafter._times([table.context], clock.now).rest_s == pytest.approx(before)

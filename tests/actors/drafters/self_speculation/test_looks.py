@@ -7,16 +7,22 @@ from typing import Any
 
 import pytest
 
+from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Context
+from actors.drafters.self_speculation.config import SelfDrafterConfig
+from actors.drafters.self_speculation.drafter import SelfDrafter
 from actors.drafters.self_speculation.exits import ExitSearch
 from actors.drafters.self_speculation.layer_search import Agreement, Scores
 from actors.drafters.self_speculation.sublayers import PassShares, Sublayers, best_speed
 from actors.drafters.self_speculation.swift import SwiftSearch
 from actors.policy.estimators import Ewma
-from actors.protocol.messages import SamplingParams
+from actors.protocol.messages import Admit, DraftBatch, DraftOrder, SamplingParams
+from actors.roles.draft import DraftRole
 from parallel.comm.group import SINGLE
+from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.runner import open_model
+from parallel.self_speculation.runner import SelfDraftRunner
 
 NUM_LAYERS, LONGEST = 7, 6
 AGREEMENT = Agreement(SINGLE, "cpu")
@@ -110,3 +116,28 @@ def test_the_best_mask_is_worth_the_mean_of_its_texts_and_another_what_it_did_be
     mean.update(0.1)
     assert values[2] == pytest.approx(mean.mean + 0.05), "the one that was tried on its third"
     assert search.search.best_value == values[2]
+
+
+def test_a_search_may_look_at_text_before_a_trial_and_fixed_layers_need_not(models):
+    """The look is a prefill, for which the role asks those alone that say they have one."""
+    runner, options = open_model(models["target"], num_slots=64), ModelOptions("coupled", 16, (1,), 64)
+    config, target = SelfDrafterConfig(exit=1, num_draft_tokens=3), SelfDraftRunner(runner, LayerPlan.prefix(1))
+    looked: list[list[int]] = []
+
+    class Search:
+        layers = LayerPlan.prefix(1)
+
+        def before_trial(self, contexts):
+            looked.append([one.request_id for one in contexts])
+            return self.layers
+
+    search: Any = Search()
+    assert SelfDrafter(target, config, options).capabilities.prefills is None
+    drafter = SelfDrafter(target, config, options, search)
+    role, admit = DraftRole(drafter), Admit(7, 0, tuple(range(2, 8)), 6, SamplingParams())
+    list(role.answer(DraftBatch(1, (admit,), (), (), ())))
+    runner.open(7)
+    runner.forward([Span(7, 5)], list(range(2, 7)))
+    runner.commit(7, range(5))
+    list(role.answer(DraftBatch(2, (), (), (), (DraftOrder(7, 0),))))
+    assert looked == [[7]]
