@@ -7,11 +7,12 @@ an error names the bad line. Must not know tokenizers or engines.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+from actors.protocol.messages import PLAIN_DECODING
 from parallel.typed_json import json_lines, read_text
 
 
@@ -56,13 +57,17 @@ def prompt_sets(folder: Path) -> dict[str, Path]:
     return nested | {file.stem: file for file in sorted(folder.glob("*.jsonl"))}
 
 
-def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
+def read_prompts(path: Path, limit: int = 0, *, drafters: Collection[str] | None = None) -> list[Prompt]:
     """Prompts in the file's order, at most `limit` (0: all) spread evenly over its categories.
 
-    Raises ValueError for a file without prompts, and for the first line that is not a prompt.
+    Raises ValueError for a file without prompts, and for the first line that is not a prompt or names a drafter that
+    is none of these (None: any is).
     """
     where = f"job.prompts={path}"
-    prompts = [_prompt(place, record) for place, record in json_lines(read_text(path, where), PromptFields, where)]
+    prompts = []
+    for place, record in json_lines(read_text(path, where), PromptFields, where):
+        prompts.append(_prompt(place, record))
+        _check_drafter(place, prompts[-1].drafter, drafters)
     if not prompts:
         raise ValueError(f"job.prompts={path}: holds no prompt; give one JSON object a line with `prompt` or `turns`")
     return spread(prompts, limit) if limit else prompts
@@ -87,3 +92,9 @@ def _prompt(place: str, record: PromptFields) -> Prompt:
         raise ValueError(f"{place} has an empty prompt; correct or remove it")
     question_id = record.get("question_id", record.get("task_id"))
     return Prompt(text, record.get("category"), question_id, record.get("source"), drafter=record.get("drafter"))
+
+
+def _check_drafter(place: str, drafter: str | None, known: Collection[str] | None) -> None:
+    if known is not None and drafter not in (None, PLAIN_DECODING, *known):
+        names = ", ".join((*known, PLAIN_DECODING))
+        raise ValueError(f"{place}: the engine has no drafter {drafter!r:.40}; name one of {names}, or leave it out")

@@ -47,7 +47,7 @@ COMPLETIONS_SHOWN = 8
 def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for prompts that cannot be read, EngineError if a request failed, KeyboardInterrupt."""
     job: GenerateConfig = config.job
-    prompts = read_prompts(Path(job.prompts), job.limit)
+    prompts = read_prompts(Path(job.prompts), job.limit, drafters=config.drafter.names_in(config.pipeline.name))
     completions, report_file, terminal = run_dir / "completions.jsonl", run_dir / "report.json", Terminal()
     finished = drop_unfinished(completions, prompts) if job.resume else set()
     indices = [index for index in range(len(prompts)) if index not in finished]

@@ -55,7 +55,7 @@ def _texts_of_files(job: VocabularyConfig, target: Path, terminal: Terminal) -> 
 def _outputs(config: LaunchConfig, run_dir: Path, terminal: Terminal) -> list[Sequence[int]]:
     """What the target writes after each prompt, with the drafter of the launch, which changes no token."""
     job: VocabularyConfig = config.job
-    prompts = read_prompts(Path(job.prompts), job.limit)
+    prompts = read_prompts(Path(job.prompts), job.limit, drafters=config.drafter.names_in(config.pipeline.name))
     with terminal.starting() as progress:
         engine = Engine(config, progress=progress, log_dir=run_dir / "logs")
     sampling = config.sampling_params(engine.tokenizer)

@@ -40,6 +40,20 @@ def test_every_field_of_a_line_has_its_place(tmp_path):
     assert [len(read_prompts(path, limit)) for limit in (0, 1, 2, 3)] == [2, 1, 2, 2]
 
 
+def test_a_line_may_name_a_drafter_that_the_engine_has_or_none(tmp_path):
+    path = write(tmp_path, {"prompt": "a"}, *({"prompt": "b", "drafter": name} for name in ("none", "ngram", "medusa")))
+    assert [prompt.drafter for prompt in read_prompts(path)] == [None, "none", "ngram", "medusa"]
+    assert len(read_prompts(path, drafters=["ngram", "medusa"])) == 4
+    with pytest.raises(ValueError) as refusal:
+        read_prompts(path, limit=1, drafters=["suffix", "ngram"])
+    remedy = "name one of suffix, ngram, none, or leave it out"
+    assert str(refusal.value) == f"job.prompts={path}: line 4: the engine has no drafter 'medusa'; {remedy}"
+    with pytest.raises(
+        ValueError, match="line 3: the engine has no drafter 'ngram'; name one of none, or leave it out$"
+    ):
+        read_prompts(path, drafters=())
+
+
 def test_the_sets_of_a_folder_have_the_names_of_files_or_folders(tmp_path):
     for name in ("code.jsonl", "both.jsonl", "spec/question.jsonl", "both/question.jsonl", "no/other.jsonl", "no.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

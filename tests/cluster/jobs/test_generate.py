@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from actors.drafters.config import NoDrafterConfig
+from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import RequestStats
 from cluster.completion import EngineError
-from cluster.config.jobs import GenerateConfig
+from cluster.config.jobs import GenerateConfig, VocabularyConfig
 from cluster.io.prompts import Prompt
 from cluster.io.text import load_tokenizer
-from cluster.jobs import generate
+from cluster.jobs import generate, vocabulary
 from cluster.observability.report import Circumstances, RunFigures, write_json
 from cluster.observability.results import Served
 from parallel.whole_files import WriteError
@@ -184,6 +185,25 @@ def test_bad_prompts_are_refused_before_an_engine_starts(tiny_launch, write_prom
     monkeypatch.setattr(generate, "Engine", None)  # starting it would fail otherwise than in words
     with pytest.raises(ValueError, match="line 1 has an empty prompt"):
         generate.run(tiny_launch(GenerateConfig(prompts=write_prompts({"prompt": ""}))), tmp_path)
+
+
+def test_a_drafter_that_the_engine_will_not_have_is_refused_before_it_starts(
+    tiny_launch, write_prompts, tmp_path, monkeypatch
+):
+    for job in (generate, vocabulary):
+        monkeypatch.setattr(job, "Engine", None)
+    prompts = write_prompts({"prompt": "x", "drafter": "model"}, {"prompt": "x", "drafter": "medusa"})
+    for run, job in (
+        (generate.run, GenerateConfig(prompts=prompts)),
+        (vocabulary.run, VocabularyConfig(prompts=prompts)),
+    ):
+        with pytest.raises(ValueError, match="line 2: the engine has no drafter 'medusa'; name one of model, none, or"):
+            run(tiny_launch(job), tmp_path)
+    plain = tiny_launch(GenerateConfig(prompts=prompts), pipeline=PipelineConfig(PipelineName.plain))
+    with pytest.raises(
+        ValueError, match="line 1: the engine has no drafter 'model'; name one of none, or leave it out"
+    ):
+        generate.run(plain, tmp_path)
 
 
 def test_a_resumed_run_completes_what_is_left_and_nothing_twice(tiny_launch, write_prompts, tmp_path, monkeypatch):

@@ -113,6 +113,7 @@ def prepare(course: Course, say: Callable[[str], None]) -> Texts:
     tokenizer = load_tokenizer(Path(course.target))
     prompts, held_out = _prompts(course, tokenizer)
     model = load_target(Path(course.target), config.device, torch.bfloat16)
+    check_recipe(course, model)
     length, ends, weights = config.continuation_length, _end_ids(model), _weights_digest(model)
 
     def write(some: list[list[int]], temperature: float) -> TextRows:
@@ -128,6 +129,16 @@ def prepare(course: Course, say: Callable[[str], None]) -> Texts:
         training = joined([write(prompts, temperature) for temperature in config.temperatures])
     kept = {temperature: write(held_out, temperature) for temperature in config.temperatures}
     return Texts(training, kept, prompts)
+
+
+def check_recipe(course: Course, model: LlamaForCausalLM) -> None:
+    """Raise ValueError, one line, for settings that do not suit the target: they are refused where the module is built,
+    so one is built and dropped before hours go into the target's text."""
+    config = course.config
+    net = course.recipe.build(course.options(), shape_of(model, _empty(config.continuation_length)))
+    writes_own = config.data in ("on_policy", "mixed")
+    remedy = "only job.recipe=distill writes text of its own; use job.data=target"
+    require(not writes_own or isinstance(net, DistilledDrafter), "job.data", config.data, remedy)
 
 
 def train_rank(course: Course, texts: Texts, ranks: Ranks) -> dict[str, Any]:
@@ -212,10 +223,6 @@ class _Source:
         self._target = FrozenTarget(model, texts.training, net.taps, net.kv_layers, config.cache_mb << 20)
         self._size = max(1, config.batch_tokens // config.continuation_length // ranks.count)
         self._is_own = {"on_policy": 1.0, "mixed": 0.5}.get(config.data, 0.0)
-        if self._is_own and not isinstance(net, DistilledDrafter):
-            raise ValueError(
-                f"job.data={config.data}: only job.recipe=distill writes text of its own; use job.data=target"
-            )
         self._groups = grouped(texts.prompts, config.continuation_length, POOL_PROMPTS)
         self._ends = _end_ids(model)
         self._pool: FrozenTarget | None = None

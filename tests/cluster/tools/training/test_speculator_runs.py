@@ -269,6 +269,13 @@ def test_distillation_brings_the_drafter_nearer(target: Path, text: Path, tmp_pa
     assert saved.dtype == torch.bfloat16 and saved.config.vocab_size == 4096
 
 
+def test_every_recipe_is_tried_on_the_target_before_the_text_is_written(text: Path, tmp_path: Path):
+    target = small_target(tmp_path, 6)
+    model, config = load_target(target, "cpu", torch.bfloat16), small(target, text).job
+    for recipe in RECIPES:
+        training.check_recipe(training.Course(replace(config, recipe=recipe), str(target), "", ""), model)
+
+
 @pytest.mark.parametrize(
     ("named", "line"),
     [
@@ -282,8 +289,12 @@ def test_distillation_brings_the_drafter_nearer(target: Path, text: Path, tmp_pa
         ({"recipe": "kangaroo", "options": "{exit: 2}"}, "job.options.exit=2: the target has 2 layers"),
         ({"recipe": "sorted", "options": "{start: '', prefixes: [3]}"}, r"job.options.prefixes=\[3\]: the draft model"),
         ({"text": "/nowhere.txt"}, "job.text=/nowhere.txt"),
+        ({"recipe": "medusa", "data": "mixed"}, "job.data=mixed: only job.recipe=distill writes text of its own"),
     ],
 )
-def test_wrong_settings_are_one_line(target: Path, text: Path, tmp_path: Path, named: dict[str, str], line: str):
+def test_wrong_settings_are_one_line_before_the_target_writes(
+    target: Path, text: Path, tmp_path: Path, named: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training, "write_rows", lambda *_: pytest.fail("text was written"))
     with pytest.raises(ValueError, match=f"^{line}"):
         train.make_drafter(small(target, **{"text": text, **named}), tmp_path)
