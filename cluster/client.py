@@ -138,7 +138,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """Of the coordinator's hub."""
+        """Address of the coordinator's hub."""
         return self._connection.address
 
     @property

@@ -40,7 +40,7 @@ class Prompt:
 
 
 class PromptFields(TypedDict, total=False):
-    """Of a line; others are left alone."""
+    """The keys of a line that are read; others are left alone."""
 
     prompt: str | None
     turns: list[str] | None

@@ -20,7 +20,7 @@ UNFINISHED = ("abort", "error")
 
 
 class CompletionFields(TypedDict):
-    """Of a line of `completions.jsonl`, as far as they tell whether its prompt is finished."""
+    """The keys of a line of `completions.jsonl` that show whether its prompt is finished."""
 
     index: Annotated[int, Meta(ge=0)]
     prompt: str

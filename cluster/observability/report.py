@@ -51,9 +51,9 @@ class RunFigures(TypedDict):
     num_draft_tokens: int | None
     num_accepted_tokens: int | None
     branch_hit_rate: float | None
-    """Of the proposals of a drafter that works ahead, those prepared before their verdict."""
+    """Share of the proposals of a drafter that works ahead that were prepared before their verdict."""
     foreseen_rate: float | None
-    """Of the same proposals, those that had reached the coordinator before their verdict."""
+    """Share of the same proposals that had reached the coordinator before their verdict."""
     levels: dict[str, dict[str, float | None]] | None
     learning: dict[str, float] | None
     """What `drafter.online=true` has learned by the end of the run, as in `LearningWork`."""
@@ -69,7 +69,7 @@ class RunFigures(TypedDict):
     exported_bytes: int | None
     """Hidden states that the target sent to a drafter on ranks of its own."""
     exported_bytes_per_round: float | None
-    """Of the passes that sent some."""
+    """Bytes of the mean pass that sent some."""
     preemptions: int | None
     stale: int | None
     lost_records: int | None

@@ -61,7 +61,7 @@ def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[st
 
 
 def _footprint(model: _Model, place: RankPlacement, config: LaunchConfig) -> Footprint:
-    """Of one model on the `place.size` ranks of its role."""
+    """The footprint of one model on the `place.size` ranks of its role."""
     max_num_seqs = config.scheduler.max_num_seqs
     if not isinstance(model, TargetConfig) and _is_speculator(model):
         return _speculator_footprint(model, place, config)

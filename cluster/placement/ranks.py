@@ -51,7 +51,7 @@ class RankPlacement:
 
     @property
     def kind(self) -> str:
-        """Of the device: cuda or cpu."""
+        """The kind of the device: cuda or cpu."""
         return self.device.partition(":")[0]
 
     @property

@@ -40,12 +40,12 @@ class Backend(ABC):
         self._specs: dict[str, RankSpec] = {}
         self._relay: Relay | None = None
         self.keys = HubKeys(secrets.token_bytes(SECRET_BYTES))
-        """Of the hub and its peers: a rank receives its own in its specification, a client from the user."""
+        """Keys of the hub and its peers: a rank receives its own in its specification, a client from the user."""
         self.address = ""
-        """Of the coordinator's hub for ranks and the engine, from `start` on; another one after the coordinator was
-        replaced on another node, as `client_address`."""
+        """Address of the coordinator's hub for ranks and the engine, known from `start` on. It changes, as
+        `client_address` does, when the coordinator is replaced on another node."""
         self.client_address = ""
-        """Of its hub for other clients."""
+        """Address of the hub for other clients."""
 
     @property
     def _needs_store(self) -> bool:

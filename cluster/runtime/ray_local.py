@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 FOLDER = "RAY_TMPDIR"
-"""Of a process that belongs to Ray: where that Ray keeps its files."""
+"""Environment variable of every process of a Ray: the folder with the files of that Ray."""
 _END_S = 5.0
 _AGAIN_S = 0.2
 

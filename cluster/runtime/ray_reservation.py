@@ -19,7 +19,7 @@ Device = tuple[str, str | tuple[int, ...]]
 
 _PROGRESS_S = 5.0
 _ON_NODE = 0.001
-"""Of the resource `node:ADDRESS`, of which Ray gives every node 1: it ties a bundle or an actor to that node."""
+"""Share of the resource `node:ADDRESS`, of which every node has 1, that ties a bundle or an actor to the node."""
 
 
 class Reservation:

@@ -237,7 +237,7 @@ def notes_of(outputs: Sequence[OutputPair], rule: VerifyRule, draft_vocab_size: 
     if all(is_greedy(output.sampling) for output in outputs):
         notes.append("only greedy decoding was asked for: no distribution was tested; add job.temperatures=[0,1]")
     elif rule is not VerifyRule.coupled:
-        notes.append(f"verify.rule={rule} keeps the law of sampled tokens, not the tokens: those are compared as a law")
+        notes.append(f"verify.rule={rule} keeps the distribution of sampled tokens, not the tokens: it is compared")
     if draft_vocab_size != vocab_size:
         notes.append(f"the draft model has {draft_vocab_size} tokens of the target's {vocab_size}")
     return notes

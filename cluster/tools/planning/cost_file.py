@@ -85,9 +85,9 @@ class _CostFile(_Entry):
     def costs(self) -> PassCosts:
         target, drafter = tuple(one.cost() for one in self.target), tuple(one.cost() for one in self.drafter)
         devices = self.devices or max([*(cost.ranks for cost in target), *(cost.shape.ranks for cost in drafter)])
-        law = tuple(self.runners_up) if isinstance(self.runners_up, list) else power_law(self.runners_up)
+        ranked = tuple(self.runners_up) if isinstance(self.runners_up, list) else power_law(self.runners_up)
         exchange = self.link_ms / 1e3, self.coordinator_ms / 1e3
-        return PassCosts(devices, target, drafter, *exchange, _several(self.acceptance), law)
+        return PassCosts(devices, target, drafter, *exchange, _several(self.acceptance), ranked)
 
 
 def read_costs(path: Path) -> PassCosts:

@@ -27,7 +27,7 @@ class TargetCost:
     beside: bool | None = None
     """Measured while the drafter computed too (true) or not (false); None fits both."""
     shape: Shape | None = None
-    """Of the drafter it was measured with; None: measured alone, which fits any."""
+    """The drafter it was measured with; None: measured alone, which fits any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class DraftCost:
     cores: int = 0
     beside: bool | None = None
     target_ranks: int = 0
-    """Of the target it was measured with; 0 fits any."""
+    """Ranks of the target it was measured with; 0 fits any."""
 
 
 @dataclass(frozen=True, slots=True)

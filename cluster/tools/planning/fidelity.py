@@ -64,7 +64,7 @@ class Fidelity:
     top1_agreement: float
     """Share of fuzzy rows whose likeliest token is that of an exact pass."""
     cosine: float
-    """Of the hidden states after the last layer."""
+    """Cosine of the hidden states after the last layer."""
     divergence: float
     """KL(exact || fuzzy) in nats."""
     logit_distance: float

@@ -97,7 +97,7 @@ class LayerValues:
         return [min(of_kind) for of_kind in times]
 
     def value(self, layers: LayerPlan) -> Value:
-        """Of drafting with these layers."""
+        """What drafting with these layers brings on the texts."""
         reached = [0] * self._longest
         places = 0
         for window in self._windows:

@@ -22,8 +22,8 @@ and starting a kernel counts more in them."""
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Of some layers: expected tokens per second over plain decoding's at the best draft length, and what that follows
-    from. `chances[i]` is how often the next i + 1 tokens are all accepted."""
+    """What drafting with some layers brings: expected tokens per second over those of plain decoding at the best draft
+    length, and what that follows from. `chances[i]` is how often the next i + 1 tokens are all accepted."""
 
     speedup: float
     num_draft_tokens: int
@@ -49,13 +49,15 @@ class LayerCosts:
         return LayerCosts(tuple(rising(verify_s)), ends_s, one_attention, one_mlp)
 
     def pass_s(self, layers: LayerPlan) -> float:
-        """Of a pass of these layers over one row: embedding, norm and head, and the sublayers that run, whose times
-        were measured together. Single passes of a small model differ more by chance than by a sublayer."""
+        """Seconds of a pass of these layers over one row: embedding, norm and head, and the sublayers that run. Their
+        times were measured together, because single passes of a small model differ more by chance than by a sublayer.
+        """
         return self.ends_s + len(layers.attention) * self.attention_s + len(layers.mlp) * self.mlp_s
 
     def value(self, chances: Sequence[float], layers: LayerPlan) -> Value:
-        """Of drafting with these layers, whose first i + 1 tokens are all accepted with `chances[i]`. The speed-up with
-        k draft tokens is below k + 1: a round gives at most so many tokens and takes at least a plain pass."""
+        """What drafting with these layers brings if the first i + 1 tokens are all accepted with `chances[i]`. The
+        speed-up with k draft tokens is below k + 1: a round gives at most so many tokens and takes at least a plain
+        pass."""
         tokens, pass_s, plain_s = list(accumulate(chances, initial=1.0)), self.pass_s(layers), self.verify_s[0]
         speeds = [tokens[k] * plain_s / (k * pass_s + self.verify_s[k]) for k in range(1, len(tokens))]
         best = max(range(len(speeds)), key=speeds.__getitem__)

@@ -33,11 +33,11 @@ class Shape:
     ranks: int = 1
     layer_group: int = 1
     mlp: str = "replicated"
-    """Of layer-parallel ranks: replicated or tensor."""
+    """MLPs of layer-parallel ranks: replicated or tensor."""
     partition: tuple[int, ...] = ()
     """Sizes of the hyper-layers; empty where only their width is known."""
     threads: int = 0
-    """Of a rank, at most; 0: as in the drafter's options."""
+    """Threads of a rank, at most; 0: as in the drafter's options."""
 
     @property
     def has_own_partition(self) -> bool:

@@ -76,7 +76,7 @@ class RolePair:
 
 @dataclass(frozen=True, slots=True)
 class RoleTimings:
-    """Of one role: its passes, the same with every layer timed, and median seconds of a collective."""
+    """The passes of one role, the same with every layer timed, and median seconds of a collective."""
 
     plain: ReplayResult
     watched: ReplayResult
@@ -93,7 +93,7 @@ class PairTimings:
 
 
 def find_devices(config: LaunchConfig) -> Devices:
-    """Of this machine, within `cluster.num_cpus`."""
+    """The devices of this machine, within `cluster.num_cpus`."""
     cores = sorted(os.sched_getaffinity(0))[: config.cluster.num_cpus]
     return Devices(tuple(cores), torch.cuda.device_count())
 

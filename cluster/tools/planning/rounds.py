@@ -67,7 +67,7 @@ class ReplayRank:
     role: str = ""
     turns: AlternatingTurns | None = None
     clock: PassClock = field(default_factory=PassClock)
-    """Of a decoder under `watch`; another counts nothing."""
+    """The clock of a decoder under `watch`; another counts nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,9 @@ class Language(Section):
     runners_up: Annotated[tuple[float, ...], Range(0)] = power_law(1.0)
     """P(the token is the drafter's second, third, ... choice), given that it is not the first."""
     unevenness: Annotated[float, Range(0)] = 0.0
-    """0: the drafter is equally sure everywhere. Above: its doubt, 1 - acceptance, is scaled per position by
-    (1 + c) * u ** c, u uniform: it gathers in few positions, shows in the probabilities and keeps its mean."""
+    """0: the drafter is equally sure everywhere. Above: the probability that its first choice is wrong,
+    1 - acceptance, is scaled per position by (1 + c) * u ** c, u uniform: few positions are hard, the drafter's
+    probabilities show which, and the mean stays."""
     vocab_size: int = 32_000
     seed: int = 0
 
@@ -67,7 +68,7 @@ class Language(Section):
         sums = sum(self.runners_up) <= 1 + 1e-9
         require(sums, f"{where}.runners_up", self.runners_up, "must not sum to more than 1")
         most = (1 - min(self.acceptance)) * (1 + self.unevenness)
-        remedy = "leaves doubt above 1; lower it or raise acceptance"
+        remedy = "makes first choices wrong with a probability above 1; lower it or raise acceptance"
         require(self.unevenness == 0 or most <= 1, f"{where}.unevenness", self.unevenness, remedy)
         enough = self.vocab_size > len(self.runners_up) + 1
         require(enough, f"{where}.vocab_size", self.vocab_size, "must exceed the number of ranked choices")
@@ -83,9 +84,9 @@ class SimulatedText:
         self._language = language
         self._random = random.Random(f"{language.seed}/{request_id}")
         self._tokens = list(prompt)
-        self._marks = [(0.0, 0.0, 1.0)] * len(prompt)  # per position: draws of the rank, and the scale of doubt
+        self._marks = [(0.0, 0.0, 1.0)] * len(prompt)  # per position: draws of the rank, and the scale of misses
         self._cumulative = list(accumulate(language.runners_up))
-        self._log_probs: dict[float, list[float]] = {}  # doubt -> log-probabilities by rank
+        self._log_probs: dict[float, list[float]] = {}  # miss -> log-probabilities by rank
 
     def token(self, position: int) -> int:
         self._extend(position)
@@ -96,16 +97,16 @@ class SimulatedText:
         self._extend(position)
         truth, (mark, runner_mark, scale) = self._tokens[position], self._marks[position]
         language = self._language
-        doubt = (1 - language.acceptance[min(distance, len(language.acceptance) - 1)]) * scale
-        rank = 0 if mark >= doubt else 1 + bisect_right(self._cumulative, runner_mark)
+        miss = (1 - language.acceptance[min(distance, len(language.acceptance) - 1)]) * scale
+        rank = 0 if mark >= miss else 1 + bisect_right(self._cumulative, runner_mark)
         count = min(count, 1 + len(language.runners_up))
         tokens = [(truth + 1 + i) % language.vocab_size for i in range(count)]
         if rank < count:
             tokens[rank] = truth
-        if doubt not in self._log_probs:
-            probs = [1 - doubt, *(doubt * share for share in language.runners_up)]
-            self._log_probs[doubt] = [math.log(p) if p > 0 else -math.inf for p in probs]
-        return tokens, self._log_probs[doubt][:count]
+        if miss not in self._log_probs:
+            probs = [1 - miss, *(miss * share for share in language.runners_up)]
+            self._log_probs[miss] = [math.log(p) if p > 0 else -math.inf for p in probs]
+        return tokens, self._log_probs[miss][:count]
 
     def _extend(self, position: int) -> None:
         language, draw = self._language, self._random

@@ -62,7 +62,7 @@ class _ScriptedSequence:
     exact_len: int = 0
     pending: PendingRows = field(default_factory=PendingRows)
     is_fuzzy: list[bool] = field(default_factory=list)
-    """Of the pending rows."""
+    """Which pending rows come from fuzzy passes."""
     root_depth: int = -1
     """Depth of the root among the pending rows, -1 where it is cached."""
 

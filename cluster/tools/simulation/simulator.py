@@ -165,7 +165,7 @@ class _Simulation:
         return RoleLane(self._clock, time, role.answer, partial(self._arrive, delay_s=scenario.target_link_s))
 
     def _slowdown(self) -> float:
-        """Of the pass that begins: the drafter is taken to work as much beside it as beside the one before."""
+        """Factor on the pass that begins: the drafter is taken to work as much beside it as beside the one before."""
         if not self._scenario.interference or not self._target.busy:
             return 1.0
         start, end = self._target.busy[-1]

@@ -29,7 +29,7 @@ def test_no_process_loads_what_only_others_need(modules, heavy):
     assert out.stdout.strip() == ""
 
 
-def test_stretches_follow_each_other_from_the_beginning_of_the_process(monkeypatch):
+def test_phases_follow_each_other_from_the_beginning_of_the_process(monkeypatch):
     now = [psutil.Process().create_time() + 3.0]
     monkeypatch.setattr("cluster.observability.startup_time.time", SimpleNamespace(time=lambda: now[0]))
     watch = StartUp()

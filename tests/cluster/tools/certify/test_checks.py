@@ -156,7 +156,9 @@ def test_notes_say_what_was_not_tested(rule):
     nothing, greedy = "no draft token was accepted anywhere", "only greedy decoding was asked for"
     assert starts == [nothing, greedy, "the draft model has 90 tokens"]
     sampled = notes_of([ran, idle], rule, 97, 97)
-    assert len(sampled) == (rule is not VerifyRule.coupled) and all("keeps the law" in note for note in sampled)
+    assert len(sampled) == (rule is not VerifyRule.coupled) and all(
+        "keeps the distribution" in note for note in sampled
+    )
 
 
 def test_a_certificate_passes_if_all_of_its_checks_do():
