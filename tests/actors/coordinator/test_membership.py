@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.coordinator.membership import MISSED_BEATS, RECALL_LIMIT_S, Phase, RoleMembership
+from actors.coordinator.membership import MISSED_BEATS, RECALL_LIMIT_S, REPEAT_S, Phase, RoleMembership
 from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Silent
 
 
@@ -196,3 +197,94 @@ def test_a_successor_starts_without_the_busy_heartbeats_of_its_predecessor():
     assert membership.find_hanging(0.0, 5.0, round_limit_s=2.0) == [Silent("target", 0, 0, 1)]
     membership.record_heartbeat(Alive("target", 0, 1, 2, off_schedule=True), 5.1)
     assert membership.find_hanging(0.0, 5.2, round_limit_s=2.0) == []
+
+
+def gathering(size: int = 2) -> RoleMembership:
+    """All ranks have left an epoch and run."""
+    membership = serving(size)
+    for rank in range(size):
+        membership.record_heartbeat(Alive("target", rank, 0, 1, epoch=1, waiting=False), 1.0)
+    membership.start_new_epoch(10.0)
+    return membership
+
+
+def test_an_order_is_repeated_to_those_that_have_not_followed_it():
+    membership = gathering()
+    assert membership.orders(5, None, 10.0) == [([0, 1], Recall(2))]
+    assert membership.orders(5, None, 10.0 + 0.99 * REPEAT_S) == []
+    membership.record_heartbeat(Alive("target", 1, 0, 1, epoch=1, waiting=True), 10.4)
+    assert membership.orders(5, None, 10.5) == [([0], Recall(2))]
+    membership.record_heartbeat(Alive("target", 0, 0, 1, epoch=1, waiting=True), 10.5)
+    join = Join(2, 7, ("host", 1))
+    assert membership.orders(7, ("host", 1), 10.5) == [([0, 1], join)], "at once, for it is another order"
+    membership.record_ready(Ready("target", 1, {}, 2))
+    assert not membership.serving and membership.orders(7, ("host", 1), 10.6) == []
+    assert membership.orders(7, ("host", 1), 11.0) == [([0], join)]
+    membership.record_ready(Ready("target", 0, {}, 2))
+    assert membership.serving and membership.orders(7, None, 12.0) == []
+
+
+def test_where_no_rank_has_a_process_nothing_is_ordered():
+    membership = RoleMembership("target", 1)
+    assert membership.orders(0, None, 9.0) == []
+
+
+def test_a_ready_of_another_epoch_or_of_no_process_is_ignored():
+    membership = gathering()
+    membership.record_ready(Ready("target", 0, {}, 2))
+    assert membership.ready() == [], "it gathers"
+    for rank in range(2):
+        membership.record_heartbeat(Alive("target", rank, 0, 1, epoch=1, waiting=True), 10.0)
+    membership.orders(5, None, 10.0)
+    membership.record_ready(Ready("target", 0, {}, 1))
+    assert membership.ready() == [] and membership.phase is Phase.joining
+    membership.record_ready(Ready("target", 0, {}, 2))
+    assert [one.rank for one in membership.ready()] == [0]
+
+
+@pytest.mark.parametrize(("after_s", "hangs"), [(RECALL_LIMIT_S, False), (RECALL_LIMIT_S + 0.01, True)])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_the_limit_of_a_recall_is_for_ranks_that_have_been_in_an_epoch(after_s, hangs, epoch):
+    membership = gathering(1)
+    membership.record_heartbeat(Alive("target", 0, 0, 7, epoch=epoch, waiting=False), 10.0 + after_s)
+    found = membership.find_hanging(0.0, 10.0 + after_s)
+    assert found == ([Silent("target", 0, 0, 7)] if hangs and epoch else [])
+
+
+@pytest.mark.parametrize(("silent_s", "hangs"), [(2.0, False), (2.01, True)])
+def test_the_limit_of_silence(silent_s, hangs):
+    assert bool(serving(1).find_hanging(2.0, silent_s)) == hangs
+
+
+def test_heartbeats_off_schedule_measure_no_time():
+    membership = serving(1)
+    alive = Alive("target", 0, 0, 7, epoch=1, waiting=False, round=3, busy=True, off_schedule=True)
+    for _ in range(9):
+        membership.record_heartbeat(alive, 1.0)
+        assert not membership.suspects_missed_batch(replace(alive, busy=False), 3)
+    assert membership.find_hanging(2.0, 1.0, round_limit_s=HEARTBEAT_S) == []
+
+
+def test_what_a_new_process_or_a_loss_changes():
+    membership = serving()
+    assert membership.links() == ["target-0#0", "target-1#0"] and membership.bridge == 0
+    membership.record_heartbeat(Alive("target", 0, 0, 1, epoch=1, waiting=False, bridge=4), 1.0)
+    assert membership.bridge == 4 and membership.epoch == 1
+    membership.record_heartbeat(Alive("target", 1, 1, 2), 1.0)
+    assert membership.links() == ["target-0#0", "target-1#1"] and membership.epoch == 2 and not membership.serving
+    membership.mark_lost(0, 0, 2.0)
+    assert membership.links() == ["target-1#1"] and membership.bridge == 0
+    assert membership.epoch == 2, "it gathers already"
+
+
+def test_a_missed_batch_is_suspected_only_while_the_role_serves():
+    membership = gathering(1)
+    idle = Alive("target", 0, 0, 7, epoch=1, waiting=False, round=4)
+    assert not any(membership.suspects_missed_batch(idle, 5) for _ in range(9))
+
+
+def test_a_batch_that_is_worked_on_now_and_then_is_not_missed():
+    membership = serving(1)
+    idle, busy = (Alive("target", 0, 0, 7, epoch=1, waiting=False, round=5, busy=one) for one in (False, True))
+    found = [membership.suspects_missed_batch(one, 5) for one in (idle, idle, busy, idle, idle, idle)]
+    assert found == [False] * 5 + [True]

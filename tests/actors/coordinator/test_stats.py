@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 
 from actors.coordinator.sequence import Sequence
 from actors.coordinator.stats import MESSAGES, SPAN_LIMIT, CoordinatorStats, RequestTimes
 from actors.policy.decision import Mode
-from actors.protocol.messages import Proposal, ProposalBatch, Request, TokenTree, Verdict, VerdictBatch
+from actors.protocol.messages import (
+    Commit,
+    FeatureExport,
+    LearningWork,
+    LevelWork,
+    Proposal,
+    ProposalBatch,
+    Request,
+    TokenTree,
+    Verdict,
+    VerdictBatch,
+)
 
 CHAIN = Proposal(1, 0, 3, 0, TokenTree.chain(5, (6, 7, 8)))
 TREE = Proposal(1, 0, 3, 0, TokenTree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1)))
@@ -126,3 +137,83 @@ def test_rounds_are_counted_by_what_they_were_for():
     assert stats.seconds_by_mode == {"speculate": 3.0, "probe": 1.0}
     assert stats.num_by_mode == {"speculate": 2, "probe": 1}, "how often each was entered"
     assert stats.orders_by_length == [6, 0, 0, 2]
+
+
+def test_all_of_a_drafters_answer_is_counted():
+    """It received tensors first, worked ahead, and two of its proposals had been read off previews."""
+    learning = LearningWork(1, True, 2, 3, 4, 5, 0.5, 0.25, 0.125, 1.0, 2.0)
+    levels = (LevelWork("low", 3, 0.5, 2, 7, 4, ((4.0, 4.5),)), LevelWork("low", 1, 0.25, 1, 1, 1))
+    proposals = (replace(CHAIN, prepared=True), replace(CHAIN, prepared=False), CHAIN)
+    ahead = ((2.0, 2.25, True), (2.5, 2.75, False))
+    batch = ProposalBatch(3, proposals, 3.0, 3.5, 0, ahead, levels, (2.8, 2.9), learning)
+    stats = CoordinatorStats()
+    stats.add_drafts(batch, 1.0, 4.0, num_prefetched=2)
+    lanes = {
+        (MESSAGES, "order"): (1.0, 2.8, {"round": 3}),
+        (MESSAGES, "proposal"): (3.5, 4.0, {"round": 3}),
+        ("draft", "features"): (2.8, 2.9, {"round": 3}),
+        ("draft", "kv_refresh"): (2.0, 2.25, {"round": 3}),
+        ("draft", "ahead"): (2.5, 2.75, {"round": 3}),
+        ("low", "draft"): (4.0, 4.5, {"round": 3}),
+        ("draft", "miss"): (3.0, 3.5, {"round": 3, "requests": 5, "tokens": 9, "hits": 3}),
+    }
+    assert {span[:2]: span[2:] for span in stats.spans} == lanes and len(stats.spans) == len(lanes)
+    assert (stats.num_prefetched, stats.num_branch_hits, stats.num_branch_lookups) == (2, 3, 4)
+    assert stats.draft_busy_s == 0.5 + 0.25 + 0.25 and stats.learning == asdict(learning)
+    work = {"num_passes": 4, "busy_s": 0.75, "num_drafts": 3, "num_draft_tokens": 8, "num_accepted_tokens": 5}
+    assert stats.levels == {"low": work}
+
+
+def test_drafts_that_were_all_read_off_previews_are_a_hit():
+    stats = CoordinatorStats()
+    stats.add_drafts(ProposalBatch(3, (), 1.0, 1.5), 1.0, 1.5, num_prefetched=2)
+    assert list(stats.spans) == [("draft", "hit", 1.0, 1.5, {"round": 3, "requests": 2, "tokens": 0, "hits": 2})]
+
+
+@pytest.mark.parametrize("proposals", [(), (CHAIN, TREE)])
+def test_drafts_on_the_targets_ranks_are_counted_like_others(proposals):
+    stats, levels = CoordinatorStats(), (LevelWork("low", 3, 0.5),)
+    stats.add_attached_drafts(ProposalBatch(3, proposals, 1.0, 1.25, levels=levels))
+    assert stats.draft_busy_s == 0.25 and stats.levels["low"]["num_passes"] == 3
+    spans = [("draft", "propose", 1.0, 1.25, {"round": 3, "requests": 2, "tokens": 7})] if proposals else []
+    assert list(stats.spans) == spans
+
+
+def test_what_a_pass_sends_over_a_bridge_is_counted():
+    stats = CoordinatorStats()
+    export = FeatureExport(1, 1, 5, "float32", ((1, 0, 2), (2, 0, 1)))
+    batch = VerdictBatch(3, (), 1.0, 1.5, export=export, exported=(0.5, 0.75))
+    stats.add_pass(batch, 0.25, 2.0, speculated=True)
+    stats.add_pass(replace(batch, exported=None), 1.0, 1.5, speculated=True)
+    assert (stats.num_exports, stats.exported_rows, stats.exported_bytes) == (2, 6, 2 * export.num_bytes)
+    assert [span[:4] for span in stats.spans] == [
+        (MESSAGES, "verify", 0.25, 1.0),
+        (MESSAGES, "verdict", 1.5, 2.0),
+        ("target", "verify", 1.0, 1.5),
+        ("target", "export", 0.5, 0.75),
+        ("target", "verify", 1.0, 1.5),
+    ]
+
+
+def test_a_role_that_was_lost_is_away_until_its_first_answer():
+    stats = CoordinatorStats()
+    for role, seconds in (("draft", 1.0), ("target", 2.0), ("draft", 0.5)):
+        stats.add_outage(role, seconds)
+    assert stats.resume_s == {"draft": [1.0, 0.5], "target": [2.0]} and stats.fallback_s == 1.5
+
+
+@pytest.mark.parametrize(("num_tokens", "per_token_s"), [(0, None), (1, None), (2, 2.0), (3, 1.0)])
+def test_seconds_per_token_are_those_after_the_first(num_tokens, per_token_s):
+    assert RequestTimes("stop", 0.5, 1.0, 3.0, num_tokens).per_token_s == per_token_s
+
+
+def test_accepted_tokens_are_those_that_were_committed():
+    """The last verdict of a request is cut at its limit; an empty draft is none."""
+    stats = CoordinatorStats()
+    stats.add_commit(CHAIN, Commit(1, 0, 3, (1, 2, 3), (6, 7)))
+    stats.add_commit(None, Commit(1, 0, 5, (), (6,)))
+    stats.add_commit(replace(CHAIN, tree=TokenTree.root(5)), Commit(1, 0, 6, (), (6,)))
+    assert (stats.num_tokens, stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_tokens) == (4, 1, 3, 2)
+    assert (stats.num_drafted_per_pos, stats.num_accepted_per_pos) == ([1, 1, 1], [1, 1, 0])
+    stats.add_commit(TREE, Commit(1, 0, 7, (1, 3), (6, 8, 9)))
+    assert (stats.num_drafted_per_pos, stats.num_accepted_per_pos) == ([2, 2, 1], [2, 2, 0])
