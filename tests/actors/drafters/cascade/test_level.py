@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from actors.drafters.cascade.child import ChildLevel, LocalChild
-from actors.drafters.cascade.draft_lengths import PassedLengths
+from actors.drafters.cascade.draft_lengths import LengthControl, PassedLengths
 from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
 from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
+from actors.sampling.noise import NoiseStream, noise_key
+from actors.verification.random_source import HashRandomSource
 from tests.actors.verification.cascade_enumeration import ToyRunner
 
 VOCAB = 5
@@ -165,3 +167,223 @@ def test_a_level_that_works_ahead_rests_once_the_next_proposal_is_ready():
     give_verdict(level, context, (1, 2, 3), 2, 3, 4, 0)
     (offered,) = level.propose([context], [3])
     assert offered.tree.token_ids == (0, 1, 2, 3) and len(child.budgets) == num_ordered, "it is drafted again"
+
+
+# --- with a runner that has limits, and a child that notes all --------------------------------------------------------
+
+
+class NotingChild(ScriptedChild):
+    """Also notes the texts and requests that it sees."""
+
+    def __init__(self, *drafts):
+        super().__init__(*drafts)
+        self.texts, self.released, self.read = [], [], []
+        self.capabilities = Capabilities(prefills=self)
+
+    def prefill(self, contexts):
+        self.read += [tuple(context.token_ids) for context in contexts]
+
+    def propose(self, contexts, budgets):
+        self.texts += [tuple(context.token_ids) for context in contexts]
+        return super().propose(contexts, budgets)
+
+    def release(self, request_id):
+        self.released.append(request_id)
+
+
+class Control(LengthControl):
+    """Chosen lengths that stay as they are; notes what it is given."""
+
+    def __init__(self, lengths):
+        super().__init__(lengths, ["0", "1"], drafts_at_once=True)
+        self.log = []
+
+    def choose(self):
+        return self.lengths
+
+    def request_opened(self):
+        self.log.append("opened")
+
+    def drafts_ordered(self, prefixes):
+        self.log.append(("ordered", dict(prefixes)))
+
+    def drafts_sent(self, mean_draft_tokens):
+        self.log.append(("sent", mean_draft_tokens))
+
+    def record_work(self, work):
+        self.log.append(("work", [one.level for one in work]))
+
+
+def level_over(child, lengths, *, runner=None, options=None, make_source=None, **spec):
+    runner = runner or ToyRunner(successor, VOCAB, 0).as_runner()
+    made = {} if make_source is None else {"make_random_source": make_source}
+    return CascadeDrafter(
+        *(runner, ChildLevel(LocalChild(child), "0", 3), LevelSpec(1, "1", **spec)),
+        *(options or ModelOptions("coupled", VOCAB, (), 99), lengths),
+        **made,
+    )
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_the_control_of_lengths_hears_from_the_last_level(is_last):
+    control = Control((2, 3))
+    level = level_over(ScriptedChild(), control, is_last=is_last)
+    context = Context(1, 0, [0, 1], 2, SamplingParams())
+    level.open(context)
+    level.propose([context], [2])
+    level.level_stats()
+    heard = ["opened", ("ordered", {1: 2}), ("sent", 2.0)]
+    assert control.log[:3] == (heard if is_last else [])
+    assert [kind for kind, _ in control.log[3:]] == (["work"] if is_last else [])
+
+
+def test_a_request_that_ends_is_released_below_and_leaves_no_rows():
+    child = NotingChild()
+    runner = ToyRunner(successor, VOCAB, 0)
+    level = level_over(child, PassedLengths((2, 3)), runner=runner.as_runner())
+    context = Context(1, 0, [0, 1], 2, SamplingParams())
+    level.open(context)
+    level.propose([context], [3])
+    level.release(1)
+    assert runner.cached_len(1) == 0
+    level.open(Context(2, 0, [0, 1], 2, SamplingParams()))
+    level.propose([Context(2, 0, [0, 1], 2, SamplingParams())], [3])
+    assert child.released == [1]
+
+
+def test_a_prompt_is_read_by_every_level():
+    child, runner = NotingChild(), ToyRunner(successor, VOCAB, 0)
+    level = level_over(child, PassedLengths((2, 3)), runner=runner.as_runner())
+    context = Context(1, 0, [0, 1, 2, 3], 4, SamplingParams())
+    level.open(context)
+    level.prefill([context])
+    assert runner.cached_len(1) == 3, "the last token is the root of the first review"
+    assert child.read == [(0, 1, 2, 3)] and not child.budgets
+
+
+def test_a_text_that_was_cut_is_drafted_for_anew():
+    child = NotingChild()
+    level, context = open_level(child, (2, 3))
+    level.propose([context], [3])
+    del context.token_ids[1:]
+    level.truncate(context)
+    (offered,) = level.propose([context], [3])
+    assert offered.tree.token_ids == (0, 1, 2, 3) and child.texts[-1][0] == 0
+    give_verdict(level, context, (1,), 1, 4)
+    (offered,) = level.propose([context], [2])
+    assert offered.tree.token_ids == (4, 0, 1)
+
+
+@pytest.mark.parametrize(("room", "is_able"), [(8, True), (7, False)])
+@pytest.mark.parametrize("by", ["context", "pool"])
+def test_drafts_for_which_there_is_no_room_are_not_made(by, room, is_able):
+    """Two tokens of text, three of its own, and three of the child's behind them."""
+    runner = ToyRunner(successor, VOCAB, 0)
+    if by == "context":
+        runner.config.max_positions = room
+    else:
+        runner.can_reserve = lambda num_rows: num_rows <= room
+    level = level_over(ScriptedChild(), PassedLengths((3, 3)), runner=runner.as_runner())
+    context = Context(1, 0, [0, 1], 2, SamplingParams())
+    level.open(context)
+    (offered,) = level.propose([context], [3])
+    assert offered.tree.num_draft_tokens == (3 if is_able else 0)
+
+
+def test_a_pool_that_filled_up_meanwhile_ends_the_work_ahead():
+    runner = ToyRunner(successor, VOCAB, 0)
+    level = level_over(ScriptedChild(), PassedLengths((1, 3)), runner=runner.as_runner(), works_ahead=True)
+    context = Context(1, 0, [0, 1], 2, SamplingParams())
+    level.open(context)
+    level.propose([context], [3])
+    assert level.wants_work
+    runner.can_reserve = lambda num_rows: False
+    level.work()
+    assert not level.wants_work
+
+
+def noted_sources(rule, **context):
+    """(seed, step) of the numbers of four reviews."""
+    asked = []
+
+    def make(seed, step):
+        asked.append((seed, step))
+        return HashRandomSource(seed, step)
+
+    level = level_over(
+        ScriptedChild(), PassedLengths((1, 4)), options=ModelOptions(rule, VOCAB, (), 99), make_source=make
+    )
+    one = Context(1, context.get("epoch", 0), [0, 1], 2, SamplingParams(temperature=1.0, seed=5))
+    one.admission = context.get("admission", 0)
+    level.open(one)
+    level.propose([one], [4])
+    return asked
+
+
+def test_numbers_are_those_of_the_level_the_epoch_and_the_admission():
+    """A review has numbers of its own; under the coupled rule none are needed."""
+    asked = noted_sources("rejection", epoch=3, admission=7)
+    assert asked == [(noise_key(5, NoiseStream.DRAFT, 1, 3, 7), step) for step in range(1, 5)]
+    assert noted_sources("coupled") == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "width", "kinds"),
+    [
+        ("coupled", 1.0, 1, ()),
+        ("rejection", 0.0, 1, (SamplingKind.ROOT, *[SamplingKind.DETERMINISTIC] * 2)),
+        ("rejection", 1.0, 1, (SamplingKind.ROOT, *[SamplingKind.IID] * 2)),
+        ("kseq", 1.0, 2, (SamplingKind.ROOT, *[SamplingKind.IID] * 4)),
+        ("rejection", 1.0, 2, (SamplingKind.ROOT, *[SamplingKind.WITHOUT_REPLACEMENT] * 4)),
+    ],
+)
+def test_how_tokens_were_drawn_is_said_of_each(rule, temperature, width, kinds):
+    """Two tokens of its own; with a width of 2 each has a sibling, drawn from a law of all tokens."""
+    runner = ToyRunner(lambda text: np.full(VOCAB, 1 / VOCAB), VOCAB, 0)
+    level = level_over(
+        *(ScriptedChild(), PassedLengths((1, 4))),
+        runner=runner.as_runner(),
+        options=ModelOptions(rule, VOCAB, (), 99),
+        width=width,
+    )
+    context = Context(1, 0, [0, 1], 2, SamplingParams(temperature=temperature))
+    level.open(context)
+    (offered,) = level.propose([context], [2 * width])
+    assert (offered.sampling_kinds or ()) == kinds or not kinds
+    assert offered.tree.num_draft_tokens == 2 * width and offered.parts == (("1", 2 * width),)
+    if kinds and temperature:
+        assert [one is not None for one in offered.distributions] == [True, True, *[False] * (len(kinds) - 2)]
+
+
+def test_what_a_level_says_of_itself():
+    plain = level_over(ScriptedChild(), PassedLengths((1, 4)))
+    assert plain.capabilities.vocab_size == VOCAB and plain.capabilities.works_ahead is None
+    assert plain.capabilities.prefills is plain and plain.capabilities.has_levels is plain
+    assert plain.width(None, 1.0) == 0 and not plain.wants_work and not plain.waits_for_child
+    ahead = level_over(ScriptedChild(), PassedLengths((1, 4)), works_ahead=True)
+    assert ahead.capabilities.works_ahead is ahead and ahead.may_work_ahead
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [chain(2, 2), Draft.chosen(TokenTree.chain(1, (2, 3, 4)))],
+    ids=["of another root", "of more tokens than ordered"],
+)
+def test_a_draft_that_was_not_ordered_is_no_draft(draft):
+    level, context = open_level(ScriptedChild(draft), (2, 3), rule="rejection", temperature=1.0)
+    (offered,) = level.propose([context], [3])
+    assert offered.tree.token_ids == (1, 2, 3, 4)
+    assert not any(work.num_accepted_tokens for work in level.level_stats())
+
+
+def test_a_verdict_below_its_own_tokens_keeps_what_agreed():
+    """Three own tokens, of which the target took one; none of them is drafted twice."""
+    runner = ToyRunner(successor, VOCAB, 0)
+    level = level_over(ScriptedChild(), PassedLengths((1, 3)), runner=runner.as_runner())
+    context = Context(1, 0, [0, 1], 2, SamplingParams())
+    level.open(context)
+    level.propose([context], [3])
+    give_verdict(level, context, (1,), 2, 0)
+    assert runner.cached_len(1) == 3, "of the text and the token that it took"
+    (offered,) = level.propose([context], [2])
+    assert offered.tree.token_ids == (0, 1, 2)
