@@ -40,3 +40,16 @@ def test_certainty_stays_finite_and_forgettable():
     for _ in range(200):
         calibration.update(1.0, kept=False)
     assert calibration.shift < -5
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_verdict_moves_the_log_odds_by_a_tenth_of_what_was_not_expected(kept):
+    calibration = ConfidenceCalibration()
+    for expected in (0.75, 0.25):
+        calibration.update(expected, kept=kept)
+    assert calibration.shift == pytest.approx(0.1 if kept else -0.1)
+    (first, *_) = calibration.adjust([math.log(0.6), math.log(0.4)])
+    assert math.exp(first) == pytest.approx(1 / (1 + 0.4 / 0.6 * math.exp(-calibration.shift)))
+    for _ in range(100):
+        calibration.update(float(not kept), kept=kept)
+    assert calibration.shift == (6.0 if kept else -6.0)
