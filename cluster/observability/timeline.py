@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.coordinator.stats import MESSAGES, TimelineSpan
-from parallel.whole_files import replaced_whole, write_text
+from parallel.whole_files import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,31 +128,25 @@ def draw(path: Path, spans: Sequence[TimelineSpan], busy: Mapping[str, float | N
     """Draw the lanes of some rounds. `busy` is the fraction of time each lane worked over the whole run; fractions of
     lanes it does not name are measured on the spans.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from cluster.io.pictures import picture
 
     shown = middle_rounds(spans)
     work = [span for span in shown if span[0] != MESSAGES]
     lanes = [lane for lane in lanes_of(shown) if lane != MESSAGES]
     origin = min(start for _, _, start, _, _ in work)
     width_ms = (max(end for _, _, _, end, _ in work) - origin) * 1e3
-    figure = Figure(figsize=(13, 1.9 + 0.95 * len(lanes)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _draw_work(axes, work, lanes, origin, width_ms)
-    _draw_messages(axes, shown, lanes, origin)
     fractions = {lane: busy.get(lane) for lane in lanes}
     fractions |= {lane: busy_of(spans, lane) for lane, known in fractions.items() if known is None}
-    axes.set_yticks(range(len(lanes)), [f"{lane}\n{fractions[lane]:.0%} busy" for lane in lanes], fontsize=11)
-    axes.set_ylim(len(lanes) - 0.45, -0.55)
-    axes.set_xlim(0, width_ms)
-    axes.set_xlabel("ms; busy fractions are of the whole run")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    _draw_legend(axes, work)
-    with replaced_whole(path) as partial:
-        figure.savefig(partial, format="png", dpi=130)
+    with picture(path, 13, 1.9 + 0.95 * len(lanes)) as ((axes,),):
+        _draw_work(axes, work, lanes, origin, width_ms)
+        _draw_messages(axes, shown, lanes, origin)
+        axes.set_yticks(range(len(lanes)), [f"{lane}\n{fractions[lane]:.0%} busy" for lane in lanes], fontsize=11)
+        axes.set_ylim(len(lanes) - 0.45, -0.55)
+        axes.set_xlim(0, width_ms)
+        axes.set_xlabel("ms; busy fractions are of the whole run")
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        _draw_legend(axes, work)
 
 
 def _draw_work(axes: Axes, work: Sequence[TimelineSpan], lanes: Sequence[str], origin: float, width_ms: float) -> None:

@@ -8,70 +8,59 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
+from cluster.io.pictures import COLOURS, add_grid, picture
 from cluster.tools.bench.figures import BenchEntry
 from cluster.tools.bench.tables import comparisons
 from cluster.tools.bench.tasks import ASSISTED, TRANSFORMERS, peer_sides
-from parallel.whole_files import replaced_whole
 
-_BAR = "#2f6fb0"
 _PEERS = {TRANSFORMERS: ("#8a8a8a", "s"), ASSISTED: ("#e08a2e", "D")}
 _OTHER_PEER = ("#5aa469", "o")
-_LINES = ("#2f6fb0", "#e08a2e", "#5aa469", "#a3487f", "#8a8a8a", "#c9a227", "#4bb0b8", "#7a5cc2")
 
 
 def draw_speed(path: Path, entries: Sequence[BenchEntry]) -> None:
     """Tokens per second relative to plain decoding: a bar per setting, from least to most over its repeats."""
-    figure, axes = _canvas(9, 1.6 + 0.42 * len(entries))
-    rows = range(len(entries))
-    speed = [entry["ratios"]["speculative / plain"] for entry in entries]
-    medians = [ratio["median"] for ratio in speed]
-    whiskers = [
-        [ratio["median"] - ratio["min"] for ratio in speed],
-        [ratio["max"] - ratio["median"] for ratio in speed],
-    ]
-    axes.barh(rows, medians, height=0.6, color=_BAR, xerr=whiskers, error_kw={"capsize": 3, "ecolor": "#1b3f66"})
-    for row, ratio in enumerate(speed):
-        axes.text(ratio["max"], row, f"  {ratio['median']:.2f}x", va="center", fontsize=9)
-    peers = peer_sides(side for entry in entries for side in entry["sides"])
-    for peer in peers:
-        colour, marker = _PEERS.get(peer, _OTHER_PEER)
-        ratios = ((row, entry["ratios"].get(f"plain / {peer}")) for row, entry in enumerate(entries))
-        points = [(1 / ratio["median"], row) for row, ratio in ratios if ratio is not None]
-        axes.scatter(*zip(*points, strict=True), color=colour, marker=marker, label=peer, zorder=3)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(rows, [entry["name"] for entry in entries])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.15 * max([1.0, *(ratio["max"] for ratio in speed)]))
-    axes.set_xlabel("tokens/s relative to plain decoding in the same engine (median; whiskers: least and most)")
-    if peers:
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(peers), frameon=False)
-    axes.set_title("Speed by setting", loc="left", fontsize=11)
-    with replaced_whole(path) as partial:
-        figure.savefig(partial, format="png", dpi=130)
+    with picture(path, 9, 1.6 + 0.42 * len(entries)) as ((axes,),):
+        rows = range(len(entries))
+        speed = [entry["ratios"]["speculative / plain"] for entry in entries]
+        medians = [ratio["median"] for ratio in speed]
+        whiskers = [[abs(ratio["median"] - ratio[end]) for ratio in speed] for end in ("min", "max")]
+        caps = {"capsize": 3, "ecolor": "#1b3f66"}
+        axes.barh(rows, medians, height=0.6, color=COLOURS[0], xerr=whiskers, error_kw=caps)
+        for row, ratio in enumerate(speed):
+            axes.text(ratio["max"], row, f"  {ratio['median']:.2f}x", va="center", fontsize=9)
+        peers = peer_sides(side for entry in entries for side in entry["sides"])
+        for peer in peers:
+            colour, marker = _PEERS.get(peer, _OTHER_PEER)
+            ratios = ((row, entry["ratios"].get(f"plain / {peer}")) for row, entry in enumerate(entries))
+            points = [(1 / ratio["median"], row) for row, ratio in ratios if ratio is not None]
+            axes.scatter(*zip(*points, strict=True), color=colour, marker=marker, label=peer, zorder=3)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_yticks(rows, [entry["name"] for entry in entries])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.15 * max([1.0, *(ratio["max"] for ratio in speed)]))
+        axes.set_xlabel("tokens/s relative to plain decoding in the same engine (median; whiskers: least and most)")
+        if peers:
+            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(peers), frameon=False)
+        axes.set_title("Speed by setting", loc="left", fontsize=11)
 
 
 def draw_acceptance(path: Path, entries: Sequence[BenchEntry]) -> None:
     """How often the draft token at each position was accepted, a line per setting that speculated."""
-    figure, axes = _canvas(8, 4.2)
-    drawn = [(entry, rates) for entry in entries if (rates := entry["per_position_acceptance"])]
-    for index, (entry, rates) in enumerate(drawn):
-        label = f"{entry['name']}  (length {entry['mean_acceptance_length']:.2f})"
-        colour = _LINES[index % len(_LINES)]
-        axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, color=colour, label=label)
-    deepest = max((len(rates) for _, rates in drawn), default=1)
-    axes.set_xticks(range(1, deepest + 1))
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel("position in the draft")
-    axes.set_ylabel("accepted")
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    if drawn:
-        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    axes.set_title("Acceptance by position", loc="left", fontsize=11)
-    with replaced_whole(path) as partial:
-        figure.savefig(partial, format="png", dpi=130)
+    with picture(path, 8, 4.2) as ((axes,),):
+        drawn = [(entry, rates) for entry in entries if (rates := entry["per_position_acceptance"])]
+        for index, (entry, rates) in enumerate(drawn):
+            label = f"{entry['name']}  (length {entry['mean_acceptance_length']:.2f})"
+            colour = COLOURS[index % len(COLOURS)]
+            axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, color=colour, label=label)
+        deepest = max((len(rates) for _, rates in drawn), default=1)
+        axes.set_xticks(range(1, deepest + 1))
+        axes.set_ylim(0, 1.02)
+        axes.set_xlabel("position in the draft")
+        axes.set_ylabel("accepted")
+        add_grid(axes)
+        if drawn:
+            axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        axes.set_title("Acceptance by position", loc="left", fontsize=11)
 
 
 def draw_drafters(path: Path, entries: Sequence[BenchEntry]) -> None:
@@ -83,28 +72,16 @@ def draw_drafters(path: Path, entries: Sequence[BenchEntry]) -> None:
         ("decode_tokens_per_s", "tokens/s decoding (diamond: predicted)"),
     )
     height = 0.8 + sum(0.6 + 0.26 * len(group) for group in groups)
-    figure = Figure(figsize=(12, height), layout="constrained")
-    grid = figure.subplots(max(1, len(groups)), 3, sharey="row", sharex="col", squeeze=False)
-    for line, group in zip(grid, groups, strict=False):
-        names = [entry["name"] for entry in group]
-        for axes, (key, title) in zip(line, panels, strict=True):
-            axes.barh(names, [entry[key] or 0 for entry in group], height=0.65, color=_BAR)
-            axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
-            if group is groups[-1]:
-                axes.set_xlabel(title)
-        predicted = [(entry["predicted_tokens_per_s"], entry["name"]) for entry in group]
-        points = [point for point in predicted if point[0] is not None]
-        if points:
-            line[2].scatter(*zip(*points, strict=True), color=_LINES[1], marker="D", s=22, zorder=3)
-        line[0].invert_yaxis()
-    with replaced_whole(path) as partial:
-        figure.savefig(partial, format="png", dpi=110)
-
-
-def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    with picture(path, 12, height, max(1, len(groups)), 3, dpi=110, sharey="row", sharex="col") as grid:
+        for line, group in zip(grid, groups, strict=False):
+            names = [entry["name"] for entry in group]
+            for axes, (key, title) in zip(line, panels, strict=True):
+                axes.barh(names, [entry[key] or 0 for entry in group], height=0.65, color=COLOURS[0])
+                add_grid(axes, "x")
+                if group is groups[-1]:
+                    axes.set_xlabel(title)
+            predicted = [(entry["predicted_tokens_per_s"], entry["name"]) for entry in group]
+            points = [point for point in predicted if point[0] is not None]
+            if points:
+                line[2].scatter(*zip(*points, strict=True), color=COLOURS[1], marker="D", s=22, zorder=3)
+            line[0].invert_yaxis()

@@ -8,81 +8,63 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
+from cluster.io.pictures import COLOURS, add_grid, picture
 from cluster.tools.planning.tables import Entry, shown
-from parallel.whole_files import replaced_whole
 
-_BAR, _PLAIN, _MEASURED = "#2f6fb0", "#b8b8b8", "#e08a2e"
-_LINES = ("#2f6fb0", "#5aa469", "#e08a2e", "#a3487f", "#8a8a8a")
+_PLAIN = "#b8b8b8"
 
 
 def draw_plan(path: Path, entries: Sequence[Entry]) -> None:
     """A bar per layout; a diamond where it was run."""
     bars = shown(entries)
-    figure, (axes,) = _canvas(9.5, 1.4 + 0.36 * len(bars), 1)
-    speeds = [entry["tokens_per_s"] for entry in bars]
-    colours = [_BAR if entry["num_draft_tokens"] else _PLAIN for entry in bars]
-    drawn = axes.barh(range(len(bars)), speeds, height=0.62, color=colours)
-    axes.bar_label(drawn, fmt="  %.0f", fontsize=8)
-    measured = [(entry["measured"]["tokens_per_s"], row) for row, entry in enumerate(bars) if entry["measured"]]
-    if measured:
-        axes.scatter(*zip(*measured, strict=True), color=_MEASURED, marker="D", s=28, zorder=3, label="measured")
-        axes.legend(loc="lower right", frameon=False)
-    lengths = [f", k={entry['num_draft_tokens']}" * bool(entry["num_draft_tokens"]) for entry in bars]
-    names = [entry["layout"] + length for entry, length in zip(bars, lengths, strict=True)]
-    axes.set_yticks(range(len(bars)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("tokens/s, predicted")
-    axes.set_title("Predicted speed by layout", loc="left", fontsize=11)
-    with replaced_whole(path) as partial:
-        figure.savefig(partial, format="png", dpi=130)
+    with picture(path, 9.5, 1.4 + 0.36 * len(bars)) as ((axes,),):
+        speeds = [entry["tokens_per_s"] for entry in bars]
+        colours = [COLOURS[0] if entry["num_draft_tokens"] else _PLAIN for entry in bars]
+        drawn = axes.barh(range(len(bars)), speeds, height=0.62, color=colours)
+        axes.bar_label(drawn, fmt="  %.0f", fontsize=8)
+        measured = [(entry["measured"]["tokens_per_s"], row) for row, entry in enumerate(bars) if entry["measured"]]
+        if measured:
+            axes.scatter(*zip(*measured, strict=True), color=COLOURS[1], marker="D", s=28, zorder=3, label="measured")
+            axes.legend(loc="lower right", frameon=False)
+        lengths = [f", k={entry['num_draft_tokens']}" * bool(entry["num_draft_tokens"]) for entry in bars]
+        names = [entry["layout"] + length for entry, length in zip(bars, lengths, strict=True)]
+        axes.set_yticks(range(len(bars)), names, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel("tokens/s, predicted")
+        axes.set_title("Predicted speed by layout", loc="left", fontsize=11)
 
 
 def draw_fidelity(path: Path, found: Sequence[Entry]) -> None:
     """Acceptance length and top-1 agreement by layers side by side, a line per calibration interval."""
-    figure, panels = _canvas(10, 3.8, 2)
-    exact = next(one for one in found if one["layer_group"] == 1)
-    policies = dict.fromkeys(one["calibration"] for one in found if one is not exact)
-    for axes, name, title in (
-        (panels[0], "acceptance_length", "Acceptance length"),
-        (panels[1], "top1_agreement", "Likeliest token equals that of an exact pass"),
-    ):
-        for colour, policy in zip(_LINES, policies, strict=False):
-            by_width = {max(one["partition"]): one for one in found if one["calibration"] == policy}
-            line = {1: exact, **{width: by_width[width] for width in sorted(by_width)}}
-            heights = [one[name] for one in line.values()]
-            axes.plot(list(line), heights, marker="o", markersize=4, color=colour, label=policy)
-        axes.set_xticks(sorted({max(one["partition"]) for one in found}))
-        axes.set_xlabel("layers side by side")
-        axes.margins(y=0.15)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        axes.set_title(title, loc="left", fontsize=11)
-    panels[0].legend(loc="lower left", frameon=False, fontsize=8, title="calibrated", title_fontsize=8)
-    with replaced_whole(path) as partial:
-        figure.savefig(partial, format="png", dpi=130)
+    with picture(path, 10, 3.8, columns=2) as (panels,):
+        exact = next(one for one in found if one["layer_group"] == 1)
+        policies = dict.fromkeys(one["calibration"] for one in found if one is not exact)
+        for axes, name, title in (
+            (panels[0], "acceptance_length", "Acceptance length"),
+            (panels[1], "top1_agreement", "Likeliest token equals that of an exact pass"),
+        ):
+            for colour, policy in zip(COLOURS, policies, strict=False):
+                by_width = {max(one["partition"]): one for one in found if one["calibration"] == policy}
+                line = {1: exact, **{width: by_width[width] for width in sorted(by_width)}}
+                heights = [one[name] for one in line.values()]
+                axes.plot(list(line), heights, marker="o", markersize=4, color=colour, label=policy)
+            axes.set_xticks(sorted({max(one["partition"]) for one in found}))
+            axes.set_xlabel("layers side by side")
+            axes.margins(y=0.15)
+            add_grid(axes)
+            axes.set_title(title, loc="left", fontsize=11)
+        panels[0].legend(loc="lower left", frameon=False, fontsize=8, title="calibrated", title_fontsize=8)
 
 
 def draw_searches(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]]) -> None:
     """Points (seconds, speed over plain decoding) of each search as steps."""
-    figure, (axes,) = _canvas(7, 3.8, 1)
-    for colour, (name, points) in zip(_LINES, curves.items(), strict=False):
-        if points:
-            axes.step(*zip(*points, strict=True), where="post", color=colour, label=name)
-    axes.axhline(1.0, color=_PLAIN, linewidth=1)
-    axes.set_xlabel("seconds of search")
-    axes.set_ylabel("tokens/s over plain decoding, expected")
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.legend(loc="lower right", frameon=False)
-    axes.set_title("Layers to draft with: the choice over time", loc="left", fontsize=11)
-    with replaced_whole(path) as partial:
-        figure.savefig(partial, format="png", dpi=130)
-
-
-def _canvas(width: float, height: float, num_panels: int) -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    panels = figure.subplots(1, num_panels, squeeze=False)[0]
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, panels
+    with picture(path, 7, 3.8) as ((axes,),):
+        for colour, (name, points) in zip(COLOURS, curves.items(), strict=False):
+            if points:
+                axes.step(*zip(*points, strict=True), where="post", color=colour, label=name)
+        axes.axhline(1.0, color=_PLAIN, linewidth=1)
+        axes.set_xlabel("seconds of search")
+        axes.set_ylabel("tokens/s over plain decoding, expected")
+        add_grid(axes)
+        axes.legend(loc="lower right", frameon=False)
+        axes.set_title("Layers to draft with: the choice over time", loc="left", fontsize=11)

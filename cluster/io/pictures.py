@@ -1,0 +1,37 @@
+"""Pictures of figures: a page of panels without frames, written whole at the end. It must not know what is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from parallel.whole_files import replaced_whole
+
+COLOURS = ("#2f6fb0", "#e08a2e", "#5aa469", "#a3487f", "#8a8a8a", "#c9a227", "#4bb0b8", "#7a5cc2")
+"""The first is that of bars; lines take them in their order."""
+
+
+@contextmanager
+def picture(
+    path: Path, width: float, height: float, rows: int = 1, columns: int = 1, *, dpi: int = 130, **sharing: Any
+) -> Iterator[np.ndarray]:
+    """The panels [rows, columns] of a page of so many inches, which is written as PNG when the block ends."""
+    page = Figure(figsize=(width, height), layout="constrained")
+    panels = page.subplots(rows, columns, squeeze=False, **sharing)
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    yield panels
+    with replaced_whole(path) as partial:
+        page.savefig(partial, format="png", dpi=dpi)
+
+
+def add_grid(axes: Axes, axis: Literal["x", "y"] = "y") -> None:
+    """Faint lines behind what is drawn."""
+    axes.grid(axis=axis, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
