@@ -245,7 +245,7 @@ FULL_SENTENCES = ("parallel/runtime", "parallel/model", "parallel/kv", "parallel
 FULL_SENTENCES += ("parallel/self_speculation", "cluster/tools/certify", "cluster/tools/bench")
 FULL_SENTENCES += ("cluster/runtime", "cluster/observability", "cluster/placement", "cluster/slurm", "cluster/config")
 FULL_SENTENCES += ("cluster/jobs", "cluster/io", "cluster/tools/planning", "cluster/tools/simulation")
-FULL_SENTENCES += ("cluster/tools/chaos",)
+FULL_SENTENCES += ("cluster/tools/chaos", "actors")
 
 
 def test_a_docstring_names_what_it_describes():

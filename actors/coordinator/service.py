@@ -64,7 +64,7 @@ IDLE_S = 2e-4
 LONGEST_FIELDS = 1 << 17
 """Bytes of a request beside its text: at the bounds of `SamplingParams` about 100,000."""
 TOKEN_BYTES = 5
-"""Of a token id in a record, at most."""
+"""Bytes of a token id in a record, at most."""
 LEAD_ROLES = ("target", "draft")
 """Roles that the state machine works with; levels of a cascade below the drafter work for it."""
 

@@ -241,7 +241,6 @@ class Coordinator:
                 policy.mode, seen.seconds + seen.unused_s, [outcome.num_ordered for outcome in seen.outcomes]
             )
         policy.update(seen)
-        stats.guard = policy.findings()
         for outcome in seen.outcomes:
             if outcome.request_id not in self._sequences:
                 policy.release(outcome.request_id)
@@ -381,6 +380,7 @@ class Coordinator:
 
     def _report(self, order: ReportOrder, now: float) -> Report:
         self.count_active_time(now)
+        self.stats.guard = self._policy.findings()
         report = self.stats.report(now)
         if order.reset:
             self.stats = CoordinatorStats(since=now, phase=order.phase)

@@ -266,7 +266,7 @@ class LearnsWhenIdle(Protocol):
     """Changes its own weights by small steps, each shorter than a pass of the target."""
 
     idle_share: float
-    """Of the time in which its rank waits for records: at most so much is spent on steps."""
+    """The most that is spent on steps, as a share of the time in which its rank waits for records."""
 
     @property
     def wants_learning(self) -> bool:

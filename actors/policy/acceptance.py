@@ -16,7 +16,7 @@ _LEAST_CHANCE = 1e-6
 _MEMORY = 0.98
 """About the last 50 drafts count."""
 _LONG_MEMORY = 0.99
-"""Of ways to draft: they differ alike in all texts."""
+"""The same for ways to draft, which differ alike in all texts."""
 _UNOFFERED_DECAY = 0.995
 """Weight that the estimate of a node keeps in each round that did not offer the node."""
 
@@ -58,7 +58,7 @@ class Survival:
             place.decay(share)
 
     def update(self, num_offered: int, path: Sequence[int]) -> None:
-        """Of nodes 1, 2, ... `num_offered` those in `path` were accepted."""
+        """The target accepted the nodes in `path`, of nodes 1, 2, ... `num_offered`."""
         places = self._places
         for i in range(num_offered):
             places[i].update(i + 1 in path)

@@ -39,7 +39,7 @@ PRIOR_LENGTH = 128.0
 """Tokens that requests are expected to generate before one has ended."""
 _ITERATIONS = 3
 _LEAST_VARIANCE = 1.0
-"""Of the accepted tokens of a draft: acceptance comes in runs, so a few equal outcomes are no certainty."""
+"""The least variance of a draft's accepted tokens: they come in runs, so a few equal outcomes are no certainty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class DrafterAcceptance:
         """Drafts that were scored, decayed by the rounds that went by without one."""
 
     def update(self, request_id: int, kind: Hashable, depth: int, num_accepted: int) -> None:
-        """Of a draft that was `depth` deep so many tokens agreed with the committed text."""
+        """So many tokens of a draft that was `depth` deep agreed with the committed text."""
         one = self._kinds.get(kind)
         if one is None:
             one = self._kinds[kind] = _Kind(Survival(self._longest, like=self._all.survival, weight=PRIOR_DRAFTS))

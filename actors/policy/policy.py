@@ -110,7 +110,7 @@ class Policy:
         return (num_running + 1) // 2 if self.alternates else num_running
 
     def num_followed(self, num_requests: int) -> int:
-        """Of so many running requests those whose text the drafter should have read."""
+        """The number of running requests, of so many, whose text the drafter should have read."""
         return num_requests
 
     def wait_s(self, num_expecting: int, num_ready: int, num_plain: int, *, has_first_part: bool) -> float:
@@ -326,7 +326,7 @@ class AdaptivePolicy(Policy):
         return self._decision.choice if self._decision.choice.drafts else self._drafting
 
     def _tradeoff(self, choice: Decoding, tokens: list[float]) -> Tradeoff:
-        """Of the choice; drafts in turn that were never made are expected to cost what drafting ahead showed."""
+        """What lengths bring and cost; drafts in turn, if never made, are expected to cost what drafting ahead showed."""
         plain_s, costs = self._load.plain.verify.mean, self._load.way(choice)
         if costs.weight:
             per_token_s = costs.per_token_s(plain_s)

@@ -54,7 +54,7 @@ class BridgeEnd:
 
     @property
     def number(self) -> int:
-        """Of the bridge that stands; 0: none."""
+        """The number of the bridge that stands; 0: none."""
         formed = self._formed
         return 0 if formed is None else formed[0]
 

@@ -121,7 +121,7 @@ class TargetRole:
     def _committed_features(
         self, inputs: Sequence[VerifyInput], first_positions: Sequence[int], verdicts: Sequence[Verdict]
     ) -> list[FeatureRows]:
-        """Of the tokens that this pass committed, of requests that are drafted for."""
+        """The features of the tokens that this pass committed, for requests that are drafted for."""
         assert self._features is not None
         paths = {verdict.request_id: verdict.path for verdict in verdicts}
         found = self._features.rows(inputs, first_positions, paths)

@@ -59,7 +59,7 @@ class _Edits:
     words: Mapping[tuple[int, ...], Sequence[int]]
     """Longer bad words: the last tokens by the beginning."""
     lengths: Mapping[int, Sequence[int]]
-    """Of these beginnings, each once, by their last token: what a row looks up, however many words there are."""
+    """Lengths of these beginnings, each once, by the last token: what a row looks up, however many words there are."""
 
     @staticmethod
     @lru_cache(maxsize=512)  # a few times the sequences of a batch; the longest lists take 30 us to look up

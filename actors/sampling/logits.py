@@ -302,7 +302,7 @@ class ChoicesAhead:
         return ChoicesAhead(self.keys.clone(), self.sampled.clone(), self.temperatures.clone(), self.is_noisy)
 
     def choose(self, logits: Tensor, step: int) -> Tensor:
-        """Of the first rows, as many as there are logits; the division also casts them to float32."""
+        """Tokens for the first rows, as many as there are logits; the division also casts these to float32."""
         keys, sampled, temperatures = self.keys[step, : len(logits)], self.sampled, self.temperatures[: len(logits)]
         if _has_kernels(temperatures):
             from actors.sampling import noise_kernels

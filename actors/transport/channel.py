@@ -240,7 +240,7 @@ class Hub(_Endpoint):
             self._names = {link: socket for link, socket in self._names.items() if peer_of(link) not in gone}
 
     def identities(self) -> list[str]:
-        """Of the links that have sent a record and were connected when they were last sent one."""
+        """The links that have sent a record, and were connected when they were last sent one."""
         return list(self._names)
 
     def send(self, identities: Sequence[str], record: Any) -> None:

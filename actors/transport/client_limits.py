@@ -54,7 +54,7 @@ class _Connection:
     num_acked: int = 0
     link: str = ""
     user_id: str = ""
-    """Of ZAP; both from the first message that was read."""
+    """The user that ZAP named; this and `link` are from the first message that was read."""
 
     def num_waiting(self, now: float) -> int:
         """Received bytes that are in no message which the hub has read."""

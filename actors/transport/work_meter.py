@@ -13,7 +13,7 @@ from actors.transport.keys import is_client
 from actors.transport.token_bucket import TokenBucket
 
 PORT_SHARE = 0.05
-"""Of the time of the hub's thread: what the records of all clients may take of it while ranks and the owner use it."""
+"""Share of the hub's thread that the records of all clients may take while ranks and the owner use it."""
 PORT_BURST_S = 0.005
 """Seconds of it that they may take at once, after a pause."""
 PORT_TURN_S = 0.001

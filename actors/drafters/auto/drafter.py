@@ -33,7 +33,7 @@ from actors.protocol.messages import Commit, DraftPreview, LevelWork, TokenTree,
 from parallel.comm.group import Group
 
 Picks = list[tuple[int, int]]
-"""Of requests: the number of a drafter, and draft tokens."""
+"""The number of a drafter and draft tokens, for each request."""
 Orders = Sequence[tuple[Context, int]]
 """Requests, and the draft tokens that were ordered for each."""
 _ROW_STIFFNESS = 1.0
@@ -64,7 +64,7 @@ class _Order:
 
 @dataclass(slots=True)
 class _Request:
-    """Of one request: drafts that are not scored yet, who drafted, and how far each drafter has read and is right."""
+    """One request: drafts that are not scored yet, which drafter drafted, and how far each has read and is right."""
 
     context: Context
     drafts: list[_Shown] = field(default_factory=list)

@@ -28,7 +28,7 @@ _MEMORY = 0.99
 _OPTIMISM = 1.0
 """Standard errors that acceptance is credited with."""
 _LEAST_VARIANCE = 1.0
-"""Of the tokens accepted of a draft: acceptance comes in runs, so a few equal outcomes are no certainty."""
+"""The least variance of a draft's accepted tokens: they come in runs, so a few equal outcomes are no certainty."""
 
 
 @dataclass

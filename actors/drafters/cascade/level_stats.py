@@ -20,7 +20,7 @@ Parts = tuple[tuple[str, int], ...]
 
 @dataclass(slots=True)
 class LevelStatsRecorder:
-    """Of level number `level`; `control` learns acceptance from the same counts."""
+    """Counts the work of level number `level`; `control` learns acceptance from the same counts."""
 
     name: str
     level: int

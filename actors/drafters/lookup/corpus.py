@@ -24,7 +24,7 @@ def read_corpus(path: Path, checkpoint: Path, key: str = "drafter.corpus") -> li
 
 
 class DocumentFields(TypedDict, total=False):
-    """Of a line; others are left alone."""
+    """The fields of a line that are read; others are left alone."""
 
     prompt: str | None
     text: str | None

@@ -77,7 +77,7 @@ class _TokenPlaces:
                 self.latest[token] = before
 
     def longest_match(self, max_places: int) -> int:
-        """Of the latest places of the last token, the leftmost of those with the longest agreement before them."""
+        """The leftmost place with the longest agreement before it, among the latest places of the last token."""
         tokens, last = self.tokens, len(self.tokens) - 1
         alive, place = [], self.before[last]
         while place != _NOWHERE and len(alive) < max_places:

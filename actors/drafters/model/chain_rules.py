@@ -79,7 +79,7 @@ class ThresholdRule(ChainRule):
 
 
 _MEMORY = 0.95
-"""Of a request's acceptance: about the last 20 drafts count."""
+"""Share that the acceptance of a request keeps at every draft: about the last 20 drafts count."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from parallel.whole_files import write_text
 
 _FORMAT = "specdec trees 1"
 MOST_NODES = 4096
-"""Of a tree, with its root."""
+"""Most nodes of a tree, its root among them."""
 Shape = tuple[int, ...]
 """Parents of the nodes, in level order; -1 for the root."""
 

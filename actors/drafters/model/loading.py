@@ -152,7 +152,7 @@ def _translated(runner: Runner, config: ModelDrafterConfig, head: HeadRows | Non
 
 
 def _token_pieces(config: ModelDrafterConfig) -> tuple[TokenPieces, TokenPieces]:
-    """Of the target and of the draft model."""
+    """The tokens of the target and of the draft model as text."""
     return TokenPieces(Path(config.tokenizer)), TokenPieces(Path(config.path))
 
 

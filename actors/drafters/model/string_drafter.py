@@ -85,7 +85,7 @@ class StringDrafter:
         self.runner.close(request_id)
 
     def _keep(self, request_id: int, read: Sequence[int]) -> None:
-        """Of the rows of `read` keep those of tokens that the text still has, all but its last."""
+        """Keep the rows of `read` whose tokens the text still has, but not that of its last token."""
         state, cached = self._texts[request_id], self.runner.cached_len(request_id)
         now = state.text.token_ids
         most = min(len(read) - 1 if state.is_fed else cached, len(now) - 1)  # the last drafted token is not fed

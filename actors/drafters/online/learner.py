@@ -28,7 +28,7 @@ from actors.policy.estimators import Ewma
 from parallel.model.adapted import AdaptedModel, Adapter
 
 RANK = 32
-"""Of the adapters, at most; never more than a matrix has outputs."""
+"""The highest rank of the adapters; never more than a matrix has outputs."""
 DROPPED = 0.1
 """Probability with which an adapter is left out of a pass that trains."""
 WINDOWS_PER_STEP = 2
@@ -61,7 +61,7 @@ class OnlineLearner:
         self._to_train: LawWindow | None = None  # tested, and to be learned next
         self._num_new = 0
         self.version = 0
-        """Of the weights that are served: how often they were replaced."""
+        """How often the weights that are served were replaced."""
         self.serves = False
         """Whether the served weights are adapted ones."""
         self.num_steps = 0
@@ -199,7 +199,7 @@ class OnlineLearner:
             self._staged = self._model.folded(self._average, self._strength)
 
     def _fingerprint(self) -> str:
-        """Of the shipped model and the adapters' shape."""
+        """A checksum of the shipped model, and the shape of the adapters."""
         shapes = [list(weight.shape) for weight in self._model.weights]
         first = self._model.weights[0].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return f"{self._model.rank} {shapes} {zlib.crc32(first):08x}"

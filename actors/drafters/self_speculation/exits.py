@@ -17,7 +17,7 @@ from actors.policy.estimators import Ewma
 from parallel.model.layer_plan import LayerPlan
 
 _MEMORY = 0.8
-"""Of the acceptance of an exit: about the last five looks count."""
+"""Share that the acceptance of an exit keeps at every look: about the last five count."""
 
 
 class ExitSearch(LayerSearch):

@@ -74,7 +74,7 @@ class MaskSearch:
         self._num_random = num_random
         self._model_every = model_every
         self.values: dict[Mask, float] = {}
-        """Of every mask, its newest evaluation."""
+        """The newest evaluation of every mask."""
         self.num_evaluated = 0
 
     @property
@@ -112,7 +112,7 @@ class MaskSearch:
         return last
 
     def _likeliest_improvement(self) -> Mask:
-        """Of random masks and neighbours of the best ones, that with the largest expected improvement."""
+        """The mask with the largest expected improvement, of random ones and neighbours of the best."""
         parents = sorted(self.values, key=self.values.__getitem__, reverse=True)[:_PARENTS]
         candidates = {self.space.at_random(self._draw) for _ in range(_CANDIDATES)}
         for parent in parents:

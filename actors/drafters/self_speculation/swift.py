@@ -21,10 +21,10 @@ _ENOUGH = 0.95
 _CONFIRMATIONS = 3
 """Texts in a row of which a mask reproduces enough: one of some tokens may be easy."""
 _MEMORY = 0.8
-"""Of the score of the best mask: about the last five texts count."""
+"""Share that the score of the best mask keeps at every text: about the last five count."""
 _NUM_RANDOM = 8
 _MODEL_EVERY = 5
-"""Of the proposals, the share of the Gaussian process: fitting it takes as long as some passes of a small model."""
+"""One in so many proposals is the Gaussian process's: fitting it takes as long as some passes of a small model."""
 
 
 class SwiftSearch(LayerSearch):

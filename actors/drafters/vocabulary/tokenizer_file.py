@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from parallel.typed_json import as_type, read_json
 
 MOST_TOKENS = 2**24
-"""Of a vocabulary; more than any published one has."""
+"""Most tokens of a vocabulary; no published one has as many."""
 _REMEDY = "save the tokenizer again"
 
 
@@ -28,7 +28,7 @@ class AddedToken(TypedDict):
 
 
 class TokenizerStep(TypedDict, total=False):
-    """Of decoding or of cutting text; a sequence holds others."""
+    """A step of decoding or of cutting text; a sequence holds others."""
 
     type: str
     decoders: list[TokenizerStep]
