@@ -326,7 +326,7 @@ class AdaptivePolicy(Policy):
         return self._decision.choice if self._decision.choice.drafts else self._drafting
 
     def _tradeoff(self, choice: Decoding, tokens: list[float]) -> Tradeoff:
-        """What lengths bring and cost; drafts in turn, if never made, are expected to cost what drafting ahead showed."""
+        """What lengths bring and cost; drafts in turn that were never made should cost what drafting ahead showed."""
         plain_s, costs = self._load.plain.verify.mean, self._load.way(choice)
         if costs.weight:
             per_token_s = costs.per_token_s(plain_s)
