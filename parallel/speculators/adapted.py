@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE
@@ -53,7 +52,7 @@ class AdaptedDraftLayers(AdaptedModel):
         self.config = config
         self._tables = _open_tables(shape, target, device)
         options = {"dtype": torch.float32, "device": device}
-        self._layers = DraftLayers(config, self._tables, SINGLE, reads_fused=reads_fused, **options)
+        self._layers = DraftLayers(config, SINGLE, reads_fused=reads_fused, **options)
         load_shards(self._layers.shards(), config.tensor_shapes(), directory)  # never packed: they stay readable
         self._layers.load_vocabulary(directory)
         self._columns: Tensor | None = None
@@ -76,35 +75,18 @@ class AdaptedDraftLayers(AdaptedModel):
         assert features is not None, "a speculator reads the target's features"
         layers, block, pairs = self._layers, self.config.block, self.pairs(adapters, scales)
         rope = layers.rotation(torch.arange(token_ids.shape[1], device=token_ids.device))
-        fused = layers.fused(features.flatten(0, 1)).clone().unflatten(0, token_ids.shape)  # a tensor that may be saved
-        embedding = F.embedding(token_ids, self._tables.embedding.weight.plain)
-        x, stream = self._pairs_of(embedding, fused)
+        embedding = layers.embed(token_ids.flatten(), self._tables)
+        pair = layers.first.pair(embedding, layers.fused(features.flatten(0, 1)))
+        stream, x = (rows.unflatten(0, token_ids.shape) for rows in pair)
         hidden = run_block(layers.first, block, x, stream, pairs[:4], rope)
         for i, layer in enumerate(layers.rest, 1):
             hidden = run_block(layer, block, normed(hidden, layer.norms[0]), hidden, pairs[4 * i : 4 * i + 4], rope)
         last = hidden[:, -num_rows:].flatten(0, 1)
         return self._head(last if layers.norm is None else normed(last, layers.norm))
 
-    def _pairs_of(self, embedding: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer's attention reads, and the residual stream that it adds to."""
-        first, config = self._layers.first, self.config
-        if first.join is None:
-            assert first.hidden_norm is not None
-            read = normed(features, first.hidden_norm)
-            x = torch.cat((normed(embedding, first.norms[0]), read), -1)
-            return x, read if config.norms_residual else features
-        if first.embedding_norm is not None and first.hidden_norm is not None:
-            embedding, features = normed(embedding, first.embedding_norm), normed(features, first.hidden_norm)
-        pair = (features, embedding) if config.hidden_first else (embedding, features)
-        stream = F.linear(torch.cat(pair, -1), first.join.weight.plain, first.join.bias)
-        return normed(stream, first.norms[0]) if config.norms_first_input else stream, stream
-
     def _head(self, hidden: Tensor) -> Tensor:
-        if (own := self._layers.lm_head) is not None:
-            return F.linear(hidden, own.weight.plain)[:, : self.config.head_rows]
-        target = self._tables.config
-        logits, cap = F.linear(hidden, self._tables.lm_head.weight.plain)[:, : target.vocab_size], target.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        own = self._layers.lm_head
+        return self._tables.head(hidden) if own is None else own.logits(hidden)
 
 
 def _open_tables(shape: DecoderConfig, path: str, device: torch.device | str) -> Decoder:

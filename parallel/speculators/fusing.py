@@ -43,7 +43,6 @@ class TapFuser(Layer):
         self.projection = WholeRowsLinear("", shape.inputs, shape.outputs, group, bias=False, **options)
         self.result_norm = RMSNorm(shape.outputs, shape.eps, **options) if shape.result_norm else None
 
-    @torch.inference_mode()
     def __call__(self, features: Tensor) -> Tensor:
         """Taps side by side, [T, F] of any type -> [T, H]."""
         features = features.to(self.dtype)

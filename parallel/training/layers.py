@@ -1,79 +1,130 @@
-"""Decoder layers in training, and the config.json of layers as Llama's beside a target. Knows no method."""
+"""Training of the very layers that serve a module: parameters beside them, and attention over whole texts.
+
+A served layer holds plain tensors that a checkpoint is copied into. In training parameters are copied into them, once a
+pass, and PyTorch differentiates through the copies: the pass of training is the arithmetic of the runner over the rows
+of all texts, with its attention planned otherwise. Knows no method.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.model.config import DecoderConfig, RopeScaling
+from parallel.model.checkpoint import Shape
+from parallel.model.config import RopeScaling
 from parallel.model.families.registry import read_config
-from parallel.model.layers.rope import Rotation, rotate
-from parallel.training.interface import TargetShape
+from parallel.model.layers.attention import AttentionPlan, Heads, PassPlan
+from parallel.model.layers.norm import LayerNorm, RMSNorm
+from parallel.model.layers.rope import Rotation
+from parallel.model.layers.weight import Layer, Shard, TensorOptions
+from parallel.training.checkpoints import write_checkpoint
+from parallel.training.interface import Speculator, TargetShape
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values [B, heads, N, head size] -> what the attention gives, of the queries' shape."""
 
 
-class LlamaLayer(nn.Module):
-    """A layer after the first."""
+class ServedLayers(Protocol):
+    """Layers that name the tensors of their checkpoint and where each goes."""
 
-    def __init__(self, block: DecoderConfig, inputs: int = 0, *, norms_input: bool = True) -> None:
+    def walk(self) -> Iterator[Layer]: ...
+
+    def shards(self) -> Iterator[Shard]: ...
+
+
+L = TypeVar("L", bound=ServedLayers)
+
+
+class TrainedLayers(Speculator, Generic[L]):
+    """The tensors of a checkpoint as parameters, under its names, beside the `layers` that would be loaded from it."""
+
+    def __init__(self, layers: L, shapes: Mapping[str, Shape], hf: dict[str, Any]) -> None:
+        """Matrices are small and random, norms 1, biases 0; `hf` is the config.json."""
         super().__init__()
-        hidden = block.hidden_size
-        self.input_layernorm = nn.RMSNorm(hidden, block.norm_eps) if norms_input else None
-        self.self_attn = LlamaAttention(block, inputs or hidden)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, block.norm_eps)
-        self.mlp = GatedMLP(hidden, block.intermediate_size)
+        self.hf = hf
+        self.served = layers
+        for part in layers.walk():
+            if isinstance(part, RMSNorm | LayerNorm):
+                part.has_kernel = False  # the kernel has no gradient
+        for name, shape in shapes.items():
+            vector = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            hold(self, name, vector if len(shape) == 1 else 0.02 * torch.randn(shape))
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        return self.after(hidden, hidden, rotation, attend)
+    def loaded(self) -> L:
+        """The layers with the parameters as they are; gradients flow back to these."""
+        for part in self.served.walk():
+            for value in vars(part).values():
+                if isinstance(value, Tensor):
+                    value.detach_()
+        for shard in self.served.shards():
+            place = shard.place()
+            assert isinstance(place, Tensor), "what is trained is not stored as codes"
+            place.copy_(self.get_parameter(shard.name)[shard.index])
+        return self.served
 
-    def after(self, stream: Tensor, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """The stream after the layer, whose attention reads `x`."""
-        x = x if self.input_layernorm is None else self.input_layernorm(x)
-        stream = stream + self.self_attn(x, rotation, attend)
-        return stream + self.mlp(self.post_attention_layernorm(stream))
+    def saved(self) -> dict[str, Tensor]:
+        """The tensors of the checkpoint."""
+        return {name: value.detach().cpu().bfloat16().contiguous() for name, value in self.named_parameters()}
 
-
-class LlamaAttention(nn.Module):
-    def __init__(self, block: DecoderConfig, inputs: int) -> None:
-        super().__init__()
-        self.head_dim = block.head_dim
-        self.group = block.num_heads // block.num_kv_heads
-        queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(inputs, outputs, bias=False) for outputs in (queries, keys, keys)
-        )
-        self.o_proj = nn.Linear(queries, block.hidden_size, bias=False)
-
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        return self.o_proj(attend(*self.heads(x, rotation)).transpose(1, 2).flatten(2))
-
-    def heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, [B, query heads, N, head size] each."""
-        q, k, v = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, rotation).transpose(1, 2), rotate(k, rotation).transpose(1, 2)
-        k, v = k.repeat_interleave(self.group, 1), v.transpose(1, 2).repeat_interleave(self.group, 1)
-        return q.to(v.dtype), k.to(v.dtype), v
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.head_dim)
+    def save(self, folder: Path) -> None:
+        write_checkpoint(folder, self.saved(), self.hf)
 
 
-class GatedMLP(nn.Module):
-    """The MLP of a Llama layer, without biases."""
+def hold(module: nn.Module, name: str, value: Tensor) -> None:
+    """A parameter of the module under a name with points, in modules of their own."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in dict(module.named_children()):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(leaf, nn.Parameter(value))
 
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+@dataclass(frozen=True, slots=True)
+class TextAttention(AttentionPlan):
+    """Attention of the rows of several texts, text after text; `attends` is that of each layer. No row is kept."""
+
+    num_texts: int
+    attends: Sequence[Attend] = ()
+
+    def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
+        return self.by_row(self.attends[heads.layer](*self.split(heads, projected, rotation)))
+
+    def written(self, layer: int) -> tuple[Tensor, Tensor]:
+        raise AssertionError(f"a pass of training keeps no rows, of layer {layer} or another")
+
+    def split(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as of `attend`, [B, heads, N, head size] each, with a key for every query's head."""
+        parts = heads.split(projected, rotation)
+        q, k, v = (part.to(parts[2].dtype).unflatten(0, (self.num_texts, -1)).transpose(1, 2) for part in parts)
+        group = heads.num_heads // heads.num_kv_heads
+        return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+
+    def by_row(self, attended: Tensor) -> Tensor:
+        """[B, heads, N, head size] -> [B * N, heads * head size]."""
+        return attended.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def text_pass(positions: Tensor, num_texts: int, attends: Sequence[Attend]) -> PassPlan:
+    """A pass over rows at these `positions`, int64 [N], of each of so many texts."""
+    everywhere = positions.repeat(num_texts)
+    return PassPlan(len(everywhere), everywhere, None, TextAttention(num_texts, attends))
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every row sees those up to itself."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def options_for(target: TargetShape) -> TensorOptions:
+    """Where the layers of a module for this target are trained."""
+    return TensorOptions(dtype=torch.float32, device=target.embedding.device)
 
 
 def llama_fields(target: TargetShape, num_layers: int, intermediate_size: int) -> dict[str, Any]:

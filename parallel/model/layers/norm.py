@@ -26,12 +26,12 @@ class RMSNorm(Layer):
         self.eps = eps
         self.weight = torch.empty(hidden, **options)
         self._eps = torch.tensor(eps, dtype=torch.float32, device=options["device"])
-        self._has_kernel = _has_kernel(options)
+        self.has_kernel = _has_kernel(options)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.uses_triton:
             return triton_launch.rms_norm(x, self.weight, self.eps, self.offset)[1]
-        if self._has_kernel:
+        if self.has_kernel:
             return rms_norm(x, self.weight, self.eps, self.offset)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length, value=1 / self.hidden).rsqrt_()
@@ -66,10 +66,10 @@ class LayerNorm(Layer):
         self.weight = torch.empty(hidden, **options)
         self.bias = torch.empty(hidden, **options)
         self._eps = eps
-        self._has_kernel = _has_kernel(options)
+        self.has_kernel = _has_kernel(options)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._has_kernel:
+        if self.has_kernel:
             return layer_norm(x, self.weight, self.bias, self._eps)
         return F.layer_norm(x, (self.hidden,), self.weight, self.bias, self._eps)
 

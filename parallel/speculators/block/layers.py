@@ -14,7 +14,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from parallel.comm.group import Group
+from parallel.comm.group import SINGLE, Group
 from parallel.model.block import Attention, Block
 from parallel.model.decoder import Decoder
 from parallel.model.layers.attention import AttentionPlan, PassPlan
@@ -26,7 +26,6 @@ from parallel.speculators.block.config import BlockConfig
 from parallel.speculators.block.convolutions import convolve, convolved
 from parallel.speculators.block.correctors import Corrector, CorrectorMatrix
 from parallel.speculators.fusing import TapFuser
-from parallel.speculators.place import SpeculatorPlace
 
 MASK = -1
 """In a pass's tokens: the mask, where the checkpoint has an embedding of its own for it."""
@@ -114,19 +113,26 @@ class LoadedCorrector(Layer):
 
 
 class BlockLayers(Layer):
-    """The draft layers on one group of ranks; `forward` is that of a decoder."""
+    """The draft layers on one group of ranks, of which `embed` gives the embeddings of tokens; `forward` is that of a
+    decoder."""
 
-    def __init__(self, config: BlockConfig, tables: Decoder, place: SpeculatorPlace) -> None:
-        group, options, layers = place.group, place.options, config.layers
+    def __init__(
+        self,
+        config: BlockConfig,
+        embed: Callable[[Tensor], Tensor],
+        group: Group = SINGLE,
+        *,
+        reads_fused: bool = False,
+        **options: Unpack[TensorOptions],
+    ) -> None:
+        layers = config.layers
         layers.check_ranks(group.size)
         hidden, eps = layers.hidden_size, layers.norm_eps
         self.config = config
         self.group = group
-        self.device = torch.device(place.device)
-        bare = config.embedding_scale is not None or tables.positions is not None
-        self._embed = tables.embedding.embed if bare else _scaled_embedding(tables)  # no parts of these layers
-        self._head = tables.head if config.embedding_scale is None else tables.lm_head.logits
-        self.fuser = None if place.reads_fused else TapFuser(config.fuser, group, **options)
+        self.device = torch.device(options["device"])
+        self._embed = embed
+        self.fuser = None if reads_fused else TapFuser(config.fuser, group, **options)
         self.mask = torch.empty(1, hidden, **options) if config.mask_token_id is None else None
         self.blocks = [DraftBlock(config, i, group, **options) for i in range(layers.num_layers)]
         # The keys and values of the text in one product for all layers: a second copy of these weights, small beside
@@ -139,7 +145,7 @@ class BlockLayers(Layer):
         self.context_kv = ColumnLinear(hidden, parts, bias=layers.qkv_bias, **options)
         self.norm = RMSNorm(hidden, eps, **options)
         assert layers.rope is not None, "draft layers have rotary positions"
-        self.rope = Rope(layers.rope, layers.head_dim, place.dtype, place.device)
+        self.rope = Rope(layers.rope, layers.head_dim, options["dtype"], options["device"])
         corrector = config.make_corrector()
         self.corrector = None if corrector is None else LoadedCorrector(corrector, self.embed, **options)
         inputs = hidden if corrector is None else corrector.confidence_inputs
@@ -164,11 +170,11 @@ class BlockLayers(Layer):
         scale = self.config.embedding_scale
         return self._embed(token_ids) if scale in (None, 1.0) else self._embed(token_ids) * scale
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, tables: Decoder) -> Tensor:
         config = self.config
         if config.embedding_scale is None:
-            return self._head(hidden).float()
-        logits = self._head(hidden).float() * config.logit_scale
+            return tables.head(hidden).float()
+        logits = tables.lm_head.logits(hidden).float() * config.logit_scale
         if config.logit_softcap is None:
             return logits
         return torch.tanh(logits / config.logit_softcap) * config.logit_softcap
@@ -201,5 +207,8 @@ class BlockLayers(Layer):
             yield from self.confidence.shards("confidence_head")
 
 
-def _scaled_embedding(tables: Decoder) -> Callable[[Tensor], Tensor]:
+def embedding_of(config: BlockConfig, tables: Decoder) -> Callable[[Tensor], Tensor]:
+    """The target's embedding as it stores it, or, where the drafter says nothing of it, as the target scales it."""
+    if config.embedding_scale is not None or tables.positions is not None:
+        return tables.embedding.embed
     return lambda token_ids: tables.embed(token_ids, token_ids)

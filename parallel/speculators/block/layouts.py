@@ -23,10 +23,11 @@ _NAMES = CheckpointNames(blocks="layers", final_norm="norm")
 
 def open_block(directory: Path, config: BlockConfig, place: SpeculatorPlace) -> BlockRunner:
     """Load the layers beside their target; what runs them is loaded here alone."""
-    from parallel.speculators.block.layers import BlockLayers
+    from parallel.speculators.block.layers import BlockLayers, embedding_of
     from parallel.speculators.block.runner import BlockRunner
 
-    layers = BlockLayers(config, place.tables, place)
+    embed = embedding_of(config, place.tables)
+    layers = BlockLayers(config, embed, place.group, reads_fused=place.reads_fused, **place.options)
     place.load(layers, layers.shards, config.tensor_shapes(), directory)
     return BlockRunner(layers, place)
 

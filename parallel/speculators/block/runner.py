@@ -199,7 +199,7 @@ class BlockRunner(SpeculatorRunner):
         for seq_id, _ in started:
             self.pool.truncate(seq_id, self.pool.cached_len(seq_id))
         hidden = hidden.view(len(started), size, -1)[:, size - config.num_drafted :].flatten(0, 1)
-        logits, corrector = self.layers.head(hidden), self.layers.corrector
+        logits, corrector = self.layers.head(hidden, self.decoder), self.layers.corrector
         rows = (logits,) if corrector is None else corrector.cell.prepare(corrector, logits, hidden)
         blocks = BlockPass(rows, None if self.layers.confidence is None else hidden)
         return {seq_id: BlockNode(blocks, i * config.num_drafted, 0) for i, (seq_id, _) in enumerate(started)}

@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
 from parallel.kv.pool import SeqId
 from parallel.model.block import Block
@@ -29,7 +31,7 @@ from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope
-from parallel.model.layers.weight import Layer, Shard
+from parallel.model.layers.weight import Layer, Shard, TensorOptions
 from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import FINAL, SpeculatorConfig
 from parallel.speculators.fusing import WholeRowsLinear
@@ -64,35 +66,33 @@ class ChimeraConfig(SpeculatorConfig):
 
 
 class ChimeraLayers(Layer):
-    """Beside the target's tables; weights are allocated uninitialised."""
+    """Weights are allocated uninitialised."""
 
-    def __init__(self, config: ChimeraConfig, place: SpeculatorPlace) -> None:
-        block, group, options = config.block, place.group, place.options
+    def __init__(self, config: ChimeraConfig, group: Group = SINGLE, **options: Unpack[TensorOptions]) -> None:
+        block = config.block
         block.check_ranks(group.size)
         hidden = block.hidden_size
         wide = TRIGRAM * hidden
-        self._target_head, self._embed = place.tables.head, place.tables.embedding.embed  # no parts of these layers
         self.mix = WholeRowsLinear("", wide, wide, group, bias=True, **options)
         self.narrow = WholeRowsLinear("", wide, hidden, group, bias=False, **options)
         self.layer = Block(block, 0, 0, group, group, **options)
         self.norm = RMSNorm(hidden, block.norm_eps, **options)
         self.join = WholeRowsLinear("", 2 * hidden, hidden, group, bias=False, **options)
         assert block.rope is not None
-        self._rope = Rope(block.rope, block.head_dim, place.dtype, place.device)
+        self.rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
 
-    def trigrams(self, token_ids: Tensor) -> Tensor:
-        """Tokens [T, 3], the newest last -> [T, H]."""
-        x = self._embed(token_ids.flatten()).view(len(token_ids), -1)
+    def trigrams(self, x: Tensor) -> Tensor:
+        """The embeddings of three tokens, the newest last, [T, 3 H] -> [T, H]."""
         return self.narrow(x + F.silu(self.mix(x)))
 
     def forward(self, rows: Tensor, plan: PassPlan) -> Tensor:
         """[T, H] -> what the layer expects of the target's final hidden states there, [T, H]."""
         plan.attention.prepare()
-        return self.norm(self.layer(rows, self._rope(plan.positions), plan.attention))
+        return self.norm(self.layer(rows, self.rope(plan.positions), plan.attention))
 
-    def head(self, known: Tensor, expected: Tensor) -> Tensor:
-        """The newest known hidden states and the expected ones, [N, H] each -> logits [N, V]."""
-        return self._target_head(self.join(torch.cat((known, expected), 1)))
+    def read(self, known: Tensor, expected: Tensor) -> Tensor:
+        """The newest known hidden states and the expected ones, [N, H] each -> what the target's head reads."""
+        return self.join(torch.cat((known, expected), 1))
 
     def shards(self) -> Iterator[Shard]:
         for name in ("mix", "narrow", "layer", "norm", "join"):
@@ -120,7 +120,7 @@ class ChimeraRunner(PooledRunner):
 
     def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:
         known = torch.cat([self._newest(span.seq_id).expand(span.num_logits, -1) for span in spans])
-        return self.layers.head(known, hidden)
+        return self.decoder.head(self.layers.read(known, hidden))
 
     def _rows(self, spans: Sequence[Span], *, fuzzy: bool) -> Tensor:
         """What the layer reads, [T, H]: known hidden states, or trigrams, whose rows are marked."""
@@ -152,7 +152,8 @@ class ChimeraRunner(PooledRunner):
         parts = [torch.cat(known).to(self.pool.keys.dtype)] if known else []
         if drafted:
             tokens = self._tokens[upload(np.array(trigrams), self._tokens.device)]
-            parts.append(self.layers.trigrams(tokens))
+            embedded = self.decoder.embedding.embed(tokens.flatten()).view(len(tokens), -1)
+            parts.append(self.layers.trigrams(embedded))
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts).index_select(0, upload(np.argsort(text + drafted), self._tokens.device))
@@ -194,6 +195,6 @@ def read_own(hf: HfConfig) -> ChimeraConfig:
 
 def open_chimera(directory: Path, config: ChimeraConfig, place: SpeculatorPlace) -> ChimeraRunner:
     """Load the layer beside its target."""
-    layers = ChimeraLayers(config, place)
+    layers = ChimeraLayers(config, place.group, **place.options)
     place.load(layers, layers.shards, config.tensor_shapes(), directory)
     return ChimeraRunner(config, layers, place)

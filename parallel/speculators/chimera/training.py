@@ -2,27 +2,25 @@
 
 The row of a trigram depends on no anchor, so one set of keys and values serves all: at step s, row j is drafted from
 anchor j - s, sees the target's hidden states before the anchor and the trigrams from it on, and predicts token j + 1.
-The modules are those of `parallel/speculators/chimera/runner.py` under the same names. Knows no loop.
+Knows no loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from parallel.model.layers.rope import Rope
+from parallel.model.layers.weight import TensorOptions
 from parallel.ranges import OneOf, Range
-from parallel.speculators.chimera.runner import TRIGRAM, read_own
+from parallel.speculators.chimera.runner import TRIGRAM, ChimeraLayers, read_own
 from parallel.speculators.config import FINAL
-from parallel.training.checkpoints import write_checkpoint
-from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, depth_metrics
-from parallel.training.layers import LlamaLayer, llama_fields
+from parallel.training.interface import TargetBatch, TargetShape, TrainingOptions, depth_metrics
+from parallel.training.layers import TextAttention, TrainedLayers, llama_fields, options_for
 from parallel.training.losses import DIVERGENCES, divergences, masked_mean
 
 
@@ -45,31 +43,19 @@ class ChimeraOptions(TrainingOptions):
 def build(options: ChimeraOptions, target: TargetShape) -> ChimeraNet:
     """A net with fresh weights for this target."""
     hf = llama_fields(target, 1, options.intermediate_size)
-    return ChimeraNet(hf | {"speculator": {"method": "chimera"}}, options)
+    return ChimeraNet(hf | {"speculator": {"method": "chimera"}}, options, **options_for(target))
 
 
-class ChimeraNet(Speculator):
+class ChimeraNet(TrainedLayers[ChimeraLayers]):
     """The module of one config.json, `hf`."""
 
-    def __init__(self, hf: dict[str, Any], options: ChimeraOptions) -> None:
-        super().__init__()
-        self.hf, self.options = hf, options
+    def __init__(self, hf: dict[str, Any], options: ChimeraOptions, **tensors: Unpack[TensorOptions]) -> None:
+        config = read_own(hf)
+        super().__init__(ChimeraLayers(config, **tensors), config.tensor_shapes(), hf)
+        self.options = options
         self.num_draft_tokens = options.depths
-        block = read_own(hf).block
-        hidden = block.hidden_size
-        wide = TRIGRAM * hidden
-        self.mix = nn.Linear(wide, wide)
-        self.narrow = nn.Linear(wide, hidden, bias=False)
-        self.layer = LlamaLayer(block)
-        self.norm = nn.RMSNorm(hidden, block.norm_eps)
-        self.join = nn.Linear(2 * hidden, hidden, bias=False)
-        assert block.rope is not None
-        self._rope = Rope(block.rope, block.head_dim, torch.float32, "cpu")
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-        nn.init.zeros_(self.mix.bias)
-        self.join.weight.data.copy_(torch.cat((torch.eye(hidden), torch.eye(hidden)), 1) / 2)
+        eye = torch.eye(config.block.hidden_size)
+        self.get_parameter("join.weight").data.copy_(torch.cat((eye, eye), 1) / 2)
 
     def loss(
         self,
@@ -98,32 +84,27 @@ class ChimeraNet(Speculator):
     def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """At every step, of the anchors from 0 on that have a row there: the hidden states that the layer expects, and
         what the target's head reads, [B, T - step, H] each."""
-        hidden, length = batch.taps[FINAL], batch.tokens.shape[1]
-        trigrams = self._trigrams(batch)
+        layers, hidden, (num_texts, length) = self.loaded(), batch.taps[FINAL], batch.tokens.shape
+        trigrams = self._trigrams(layers, batch)
         positions = torch.arange(length, device=hidden.device)
-        cos, sin = self._rope(positions.cpu().repeat(2))
-        rows = torch.cat((hidden.to(trigrams.dtype), trigrams), 1)
-        layer, norm = self.layer, self.layer.input_layernorm
-        assert norm is not None
-        q, k, v = layer.self_attn.heads(norm(rows), (cos.to(hidden.device), sin.to(hidden.device)))
-        known = F.pad(hidden, (0, 0, 1, 0))  # the newest of an anchor is that before it
+        block, known = layers.layer, F.pad(hidden, (0, 0, 1, 0))  # the newest of an anchor is that before it
+        assert block.attention is not None
+        rows = torch.cat((hidden.to(trigrams.dtype), trigrams), 1).flatten(0, 1)
+        texts, rope = TextAttention(num_texts), layers.rope(positions.repeat(2).repeat(num_texts))
+        q, k, v = texts.split(block.attention.heads, block.attention.qkv(block.norms[0](rows)), rope)
         for step in range(num_steps):
             at = positions[step:, None]
             sees = torch.cat((positions < at - step, (positions >= at - step) & (positions <= at)), 1)
             attended = F.scaled_dot_product_attention(q[:, :, length + step :], k, v, sees)
-            stream = trigrams[:, step:] + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-            expected = self.norm(stream + layer.mlp(layer.post_attention_layernorm(stream)))
-            newest = known[:, : length - step].to(expected.dtype)
-            yield expected, self.join(torch.cat((newest, expected), -1))
+            added = block.attention.o(texts.by_row(attended))
+            expected = layers.norm(block.finish(trigrams[:, step:].flatten(0, 1), added))
+            newest = known[:, : length - step].flatten(0, 1).to(expected.dtype)
+            of_texts = num_texts, length - step
+            yield expected.unflatten(0, of_texts), layers.read(newest, expected).unflatten(0, of_texts)
 
-    def _trigrams(self, batch: TargetBatch) -> Tensor:
+    def _trigrams(self, layers: ChimeraLayers, batch: TargetBatch) -> Tensor:
         """[B, T, H]"""
-        length = batch.tokens.shape[1]
-        before = [(torch.arange(length) - back).clamp(min=0) for back in reversed(range(TRIGRAM))]
+        before = [(torch.arange(batch.tokens.shape[1]) - back).clamp(min=0) for back in reversed(range(TRIGRAM))]
         embedding = batch.embed(batch.tokens)
         x = torch.cat([embedding[:, places.to(embedding.device)] for places in before], -1)
-        return self.narrow(x + F.silu(self.mix(x)))
-
-    def save(self, folder: Path) -> None:
-        tensors = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in self.state_dict().items()}
-        write_checkpoint(folder, tensors, self.hf)
+        return layers.trigrams(x.flatten(0, 1)).unflatten(0, batch.tokens.shape)

@@ -1,4 +1,4 @@
-"""The weights of draft layers, split over a group of ranks, and one pass through them.
+"""The weights of draft layers, split over a group of ranks, and one pass through them, which training runs too.
 
 Knows no sequences and no checkpoints' config.json.
 """
@@ -23,7 +23,6 @@ from parallel.model.layers.rope import Rope, Rotation
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
 from parallel.model.tensor_files import open_tensors
 from parallel.speculators.eagle.config import DraftLayerConfig
-from parallel.speculators.eagle.pairs import read_pair
 from parallel.speculators.fusing import TapFuser, WholeRowsLinear
 from parallel.transfers import upload
 
@@ -49,12 +48,19 @@ class FirstLayer(Block):
     def read(self, embedding: Tensor, features: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
         """embedding, features [T, H] -> the residual stream after the layer, [T, H]."""
         assert self.attention is not None
-        first = self.norms[0] if self.join is None else self.embedding_norm
-        norms = None if first is None or self.hidden_norm is None else (first, self.hidden_norm)
-        stream, x = read_pair(self.config, embedding, features, norms, self.join)
-        if self.join is not None and self.config.norms_first_input:
-            x = self.norms[0](x)
+        stream, x = self.pair(embedding, features)
         return self.finish(stream, self.attention(x, rope, plan))
+
+    def pair(self, embedding: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """embedding, features [T, H] -> the residual stream before the layer, [T, H], and what its attention reads: the
+        stream, or both halves side by side, normalised, where there is no `join`."""
+        normed, first = features, self.norms[0] if self.join is None else self.embedding_norm
+        if first is not None and self.hidden_norm is not None:
+            embedding, normed = first(embedding), self.hidden_norm(features)
+        if self.join is None:
+            return normed if self.config.norms_residual else features, torch.cat((embedding, normed), -1)
+        stream = self.join(torch.cat((normed, embedding) if self.config.hidden_first else (embedding, normed), -1))
+        return stream, self.norms[0](stream) if self.config.norms_first_input else stream
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         names = self.config.names
@@ -74,15 +80,11 @@ class FirstLayer(Block):
 
 
 class DraftLayers(Layer):
-    """Beside the target's `tables`, of which they use the embedding, as stored, and, without an own one, the head.
-
-    Weights are allocated uninitialised. With `reads_fused`, features come as the fuser's vectors.
-    """
+    """Weights are allocated uninitialised. With `reads_fused`, features come as the fuser's vectors."""
 
     def __init__(
         self,
         config: DraftLayerConfig,
-        tables: Decoder,
         group: Group = SINGLE,
         *,
         reads_fused: bool = False,
@@ -99,8 +101,6 @@ class DraftLayers(Layer):
         self.embedding: VocabTable | None = None
         if config.own_embedding:
             self.embedding = VocabTable("embed_tokens.weight", config.vocab_size, hidden, group, **options)
-        # no parts of these layers
-        self._target_head, self._embed = tables.head, (self.embedding or tables.embedding).embed
         self._options = options
         self._reads_fused = reads_fused
         self.fuser = None
@@ -157,26 +157,29 @@ class DraftLayers(Layer):
         assert self.fuser is not None
         return self.fuser(self.mask_hidden[0]).expand(num_rows, -1)
 
-    def forward(
-        self, token_ids: Tensor, features: Tensor, plan: PassPlan, masked: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens [T] and the features before them [T, H] -> what the head reads and what rows after them read. Rows
-        `masked` have the embedding of masks, where there is one."""
+    def embed(self, token_ids: Tensor, tables: Decoder, masked: Sequence[int] = ()) -> Tensor:
+        """Tokens [T] -> [T, H], by an own embedding or the target's, as stored. Rows `masked` have that of masks, where
+        there is one."""
+        rows = (self.embedding or tables.embedding).embed(token_ids)
+        if masked and self.mask_embedding is not None:
+            rows[upload(masked, rows.device)] = self.mask_embedding
+        return rows
+
+    def forward(self, embedding: Tensor, features: Tensor, plan: PassPlan) -> tuple[Tensor, Tensor]:
+        """Embeddings of tokens and the features before them, [T, H] each -> what the head reads and what rows after
+        them read."""
         plan.attention.prepare()
         rope = self._rope(plan.positions)
-        embedding = self._embed(token_ids)
-        if masked and self.mask_embedding is not None:
-            embedding[upload(masked, embedding.device)] = self.mask_embedding
         hidden = self.first.read(embedding, features, rope, plan.attention)
         for layer in self.rest:
             hidden = layer(hidden, rope, plan.attention)
         normed = hidden if self.norm is None else self.norm(hidden)
         return normed, normed if self.config.feeds_normed else hidden
 
-    def head(self, normed: Tensor) -> Tensor:
-        """[N, H] -> logits [N, V], -inf for tokens that an own head lacks."""
+    def head(self, normed: Tensor, tables: Decoder) -> Tensor:
+        """[N, H] -> logits [N, V] of an own head, -inf for tokens that it lacks, or of the target's."""
         if self.lm_head is None:
-            return self._target_head(normed)
+            return tables.head(normed)
         logits = self.lm_head.logits(normed)
         if self._columns is None:
             return logits

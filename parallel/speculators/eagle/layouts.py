@@ -228,7 +228,7 @@ def load_draft_layers(directory: Path, config: DraftLayerConfig, place: Speculat
     """ValueError, one line, if the checkpoint does not fit its target or its own config.json."""
     from parallel.speculators.eagle.layers import DraftLayers
 
-    layers = DraftLayers(config, place.tables, place.group, reads_fused=place.reads_fused, **place.options)
+    layers = DraftLayers(config, place.group, reads_fused=place.reads_fused, **place.options)
     place.load(layers, layers.shards, config.tensor_shapes(), directory)
     layers.load_vocabulary(directory)
     return layers

@@ -81,12 +81,13 @@ class ParallelEagleRunner(BlockRunner):
             first += span.num_tokens
         forests = {span.seq_id: PendingRows() for span in fed}
         plan = self._backend.plan(lay_out(self.pool, forests, fed), logit_rows(fed))
-        normed, _ = self.layers.forward(torch.cat(tokens), torch.cat(features), plan, masked)
+        embedding = self.layers.embed(torch.cat(tokens), self.decoder, masked)
+        normed, _ = self.layers.forward(embedding, torch.cat(features), plan)
         for span, one in zip(spans, fed, strict=True):
             self.pool.commit(one.seq_id, range(span.num_tokens - max(0, span.num_logits - 1)))
         started = [span.seq_id for span in spans if span.num_logits]
         if not started:
             return {}
         normed = normed if plan.logit_rows is None else normed.index_select(0, plan.logit_rows)
-        blocks = BlockPass((self.layers.head(normed).float(),))
+        blocks = BlockPass((self.layers.head(normed, self.decoder).float(),))
         return {seq_id: BlockNode(blocks, i * config.num_depths, 0) for i, seq_id in enumerate(started)}

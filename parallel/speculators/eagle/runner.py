@@ -56,7 +56,7 @@ class DraftLayerRunner(PooledRunner):
         return torch.cat([rows for parts in read for rows in parts])
 
     def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002
-        return self.layers.head(hidden)
+        return self.layers.head(hidden, self.decoder)
 
     def _parts(self, span: Span, start: int, *, fuzzy: bool) -> list[_Part]:
         """The span cut where a drafted row's parent is in the same part."""
@@ -96,7 +96,7 @@ class DraftLayerRunner(PooledRunner):
         tokens = (
             token_ids if len(token_ids) == plan.num_rows else torch.cat([token_ids[part.token_ids] for part in parts])
         )
-        normed, outputs = self.layers.forward(tokens, self._features_of(parts), plan)
+        normed, outputs = self.layers.forward(self.layers.embed(tokens, self.decoder), self._features_of(parts), plan)
         self._outputs.index_copy_(0, upload(np.concatenate(slots), self._outputs.device), outputs)
         return normed if plan.logit_rows is None else normed.index_select(0, plan.logit_rows)
 

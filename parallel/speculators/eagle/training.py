@@ -2,28 +2,26 @@
 
 One pass over a text unrolls the steps of a draft: at step s, row i reads token i + 1 + s and its own output of the step
 before, sees the rows up to i of step 0 and its own rows of later steps, and predicts token i + 2 + s (EAGLE-3, arXiv
-2503.01840). The modules are those of `parallel/speculators/eagle/layers.py` under the same names. Knows no loop.
+2503.01840). Knows no loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from parallel.model.layers.rope import Rope, Rotation
+from parallel.model.layers.weight import TensorOptions
 from parallel.ranges import OneOf, Range, require
 from parallel.speculators.config import FINAL
-from parallel.speculators.eagle.config import METHODS, DraftLayerConfig, read_own
-from parallel.speculators.eagle.pairs import read_pair
-from parallel.training.checkpoints import write_checkpoint
+from parallel.speculators.eagle.config import METHODS, read_own
+from parallel.speculators.eagle.layers import DraftLayers
 from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, depth_metrics
-from parallel.training.layers import Attend, LlamaLayer, llama_fields
+from parallel.training.layers import TrainedLayers, causal, llama_fields, options_for, text_pass
 from parallel.training.losses import DIVERGENCES, divergences, masked_mean
 
 
@@ -77,8 +75,8 @@ def build(options: DraftLayerOptions, target: TargetShape) -> Speculator:
     if options.method == "p_eagle":
         speculator["num_depths"] = options.depths
     hf = llama_fields(target, options.layers, options.intermediate_size) | {"speculator": speculator}
-    net = (ParallelNet if options.method == "p_eagle" else DraftLayerNet)(hf, options)
-    if net.lm_head is not None:
+    net = (ParallelNet if options.method == "p_eagle" else DraftLayerNet)(hf, options, **options_for(target))
+    if head_rows:
         chosen = counts.argsort(descending=True, stable=True)[:head_rows].sort().values
         net.choose_tokens(chosen, target.head)
     return net
@@ -96,41 +94,26 @@ def _taps(options: DraftLayerOptions, num_layers: int) -> list[int]:
     return [FINAL]
 
 
-class DraftLayerNet(Speculator):
+class DraftLayerNet(TrainedLayers[DraftLayers]):
     """The layers of one config.json, `hf`."""
 
-    def __init__(self, hf: dict[str, Any], options: DraftLayerOptions) -> None:
-        super().__init__()
-        self.hf, self.options = hf, options
-        self.config = config = read_own(hf)
+    def __init__(self, hf: dict[str, Any], options: DraftLayerOptions, **tensors: Unpack[TensorOptions]) -> None:
+        config = read_own(hf)
+        shapes = {name: shape for name, shape in config.tensor_shapes().items() if name != "d2t"}
+        super().__init__(DraftLayers(config, **tensors), shapes, hf)
+        self.options, self.config = options, config
         self.taps = config.taps
         self.num_draft_tokens = options.depths
-        hidden, eps = config.block.hidden_size, config.block.norm_eps
-        self.fc: nn.Linear | None = None
-        if config.fuses:
-            self.fc = nn.Linear(config.feature_size, hidden, bias=False)
-        self.fc_norm = nn.ModuleList(
-            [nn.RMSNorm(config.target_hidden, eps) for _ in config.taps] if config.norms_taps else []
-        )
-        self.layer = _FirstLayer(config)
-        self.rest = nn.ModuleList(LlamaLayer(config.block) for _ in range(1, config.block.num_layers))
-        self.norm = nn.RMSNorm(hidden, eps) if config.has_final_norm else None
-        self.lm_head = nn.Linear(hidden, config.head_rows, bias=False) if config.head_rows else None
         self.register_buffer("tokens", torch.arange(config.head_rows), persistent=False)
-        assert config.block.rope is not None
-        self._rope = Rope(config.block.rope, config.block.head_dim, torch.float32, "cpu")
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-        for linear in (self.fc, self.layer.join):
-            if linear is not None:  # at first the deepest tap passes through
-                linear.weight.data[:, -hidden:] += torch.eye(hidden)
+        hidden, names = config.block.hidden_size, config.names
+        projections = [names.fuse] * config.fuses + [names.join] * (not config.joins_in_attention)
+        for name in projections:  # at first the deepest tap passes through
+            self.get_parameter(f"{name}.weight").data[:, -hidden:] += torch.eye(hidden)
 
     def choose_tokens(self, tokens: Tensor, head: Tensor) -> None:
         """The draft vocabulary: these tokens of the target's, with their rows of its head."""
-        assert self.lm_head is not None
         self.tokens = tokens
-        self.lm_head.weight.data.copy_(head[tokens])
+        self.get_parameter("lm_head.weight").data.copy_(head[tokens])
 
     def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         options = self.options
@@ -171,64 +154,34 @@ class DraftLayerNet(Speculator):
         return tuple(rows.T)
 
     def logits(self, normed: Tensor, batch: TargetBatch) -> Tensor:
-        return batch.head(normed) if self.lm_head is None else self.lm_head(normed)
+        """Those of an own head in its order."""
+        own = self.served.lm_head
+        return batch.head(normed) if own is None else own.logits(normed)
 
     def unroll(self, batch: TargetBatch, features: Tensor, num_steps: int) -> Iterator[Tensor]:
         """What the head reads, [B, T, H], at every step; the last `step` + 1 rows have no token to read and hold
         nothing."""
-        length = batch.tokens.shape[1]
-        hidden = self._fused(features)
-        attention = [_Steps() for _ in range(self.config.block.num_layers)]
+        layers, (num_texts, length) = self.loaded(), batch.tokens.shape
+        hidden = layers.fused(features.flatten(0, 1))
+        steps = [_Steps() for _ in range(self.config.block.num_layers)]
         for step in range(num_steps):
             tokens = F.pad(batch.tokens[:, 1 + step :], (0, 1 + step))
-            hidden = self._through(batch.embed(tokens), hidden, torch.arange(step, step + length), attention)
-            normed = hidden if self.norm is None else self.norm(hidden)
-            yield normed
-            if self.config.feeds_normed:
-                hidden = normed
+            plan = text_pass(torch.arange(step, step + length, device=tokens.device), num_texts, steps)
+            normed, hidden = layers.forward(batch.embed(tokens).flatten(0, 1), hidden, plan)
+            yield normed.unflatten(0, (num_texts, length))
 
-    def _through(self, embedding: Tensor, features: Tensor, positions: Tensor, attention: Sequence[Attend]) -> Tensor:
-        """Both [B, N, H], positions [N] -> the stream after the last layer."""
-        cos, sin = self._rope(positions)
-        rotation = cos.to(features.device), sin.to(features.device)
-        hidden = self.layer(embedding, features, rotation, attention[0])
-        for layer, attend in zip(self.rest, attention[1:], strict=True):
-            hidden = layer(hidden, rotation, attend)
-        return hidden
-
-    def save(self, folder: Path) -> None:
-        tensors: dict[str, Tensor] = {}
-        names = self.config.names
-        renamed = {
-            "layer.join": names.join,
-            "layer.embedding_norm": names.embedding_norm,
-            "layer.hidden_norm": names.hidden_norm,
-            "layer": self.config.layer_name(0),
-        } | {f"rest.{i - 1}": self.config.layer_name(i) for i in range(1, self.config.block.num_layers)}
-        for name, value in self.state_dict().items():
-            ours = next((module for module in renamed if name.startswith(f"{module}.")), "")
-            tensors[renamed.get(ours, "") + name.removeprefix(ours)] = value.detach().to(torch.bfloat16).contiguous()
+    def saved(self) -> dict[str, Tensor]:
+        tensors = super().saved()
         if self.config.has_draft_vocab:
             chosen = self.tokens.cpu()
             tensors["d2t"] = chosen - torch.arange(len(chosen))
             tensors["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool).index_fill_(0, chosen, True)
-        write_checkpoint(folder, tensors, self.hf)
-
-    def _fused(self, features: Tensor) -> Tensor:
-        if self.config.norms_taps:
-            taps = features.split(self.config.target_hidden, -1)
-            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], -1)
-        return features if self.fc is None else self.fc(features)
+        return tensors
 
 
 class ParallelNet(DraftLayerNet):
     """P-EAGLE (arXiv 2602.01469): rows (anchor, depth), depths above 0 masks that see the text up to their anchor and
     the rows of smaller depth at it. In training ever fewer anchors have the deeper rows (conditional drop)."""
-
-    def __init__(self, hf: dict[str, Any], options: DraftLayerOptions) -> None:
-        super().__init__(hf, options)
-        self.mask_hidden = nn.Parameter(0.02 * torch.randn(1, 1, self.config.feature_size))
-        self.mask_embedding = nn.Parameter(0.02 * torch.randn(self.config.block.hidden_size))
 
     def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         options, num_depths, length = self.options, self.config.num_depths, batch.tokens.shape[1]
@@ -268,15 +221,20 @@ class ParallelNet(DraftLayerNet):
         anchor, depth = torch.cat(list(anchors)), torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
         same, earlier = anchor[:, None] == anchor, depth[:, None] >= depth
         sees = ((depth == 0) & (anchor[:, None] >= anchor)) | (same & earlier)
-        text, num_masks = anchors[0], sum(sizes[1:])
-        mask = self._fused(self.mask_hidden).expand(len(features), num_masks, -1)
-        hidden = torch.cat((self._fused(features[:, text]), mask.to(features.dtype)), 1)
-        masks = self.mask_embedding.expand(len(features), num_masks, -1)
+        text, num_masks, num_texts = anchors[0], sum(sizes[1:]), len(features)
+        layers, sees = self.loaded(), sees.to(features.device)
+        assert layers.mask_embedding is not None
+        known = layers.fused(features[:, text].flatten(0, 1)).unflatten(0, (num_texts, -1))
+        hidden = torch.cat((known, layers.mask_features(num_masks).expand(num_texts, -1, -1)), 1)
+        masks = layers.mask_embedding.expand(num_texts, num_masks, -1)
         embedding = torch.cat((batch.embed(batch.tokens[:, text + 1]), masks), 1)
-        attend = _Masked(sees.to(features.device))
-        hidden = self._through(embedding, hidden, anchor + depth, [attend] * self.config.block.num_layers)
-        assert self.norm is not None
-        return list(self.norm(hidden).split(sizes, 1))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, sees)
+
+        plan = text_pass((anchor + depth).to(sees.device), num_texts, [attend] * self.config.block.num_layers)
+        normed, _ = layers.forward(embedding.flatten(0, 1), hidden.flatten(0, 1), plan)
+        return list(normed.unflatten(0, (num_texts, -1)).split(sizes, 1))
 
 
 class _Steps:
@@ -290,44 +248,13 @@ class _Steps:
         self._keys.append(k)
         self._values.append(v)
         if len(self._keys) == 1:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return causal(q, k, v)
         length, scale = q.shape[2], q.shape[3] ** -0.5
-        causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-        text = (q @ self._keys[0].transpose(-2, -1)).masked_fill(~causal, -torch.inf)
+        sees = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+        text = (q @ self._keys[0].transpose(-2, -1)).masked_fill(~sees, -torch.inf)
         own = torch.stack([(q * key).sum(-1) for key in self._keys[1:]], -1)
         weights = torch.cat((text, own), -1).mul(scale).softmax(-1, dtype=torch.float32).to(v.dtype)
         out = weights[..., :length] @ self._values[0]
         for i, value in enumerate(self._values[1:]):
             out = out + weights[..., length + i, None] * value
         return out
-
-
-@dataclass(frozen=True)
-class _Masked:
-    """Of rows over those that they see, bool [N, N]."""
-
-    sees: Tensor
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, self.sees)
-
-
-class _FirstLayer(LlamaLayer):
-    """The layer that reads pairs."""
-
-    def __init__(self, config: DraftLayerConfig) -> None:
-        in_attention, hidden = config.joins_in_attention, config.block.hidden_size
-        norms_input = not in_attention and config.norms_first_input
-        super().__init__(config.block, 2 * hidden if in_attention else hidden, norms_input=norms_input)
-        self.config = config
-        self.join = None if in_attention else nn.Linear(2 * hidden, hidden, bias=False)
-        has_norms = in_attention or config.norms_pair
-        self.embedding_norm = nn.RMSNorm(hidden, config.block.norm_eps) if has_norms else None
-        self.hidden_norm = nn.RMSNorm(hidden, config.block.norm_eps) if has_norms else None
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  two inputs
-        self, embedding: Tensor, features: Tensor, rotation: Rotation, attend: Attend
-    ) -> Tensor:
-        first, second = self.embedding_norm, self.hidden_norm
-        norms = None if first is None or second is None else (first, second)
-        return self.after(*read_pair(self.config, embedding, features, norms, self.join), rotation, attend)

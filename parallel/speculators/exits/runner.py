@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span, lay_out, logit_rows
 from parallel.kv.pool import SeqId
 from parallel.model.block import MLP, Attention
@@ -26,7 +28,7 @@ from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope
-from parallel.model.layers.weight import Layer, Shard
+from parallel.model.layers.weight import Layer, Shard, TensorOptions
 from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.config import SpeculatorConfig
@@ -67,19 +69,18 @@ class ExitConfig(SpeculatorConfig):
 
 
 class ExitLayers(Layer):
-    """Beside the target's head; weights are allocated uninitialised."""
+    """Weights are allocated uninitialised."""
 
-    def __init__(self, config: ExitConfig, place: SpeculatorPlace) -> None:
-        block, group, options = config.block, place.group, place.options
+    def __init__(self, config: ExitConfig, group: Group = SINGLE, **options: Unpack[TensorOptions]) -> None:
+        block = config.block
         block.check_ranks(group.size)
-        self.head = place.tables.head  # no part of these layers
         self.input_norm = RMSNorm(block.hidden_size, block.norm_eps, **options)
         self.attention = Attention(block, 0, group, windowed=False, **options)
         self.mlp_norm = RMSNorm(block.hidden_size, block.norm_eps, **options) if config.has_mlp else None
         self.mlp = MLP(block, group, **options) if config.has_mlp else None
         self.norm = RMSNorm(block.hidden_size, block.norm_eps, **options)
         assert block.rope is not None
-        self._rope = Rope(block.rope, block.head_dim, place.dtype, place.device)
+        self._rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
 
     def forward(self, stream: Tensor, plan: PassPlan) -> Tensor:
         """The target's stream at the exit [T, H] -> what its head reads."""
@@ -139,7 +140,7 @@ class ExitRunner(PooledRunner):
         return hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
 
     def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002
-        return self.layers.head(hidden)
+        return self.decoder.head(hidden)
 
     def _streams(self, spans: Sequence[Span], token_ids: Tensor) -> Tensor:
         """The target's stream at the exit, [T, H]: known for the text before its newest token, computed for others."""
@@ -193,7 +194,7 @@ def read_own(hf: HfConfig) -> ExitConfig:
 def open_exit(directory: Path, config: ExitConfig, place: SpeculatorPlace) -> ExitRunner:
     """Load the layer beside the target whose first layers it follows."""
     of_target = place.its_target(directory, config.method)
-    layers = ExitLayers(config, place)
+    layers = ExitLayers(config, place.group, **place.options)
     place.load(layers, layers.shards, config.tensor_shapes(), directory)
     target = SelfDraftRunner(of_target, LayerPlan.prefix(config.exit_layer), resumes=True)
     return ExitRunner(config, layers, place, target)

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span, lay_out, logit_rows
 from parallel.kv.pool import SeqId
 from parallel.model.block import Block
@@ -23,10 +25,11 @@ from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
+from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, rotate
-from parallel.model.layers.weight import Layer, Shard
+from parallel.model.layers.weight import Layer, Shard, TensorOptions
 from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import SpeculatorConfig, kv_tap
 from parallel.speculators.place import SpeculatorPlace
@@ -71,20 +74,24 @@ class GlideConfig(SpeculatorConfig):
 
 
 class GlideLayers(Layer):
-    """Beside the target's tables; weights are allocated uninitialised."""
+    """Weights are allocated uninitialised."""
 
-    def __init__(self, config: GlideConfig, place: SpeculatorPlace) -> None:
-        block, group, options = config.block, place.group, place.options
+    def __init__(self, config: GlideConfig, group: Group = SINGLE, **options: Unpack[TensorOptions]) -> None:
+        block = config.block
         block.check_ranks(group.size)
         hidden, queries = block.hidden_size, block.num_heads * block.head_dim
-        self.head, self.embed = place.tables.head, place.tables.embedding.embed  # no parts of these layers
         self.layer = Block(block, 0, _OWN, group, group, **options)
         self.q = ColumnLinear(hidden, [("q_proj", even_rows(queries, group))], bias=False, **options)
         self.o = RowLinear("o_proj", queries, hidden, group, bias=False, **options)
         self.norm = RMSNorm(hidden, block.norm_eps, **options)
         self.head_dim = block.head_dim
         assert block.rope is not None
-        self.rope = Rope(block.rope, block.head_dim, place.dtype, place.device)
+        self.rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
+
+    def attend(self, embedding: Tensor, plan: PassPlan) -> Tensor:
+        """[T, H] -> with what each row reads of the rows before it, [T, H]."""
+        plan.attention.prepare()
+        return embedding + self.layer.attend(embedding, self.rope(plan.positions), plan.attention)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """[N, H] -> this rank's queries of the target's keys, rotated, [N, heads, head size]."""
@@ -138,9 +145,7 @@ class GlideRunner(PooledRunner):
         plan = self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
         for span in spans:
             self._write(span.seq_id)
-        plan.attention.prepare()
-        x = layers.embed(token_ids)
-        x = x + layers.layer.attend(x, layers.rope(plan.positions), plan.attention)
+        x = layers.attend(self.decoder.embedding.embed(token_ids), plan)
         positions = plan.positions[: plan.num_rows]
         if plan.logit_rows is not None:
             x, positions = x.index_select(0, plan.logit_rows), positions.index_select(0, plan.logit_rows)
@@ -151,7 +156,7 @@ class GlideRunner(PooledRunner):
         return layers.finish(x, torch.cat(crossed))
 
     def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002
-        return self.layers.head(hidden)
+        return self.decoder.head(hidden)
 
     def _write(self, seq_id: SeqId) -> None:
         """Put the target's keys and values of the text into the pool, as far as its rows are there."""
@@ -203,6 +208,6 @@ def read_own(hf: HfConfig) -> GlideConfig:
 
 def open_glide(directory: Path, config: GlideConfig, place: SpeculatorPlace) -> GlideRunner:
     """Load the layer beside its target."""
-    layers = GlideLayers(config, place)
+    layers = GlideLayers(config, place.group, **place.options)
     place.load(layers, layers.shards, config.tensor_shapes(), directory)
     return GlideRunner(config, layers, place)

@@ -307,8 +307,7 @@ def test_the_confidence_of_a_node_is_that_of_training_and_knows_nothing_of_what_
     with torch.no_grad():
         hidden = net.hidden_states(batch, anchors)
         before = pair.tokens[:, None, 9 : 9 + depths]
-        assert net.confidence_head is not None
-        expected = net.predicted(batch, hidden, before).sigmoid()[0, 0]
+        expected = net.predicted(hidden, before).sigmoid()[0, 0]
     runner.open(0)
     runner.read_features(0, 0, pair.features(pair.tokens[0], net.taps)[:9])
     found = [runner.forward([Span(0, 10)], tokens[:10]).acceptance]

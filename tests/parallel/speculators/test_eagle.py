@@ -115,7 +115,7 @@ def test_the_draft_vocabulary_is_that_of_the_most_frequent_tokens(trained: Calla
     assert kept.min() >= left_out.max() and kept.max() == 16
     head = one.target.model.get_output_embeddings().weight.detach()  # pyright: ignore
     net = build(DraftLayerOptions("eagle3", draft_vocab=11), TargetShape(one.target.model.config, head, head, counts))  # pyright: ignore
-    assert net.lm_head is not None and torch.equal(net.lm_head.weight, head[net.tokens])
+    assert torch.equal(net.get_parameter("lm_head.weight"), head[net.tokens])
 
 
 def test_only_anchors_whose_likeliest_token_is_in_the_draft_vocabulary_count(trained: Callable[..., Trained]) -> None:

@@ -119,10 +119,9 @@ def test_the_last_layers_of_the_target_draft_what_it_says(llama: Checkpoint, tmp
     model: Any = llama.model
     last = model.config.num_hidden_layers - 1
     one.net.hf["speculator"]["exit"] = last
-    names = dict(one.net.layer.named_parameters())
     for name, weight in model.model.layers[last].named_parameters():
-        names[name].data.copy_(weight)
-    one.net.norm.weight.data.copy_(model.model.norm.weight)
+        one.net.get_parameter(f"layer.{name}").data.copy_(weight)
+    one.net.get_parameter("norm.weight").data.copy_(model.model.norm.weight)
     one.net.save(tmp_path)
     with torch.no_grad():
         output = model(torch.tensor([one.tokens]), output_hidden_states=True)

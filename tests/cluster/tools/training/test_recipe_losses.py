@@ -306,7 +306,7 @@ def test_confidence_learns_the_probability_of_acceptance(
     hidden, drafts = net.hidden_states(batch, anchors), net.logits_at(batch, anchors)
     overlaps, is_label = per_anchor(batch, drafts, lambda goal, draft, _: acceptance(goal, draft, 1.0))
     tokens = torch.nn.functional.pad(batch.tokens, (0, DEPTHS)).unfold(1, DEPTHS, 1)[:, :LENGTH]  # before each depth
-    said = net.predicted(batch, hidden, tokens)
+    said = net.predicted(hidden, tokens)
     weights = is_label * batch.loss_mask[..., None] * torch.exp(-torch.arange(DEPTHS) / 4.0)
     each = -(overlaps * said.sigmoid().log() + (1 - overlaps) * (1 - said.sigmoid()).log())
     loss, metrics = evaluated(net, batch)
