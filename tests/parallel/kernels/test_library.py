@@ -4,6 +4,7 @@ import logging
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,3 +102,78 @@ def test_the_kernels_use_the_openmp_runtime_of_pytorch():
     assert library.library() is not None
     mapped = {Path(line.split()[-1]).name for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
     assert len([name for name in mapped if name.startswith(("libgomp", "libomp", "libiomp"))]) == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"), [({"c++", "g++"}, "c++"), ({"clang++"}, "clang++"), ({"g++", "clang++"}, "g++")]
+)
+def test_the_first_compiler_on_the_path_is_taken(cache, monkeypatch, found, chosen):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name in found else None)
+    assert library.find_compiler() == f"/bin/{chosen}"
+    monkeypatch.setenv("CXX", "mine")
+    with pytest.raises(library.NoKernelsError, match="CXX=mine: not found; install a C"):
+        library.find_compiler()
+
+
+def test_without_a_compiler_the_line_names_those_that_were_looked_for(cache, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(library.NoKernelsError, match=r"^none of c\+\+, g\+\+, clang\+\+ was found; install"):
+        library.find_compiler()
+
+
+@pytest.mark.parametrize(
+    ("machine", "system", "flag", "is_late"),
+    [
+        ("x86_64", "linux", "-march=native", False),
+        ("aarch64", "linux", "-mcpu=native", False),
+        ("arm64", "darwin", "-mcpu=native", True),
+    ],
+)
+def test_kernels_are_compiled_for_this_processor(monkeypatch, machine, system, flag, is_late):
+    monkeypatch.setattr(library.platform, "machine", lambda: machine)
+    monkeypatch.setattr(library.sys, "platform", system)
+    flags = library._flags()
+    assert flag in flags and ("dynamic_lookup" in flags) == is_late and {"-O3", "-shared", "-fPIC"} <= {*flags}
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_own", "is_taken"),
+    [(0o700, True, True), (0o755, True, True), (0o720, True, False), (0o702, True, False), (0o700, False, False)],
+)
+def test_only_a_folder_of_this_user_alone_is_used(cache, monkeypatch, mode, is_own, is_taken):
+    folder = library.cache_folder()
+    assert folder == cache / "cache" / "specdec" / "kernels"
+    folder.chmod(mode)
+    uid = library.os.getuid()
+    monkeypatch.setattr(library.os, "getuid", lambda: uid if is_own else uid + 1)
+    if is_taken:
+        assert library.cache_folder() == folder
+        return
+    with pytest.raises(library.NoKernelsError):
+        library.cache_folder()
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo one.cpp: error: no >&2; exit 1", "failed (one.cpp: error: no)"),
+        ("sleep 9", "took longer than 1 s; try again"),
+    ],
+)
+def test_a_compiler_that_fails_leaves_nothing(cache, monkeypatch, script, why):
+    compiler = cache / "compiler"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor file; do :; done; touch "$file"\n{script}\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(library, "_LIMIT_S", 1)
+    folder = library.cache_folder()
+    with pytest.raises(library.NoKernelsError) as raised:
+        library.build(folder)
+    assert why in str(raised.value) and [file.name for file in folder.iterdir()] == ["lock"]
+
+
+def test_a_function_takes_the_types_it_is_given_and_returns_nothing(monkeypatch):
+    kernel = SimpleNamespace(argtypes=None, restype=int)
+    monkeypatch.setattr(library, "_library", lambda: (SimpleNamespace(one=kernel), None))
+    assert library.function("one", int, float) is kernel
+    assert (kernel.argtypes, kernel.restype) == ((int, float), None)

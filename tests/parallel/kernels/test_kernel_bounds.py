@@ -1,0 +1,121 @@
+"""The kernels of a CPU read and write nothing outside of their tensors, and take blocks, chunks and threads together.
+
+Inputs lie between numbers that are none, outputs between marks: what is read outside shows in a result, what is written
+outside in a mark.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parallel.kernels.library import function
+from parallel.kernels.norms import has_norms
+from parallel.kernels.products import PANEL, Panels, has_products
+
+pytestmark = pytest.mark.skipif(not has_norms(), reason="no C++ compiler")
+GUARD, MARK = 128, 12345.0
+
+
+def between_nans(tensor):
+    """The same numbers, contiguous, with NaN before and behind them (of integers, 99)."""
+    nothing = torch.nan if tensor.is_floating_point() else 99
+    whole = torch.full((tensor.numel() + 2 * GUARD,), nothing, dtype=tensor.dtype)
+    inside = whole[GUARD:-GUARD].view(tensor.shape)
+    inside.copy_(tensor)
+    return inside
+
+
+class Guarded:
+    """Room for a result between marks."""
+
+    def __init__(self, *shape, dtype=torch.float32):
+        mark = MARK if dtype.is_floating_point else 77
+        self._whole = torch.full((int(torch.Size(shape).numel()) + 2 * GUARD,), mark, dtype=dtype)
+        self._mark = self._whole[0].clone()
+        self.inside = self._whole[GUARD:-GUARD].view(shape)
+
+    def result(self):
+        edges = torch.cat((self._whole[:GUARD], self._whole[-GUARD:]))
+        assert (edges == self._mark).all(), "written outside"
+        return self.inside
+
+
+@pytest.mark.parametrize("size", [1, 3, 15, 16, 17, 31, 33, 100])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_norms_stay_within_their_rows(size, num_rows):
+    x, weight, bias = (between_nans(torch.randn(*shape)) for shape in ((num_rows, size), (size,), (size,)))
+    out = Guarded(num_rows, size)
+    rms = function("normalize_rms", *[c_void_p] * 3, *[c_int64] * 2, *[c_float] * 2)
+    rms(x.data_ptr(), weight.data_ptr(), out.inside.data_ptr(), num_rows, size, 0.1, 1.0)
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 0.1).sqrt() * (weight + 1)
+    torch.testing.assert_close(out.result(), expected, atol=1e-5, rtol=1e-5)
+    out = Guarded(num_rows, size)
+    layer = function("normalize_layer", *[c_void_p] * 4, *[c_int64] * 2, c_float)
+    layer(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.inside.data_ptr(), num_rows, size, 0.1)
+    torch.testing.assert_close(out.result(), F.layer_norm(x, (size,), weight, bias, 0.1), atol=1e-5, rtol=1e-5)
+
+
+SHAPES = [(1, 1), (15, 3), (16, 5), (17, 4), (33, 7), (64, 385), (65, 33), (96, 800)]
+
+
+def packed(matrix):
+    """As `pack_panels` lays it out, between numbers that are none."""
+    outputs, inputs = matrix.shape
+    size = -(-outputs // PANEL) * PANEL
+    stored = [torch.float32, torch.bfloat16, torch.int8].index(matrix.dtype)
+    room = Guarded(size * inputs, dtype=matrix.dtype)
+    pack = function("pack_panels", *[c_void_p] * 2, *[c_int64] * 2, c_int)
+    pack(between_nans(matrix).data_ptr(), room.inside.data_ptr(), inputs, outputs, stored)
+    panels = room.result().view(-1, inputs, PANEL).transpose(1, 2).reshape(size, inputs)
+    assert torch.equal(panels[:outputs], matrix) and not panels[outputs:].any(), "the last panel is filled with zeros"
+    return between_nans(room.inside), stored
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_products_stay_within_their_matrix(shape, dtype):
+    torch.manual_seed(0)
+    outputs, inputs = shape
+    matrix = torch.randn(shape).mul(9).to(dtype)
+    panels, stored = packed(matrix)
+    scales, bias = (between_nans(torch.rand(outputs) + 0.5) for _ in range(2))
+    numbers = (matrix.float() * scales[:, None]).double()
+    multiply = function("multiply_rows", *[c_void_p] * 5, *[c_int64] * 3, c_int, c_int)
+    for num_rows in (1, 7, 25, 49):
+        x, out = between_nans(torch.randn(num_rows, inputs)), Guarded(num_rows, outputs)
+        pointers = (one.data_ptr() for one in (x, panels, scales, bias, out.inside))
+        multiply(*pointers, num_rows, inputs, outputs, stored, 0)
+        expected = x.double() @ numbers.T + bias
+        torch.testing.assert_close(out.result().double(), expected, atol=2e-3, rtol=1e-4)
+    gather = function("gather_rows", *[c_void_p] * 4, *[c_int64] * 3, c_int)
+    ids, out = torch.tensor([outputs - 1, 0, outputs // 2]), Guarded(3, inputs)
+    pointers = (one.data_ptr() for one in (panels, scales, ids, out.inside))
+    gather(*pointers, 3, inputs, outputs, stored)
+    assert torch.equal(out.result(), matrix[ids].float() * scales[ids, None])
+
+
+@pytest.mark.skipif(not has_products(), reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_many_rows_and_inputs_are_those_of_each_row_alone(dtype, num_threads):
+    """More inputs than a block, more rows than a chunk, and gates."""
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        matrix, x = torch.randn(96, 1000).mul(9).to(dtype), torch.randn(101, 1000)
+        scales = torch.rand(96) if dtype == torch.int8 else None
+        panels = Panels(matrix, scales)
+        for gated in (False, True):
+            together = panels.multiply(x, gated=gated)
+            assert torch.equal(together, torch.cat([panels.multiply(row, gated=gated) for row in x.split(1)]))
+            numbers = matrix.double() if scales is None else matrix.double() * scales[:, None]
+            plain = x.double() @ numbers.T
+            expected = F.silu(plain[:, :48]) * plain[:, 48:] if gated else plain
+            torch.testing.assert_close(together.double(), expected, atol=0.05, rtol=1e-4)
+    finally:
+        torch.set_num_threads(before)
