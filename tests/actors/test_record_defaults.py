@@ -113,7 +113,6 @@ SAYS_SOMETHING: dict[str, dict[str, float]] = {
         "SamplingParams.repetition_penalty": 1.0,
         "SamplingParams.max_tokens": 128,
     },
-    "actors.ranges": {"Range.cap": 2147483647},
     "actors.roles.target": {"TargetContext.speculates": True},
     "actors.verification.verifier": {"VerifyInput.drafts_follow": True},
     "actors.worker.spec": {"RankSpec.memory_part": 1.0},

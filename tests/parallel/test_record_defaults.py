@@ -7,6 +7,7 @@ import pytest
 from tests.record_defaults import defaults_that_say_something
 
 SAYS_SOMETHING: dict[str, dict[str, float]] = {
+    "parallel.ranges": {"Range.cap": 2**31 - 1},
     "parallel.kernels.packing": {"Packing.scale_bytes": 4},
     "parallel.kv.pass_plan": {"Span.num_logits": 1, "Span.has_streams": True},
     "parallel.model.config": {
