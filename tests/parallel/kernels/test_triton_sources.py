@@ -1,7 +1,7 @@
 """What a GPU does and the interpreter does not show: reads and writes outside of a tensor, and rounded products.
 
 The interpreter fills what a mask hides with zeros and multiplies in full precision whatever a kernel says; a GPU leaves
-what was in the registers, and rounds to TF32 unless it is told not to. So the text of the kernels is read.
+what was in the registers, and rounds to TF32 unless the kernel says otherwise. So the text of the kernels is read.
 """
 
 from __future__ import annotations
