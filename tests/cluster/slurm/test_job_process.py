@@ -44,7 +44,10 @@ class Run:
 
     def __init__(self, folder: Path, launch: str, *, ray: str | None = None) -> None:
         self.folder, self.run_dir, self.asked = folder, folder / "deep" / "run", list[tuple[str, ...]]()
-        traps = f"trap 'echo stopped >> {folder}/NAME; exit' USR2; echo $SETTING-$SLURM_GPUS- >> {folder}/NAME"
+        traps = (
+            f"trap 'echo stopped >> {folder}/NAME; exit' USR2; ps -o sid= -p $$ > {folder}/NAME.session; "
+            f"echo $SETTING-$SLURM_GPUS- >> {folder}/NAME"
+        )
         rays = {name: shell((ray or f"{traps}; while :; do sleep 0.02; done").replace("NAME", name)) for name in "ab"}
         environment = {"SETTING": "here", "RAY_AUTH_TOKEN_PATH": str(self.run_dir / "token")}
         self.plan = JobPlan(environment, rays, shell(f"cd {folder}; {launch}"))
@@ -66,7 +69,10 @@ def test_ray_runs_while_the_launch_does_and_the_token_with_it(tmp_path, monkeypa
     assert run.start() == 3
     assert run.said("a") == run.said("b") == ["here--", "stopped"] and run.said("launch") == ["here--", "600"]
     assert sorted(path.name for path in run.run_dir.iterdir()) == ["ray-a.log", "ray-b.log"]
+    sessions = {run.said(f"{name}.session")[0] for name in "ab"}
+    assert len(sessions) == 2 and str(os.getsid(0)) not in sessions, "Ctrl-C reaches the launch alone"
     assert capfd.readouterr().err == ""
+    assert run.start() == 3, "a requeued job finds its folder"
 
 
 def test_a_launch_that_a_signal_ended_has_the_code_of_shells(tmp_path):
