@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ TOKENS, PARENTS = [3, 4, 5, 6, 7, 8], [-1, -1, 0, 1, 2, 2]
 """A tree below a text."""
 
 
-def draft_chain(runner: SpeculatorRunner, tokens: Sequence[int], features: Tensor, length: int, steps: int) -> Tensor:
-    """Logits [steps, V] after the text's first `length` tokens, then after each of the next, drafted."""
+def draft_chain(runner: Any, tokens: Sequence[int], features: Tensor | None, length: int, steps: int) -> Tensor:
+    """Logits [steps, V] after the text's first `length` tokens, then after each of the next, drafted. `features` are
+    those that the runner reads, None for one that reads none."""
     logits = [_feed(runner, tokens, features, length)]
     for token in tokens[length : length + steps - 1]:
         logits.append(runner.forward([Span("a", 1)], [token], fuzzy=True).logits)
@@ -87,10 +89,10 @@ def check_rounds(
     assert runner.pool.num_free == runner.pool.num_slots
 
 
-def _feed(runner: SpeculatorRunner, tokens: Sequence[int], features: Tensor, length: int) -> Tensor:
+def _feed(runner: Any, tokens: Sequence[int], features: Tensor | None, length: int) -> Tensor:
     """Open a text of `length` tokens and feed it; its newest token has no features."""
     runner.open("a")
-    if length > 1:
+    if length > 1 and features is not None:
         runner.read_features("a", 0, features[: length - 1])
     text = tokens[runner.cached_len("a") : length]
     return runner.forward([Span("a", len(text))], text).logits
