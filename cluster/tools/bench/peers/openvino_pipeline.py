@@ -3,87 +3,50 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from actors.options import TargetConfig
+from actors.protocol.messages import SamplingParams
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
-from cluster.io.text import read_eos_token_ids
-from cluster.observability.results import Run
-from cluster.tools.bench.peers.interface import Timed, check_float32_on_cpu, complete_in_turn, greedy_sides
+from cluster.tools.bench.peers.interface import FilePeer, Timed, check_float32_on_cpu
 from cluster.tools.bench.peers.openvino_model import write_openvino
-from cluster.tools.bench.tasks import BenchTask
 
 OPENVINO = "openvino"
 OPENVINO_DRAFT = "openvino draft model"
+_EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
 
 
-class OpenVino:
-    """A pipeline for every number of threads and every draft model."""
+class OpenVino(FilePeer):
+    """An LLM pipeline of OpenVINO GenAI."""
 
-    def __init__(self, target: TargetConfig) -> None:
-        self._target = target
-        self._folder = TemporaryDirectory(prefix="specdec-openvino-")
-        self._eos_token_ids = read_eos_token_ids(Path(target.path))
-        self._models: dict[str, str] = {}
-        self._pipelines: dict[object, Any] = {}
+    plain, speculative, package = OPENVINO, OPENVINO_DRAFT, "openvino_genai"
 
-    def describe(self) -> dict[str, object]:
+    def write(self, checkpoint: str, place: Path, stretch: int) -> None:
+        write_openvino(checkpoint, place, stretch)
+
+    def open(self, num_threads: int, target: str, drafter: str, num_draft_tokens: int) -> Any:  # noqa: ARG002  asked for in each request
         import openvino_genai  # pyright: ignore[reportMissingImports] (the user's to install)
 
-        threads, version = "as the target role has", openvino_genai.__version__
-        return {"dtype": "float32", "device": "cpu", "batch": 1, "num_threads": threads, "version": version}
+        options: dict[str, Any] = {**_EXACT, "INFERENCE_NUM_THREADS": num_threads}
+        draft = {"draft_model": openvino_genai.draft_model(drafter, "CPU", **options)} if drafter else {}
+        return openvino_genai.LLMPipeline(target, "CPU", **options, **draft)
 
-    def sides(self, task: BenchTask) -> dict[str, object]:
-        return greedy_sides(task, OPENVINO, OPENVINO_DRAFT)
-
-    def complete(self, side: str, task: BenchTask) -> Run:
+    def answer(self, opened: Any, prompt: Prompt, sampling: SamplingParams, num_draft_tokens: int) -> Timed:
         import openvino  # pyright: ignore[reportMissingImports] (the user's to install)
         import openvino_genai  # pyright: ignore[reportMissingImports] (the user's to install)
 
-        key = self.sides(task)[side]
-        if key not in self._pipelines:
-            self._pipelines[key] = self._open(task, speculates=side == OPENVINO_DRAFT)
-        sampling = task.sampling
         config = openvino_genai.GenerationConfig()
         config.do_sample = False
         config.max_new_tokens, config.ignore_eos = sampling.max_tokens, sampling.ignore_eos
-        config.stop_token_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
-        if side == OPENVINO_DRAFT:
-            config.num_assistant_tokens = task.setting.num_draft_tokens
-
-        def complete(prompt: Prompt) -> Timed:
-            ids = np.array([prompt.token_ids], dtype=np.int64)
-            tokens = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
-            answer = self._pipelines[key].generate(tokens, config)
-            return tuple(answer.tokens[0]), answer.perf_metrics.get_ttft().mean / 1e3
-
-        return complete_in_turn(task, complete)
-
-    def _open(self, task: BenchTask, *, speculates: bool) -> Any:
-        import openvino_genai  # pyright: ignore[reportMissingImports] (the user's to install)
-
-        exact = {
-            "INFERENCE_PRECISION_HINT": "f32",
-            "KV_CACHE_PRECISION": "f32",
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
-            "INFERENCE_NUM_THREADS": task.num_threads,
-        }
-        more = {}
-        if speculates:
-            drafter: Any = task.setting.drafter
-            more["draft_model"] = openvino_genai.draft_model(self._model(drafter.path), "CPU", **exact)
-        return openvino_genai.LLMPipeline(self._model(self._target.path, self._target.stretch), "CPU", **exact, **more)
-
-    def _model(self, path: str, stretch: int = 0) -> str:
-        if path not in self._models:
-            folder = Path(self._folder.name, str(len(self._models)))
-            write_openvino(path, folder, stretch)
-            self._models[path] = str(folder)
-        return self._models[path]
+        config.stop_token_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
+        if num_draft_tokens:
+            config.num_assistant_tokens = num_draft_tokens
+        ids = np.array([prompt.token_ids], dtype=np.int64)
+        tokens = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+        answer = opened.generate(tokens, config)
+        return tuple(answer.tokens[0]), answer.perf_metrics.get_ttft().mean / 1e3
 
 
 def of_engine(engine: Engine) -> OpenVino:
