@@ -15,12 +15,12 @@ from actors.drafters.vocabulary.token_list import count_tokens, ranked_tokens, w
 from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
 from cluster.config.jobs import VocabularyConfig
 from cluster.config.schema import LaunchConfig
-from cluster.engine import Engine, EngineError
+from cluster.engine import Engine
 from cluster.io.console import Terminal, percent
 from cluster.io.prompts import read_prompts
 from cluster.io.text import named_files, read_eos_token_ids
 from cluster.observability.report import write_json
-from cluster.run_prompts import serve_prompts
+from cluster.run_prompts import all_completed, serve_prompts
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
@@ -68,11 +68,4 @@ def _outputs(config: LaunchConfig, run_dir: Path, terminal: Terminal) -> list[Se
             concurrency=job.concurrency,
             on_finished=lambda _: bar.advance(),
         )
-    if run.interrupted:
-        raise KeyboardInterrupt
-    if run.failed:
-        first = run.failed[0]
-        raise EngineError(
-            f"{len(run.failed)} of {len(prompts)} requests failed; prompt {first.index + 1}: {first.error}"
-        )
-    return [served.token_ids for served in run.completed]
+    return [served.token_ids for served in all_completed(run)]
