@@ -295,6 +295,53 @@ def test_files_that_are_named_exist():
     assert not wrong
 
 
+@cache
+def classes() -> dict[str, ast.ClassDef]:
+    nodes = (node for path in SOURCES for node in ast.walk(parse(path)))
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+@cache
+def members(name: str) -> frozenset[str]:
+    """Names of a class's functions and fields, those of its bases among them; none of a class that is not ours."""
+    found = set[str]()
+    for node in ast.walk(classes()[name]) if name in classes() else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.ClassDef):
+            found |= {member for base in node.bases for member in members(ast.unparse(base).partition("[")[0])}
+    return frozenset(found)
+
+
+_MEMBER = re.compile(r"`([A-Z]\w+)(?:\.(\w+))?[^`]*`")
+
+
+def misnamed(text: str) -> list[str]:
+    """`Class.member` where a class of ours has no such member."""
+    named = _MEMBER.findall(text)
+    return [f"{one}.{member}" for one, member in named if member and one in classes() and member not in members(one)]
+
+
+def unplaced(text: str) -> list[str]:
+    """`_member` of no class that its paragraph, or step of a list, names."""
+    wrong = []
+    for paragraph in re.split(r"\n\n|\n(?=\d+\. )", text):
+        known = {member for name, _ in _MEMBER.findall(paragraph) for member in members(name)}
+        wrong += [member for member in re.findall(r"`(_\w+)`", paragraph) if member not in known]
+    return wrong
+
+
+def test_functions_that_pages_name_exist():
+    """Where one was renamed or moved, read the sentence or step that names it again."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    assert not [f"{relative(page)}: {name}" for page in pages for name in misnamed(page.read_text())]
+    assert not unplaced((ROOT / "docs" / "architecture.md").read_text()), "name their class before them"
+    assert misnamed("`Coordinator.on`, `Coordinator.begin`") == ["Coordinator.begin"]
+    assert unplaced("`Coordinator.on` -> `_end_round` -> `_never`\n\n`_end_round`") == ["_never", "_end_round"]
+
+
 def anchors(page: Path) -> set[str]:
     """Names of the headings of a page, as renderers of Markdown build them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
