@@ -234,7 +234,8 @@ class DrafterConfig(Choice):
         """How the tokens of its proposals are drawn, as far as a verification rule must know."""
         return {SamplingKind.DETERMINISTIC}
 
-    def draft_traits(self, rule: VerifyRule, pipeline: PipelineName) -> set[DraftTrait]:
+    @property
+    def draft_traits(self) -> set[DraftTrait]:
         """What else a verification rule must know of its proposals."""
         return set() if self.is_chain else {DraftTrait.BRANCHES}
 

@@ -113,7 +113,7 @@ def with_chosen_rule(config: LaunchConfig) -> LaunchConfig:
         drafter.check_with(VerifyRule.block, pipeline)
         kinds, traits = (
             drafter.sampling_kinds(VerifyRule.block, pipeline),
-            drafter.draft_traits(VerifyRule.block, pipeline),
+            drafter.draft_traits,
         )
         rule = choose_rule(kinds, traits, is_greedy=not any(temperatures))
     return replace(config, verify=replace(config.verify, rule=rule))

@@ -26,7 +26,7 @@ def validate(config: LaunchConfig) -> None:
     for where in ("verify", "pipeline", "placement", "scheduler", "cluster", "job", "sampling"):
         getattr(config, where).check(where)
     if rule is not VerifyRule.auto:
-        check_scheme(rule, config.drafter.sampling_kinds(rule, pipeline), config.drafter.draft_traits(rule, pipeline))
+        check_scheme(rule, config.drafter.sampling_kinds(rule, pipeline), config.drafter.draft_traits)
     _check_lengths(config)
     _check_machines(config)
     if config.job.name == "plan":

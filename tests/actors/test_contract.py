@@ -563,7 +563,7 @@ def exact_pairs():
     sync = PipelineName.sync
     for i, (drafter, config) in enumerate(DRAFTERS.items()):
         kinds_and_traits = {
-            rule: (config.sampling_kinds(rule, sync), config.draft_traits(rule, sync))
+            rule: (config.sampling_kinds(rule, sync), config.draft_traits)
             for rule in (VerifyRule.rejection, VerifyRule.block, VerifyRule.traversal, VerifyRule.kseq)
         }
         rules = [rule for rule, drawn in kinds_and_traits.items() if is_exact(rule, *drawn)]

@@ -116,7 +116,6 @@ SAYS_SOMETHING: dict[str, dict[str, float]] = {
     "actors.roles.target": {"TargetContext.speculates": True},
     "actors.verification.verifier": {"VerifyInput.drafts_follow": True},
     "actors.worker.spec": {"RankSpec.memory_part": 1.0},
-    "parallel.ranges": {"Range.cap": 2147483647},
 }
 
 

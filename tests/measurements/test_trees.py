@@ -91,7 +91,7 @@ def test_a_scheme_drafts_as_it_is_named_with_all_its_nodes(scheme, tmp_path):
         expected["tree"] = config.tree
     assert config == replace(default, num_draft_tokens=15, **expected)
     is_exact_for = config.sampling_kinds(scheme.rule, PipelineName.sync)
-    check_scheme(scheme.rule, is_exact_for, config.draft_traits(scheme.rule, PipelineName.sync))
+    check_scheme(scheme.rule, is_exact_for, config.draft_traits)
 
 
 def test_best_branchings_differ_by_what_is_accepted():

@@ -19,7 +19,6 @@ from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.topology import TOP
-from actors.verification.compatibility import DraftTrait
 from parallel.ranges import Range, require
 from parallel.speculators.config import STREAMS
 
@@ -197,9 +196,6 @@ class AutoDrafterConfig(PlacedDrafterConfig):
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         return {kind for one in self.drafters for kind in one.sampling_kinds(rule, pipeline)}
-
-    def draft_traits(self, rule: VerifyRule, pipeline: PipelineName) -> set[DraftTrait]:
-        return {trait for one in self.drafters for trait in one.draft_traits(rule, pipeline)}
 
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         from actors.drafters.auto.drafter import build_auto

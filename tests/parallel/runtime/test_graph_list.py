@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from parallel.model.families.registry import read_config
 from parallel.runtime.cuda_graphs import MOST_GRAPHS
 from parallel.runtime.graph_list import (
+    LAYER_BYTES,
     GraphList,
     bucket,
     chain_shapes,
@@ -32,6 +33,16 @@ def test_the_list_has_a_shape_for_every_pass(sequences, rows, limit):
         numbers = example_rows(shape)
         assert min(numbers) >= 1 and tuple(map(bucket, (len(numbers), max(numbers), sum(numbers)))) == shape
     assert max(sizes, default=0) <= bucket(limit)
+
+
+def test_graphs_take_the_memory_of_their_largest_pass_and_of_the_results_of_each(llama):
+    """By hand: 6 rows of hidden states and 3 of the MLP in the largest pass, 4 rows of results and every layer's
+    bookkeeping for each graph, logits twice, and those of a chain in float32."""
+    config = replace(read_config(llama.path), hidden_size=10, intermediate_size=20, num_layers=2, vocab_size=50)
+    graphs = GraphList([(4, 1, 4), (2, 1, 2)], [(3, 5)])
+    activations, results, logits = 4 * (60 + 60), (4 + 2) * 4 * 10, 2 * 4 * 50
+    expected = 2 * (activations + results + logits) + 4 * 3 * 50 + (2 + 5) * 2 * LAYER_BYTES
+    assert graph_bytes(config, 2, graphs) == expected
 
 
 def test_graphs_take_more_memory_the_more_there_are_and_the_larger(llama):

@@ -162,3 +162,7 @@ def test_speculators_of_other_families_are_refused_in_one_line(llama: Checkpoint
     make_net(build, DraftLayerOptions("p_eagle"), llama, tmp_path / "parallel")
     with pytest.raises(ValueError, match=r"method p_eagle cannot be adapted; EAGLE-1 to 3.1 and MTP can"):
         check_learnable(read_speculator(tmp_path / "parallel"))
+    make_net(build, DraftLayerOptions("mtp"), llama, tmp_path / "chain")
+    record = check_learnable(read_speculator(tmp_path / "chain"))
+    with pytest.raises(ValueError, match=r"a model with activation gelu cannot be adapted; one of Llama's or Qwen's"):
+        check_learnable(replace(record, block=replace(record.block, activation="gelu")))

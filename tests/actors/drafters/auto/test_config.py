@@ -61,9 +61,9 @@ def test_drafters_of_one_name_are_numbered():
 @pytest.mark.parametrize("rule", [VerifyRule.coupled, VerifyRule.rejection, VerifyRule.block])
 def test_kinds_and_traits_are_those_of_any_of_them(rule):
     parts = [NgramDrafterConfig(), SMALL, TREE]
-    kinds, traits = auto(*parts).sampling_kinds(rule, SYNC), auto(*parts).draft_traits(rule, SYNC)
+    kinds, traits = auto(*parts).sampling_kinds(rule, SYNC), auto(*parts).draft_traits
     assert kinds == set().union(*(one.sampling_kinds(rule, SYNC) for one in parts))
-    assert traits == set().union(*(one.draft_traits(rule, SYNC) for one in parts))
+    assert traits == set().union(*(one.draft_traits for one in parts))
     assert SamplingKind.DETERMINISTIC in kinds and len(kinds) > 1 and DraftTrait.BRANCHES in traits
 
 

@@ -116,9 +116,7 @@ def test_trees_that_reach_the_target_are_named():
         config = CascadeDrafterConfig(levels=levels)
         assert kind in config.sampling_kinds(VerifyRule.rejection, PipelineName.sync)
         assert config.sampling_kinds(VerifyRule.kseq, PipelineName.sync) == {SamplingKind.IID}
-        assert config.draft_traits(VerifyRule.rejection, PipelineName.sync) == (
-            {DraftTrait.BRANCHES} if branches else set()
-        )
+        assert config.draft_traits == ({DraftTrait.BRANCHES} if branches else set())
 
 
 def test_tokens_of_the_first_level_may_reach_the_target():

@@ -56,6 +56,14 @@ def test_times_lie_within_the_run(target):
     assert all(0 < one.ttft_s < one.latency_s <= run.wall_s for one in run.requests)
 
 
+@pytest.mark.parametrize("min_p", [0.0, 0.2])
+def test_transformers_samples_by_the_same_rules(target, min_p):
+    peer = Transformers(target, "float32", "cpu")
+    config = peer._generation_config(SamplingParams(temperature=0.7, top_k=9, top_p=0.8, min_p=min_p, min_tokens=3))
+    assert (config.temperature, config.top_k, config.top_p, config.min_p) == (0.7, 9, 0.8, min_p or None)
+    assert config.do_sample and config.min_new_tokens == 3
+
+
 def test_threads_are_those_of_the_target_role(target):
     before = torch.get_num_threads()
     try:
