@@ -76,3 +76,54 @@ def test_it_is_built_of_its_drafters_and_says_what_they_hold():
     found = [(one.name, one.longest, one.is_shown, one.is_chain) for one in drafter.members]
     assert found == [("maxgram", 3, True, True), ("rest", 6, True, False), ("suffix", 6, True, False)]
     assert facts == {"datastore_tokens": 4 * 3001, "corpus_tokens": 0}
+
+
+class Asked:
+    """A drafter that notes how it is asked."""
+
+    name, is_chain, num_draft_tokens, target_top_k, reads_prompts = "asked", True, 3, 0, False
+
+    def __init__(self):
+        self.calls: list[tuple[Any, ...]] = []
+
+    def sampling_kinds(self, *asked):
+        self.calls.append(("kinds", *asked))
+        return {SamplingKind.IID}
+
+    def draft_traits(self, *asked):
+        self.calls.append(("traits", *asked))
+        return {DraftTrait.BRANCHES}
+
+    def check(self, *asked):
+        self.calls.append(("check", *asked))
+
+    def check_checkpoints(self, *asked):
+        self.calls.append(("checkpoints", *asked))
+
+    def translated_models(self):
+        return ["translated"]
+
+    def models(self):
+        return ["model"]
+
+
+def test_each_drafter_is_asked_under_its_own_place():
+    one, two = Asked(), Asked()
+    both: Any = auto(one, two)  # pyright: ignore[reportArgumentType]
+    rule = VerifyRule.coupled
+    assert both.sampling_kinds(rule, SYNC) == {SamplingKind.IID}
+    assert both.draft_traits(rule, SYNC) == {DraftTrait.BRANCHES}
+    both.check_fields("d")
+    both.check_checkpoints("d")
+    for i, drafter in enumerate((one, two)):
+        place = f"d.drafters[{i}]"
+        assert drafter.calls == [
+            *(("kinds", rule, SYNC), ("traits", rule, SYNC), ("check", place)),
+            ("checkpoints", place),
+        ]
+    assert both.translated_models() == ["translated"] * 2 and both.models() == ["model"] * 2
+
+
+@pytest.mark.parametrize(("role", "models"), [("draft", [SMALL]), ("draft2", []), ("target", [])])
+def test_its_models_are_on_the_ranks_of_its_only_role(role, models):
+    assert list(auto(NgramDrafterConfig(), SMALL).models_of(role, "sync")) == models
