@@ -90,10 +90,6 @@ class Asked:
         self.calls.append(("kinds", *asked))
         return {SamplingKind.IID}
 
-    def draft_traits(self, *asked):
-        self.calls.append(("traits", *asked))
-        return {DraftTrait.BRANCHES}
-
     def check(self, *asked):
         self.calls.append(("check", *asked))
 
@@ -112,13 +108,12 @@ def test_each_drafter_is_asked_under_its_own_place():
     both: Any = auto(one, two)  # pyright: ignore[reportArgumentType]
     rule = VerifyRule.coupled
     assert both.sampling_kinds(rule, SYNC) == {SamplingKind.IID}
-    assert both.draft_traits(rule, SYNC) == {DraftTrait.BRANCHES}
     both.check_fields("d")
     both.check_checkpoints("d")
     for i, drafter in enumerate((one, two)):
         place = f"d.drafters[{i}]"
         assert drafter.calls == [
-            *(("kinds", rule, SYNC), ("traits", rule, SYNC), ("check", place)),
+            *(("kinds", rule, SYNC), ("check", place)),
             ("checkpoints", place),
         ]
     assert both.translated_models() == ["translated"] * 2 and both.models() == ["model"] * 2
