@@ -128,7 +128,7 @@ def _when_drafted(config: LaunchConfig) -> str:
         return "no drafts"
     if pipeline.adaptive and not pipeline.min_draft_tokens:
         return "drafts while they measure faster than plain decoding"
-    return "a draft in every round"
+    return "a draft is asked for in every round"
 
 
 def _draws(config: LaunchConfig) -> str:

@@ -112,7 +112,11 @@ def test_the_default_drafts_where_the_engine_would_decode_plainly(
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     share = check(certificate, IDENTITY)["num_accepted_draft_tokens"] / check(certificate, IDENTITY)["num_tokens"]
     assert (share > 0.45) is always_draft, "at least one of two tokens, that of the prompt's pass aside"
-    said = "a draft in every round" if always_draft else "drafts while they measure faster than plain decoding"
+    said = (
+        "a draft is asked for in every round"
+        if always_draft
+        else "drafts while they measure faster than plain decoding"
+    )
     assert certificate["subject"]["pipeline"] == f"sync, {said}"
 
 
