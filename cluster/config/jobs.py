@@ -115,8 +115,8 @@ class CertifyConfig(PromptsJobConfig):
     draws: Annotated[int, Range(100, remedy="fewer show nothing")] = 4000
     """Draws after each of them, at every temperature above 0; more draws detect a smaller bias."""
     always_draft: bool = True
-    """Ask for a draft in every round, as `pipeline.min_draft_tokens=1` does: a round without one tests nothing. false = only
-    while drafting measures faster than plain decoding, as the configured pipeline decides."""
+    """Ask for a draft in every round, as `pipeline.min_draft_tokens=1` does: a round without one tests nothing. false =
+    only while drafting measures faster than plain decoding, as the configured pipeline decides."""
     significance: Annotated[float, Range(above=0, below=1)] = 0.001
     """Probability that an exact rule fails by chance, over all comparisons of distributions together."""
     power: Annotated[float, Range(above=0, below=1)] = 0.99

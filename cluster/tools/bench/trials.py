@@ -14,15 +14,13 @@ from pathlib import Path
 
 import torch
 
-from actors.drafters.auto.config import AutoDrafterConfig
-from actors.drafters.cascade.config import CascadeDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig
 from cluster.config.jobs import BenchConfig
 from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.engine import Engine
 from cluster.io.console import Bar
 from cluster.io.prompts import Prompt
 from cluster.observability.results import Run
+from cluster.placement.ranks import models_of
 from cluster.run_prompts import all_completed, serve_prompts
 from cluster.tools.bench.machine import resident_bytes
 from cluster.tools.bench.peers.interface import Peer
@@ -33,11 +31,8 @@ from cluster.tools.bench.tasks import PLAIN, SPECULATIVE, BenchTask, Trial, make
 
 def may_share(config: LaunchConfig) -> bool:
     """Whether several engines of this configuration can be open at a time."""
-    devices = [config.target.device]
-    if isinstance(config.drafter, ModelDrafterConfig | CascadeDrafterConfig):
-        devices.append(config.drafter.device)
-    if isinstance(config.drafter, AutoDrafterConfig):
-        devices += [model.device for model in config.drafter.draft_models]
+    models = [model for role in config.drafter.roles() for model in models_of(config, role)]
+    devices = {config.target.device, *(model.device for model in models)}
     on_gpu = "cuda" in devices or ("auto" in devices and torch.cuda.is_available())
     return config.cluster.name == ClusterName.inprocess and not on_gpu
 

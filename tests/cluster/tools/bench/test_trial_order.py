@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import PipelineConfig
 from actors.protocol.messages import SamplingParams
 from cluster.config.jobs import BenchConfig
@@ -150,10 +152,12 @@ def test_engines_that_cannot_are_open_one_at_a_time(tiny_launch, opened, tmp_pat
 
 @pytest.mark.parametrize("has_gpu", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "auto"])
-@pytest.mark.parametrize("place", ["target", "model"])
+@pytest.mark.parametrize("place", ["target", "model", "speculator"])
 def test_engines_on_a_gpu_share_nothing(tiny_launch, monkeypatch, place, device, has_gpu):
     monkeypatch.setattr(trials.torch.cuda, "is_available", lambda: has_gpu)
-    config = tiny_launch(BenchConfig(prompts="x"), drafter=ModelDrafterConfig(device="cpu"))
+    alone = SpeculatorDrafterConfig(placement=Placement.separate, device="cpu")
+    drafter = alone if place == "speculator" else ModelDrafterConfig(device="cpu")
+    config = tiny_launch(BenchConfig(prompts="x"), drafter=drafter)
     assert may_share(config)
     section = config.target if place == "target" else config.drafter
     changed = replace(config, **{"target" if place == "target" else "drafter": replace(section, device=device)})
