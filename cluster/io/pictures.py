@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -17,21 +18,21 @@ COLOURS = ("#2f6fb0", "#e08a2e", "#5aa469", "#a3487f", "#8a8a8a", "#c9a227", "#4
 """The first is that of bars; lines take them in their order."""
 
 
+_STYLE = Path(__file__).with_suffix(".mplstyle")
+
+
 @contextmanager
 def picture(
-    path: Path, width: float, height: float, rows: int = 1, columns: int = 1, *, dpi: int = 130, **sharing: Any
+    path: Path, width: float, height: float, rows: int = 1, columns: int = 1, **sharing: Any
 ) -> Iterator[np.ndarray]:
     """The panels [rows, columns] of a page of so many inches, which is written as PNG when the block ends."""
-    page = Figure(figsize=(width, height), layout="constrained")
-    panels = page.subplots(rows, columns, squeeze=False, **sharing)
-    for axes in panels.flat:
-        axes.spines[["top", "right"]].set_visible(False)
-    yield panels
-    with replaced_whole(path) as partial:
-        page.savefig(partial, format="png", dpi=dpi)
+    with rc_context(fname=_STYLE):
+        page = Figure(figsize=(width, height))
+        yield page.subplots(rows, columns, squeeze=False, **sharing)
+        with replaced_whole(path) as partial:
+            page.savefig(partial, format="png")
 
 
 def add_grid(axes: Axes, axis: Literal["x", "y"] = "y") -> None:
     """Faint lines behind what is drawn."""
-    axes.grid(axis=axis, color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid(axis=axis)

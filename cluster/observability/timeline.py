@@ -140,7 +140,7 @@ def draw(path: Path, spans: Sequence[TimelineSpan], busy: Mapping[str, float | N
     with picture(path, 13, 1.9 + 0.95 * len(lanes)) as ((axes,),):
         _draw_work(axes, work, lanes, origin, width_ms)
         _draw_messages(axes, shown, lanes, origin)
-        axes.set_yticks(range(len(lanes)), [f"{lane}\n{fractions[lane]:.0%} busy" for lane in lanes], fontsize=11)
+        axes.set_yticks(range(len(lanes)), [f"{lane}\n{fractions[lane]:.0%} busy" for lane in lanes])
         axes.set_ylim(len(lanes) - 0.45, -0.55)
         axes.set_xlim(0, width_ms)
         axes.set_xlabel("ms; busy fractions are of the whole run")
@@ -195,7 +195,5 @@ def _draw_legend(axes: Axes, work: Sequence[TimelineSpan]) -> None:
     counted = f": {hits} hits, {misses} misses" if hits or misses else ""
     axes.set_title(
         f"Rounds {min(numbered)} to {max(numbered)}{counted}. In a target pass: rows → tokens emitted.",
-        loc="left",
-        fontsize=11,
     )
-    axes.legend(handles=handles, ncols=4, loc="upper left", bbox_to_anchor=(0.0, -0.24), frameon=False, fontsize=9)
+    axes.legend(handles=handles, ncols=4, loc="upper left", bbox_to_anchor=(0.0, -0.24))

@@ -27,21 +27,21 @@ def draw_speed(path: Path, entries: Sequence[BenchEntry]) -> None:
         caps = {"capsize": 3, "ecolor": "#1b3f66"}
         axes.barh(rows, medians, height=0.6, color=COLOURS[0], xerr=whiskers, error_kw=caps)
         for row, ratio in enumerate(speed):
-            axes.text(ratio["max"], row, f"  {ratio['median']:.2f}x", va="center", fontsize=9)
+            axes.text(ratio["max"], row, f"  {ratio['median']:.2f}x", va="center")
         peers = peer_sides(side for entry in entries for side in entry["sides"])
         for peer in peers:
             colour, marker = _PEERS.get(peer, _OTHER_PEER)
             ratios = ((row, entry["ratios"].get(f"plain / {peer}")) for row, entry in enumerate(entries))
             points = [(1 / ratio["median"], row) for row, ratio in ratios if ratio is not None]
             axes.scatter(*zip(*points, strict=True), color=colour, marker=marker, label=peer, zorder=3)
-        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.axvline(1.0, color="black")
         axes.set_yticks(rows, [entry["name"] for entry in entries])
         axes.invert_yaxis()
         axes.set_xlim(0, 1.15 * max([1.0, *(ratio["max"] for ratio in speed)]))
         axes.set_xlabel("tokens/s relative to plain decoding in the same engine (median; whiskers: least and most)")
         if peers:
-            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(peers), frameon=False)
-        axes.set_title("Speed by setting", loc="left", fontsize=11)
+            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(peers))
+        axes.set_title("Speed by setting")
 
 
 def draw_acceptance(path: Path, entries: Sequence[BenchEntry]) -> None:
@@ -51,7 +51,7 @@ def draw_acceptance(path: Path, entries: Sequence[BenchEntry]) -> None:
         for index, (entry, rates) in enumerate(drawn):
             label = f"{entry['name']}  (length {entry['mean_acceptance_length']:.2f})"
             colour = COLOURS[index % len(COLOURS)]
-            axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, color=colour, label=label)
+            axes.plot(range(1, len(rates) + 1), rates, marker="o", color=colour, label=label)
         deepest = max((len(rates) for _, rates in drawn), default=1)
         axes.set_xticks(range(1, deepest + 1))
         axes.set_ylim(0, 1.02)
@@ -59,8 +59,8 @@ def draw_acceptance(path: Path, entries: Sequence[BenchEntry]) -> None:
         axes.set_ylabel("accepted")
         add_grid(axes)
         if drawn:
-            axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        axes.set_title("Acceptance by position", loc="left", fontsize=11)
+            axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        axes.set_title("Acceptance by position")
 
 
 def draw_drafters(path: Path, entries: Sequence[BenchEntry]) -> None:
@@ -72,7 +72,7 @@ def draw_drafters(path: Path, entries: Sequence[BenchEntry]) -> None:
         ("decode_tokens_per_s", "tokens/s decoding (diamond: predicted)"),
     )
     height = 0.8 + sum(0.6 + 0.26 * len(group) for group in groups)
-    with picture(path, 12, height, max(1, len(groups)), 3, dpi=110, sharey="row", sharex="col") as grid:
+    with picture(path, 12, height, max(1, len(groups)), 3, sharey="row", sharex="col") as grid:
         for line, group in zip(grid, groups, strict=False):
             names = [entry["name"] for entry in group]
             for axes, (key, title) in zip(line, panels, strict=True):

@@ -21,17 +21,17 @@ def draw_plan(path: Path, entries: Sequence[Entry]) -> None:
         speeds = [entry["tokens_per_s"] for entry in bars]
         colours = [COLOURS[0] if entry["num_draft_tokens"] else _PLAIN for entry in bars]
         drawn = axes.barh(range(len(bars)), speeds, height=0.62, color=colours)
-        axes.bar_label(drawn, fmt="  %.0f", fontsize=8)
+        axes.bar_label(drawn, fmt="  %.0f")
         measured = [(entry["measured"]["tokens_per_s"], row) for row, entry in enumerate(bars) if entry["measured"]]
         if measured:
             axes.scatter(*zip(*measured, strict=True), color=COLOURS[1], marker="D", s=28, zorder=3, label="measured")
-            axes.legend(loc="lower right", frameon=False)
+            axes.legend(loc="lower right")
         lengths = [f", k={entry['num_draft_tokens']}" * bool(entry["num_draft_tokens"]) for entry in bars]
         names = [entry["layout"] + length for entry, length in zip(bars, lengths, strict=True)]
-        axes.set_yticks(range(len(bars)), names, fontsize=8)
+        axes.set_yticks(range(len(bars)), names)
         axes.invert_yaxis()
         axes.set_xlabel("tokens/s, predicted")
-        axes.set_title("Predicted speed by layout", loc="left", fontsize=11)
+        axes.set_title("Predicted speed by layout")
 
 
 def draw_fidelity(path: Path, found: Sequence[Entry]) -> None:
@@ -47,13 +47,13 @@ def draw_fidelity(path: Path, found: Sequence[Entry]) -> None:
                 by_width = {max(one["partition"]): one for one in found if one["calibration"] == policy}
                 line = {1: exact, **{width: by_width[width] for width in sorted(by_width)}}
                 heights = [one[name] for one in line.values()]
-                axes.plot(list(line), heights, marker="o", markersize=4, color=colour, label=policy)
+                axes.plot(list(line), heights, marker="o", color=colour, label=policy)
             axes.set_xticks(sorted({max(one["partition"]) for one in found}))
             axes.set_xlabel("layers side by side")
             axes.margins(y=0.15)
             add_grid(axes)
-            axes.set_title(title, loc="left", fontsize=11)
-        panels[0].legend(loc="lower left", frameon=False, fontsize=8, title="calibrated", title_fontsize=8)
+            axes.set_title(title)
+        panels[0].legend(loc="lower left", title="calibrated")
 
 
 def draw_searches(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]]) -> None:
@@ -62,9 +62,9 @@ def draw_searches(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]
         for colour, (name, points) in zip(COLOURS, curves.items(), strict=False):
             if points:
                 axes.step(*zip(*points, strict=True), where="post", color=colour, label=name)
-        axes.axhline(1.0, color=_PLAIN, linewidth=1)
+        axes.axhline(1.0, color=_PLAIN)
         axes.set_xlabel("seconds of search")
         axes.set_ylabel("tokens/s over plain decoding, expected")
         add_grid(axes)
-        axes.legend(loc="lower right", frameon=False)
-        axes.set_title("Layers to draft with: the choice over time", loc="left", fontsize=11)
+        axes.legend(loc="lower right")
+        axes.set_title("Layers to draft with: the choice over time")

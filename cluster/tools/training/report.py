@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from cluster.config.jobs import TrainConfig
+from cluster.io.pictures import add_grid, picture
 from cluster.tools.training.batches import spread_rows
 from cluster.tools.training.corpus import HELD_OUT, TEST_MEGABYTES, Corpus
 from cluster.tools.training.evaluation import acceptance_length, agreement_rate, greedy_matches, mean_loss, overlap
 from cluster.tools.training.models import load_model
 from cluster.tools.training.stages import RECIPE, SHORT_FRACTION
 from cluster.tools.training.tokenizer import load_tokenizer, pack
-from parallel.whole_files import replaced_whole, write_text
+from parallel.whole_files import write_text
 
 TEMPLATE = Path(__file__).with_name("pair_readme.md")
 MAX_DRAFT_TOKENS = 8
@@ -81,16 +81,14 @@ def describe_run(config: TrainConfig, corpus: Corpus, out: Path, work: Path) -> 
 
 def draw_losses(work: Path, path: Path) -> None:
     """Draw the loss curves of both training runs into a PNG; runs without a log are left out."""
-    figure = Figure(figsize=(8, 3), dpi=80, layout="tight")
     captions = {"target": "cross entropy", "drafter": "KL from target"}
-    for plot, (role, caption) in zip(figure.subplots(1, 2), captions.items(), strict=True):
-        log = work / role / "loss.jsonl"
-        lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        plot.plot([line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines], linewidth=1)
-        plot.set(title=role, xlabel="million tokens", ylabel=f"{caption}, nats/token", ylim=(0, None))
-        plot.grid(alpha=0.3)
-    with replaced_whole(path) as partial:
-        figure.savefig(partial, format="png")
+    with picture(path, 8, 3, columns=2) as (plots,):
+        for plot, (role, caption) in zip(plots, captions.items(), strict=True):
+            log = work / role / "loss.jsonl"
+            lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+            plot.plot([line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines])
+            plot.set(title=role, xlabel="million tokens", ylabel=f"{caption}, nats/token", ylim=(0, None))
+            add_grid(plot)
 
 
 def _row(role: str, parameters: int, record: dict[str, Any]) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from matplotlib.figure import Figure
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +22,7 @@ from transformers import LlamaForCausalLM
 from cluster import pocket
 from cluster.config.compose import typed_record
 from cluster.config.jobs import TrainConfig
+from cluster.io.pictures import add_grid, picture
 from cluster.io.prompts import read_prompts
 from cluster.tools.training.batches import spread_rows
 from cluster.tools.training.continuations import (
@@ -45,7 +45,6 @@ from cluster.tools.training.tokenizer import load_tokenizer, pack
 from cluster.tools.training.trainer import Ranks, Recipe, StepOutcome, TrainingBudget, fit
 from parallel.ranges import require
 from parallel.training.interface import Speculator, TargetBatch, TrainingOptions
-from parallel.whole_files import replaced_whole
 
 HELD_OUT_SHARE = 20
 """One of so many prompts is held out where no held-out prompts are given."""
@@ -301,25 +300,21 @@ def draw_curves(folder: Path, path: Path) -> None:
     lines = {name: [json.loads(line) for line in log.read_text().splitlines()] for name, log in logs.items()}
     held_out = lines["evaluation"]
     at = [line["tokens"] / 1e6 for line in held_out]
-    figure = Figure(figsize=(12, 3.4), dpi=80, layout="tight")
-    loss, by_depth, length = figure.subplots(1, 3)
-    loss.plot(
-        [line["tokens"] / 1e6 for line in lines["loss"]], [line["loss"] for line in lines["loss"]], label="training"
-    )
-    for name in held_out[0]:
-        values = [line[name] for line in held_out]
-        if name.startswith("loss"):
-            loss.plot(at, values, marker=".", label=f"held out{name.removeprefix('loss').replace('_', ' ')}")
-        elif name.startswith("length"):
-            length.plot(at, values, marker=".", label=name.replace("_", " "))
-        elif name.startswith("accept_") and "_at_" not in name:
-            by_depth.plot(at, values, marker=".", label=name.removeprefix("accept_"))
-    for plot, title in ((loss, "loss"), (by_depth, "greedy acceptance by depth"), (length, "tokens per round")):
-        plot.set(title=title, xlabel="million tokens")
-        plot.grid(alpha=0.3)
-        plot.legend(fontsize=7)
-    with replaced_whole(path) as partial:
-        figure.savefig(partial, format="png")
+    with picture(path, 12, 3.4, columns=3) as ((loss, by_depth, length),):
+        at_steps = [line["tokens"] / 1e6 for line in lines["loss"]]
+        loss.plot(at_steps, [line["loss"] for line in lines["loss"]], label="training")
+        for name in held_out[0]:
+            values = [line[name] for line in held_out]
+            if name.startswith("loss"):
+                loss.plot(at, values, marker=".", label=f"held out{name.removeprefix('loss').replace('_', ' ')}")
+            elif name.startswith("length"):
+                length.plot(at, values, marker=".", label=name.replace("_", " "))
+            elif name.startswith("accept_") and "_at_" not in name:
+                by_depth.plot(at, values, marker=".", label=name.removeprefix("accept_"))
+        for plot, title in ((loss, "loss"), (by_depth, "greedy acceptance by depth"), (length, "tokens per round")):
+            plot.set(title=title, xlabel="million tokens")
+            add_grid(plot)
+            plot.legend()
 
 
 def _prompts(course: Course, tokenizer: Tokenizer) -> tuple[list[list[int]], list[list[int]]]:
