@@ -48,7 +48,7 @@ DEFAULT = [
     "cluster/runtime/supervisor.py",
 ]
 DEFAULT += [f"cluster/{name}.py" for name in ("engine", "client", "completion", "launch")]
-DEFAULT += [f"cluster/tools/{name}" for name in ("planning", "simulation", "certify", "training")]
+DEFAULT += [f"cluster/tools/{name}" for name in ("planning", "simulation", "certify", "training", "offline.py")]
 MARKS = "not slow and not ray and not multinode and not slurm and not gpu"
 CPP = (".cpp", ".h")
 ELSEWHERE = {f"cluster/{name}.py": "tests/cluster/engine" for name in ("client", "completion")}
