@@ -127,6 +127,10 @@ def measure(options: argparse.Namespace) -> None:
             line = {"setting": name, "target_ms": setting.target_ms, "draft_ms": setting.draft_ms}
             line |= {"batch": setting.batch, "start": start, "backend": str(config.cluster.name)}
             line |= {key: found[key] for key in KEPT} | {"simulated": predictions[setting]}
+            line |= {
+                "target_pass_ms": _span_ms(run, "target", "verify"),
+                "ahead_pass_ms": _span_ms(run, "draft", "ahead"),
+            }
             with options.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             sys.stderr.write(f"{setting.pace:>9} {setting.name:<18} {found['tokens_per_s']:.0f} tokens/s\n")
@@ -140,6 +144,12 @@ def _served(config: LaunchConfig, prompts: Sequence[Prompt], setting: Setting) -
         run = serve_prompts(engine, prompts, sampling, **options)
         known = [(engine.tokenizer.encode(one.prompt.text).ids, one.token_ids) for one in all_completed(run)]
     return run, [KnownText((*read, *written), len(read)) for read, written in known]
+
+
+def _span_ms(run: Run, lane: str, name: str) -> float | None:
+    """Median milliseconds of a pass with the work around it."""
+    times = [1e3 * (end - begin) for at, what, begin, end, _ in run.spans if (at, what) == (lane, name)]
+    return median(times) if times else None
 
 
 def _recorded(config: LaunchConfig, texts: Sequence[KnownText]) -> Transcript:
@@ -176,7 +186,7 @@ def of_ceiling(line: dict[str, Any]) -> float | None:
 def table(found: Found) -> str:
     """Markdown: a row for each setting."""
     head = "backend", "requests", "passes, ms", "setting", "starts", "tokens/s", "over `sync`", "of the virtual clock"
-    head += "acceptance length", "hits", "target busy", "overhead, ms", "of the ceiling"
+    head += "acceptance length", "hits", "target busy", "overhead, ms", "pass, ms", "ahead, ms", "of the ceiling"
     lines = [list(head), ["---"] * len(head)]
     for (backend, batch, pace, name), starts in found.items():
         speeds = [one["tokens_per_s"] for one in starts]
@@ -186,6 +196,7 @@ def table(found: Found) -> str:
         over = f"{median(speeds) / median(usual):.2f}" if usual else ""
         cells += [over, f"{median(decoding) / starts[0]['simulated']:.2f}"]
         keys = {"mean_acceptance_length": 2, "branch_hit_rate": 2, "target_busy": 2, "round_overhead_ms": 1}
+        keys |= {"target_pass_ms": 1, "ahead_pass_ms": 1}
         cells += [_middle([one[key] for one in starts], digits) for key, digits in keys.items()]
         lines.append([*cells, _middle(list(map(of_ceiling, starts)), 2)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -230,7 +241,7 @@ def draw(found: Found, path: Path) -> None:
     axes.set(ylabel="tokens/s over plain decoding", xlabel="milliseconds of a pass: target / draft model")
     axes.set_xticks(range(len(paces)), paces)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(ncols=len(PIPELINES), frameon=False, loc="upper left")
+    page.legend(ncols=len(PIPELINES), frameon=False, loc="outside upper center")
     with replaced_whole(path) as partial:
         page.savefig(partial, format=path.suffix[1:])
 

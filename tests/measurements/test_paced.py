@@ -25,6 +25,8 @@ LINE = {
     "round_ms": 20.0,
     "round_overhead_ms": 1.5,
     "simulated": 500.0,
+    "target_pass_ms": 15.3,
+    "ahead_pass_ms": 1.9,
 }
 
 
