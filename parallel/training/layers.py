@@ -49,24 +49,14 @@ class TrainedLayers(Speculator, Generic[L]):
         super().__init__()
         self.hf = hf
         self.served = layers
-        for part in layers.walk():
-            if isinstance(part, RMSNorm | LayerNorm):
-                part.has_kernel = False  # the kernel has no gradient
+        use_gradients(layers)
         for name, shape in shapes.items():
             vector = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
             hold(self, name, vector if len(shape) == 1 else 0.02 * torch.randn(shape))
 
     def loaded(self) -> L:
         """The layers with the parameters as they are; gradients flow back to these."""
-        for part in self.served.walk():
-            for value in vars(part).values():
-                if isinstance(value, Tensor):
-                    value.detach_()
-        for shard in self.served.shards():
-            place = shard.place()
-            assert isinstance(place, Tensor), "what is trained is not stored as codes"
-            place.copy_(self.get_parameter(shard.name)[shard.index])
-        return self.served
+        return load_parameters(self.served, self.get_parameter)
 
     def saved(self) -> dict[str, Tensor]:
         """The tensors of the checkpoint."""
@@ -74,6 +64,26 @@ class TrainedLayers(Speculator, Generic[L]):
 
     def save(self, folder: Path) -> None:
         write_checkpoint(folder, self.saved(), self.hf)
+
+
+def use_gradients(layers: ServedLayers) -> None:
+    """Compute by what PyTorch differentiates: the kernel of norms has no gradient."""
+    for part in layers.walk():
+        if isinstance(part, RMSNorm | LayerNorm):
+            part.has_kernel = False
+
+
+def load_parameters(layers: L, parameter: Callable[[str], Tensor]) -> L:
+    """The layers with these tensors, by their names in a checkpoint; gradients flow back to them."""
+    for part in layers.walk():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and value.requires_grad:  # of the last pass, whose graph may still be there
+                setattr(part, name, torch.empty_like(value))
+    for shard in layers.shards():
+        place = shard.place()
+        assert isinstance(place, Tensor), "what is trained is not stored as codes"
+        place.copy_(parameter(shard.name)[shard.index])
+    return layers
 
 
 def hold(module: nn.Module, name: str, value: Tensor) -> None:
@@ -120,6 +130,30 @@ def text_pass(positions: Tensor, num_texts: int, attends: Sequence[Attend]) -> P
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Every row sees those up to itself."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@dataclass(frozen=True)
+class AnchoredAttention:
+    """In one layer, of `size` rows behind each of n anchors: over the text that bool `sees` [B, n, T] names,
+    with keys and values [B, KV heads, T, head size], and over each other, if `is_causal` up to themselves."""
+
+    size: int
+    sees: Tensor
+    keys: Tensor
+    values: Tensor
+    is_causal: bool = False
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length, group = self.sees.shape[-1], q.shape[1] // self.keys.shape[1]
+        keys, values = (rows.to(v.dtype).repeat_interleave(group, 1) for rows in (self.keys, self.values))
+        q, k, v = (rows.unflatten(2, (-1, self.size)) for rows in (q, k, v))  # B, heads, n, size, head size
+        of_text = (q.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, q.shape[2:4])
+        own = q @ k.transpose(-1, -2)
+        later = torch.ones_like(own[0, 0, 0], dtype=torch.bool).triu(1) & self.is_causal
+        of_text = of_text.masked_fill(~self.sees[:, None, :, None], -torch.inf)
+        scores = torch.cat((of_text, own.masked_fill(later, -torch.inf)), -1).float() * q.shape[-1] ** -0.5
+        shares = scores.softmax(-1).to(v.dtype)
+        return shares[..., :length].flatten(2, 3) @ values + (shares[..., length:] @ v).flatten(2, 3)
 
 
 def options_for(target: TargetShape) -> TensorOptions:

@@ -25,7 +25,7 @@ from parallel.speculators.block.layers import MASK, BlockLayers
 from parallel.speculators.block.layouts import read_own
 from parallel.speculators.config import FINAL
 from parallel.training.interface import TargetBatch, TargetShape, TrainingOptions, depth_metrics
-from parallel.training.layers import TextAttention, TrainedLayers, options_for
+from parallel.training.layers import AnchoredAttention, TextAttention, TrainedLayers, options_for
 from parallel.training.losses import acceptance, cross_entropy, exponential_weights, masked_mean, total_variation
 
 
@@ -90,8 +90,10 @@ class BlockDrafter(TrainedLayers[BlockLayers]):
         layers, size, (num_texts, length) = self.loaded(), self.options.block_size, batch.tokens.shape
         features = torch.cat([batch.taps[tap] for tap in self.taps], -1).flatten(0, 1)
         text = torch.arange(length, device=anchors.device)
-        known = (rows.unflatten(1, batch.tokens.shape) for rows in layers.context(features, text.repeat(num_texts)))
-        attends = [_BlockAttention(size, anchors, *kv) for kv in zip(*known, strict=True)]
+        context = layers.context(features, text.repeat(num_texts))
+        keys, values = (rows.unflatten(1, batch.tokens.shape).transpose(2, 3) for rows in context)
+        before = text < anchors[..., None]
+        attends = [AnchoredAttention(size, before, *kv) for kv in zip(keys, values, strict=True)]
         tokens = F.pad(batch.tokens.gather(1, anchors)[..., None], (0, size - 1), value=MASK)
         places = anchors[..., None] + torch.arange(size, device=anchors.device)
         plan = PassPlan(tokens.numel(), places.flatten(), None, TextAttention(num_texts, attends))
@@ -172,30 +174,6 @@ class BlockDrafter(TrainedLayers[BlockLayers]):
         """The text from `after` behind the anchors on, `[rows, n, depths]`; zeros behind its end."""
         places = anchors[..., None] + after + torch.arange(self.num_draft_tokens, device=anchors.device)
         return F.pad(batch.tokens, (0, self.num_draft_tokens + 1)).gather(1, places.flatten(1)).view_as(places)
-
-
-@dataclass(frozen=True)
-class _BlockAttention:
-    """In one layer, of blocks of `size` rows at `anchors` [B, n] over the text before each, whose keys and values are
-    [B, T, KV heads, head size], and over themselves."""
-
-    size: int
-    anchors: Tensor
-    keys: Tensor
-    values: Tensor
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        group, length = q.shape[1] // self.keys.shape[2], self.keys.shape[1]
-        text_k, text_v = (
-            rows.to(v.dtype).transpose(1, 2).repeat_interleave(group, 1) for rows in (self.keys, self.values)
-        )
-        q, k, v = (rows.unflatten(2, (-1, self.size)) for rows in (q, k, v))  # B, heads, n, size, head size
-        before = torch.arange(length, device=q.device) < self.anchors[..., None]
-        of_text = (q.flatten(2, 3) @ text_k.transpose(-1, -2)).unflatten(2, q.shape[2:4])
-        of_text = of_text.masked_fill(~before[:, None, :, None], -torch.inf)
-        scores = torch.cat((of_text, q @ k.transpose(-1, -2)), -1).float() / math.sqrt(q.shape[-1])
-        shares = scores.softmax(-1).to(v.dtype)
-        return shares[..., :length].flatten(2, 3) @ text_v + (shares[..., length:] @ v).flatten(2, 3)
 
 
 def build(options: BlockOptions, target: TargetShape) -> BlockDrafter:

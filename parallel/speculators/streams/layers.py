@@ -7,7 +7,7 @@ gate says, so all other rows are computed by the same arithmetic as without stre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder, pack_weights
 from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.linear import ColumnLinear, OutputShare, RowLinear
+from parallel.model.layers.rope import Rotation
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
 from parallel.model.weights import load_shards
 from parallel.speculators.config import FINAL, STREAMS
@@ -142,13 +143,18 @@ class GatedRow(RowLinear):
         return self.group.all_reduce(self.weight.multiply(x, self.bias).index_add_(0, rows, added))
 
 
-class StreamLayers:
-    """Beside the target's decoder, whose weights the blocks share; tensors are allocated uninitialised."""
+class StreamLayers(Layer):
+    """Over `blocks` of the target, whose weights they share, and its rotations; tensors are allocated uninitialised."""
 
-    def __init__(self, config: StreamsConfig, decoder: Decoder) -> None:
-        target = decoder.config
-        options = TensorOptions(dtype=decoder.dtype, device=decoder.device)
-        self.config, self.decoder = config, decoder
+    def __init__(
+        self,
+        config: StreamsConfig,
+        target: DecoderConfig,
+        blocks: Sequence[Block],
+        rotations: Callable[[Tensor], Sequence[Rotation | None]],
+        **options: Unpack[TensorOptions],
+    ) -> None:
+        self.config, self._target, self._rotations = config, target, rotations
         self.gate = Gate()
         self.embeddings = torch.empty(config.num_embeddings, target.hidden_size, **options)
         self._start, self._prune = (
@@ -157,9 +163,7 @@ class StreamLayers:
             else []
             for rank in (config.start_rank, config.prune_rank)
         )
-        self.blocks: dict[int, Block] = {i: decoder.layers[i] for i in config.layers}
-        if config.rank:
-            self.blocks = {i: self._gated(block, target, **options) for i, block in self.blocks.items()}
+        self.blocks = [self._gated(block, target, **options) for block in blocks] if config.rank else list(blocks)
 
     def _gated(self, block: Block, target: DecoderConfig, **options: Unpack[TensorOptions]) -> Block:
         """A block of the same weights, three of whose products get deltas: only the fused one of the MLP is as it
@@ -196,21 +200,21 @@ class StreamLayers:
         """The residual stream of a pass [T, H] after these layers; rows `gated`, int64 [n], have deltas."""
         self.gate.rows = gated
         plan.attention.prepare()
-        ropes = self.decoder.rotations(plan.positions)
-        for block in self.blocks.values():
+        ropes = self._rotations(plan.positions)
+        for block in self.blocks:
             hidden = block(hidden, ropes[block.windowed], plan.attention)
         return hidden
 
     def load(self, directory: Path) -> None:
         """From a checkpoint."""
-        load_shards(self._shards(), stream_shapes(self.config, self.decoder.config), directory)
+        load_shards(self.shards(), stream_shapes(self.config, self._target), directory)
         for part in self._deltas():
             pack_weights(part)
 
     def _deltas(self) -> Iterator[Layer]:
         yield from self._start
         yield from self._prune
-        for block in self.blocks.values() if self.config.rank else ():
+        for block in self.blocks if self.config.rank else ():
             assert block.attention is not None
             assert isinstance(block.mlp, MLP)
             assert isinstance(block.attention.qkv, GatedColumn)
@@ -219,7 +223,7 @@ class StreamLayers:
                 assert isinstance(row, GatedRow)
                 yield from (row.down, row.up)
 
-    def _shards(self) -> Iterator[Shard]:
+    def shards(self) -> Iterator[Shard]:
         yield Shard("streams.embed", (EVERY, EVERY), self.embeddings)
         names = ["start"] * len(self._start) + ["prune"] * len(self._prune)
         for layer in self.config.layers if self.config.rank else ():
@@ -231,7 +235,9 @@ class StreamLayers:
 
 def open_stream_layers(directory: Path, config: StreamsConfig, decoder: Decoder) -> StreamLayers:
     """Load them beside their target."""
-    layers = StreamLayers(config, decoder)
+    options = TensorOptions(dtype=decoder.dtype, device=decoder.device)
+    blocks = [decoder.layers[i] for i in config.layers]
+    layers = StreamLayers(config, decoder.config, blocks, decoder.rotations, **options)
     layers.load(directory)
     return layers
 

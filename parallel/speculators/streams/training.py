@@ -2,7 +2,7 @@
 
 Each anchor's rows see the target's keys and values up to the anchor and the rows of their own anchor up to themselves;
 row j learns the target's law of the token j + 1 places behind the anchor. The target's own rows are not run again: what
-they left is in the batch. Parameters have the names of `parallel/speculators/streams/layers.py`. Knows no loop.
+they left is in the batch. Knows no loop.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel.comm.group import SINGLE
 from parallel.model.adapted import check_adaptable
+from parallel.model.block import Block
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
-from parallel.model.layers.rope import Rope, Rotation, rotate
+from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.rope import Rope
+from parallel.model.layers.weight import TensorOptions
 from parallel.ranges import OneOf, Range
 from parallel.speculators.config import FINAL
 from parallel.speculators.heads.training import HeadLossOptions, HeadsNet
-from parallel.speculators.streams.layers import StreamsConfig, stream_shapes, tap_of
+from parallel.speculators.streams.layers import StreamLayers, StreamsConfig, stream_shapes, tap_of
 from parallel.speculators.streams.runner import METHODS, StreamsCell
 from parallel.training.interface import TargetBatch, TargetShape
+from parallel.training.layers import AnchoredAttention, TextAttention, load_parameters, use_gradients
 from parallel.training.losses import divergences
 
 
@@ -95,13 +99,11 @@ class StreamsNet(HeadsNet):
 
     def __init__(self, cell: StreamsCell, options: StreamsOptions, shape: DecoderConfig, model: Any) -> None:
         super().__init__(cell, options)
-        self._shape = shape
-        frozen: Any = model.model  # whose blocks have the names of Llama's
-        self._frozen = (frozen,)  # in a tuple, so that it is no part of this module
+        self._frozen = (model,)  # in a tuple, so that it is no part of this module
         self.kv_layers = cell.config.layers
         self.taps = (cell.config.layers[0],) if cell.config.start_rank or cell.config.prune_rank else ()
-        assert shape.rope is not None
-        self._rope = Rope(shape.rope, shape.head_dim, torch.float32, "cpu")
+        self.served = beside(cell.config, shape, model)
+        use_gradients(self.served)
         for name, size in stream_shapes(cell.config, shape).items():
             self._declare(name, torch.zeros(size), is_table=name == "streams.embed")
 
@@ -128,7 +130,8 @@ class StreamsNet(HeadsNet):
     def early(self, batch: TargetBatch, rows: Tensor, anchors: Tensor) -> Tensor:
         """Early logits [N, V] of the tokens after these."""
         nodes = batch.taps[self.config.layers[0]][rows, anchors].float()
-        return batch.head(self._frozen[0].norm(nodes + self._delta("streams.prune", nodes)))
+        early = load_parameters(self.served, self.parameter).early(nodes)
+        return batch.head(self._frozen[0].model.norm(early))
 
     def _anchors(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Those of heads; an evaluation takes as many, evenly spaced, since each costs rows of the target's layers."""
@@ -150,58 +153,35 @@ class StreamsNet(HeadsNet):
 
     def streams(self, batch: TargetBatch, anchors: Tensor) -> Tensor:
         """Final states [B, A, streams, H] of the streams behind the rows at `anchors`, int64 [B, A]."""
-        count, length, num_texts, num_anchors = self.options.heads, batch.tokens.shape[1], *anchors.shape
+        layers, count = load_parameters(self.served, self.parameter), self.options.heads
         positions = anchors[..., None] + torch.arange(1, count + 1, device=anchors.device)
-        of_text = torch.arange(length, device=anchors.device) <= anchors[..., None]
-        of_text = of_text.repeat_interleave(count, 1)
-        own = torch.ones(count, count, dtype=torch.bool, device=anchors.device).tril()
-        own = torch.block_diag(*[own] * num_anchors).expand(num_texts, -1, -1)
-        sees = torch.cat((of_text, own), -1)[:, None]
-        angles = self._rope(positions.flatten().cpu())
-        cos, sin = (part.to(anchors.device).view(num_texts, -1, *part.shape[1:]) for part in angles)
-        x = self._begin(batch, anchors).flatten(1, 2)
-        for layer in self.config.layers:
-            x = self._layer(layer, x, (cos, sin), batch.kv[layer], sees)
-        return self._frozen[0].norm(x).unflatten(1, (num_anchors, count))
+        sees = torch.arange(batch.tokens.shape[1], device=anchors.device) <= anchors[..., None]
+        attends = [AnchoredAttention(count, sees, *batch.kv[layer], is_causal=True) for layer in self.config.layers]
+        rows = layers.begin(self._nodes(batch, anchors).flatten(0, 1)).flatten(0, 1)
+        plan = PassPlan(len(rows), positions.flatten(), None, TextAttention(len(anchors), attends))
+        hidden = layers.run(rows, plan, torch.arange(len(rows), device=rows.device))
+        return self._frozen[0].model.norm(hidden).view(*positions.shape, -1)
 
-    def _begin(self, batch: TargetBatch, anchors: Tensor) -> Tensor:
-        """[B, A, streams, H]."""
-        embed = self.parameter("streams.embed").expand(*anchors.shape, -1, -1)
+    def _nodes(self, batch: TargetBatch, anchors: Tensor) -> Tensor:
+        """What streams begin beside, [B, A, H]: embeddings of roots, or residual streams of the rows at anchors."""
         if self.config.reads_root:
-            roots = batch.embed(batch.tokens.gather(1, anchors + 1))
-            return torch.cat((roots[:, :, None], embed), 2)
-        if self.config.start_rank:
-            tap = batch.taps[self.config.layers[0]]
-            nodes = tap.gather(1, anchors[..., None].expand(-1, -1, tap.shape[-1])).float()
-            return embed + self._delta("streams.start", nodes)[:, :, None]
-        return embed
+            return batch.embed(batch.tokens.gather(1, anchors + 1))
+        tap = batch.taps.get(self.config.layers[0], batch.taps[FINAL])  # which one without a map does not read
+        return tap.gather(1, anchors[..., None].expand(-1, -1, tap.shape[-1])).float()
 
-    def _layer(self, layer: int, x: Tensor, rotation: Rotation, kv: tuple[Tensor, Tensor], sees: Tensor) -> Tensor:
-        block, shape = self._frozen[0].layers[layer], self._shape
-        attention, mlp, has_deltas = block.self_attn, block.mlp, self.config.rank > 0
-        normed = block.input_layernorm(x)
-        q, k, v = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
-        prefix = f"streams.{layer}"
-        if has_deltas:
-            low = F.linear(normed, self.parameter(f"{prefix}.qkv.down.weight"))
-            q, k, v = (
-                part + F.linear(low, self.parameter(f"{prefix}.qkv.{name}_proj.weight"))
-                for part, name in zip((q, k, v), "qkv", strict=True)
-            )
-        q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in (q, k, v))
-        if shape.qk_norm:
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        q, k, v = (part.transpose(1, 2) for part in (rotate(q, rotation), rotate(k, rotation), v))
-        keys, values = (torch.cat((main.to(own.dtype), own), 2) for main, own in zip(kv, (k, v), strict=True))
-        attended = F.scaled_dot_product_attention(q, keys.to(q.dtype), values.to(q.dtype), sees, enable_gqa=True)
-        attended = attended.transpose(1, 2).flatten(2)
-        x = x + attention.o_proj(attended)
-        x = x + self._delta(f"{prefix}.o", attended) if has_deltas else x
-        normed = block.post_attention_layernorm(x)
-        inner = F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed)
-        x = x + mlp.down_proj(inner)
-        return x + self._delta(f"{prefix}.mlp", inner) if has_deltas else x
 
-    def _delta(self, prefix: str, x: Tensor) -> Tensor:
-        low = F.linear(x, self.parameter(f"{prefix}.down.weight"))
-        return F.linear(low, self.parameter(f"{prefix}.up.weight"))
+def beside(config: StreamsConfig, target: DecoderConfig, model: Any) -> StreamLayers:
+    """The layers of streams over those of a frozen model of transformers, whose parameters become views of the blocks'
+    own, so that nothing is kept twice."""
+    options, blocks = TensorOptions(dtype=torch.float32, device=model.device), list[Block]()
+    assert target.rope is not None
+    rope = Rope(target.rope, target.head_dim, **options)
+    for place, layer in enumerate(config.layers):
+        block = Block(target, layer, place, SINGLE, SINGLE, **options)
+        for shard in block.shards("own"):
+            parameter, own = model.model.layers[layer].get_parameter(shard.name.removeprefix("own.")), shard.place()
+            assert isinstance(own, Tensor)
+            own.copy_(parameter.data)
+            parameter.data = own
+        blocks.append(block)
+    return StreamLayers(config, target, blocks, lambda positions: (rope(positions),), **options)
