@@ -1,4 +1,4 @@
-"""A mailbox: records for the rank and those of the level below, in order, each waited for as long as it may be."""
+"""A rank's mailbox: records for the rank and for the level below, each in order, each waited for as long as it may."""
 
 from __future__ import annotations
 
