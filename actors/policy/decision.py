@@ -7,7 +7,8 @@ Exploration follows one rule, optimism within a budget. A choice that looks slow
 estimates could make it the fastest; that error shrinks with every round of the choice and grows with every round of
 others. What such a trial loses against the choice that looks best is taken from a budget, counted in rounds of that
 choice. It starts with `CREDIT`, gets `EXPLORED_SHARE` of every round, and no trial begins without it. So exploration
-loses at most that credit, that share of the time, and what the last trial went beyond the budget.
+loses at most that credit, that share of the time, and what the last trial went beyond the budget. The optimism is
+in `_upper_bound`, the budget in `_is_affordable`: another rule replaces the former, and the latter bounds any.
 
 It counts rounds and compares speeds. It knows neither how drafts are made nor whose they are.
 """

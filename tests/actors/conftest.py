@@ -56,6 +56,7 @@ class Room:
     pipeline: str
     attached: bool = False
     bridge: tuple[FeatureSender, FeatureReceiver] | None = None
+    is_chain: bool = False  # by the drafter's record no proposal branches
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str | None] = field(default_factory=dict)
@@ -79,6 +80,8 @@ class Room:
         while queue:
             record = self._next(queue)
             if isinstance(record, VerifyBatch):
+                trees = [item.proposal.tree for item in record.items if item.proposal is not None]
+                assert not self.is_chain or all(tree.is_chain for tree in trees), "a draft branched: see `is_chain`"
                 self._idle(coordinator, clock)
                 queue += [r for answer in self.target.answer(record) for r in coordinator.on(answer, next(clock))]
                 self.target.runner.pool.check()
@@ -295,7 +298,8 @@ def open_room(models, speculator, open_bridge):
             drafter=on_target or (bridge and bridge[0]),
         )
         num_draft_tokens = config.num_draft_tokens if config else 0
-        return Room(target, draft, num_draft_tokens, limits, slots, pipeline, attached, bridge)
+        is_chain = config is not None and config.is_chain and wrap is None
+        return Room(target, draft, num_draft_tokens, limits, slots, pipeline, attached, bridge, is_chain)
 
     return open_
 

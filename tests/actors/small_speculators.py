@@ -16,6 +16,8 @@ from parallel.speculators.exits.training import ExitOptions
 from parallel.speculators.streams.training import StreamsOptions
 from parallel.training.interface import TargetBatch, TargetShape
 
+TRAINED = [name for name, recipe in RECIPES.items() if recipe.module.startswith("parallel.speculators.")]
+"""Recipes of modules that read a target."""
 _STEPS = 30
 _ROWS, _LENGTH = 12, 32
 

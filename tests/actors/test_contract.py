@@ -1,13 +1,18 @@
 """The contract of every drafter: whatever it proposes, the tokens are those of plain decoding.
 
-A new drafter, shape or pipeline joins by one row in `DRAFTERS` (or `PIPELINES`).
+A new drafter or shape joins by one row in `DRAFTERS`, a recipe by its name in `SPECULATORS`; pipelines join by
+themselves.
 """
 
 from __future__ import annotations
 
 import copy
 import random
+import re
+import textwrap
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +23,11 @@ from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Draft
 from actors.drafters.jacobi.config import JacobiDrafterConfig, LookaheadDrafterConfig
 from actors.drafters.lookup.copy import CopyDrafterConfig
+from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import LengthRule, ModelDrafterConfig, Strategy, Translation
+from actors.drafters.registry import DRAFTERS as REGISTERED
 from actors.drafters.retrieval.config import RestDrafterConfig
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
@@ -35,6 +42,7 @@ from tests.actors.drafters.model.small_trees import small_trees
 from tests.actors.drafters.retrieval.small_store import small_store
 from tests.actors.drafters.vocabulary.small_list import every_other
 from tests.actors.scripted_policy import MoodyPolicy
+from tests.actors.small_speculators import TRAINED
 
 MAX_ROWS = 256
 VOCAB_SIZE = 97
@@ -80,6 +88,7 @@ DRAFTERS = {
     "strings": ModelDrafterConfig(
         path="foreign", tokenizer="target", translate=Translation.strings, num_draft_tokens=5
     ),
+    "maxgram": MaxgramDrafterConfig(),
 }
 _HEADS = "medusa", "blockwise", "hydra", "rnn", "mlp", "lstm"
 _STREAMS = "streaming", "mask_lora", "s3d"
@@ -163,7 +172,9 @@ VARIANTS = {name for name, config in DRAFTERS.items() if config.name == "model"}
     "best_first",
     "layer",
 }
-LOOKUPS = ("ngram", "suffix", "copy", "recycling", "aded", "rest", "jacobi", "lookahead")
+BY_ORDER = "recycling", "aded", "maxgram", "jacobi", "lookahead", "auto", "thompson"
+"""Those whose drafts depend on the order in which requests are served, or on the step."""
+LOOKUPS = [name for name, config in DRAFTERS.items() if not config.runs_passes]
 EVERY_PROCESSOR = dict(
     top_k=40,
     top_p=0.95,
@@ -207,6 +218,28 @@ def test_requests_of_one_batch_may_each_name_a_drafter(open_room, make_requests,
     room = open_room(auto, pipeline=pipeline, attached=auto.is_attached(pipeline)).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.stats.levels.keys() == {*auto.member_names}, "each of them drafted"
+
+
+def test_every_drafter_has_a_row():
+    """A method without one would be compared with plain decoding nowhere; cascades have tests of their own."""
+    rows = {config.name for config in (*DRAFTERS.values(), *ON_TARGET.values())}
+    missing = REGISTERED.keys() - rows - {"none", "cascade"}
+    assert not missing, "add a row of DRAFTERS in this file for each"
+    missing = set(TRAINED) - {config.path for config in SPECULATORS.values()}
+    assert not missing, "name each of these recipes in SPECULATORS of this file"
+
+
+def test_the_example_of_the_contributing_guide_is_a_drafter(open_room, make_requests, tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    (tmp_path / "contributed_echo.py").write_text(textwrap.dedent("   " + code.lstrip()))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = import_module("contributed_echo").EchoDrafterConfig()
+    requests = make_requests(3, max_tokens=12)
+    plain = open_room(pipeline="plain").serve(requests)
+    room = open_room(config, rule="block").serve(requests)
+    assert room.tokens == plain.tokens and room.stats.num_draft_tokens > 0
+    kinds = config.sampling_kinds(VerifyRule.block, PipelineName.sync)
+    assert is_exact(VerifyRule.block, kinds, config.draft_traits)
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +298,7 @@ def test_tokens_with_an_attached_drafter_are_those_of_plain_decoding(
     room = open_room(DRAFTERS[drafter], attached=True).serve(requests)
     assert (room.tokens, room.ends) == plain_tokens[sampling]
     own_role = open_room(DRAFTERS[drafter]).serve(requests)
-    if drafter not in ("recycling", "aded", "jacobi", "lookahead", "auto", "thompson"):  # which order and step change
+    if drafter not in BY_ORDER:
         counts = [(one.stats.num_accepted_tokens, one.stats.num_draft_tokens) for one in (room, own_role)]
         assert counts[0] == counts[1], "the placement changed what was drafted"
 

@@ -74,13 +74,7 @@ class World:
         return sum(one is choice for _, one in self.rounds[-last:]) / len(self.rounds[-last:])
 
 
-def test_plain_decoding_is_measured_then_drafts_are_tried_and_kept_where_they_pay():
-    world = World(Decision(PLAIN), in_turn=1.5).run(400)
-    assert world.modes[:2] == [(Mode.rest, 1), (Mode.catch_up, PROBE_ROUNDS - 1)]
-    assert world.modes[2][0] is Mode.trial
-    assert world.share(IN_TURN) > 0.97
-    assert world.decision.gain == pytest.approx(2 / 1.5)
-    assert {mode for mode, _ in world.modes[3:]} == {Mode.speculate, Mode.probe}
+# --- whatever is explored --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cost", [2.1, 2.5, 4.0, 20.0])
@@ -90,6 +84,34 @@ def test_exploration_loses_at_most_its_credit_its_share_and_one_trial(cost, num_
     world = World(Decision(PLAIN), in_turn=cost).run(num_rounds)
     share = EXPLORED_SHARE * world.seconds / ROUND_S
     assert 0 < world.lost <= CREDIT + share + 2 * (cost - world.tokens) + 1e-9
+
+
+def test_the_budget_is_bounded():
+    world = World(Decision(PLAIN), in_turn=50.0).run(5000)
+    assert max(0.0, world.decision.budget) <= MOST_BUDGET
+    world.decision.charge(1e9)
+    assert world.run(1).decision.budget > -100, "one pause is not the end of exploration"
+
+
+def test_noise_of_a_round_in_a_trial_does_not_end_it_but_what_is_expected_does():
+    """A pause of the machine counts as at most twice the estimate of the choice."""
+    decision = Decision(PLAIN)
+    World(decision, in_turn=1.9).run(30)
+    before = decision.budget
+    decision.count(2.0, 50 * ROUND_S)
+    assert decision.budget > before - 3
+
+
+# --- what is explored ------------------------------------------------------------------------------------------------
+
+
+def test_plain_decoding_is_measured_then_drafts_are_tried_and_kept_where_they_pay():
+    world = World(Decision(PLAIN), in_turn=1.5).run(400)
+    assert world.modes[:2] == [(Mode.rest, 1), (Mode.catch_up, PROBE_ROUNDS - 1)]
+    assert world.modes[2][0] is Mode.trial
+    assert world.share(IN_TURN) > 0.97
+    assert world.decision.gain == pytest.approx(2 / 1.5)
+    assert {mode for mode, _ in world.modes[3:]} == {Mode.speculate, Mode.probe}
 
 
 def test_what_costs_more_is_tried_more_rarely():
@@ -148,22 +170,6 @@ def test_a_way_that_was_never_tried_waits_until_its_cost_is_saved_up():
             assert budget + 2 * EXPLORED_SHARE >= NEW_COST > CREDIT
             return
     raise AssertionError("never tried")
-
-
-def test_noise_of_a_round_in_a_trial_does_not_end_it_but_what_is_expected_does():
-    """A pause of the machine counts as at most twice the estimate of the choice."""
-    decision = Decision(PLAIN)
-    World(decision, in_turn=1.9).run(30)
-    before = decision.budget
-    decision.count(2.0, 50 * ROUND_S)
-    assert decision.budget > before - 3
-
-
-def test_the_budget_is_bounded():
-    world = World(Decision(PLAIN), in_turn=50.0).run(5000)
-    assert max(0.0, world.decision.budget) <= MOST_BUDGET
-    world.decision.charge(1e9)
-    assert world.run(1).decision.budget > -100, "one pause is not the end of exploration"
 
 
 def test_no_plain_round_is_made_to_learn_what_is_known():

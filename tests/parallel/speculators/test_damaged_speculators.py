@@ -17,28 +17,10 @@ from parallel.runtime.runner import open_model
 from parallel.speculators.config import STREAMS
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import check_speculator, open_speculator, read_speculator, with_streams
-from tests.actors.small_speculators import train_speculator
+from tests.actors.small_speculators import TRAINED, train_speculator
 from tests.damage import damaged_bytes, damaged_json
 from tests.parallel.speculators import test_eagle_layouts, test_head_layouts
 
-TRAINED = [
-    *("eagle", "eagle3", "eagle3.1", "mtp", "p_eagle", "chimera", "glide", "streaming", "mask_lora", "s3d"),
-    *(
-        "kangaroo",
-        "eesd",
-        "medusa",
-        "blockwise",
-        "hydra",
-        "rnn",
-        "mlp",
-        "lstm",
-        "dflash",
-        "dspark",
-        "dflash2",
-        "domino",
-    ),
-]
-"""Recipes."""
 SLOTS = 256
 
 

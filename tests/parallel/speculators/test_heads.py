@@ -21,6 +21,7 @@ from actors.protocol.messages import SamplingParams
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.speculators.config import FINAL
+from parallel.speculators.heads.cells import CELLS
 from parallel.speculators.heads.runner import KEPT_FEATURES, HeadsRunner
 from parallel.speculators.heads.training import HeadsNet, HeadsOptions, build
 from parallel.speculators.place import SpeculatorPlace
@@ -43,6 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lstm": {},
     "lstm own": {"method": "lstm", "own_embedding": True, "inner": 24, "head": "shared"},
 }
+assert {options.get("method", name) for name, options in METHODS.items()} == CELLS.keys(), "a row for every cell"
 READING_TOKENS = [name for name in METHODS if not name.startswith(("medusa", "blockwise"))]
 
 
