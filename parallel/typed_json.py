@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import msgspec
@@ -82,9 +83,23 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+_PREPARING = Lock()
+
+
+def prepare(kind: Any) -> None:
+    """Let msgspec read the annotations of a type, which it does at the first use, and keep what it made of them.
+
+    A second thread that uses the type meanwhile ends the process (msgspec 0.22), and the ranks of one process read the
+    same types at the same time.
+    """
+    with _PREPARING:
+        msgspec.msgpack.Decoder(kind)
+
+
 def as_type(content: Any, kind: type[T]) -> T:
     """A value of JSON as this type, without fields that the type does not have; ValueError, one line, that names the
     first wrong field."""
+    prepare(kind)
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:

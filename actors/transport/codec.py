@@ -11,6 +11,8 @@ from typing import Any
 import msgpack
 import msgspec
 
+from parallel.typed_json import prepare
+
 
 class CodecError(ValueError):
     """Bytes that are not a record of this codec."""
@@ -22,6 +24,8 @@ class Codec:
     def __init__(self, record_types: tuple[type, ...]) -> None:
         self.record_types = record_types
         self._tags = {record_type: bytes([tag]) for tag, record_type in enumerate(record_types)}
+        for record_type in record_types:
+            prepare(record_type)
 
     def encode(self, record: Any) -> bytes:
         payload = msgpack.Packer().pack(msgspec.to_builtins(record, builtin_types=(bytes,)))
