@@ -1,1 +1,1 @@
-"""Training of the bundled pocket pair: corpus, tokenizer, target, distilled drafter. Inference must not import it."""
+"""Training of the bundled pair and of drafters by recipe: corpus, text, loop, report. Inference must not import it."""

@@ -1,1 +1,1 @@
-"""Block drafters (DFlash, DSpark, DFlash 2, Domino): record and layouts of checkpoints, arithmetic, layers, runner."""
+"""Block drafters (DFlash, DSpark, DFlash 2, Domino): record, layouts, layers, runner, training."""

@@ -1,1 +1,1 @@
-"""Heads on one hidden state (Medusa, blockwise, Hydra, ReDrafter, MLP, LSTM): arithmetic, tensors, layouts, runner."""
+"""Heads on one hidden state (Medusa, blockwise, Hydra, ReDrafter, MLP, LSTM): cells, layouts, runner, training."""

@@ -1,1 +1,1 @@
-"""Streams beside the target's rows (Speculative Streaming, masks with gated LoRA, S3D): layers, pass, runner."""
+"""Streams beside the target's rows (Speculative Streaming, masks with gated LoRA, S3D): layers, runner, training."""
