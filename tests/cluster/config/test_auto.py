@@ -137,13 +137,16 @@ def test_the_coordinator_leaves_lengths_to_it():
         assert coordinator_spec(config, lay_out(config, Devices((0, 1))), ()).chooses_lengths is chooses
 
 
-def test_an_engine_holds_drafters_of_every_kind():
+@pytest.mark.parametrize(
+    "ranks", [[], pytest.param(["target.tp=2", "cluster.oversubscribe=true"], marks=pytest.mark.slow)]
+)
+def test_an_engine_holds_drafters_of_every_kind(ranks):
     """A lookup, a draft model, a speculator and the target's own layers, all on its ranks: one batch in which requests
     name each of them, plain decoding and none."""
     drafters = "drafter.drafters=[ngram,model,speculator,self]"
     prompts = ["def median(values):", "class Stack:\n    def push(self"] * 3
     always = ["cluster=inprocess", "sampling.max_tokens=40", "pipeline.min_draft_tokens=1"]
-    with Engine(load_config(["drafter=auto", drafters, *always])) as engine:
+    with Engine(load_config(["drafter=auto", drafters, *always, *ranks])) as engine:
         plain = engine.generate(prompts, drafter="none")
         names = [*engine.drafters, "none", None]
         requests = [engine.submit(prompt, drafter=name) for prompt, name in zip(prompts, names, strict=True)]
