@@ -16,6 +16,7 @@ from actors.protocol.messages import (
     SparseDistribution,
     TokenTree,
     TopTokens,
+    check_tokens,
     extend_hash,
 )
 from actors.topology import child_role, is_draft_role, parent_role, role_name
@@ -244,3 +245,15 @@ def test_roles_of_levels():
     assert [child_role(name) for name in names] == ["draft2", "draft3", "draft4"]
     assert [parent_role(name) for name in names] == [None, "draft", "draft2"]
     assert is_draft_role("draft2-1") and not is_draft_role("target-0")
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "named"),
+    [([], None), ([0, 9], None), ([0, 10], 10), ([0, -1], -1), ([9, 12, 11], 12)],
+)
+def test_the_first_token_that_the_target_lacks_is_named(token_ids, named):
+    if named is None:
+        check_tokens("prompt", token_ids, 10)
+        return
+    with pytest.raises(ValueError, match=f"^prompt: names token {named}, but the target has 10 tokens$"):
+        check_tokens("prompt", token_ids, 10)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from parallel.model.adapted import AdaptedDecoder, check_adaptable
 from parallel.model.checkpoint import block_tensors, end_tensors, tensor_shapes
 from parallel.model.config import CheckpointNames, HeadRows, RopeScaling
 from parallel.model.families.fields import architecture_of, read_rope, sliding_layers
 from parallel.model.families.registry import read_config
+from parallel.speculators.streams.layers import StreamsConfig
 
 HF: dict[str, Any] = {"max_position_embeddings": 4096, "num_hidden_layers": 4}
 LLAMA: dict[str, Any] = {
@@ -199,3 +201,36 @@ def test_tensors_around_the_blocks():
     assert shapes["lm_head.weight"] == shapes["model.embed_tokens.weight"] == (100, 64)
     assert len(shapes) == 3 + 3 * len(PLAIN) and "lm_head.weight" not in tensor_shapes(replace(BASE, tied=True))
     assert tensor_shapes(BASE.stretched(2)) == shapes, "stretched layers have no tensors of their own"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"norm": "layer"}, "norm=layer"),
+        ({"final_norm": False}, "norm=rms"),
+        ({"norm_placement": "after"}, "norm placement after"),
+        ({"rope": None}, "learned positions"),
+        ({"window": 8}, "sliding windows"),
+        ({"num_experts": 1}, "experts"),
+        ({"activation": "relu"}, "activation relu"),
+        ({"gated": False}, "activation silu"),
+        ({"attention_softcap": 1.0}, "soft caps"),
+        ({"logit_softcap": 1.0}, "soft caps"),
+        ({"embedding_scale": 2.0}, "scaled embeddings"),
+        ({"attention_scale": 2.0}, "scaled embeddings"),
+        ({"head": HeadRows((1,), (0,), 1)}, "a trimmed vocabulary"),
+    ],
+)
+def test_a_decoder_that_training_does_not_reproduce_is_refused_by_every_user_of_it(fields, reason):
+    other = replace(BASE, **fields)
+    shared = dict(method="streaming", vocab_size=100, max_positions=64, target_hidden=64, taps=(), num_heads=1, inner=0)
+    streams = StreamsConfig(**shared, layers=(2,), rank=1)
+    check_adaptable(BASE)
+    streams.check_target(BASE)
+    for refused in (
+        lambda: check_adaptable(other),
+        lambda: streams.check_target(other),
+        lambda: AdaptedDecoder(other, "no-such-checkpoint", "cpu", 1),
+    ):
+        with pytest.raises(ValueError, match=f"^a model with {reason} cannot be adapted; one of Llama's or Qwen's"):
+            refused()
