@@ -95,7 +95,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, se
 @pytest.mark.parametrize("method", ["eagle3", "eagle3.1", "p_eagle", "dflash", "mtp", "glide"])
 def test_drafts_are_those_of_an_attached_drafter(open_room, make_requests, config, method):
     """Which reads the taps themselves, whether or not they are fused on their way to the other."""
-    requests, config = make_requests(4, max_tokens=20), replace(config, path=method)
+    requests, config = make_requests(4, max_tokens=20, temperature=1.0), replace(config, path=method)
     separate = open_room(config).serve(requests)
     attached = open_room(config, attached=True).serve(requests)
     assert separate.stats.num_accepted_per_pos == attached.stats.num_accepted_per_pos
