@@ -19,6 +19,8 @@ from parallel.training.interface import TargetBatch, TargetShape
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.module.startswith("parallel.speculators.")]
 """Recipes of modules that read a target."""
 _STEPS = 30
+_BLOCK_STEPS = 90
+"""A block is right about a token of random text late; with fewer steps some never are."""
 _ROWS, _LENGTH = 12, 32
 
 
@@ -38,7 +40,7 @@ def written_by(target):
     return tokens, taps, {i: (layer.keys, layer.values) for i, layer in enumerate(output.past_key_values.layers)}
 
 
-def train_speculator(recipe, target, drafter: Path, folder: Path, steps: int = _STEPS) -> Path:
+def train_speculator(recipe, target, drafter: Path, folder: Path, steps: int | None = None) -> Path:
     """Train the recipe's module beside `target`, a transformers model, and write it to `folder`; one that is a whole
     model begins as `drafter`."""
     row = RECIPES[recipe]
@@ -67,6 +69,8 @@ def train_speculator(recipe, target, drafter: Path, folder: Path, steps: int = _
     )
     generator = torch.Generator().manual_seed(0)
     stepper = torch.optim.Adam(net.parameters(), lr=5e-3)
+    if steps is None:
+        steps = _BLOCK_STEPS if isinstance(options, BlockOptions) else _STEPS
     for _ in range(steps):
         loss, _ = net.loss(batch, generator)
         stepper.zero_grad()

@@ -60,7 +60,9 @@ def rounds(drafter, budgets_of_rounds, sampling):
     return found
 
 
-@pytest.mark.parametrize("sampling", [CHAIN, CHAIN[1:2], [SamplingParams()] * 2])
+@pytest.mark.parametrize(
+    "sampling", [CHAIN, *(pytest.param(one, marks=pytest.mark.slow) for one in (CHAIN[1:2], [SamplingParams()] * 2))]
+)
 def test_a_chain_is_one_graph_and_drafts_what_single_passes_draft(models, twin, sampling):
     budgets = [[LENGTH] * len(sampling)] * 3 + [[2, 5, 6][: len(sampling)], [1] * len(sampling), [4] * len(sampling)]
     eager, eager_runner, _ = open_drafter(models, graphs=False)
