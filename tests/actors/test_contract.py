@@ -147,6 +147,14 @@ EVERY_KIND = AutoDrafterConfig(
     num_draft_tokens=8,
 )
 """A lookup, a draft model, a speculator, the target's own layers, and its own answers, at once on its ranks."""
+SENT_STATES = AutoDrafterConfig(
+    drafters=[
+        SuffixDrafterConfig(min_match=1, width=2),
+        SpeculatorDrafterConfig(path="eagle3", num_draft_tokens=5, kv_slots=4096),
+    ],
+    num_draft_tokens=8,
+)
+"""On ranks of their own, to which hidden states are sent for one of them."""
 MIXED = {
     "every-kind": EVERY_KIND,
     "two-speculators": AutoDrafterConfig(
@@ -204,8 +212,9 @@ def several_drafters():
         for j, sampling in enumerate(USUAL):
             marks = [] if pipeline == "sync" or i % len(USUAL) == j else [pytest.mark.slow]
             yield pytest.param(DRAFTERS["auto"], sampling, pipeline, marks=marks)
-    for sampling in USUAL:
+    for sampling, pipeline in zip(USUAL, ("pearl", "branches", "tree"), strict=True):
         yield pytest.param(EVERY_KIND, sampling, "sync")
+        yield pytest.param(SENT_STATES, sampling, pipeline)
 
 
 @pytest.mark.parametrize(("auto", "sampling", "pipeline"), list(several_drafters()))

@@ -148,8 +148,8 @@ class AutoDrafter:
         drafts |= self._chosen([one for one, is_ready in zip(orders, is_prepared, strict=True) if not is_ready])
         num_rows = sum(draft.tree.num_draft_tokens for draft in drafts.values()) / len(drafts)
         order = _Order(self._clock(), len(contexts), num_rows)
-        for context in contexts:
-            self._requests[context.request_id].order = order
+        for request in [self._requests[context.request_id] for context in contexts]:
+            request.order, request.num_verdicts = order, 0
         return [drafts[context.request_id] for context in contexts]
 
     def previews(self) -> list[DraftPreview]:
@@ -245,7 +245,7 @@ class AutoDrafter:
     def _uses(self, context: Context, number: int, tree: TokenTree) -> None:
         """This draft of this drafter goes to the target."""
         request = self._requests[context.request_id]
-        request.used, request.num_verdicts = number, 0
+        request.used = number
         if not self.members[number].is_shown:  # those were noted as they were shown
             self._remember(context, number, (0, 0), tree)
             request.read[number] = len(context.token_ids)

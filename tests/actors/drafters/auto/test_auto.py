@@ -621,3 +621,17 @@ def test_time_without_orders_is_no_part_of_a_round(clock):
     table.drafter.open(other)
     table.round()
     assert table.drafter._times([table.context], clock.now).rest_s == pytest.approx(before)
+
+
+def test_rounds_in_which_nothing_is_drafted_are_measured_too(clock):
+    """The target becomes slower while the lookup finds nothing."""
+    lookup = Scripted(clock, 0, 0)
+    table = Table(lookup, Scripted(clock, 0, 0, call_s=1.0), clock, pass_s=0.010)
+    for _ in range(4):
+        table.round()
+    before = table.drafter._times([table.context], clock.now).rest_s
+    table.pass_s = 0.030
+    for _ in range(20):
+        table.round()
+    assert table.used[-20:] == [NO_DRAFTER] * 20
+    assert before == pytest.approx(0.010) and table.drafter._times([table.context], clock.now).rest_s > 0.020
