@@ -23,6 +23,7 @@ from actors.protocol.messages import (
 from tests.actors.service_harness import KEYS, WAIT_S, Stage, link_to
 
 OTHER = "client:other"
+AWAY = "client:away"
 MINE = 1
 """Every client's number of its request; at the coordinator they are FIRST and SECOND in order of arrival."""
 FIRST, SECOND = 1, 2
@@ -120,3 +121,29 @@ def test_a_greeting_is_answered_to_its_client_alone(stage):
     assert receive(stage, OTHER, Alive) and receive(stage, OTHER, Ready, 0.5) is None
     stage.send(OTHER, Hello())
     assert receive(stage, OTHER, Ready).role == "target"
+
+
+class Connected:
+    """A hub with these links."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = list(names)
+
+    def identities(self) -> list[str]:
+        return self.names
+
+
+def test_requests_of_a_client_are_abandoned_once_it_has_been_away_long_enough():
+    """From the moment at which it was found missing; coming back begins anew, and the owner is never missing."""
+    hub: Any = Connected(CLIENT, OTHER, AWAY)
+    known = clients.Clients(hub)
+    for name in (CLIENT, OTHER, AWAY):
+        known.admit(f"{name}/out", Request(MINE, (3, 4)))
+    assert known.abandoned(100.0) == []
+    hub.names = [OTHER]
+    for now in (100.0, 100.0 + clients.ABSENT_S - 0.1):
+        assert known.abandoned(now) == []
+    hub.names = [OTHER, AWAY]
+    assert known.abandoned(100.0 + clients.ABSENT_S) == []
+    hub.names = [OTHER]
+    assert known.abandoned(200.0) == [] and known.abandoned(200.0 + clients.ABSENT_S) == [3]

@@ -157,3 +157,10 @@ def test_every_rank_of_the_drafter_gets_the_rows(ends, store):
     for thread in threads:
         thread.join()
     assert same(found[0], rows) and same(found[1], rows)
+
+
+def test_an_order_that_comes_again_does_not_break_the_bridge_that_stands(ends, store):
+    for end in ends:
+        for number in (2, 3):
+            end.form(Bridge(number, ("127.0.0.1", store.port)))
+    assert [end.number for end in ends] == [3, 3]

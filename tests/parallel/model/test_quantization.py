@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -302,6 +303,14 @@ def test_transformers_reads_the_same_numbers_from_fp8_blocks(make_checkpoint):
     written, numbers = fp8_blocks(weight)
     theirs = Fp8Dequantize(None)._dequantize_one(written["weight"], written["weight_scale_inv"], torch.float32)
     assert torch.equal(theirs, numbers)
+
+
+def test_a_scheme_that_does_not_say_so_is_symmetric(make_checkpoint):
+    config = json.loads((make_checkpoint().path / "config.json").read_text())
+    scheme: Any = compressed("int", 4, "pack-quantized", group_size=GROUP)
+    said = read_config(config | {"quantization_config": scheme})
+    del scheme["config_groups"]["group_0"]["weights"]["symmetric"]
+    assert read_config(config | {"quantization_config": scheme}) == said
 
 
 @pytest.mark.parametrize(

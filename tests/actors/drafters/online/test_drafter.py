@@ -104,3 +104,14 @@ def test_new_weights_are_put_in_before_a_draft_begins_once(parts):
     for _ in range(2):
         drafter.propose([], [])
     assert log == ["drafts", "0: a", "1: b", "drafts", "drafts"]
+
+
+@pytest.mark.parametrize("size", [0, 40])
+def test_features_are_as_wide_as_its_drafter_reads_them(parts, size):
+    learner, log, _ = parts
+    inside: Any = Drafter(log)
+    if size:
+        inside.capabilities = Capabilities(reads_features=SimpleNamespace(feature_size=size))  # pyright: ignore
+    served: Any = []
+    runner: Any = None
+    assert OnlineDrafter(inside, runner, served, learner, 0.25, None).feature_size == size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 
 from cluster import pocket
 from cluster.io.prompts import read_prompts
-from cluster.tools.training.corpus import Source
+from cluster.tools.training.corpus import HELD_OUT, Source
 from cluster.tools.training.workloads import (
     NUM_PROMPTS,
     NUM_SESSIONS,
@@ -21,6 +22,7 @@ from cluster.tools.training.workloads import (
     copied_share,
     cut_functions,
     edit_prompt,
+    held_out_sources,
 )
 
 BODY = "\n".join(f"        self.assertEqual(add({i}, {i + 1}), {2 * i + 1})" for i in range(8))
@@ -103,3 +105,10 @@ def test_the_bundled_workloads_are_answered_by_copying(one_free_thread):
         for session in sessions
     ]
     assert 1 / 3 < shares[0] < shares[1]
+
+
+def test_held_out_text_is_that_of_pythons_own_library():
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found = held_out_sources()
+    assert {source.path for source in found} >= set(HELD_OUT)
+    assert all(source.text == (library / source.path).read_text(encoding="utf-8") for source in found)
