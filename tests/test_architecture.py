@@ -279,16 +279,18 @@ def test_the_index_of_the_documentation_has_every_page_once():
 
 
 def test_files_that_are_named_exist():
-    """Paths from the root, links of a page, and names of modules, in code and documentation alike."""
+    """Paths from the root or ends of paths, links of a page, and names of modules, in code and documentation alike."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     modules = {path.name for path in (*SOURCES, *TESTS, *SCRIPTS)}
     from_root = re.compile(r"\b(?:actors|cluster|conf|docs|parallel|tests)/[\w/]*\w\.(?:py|md|yaml|json|png)\b")
+    ends = "".join(f"/{relative(path)}\n" for path in (*SOURCES, *TESTS, *SCRIPTS))
     wrong = []
     for path in (*SOURCES, *TESTS, *SCRIPTS, *pages):
         text = path.read_text()
         places = [ROOT / name for name in from_root.findall(text)]
         if path in pages:
             places += [path.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
+            places += [ROOT / name for name in re.findall(r"`(\w+/[\w/]+\.py)`", text) if f"/{name}\n" not in ends]
         missing = [place.name for place in places if not place.exists()]
         missing += [name for name in re.findall(r"`(\w+\.py)`", text) if name not in modules]
         wrong += [f"{relative(path)}: {name}" for name in missing if name not in EXAMPLE_FILES]

@@ -62,22 +62,24 @@ def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[st
 
 def _footprint(model: _Model, place: RankPlacement, config: LaunchConfig) -> Footprint:
     """The footprint of one model on the `place.size` ranks of its role."""
-    max_num_seqs = config.scheduler.max_num_seqs
-    if not isinstance(model, TargetConfig) and _is_speculator(model):
-        return _speculator_footprint(model, place, config)
     if isinstance(model, TargetConfig):
-        parts, shapes = place.size, read_config(model.path).stretched(model.stretch)
-        length = min(model.max_model_len or shapes.max_positions, shapes.max_positions)
-    else:
-        # A rank that divides layers instead of tensors holds at most all of them.
-        parts, shapes = 1 if model.parallel == Parallel.layer else place.size, read_config(model.path)
-        length = shapes.max_positions
-    dtype = dtype_name(model.dtype, place.device)
-    width, stored = ITEM_BYTES[dtype], weights_name(model.weights, dtype, place.device, model.path)
-    weights = place.size * weight_bytes(shapes, parts, width, weights=stored, path=model.path)
-    num_slots = model.kv_slots or max_num_seqs * length
-    rows = kv_bytes_per_slot(shapes, parts, kv_item_bytes(model.kv_dtype, dtype))
-    return Footprint(weights, place.size * num_slots * rows)
+        return _target_footprint(model, place, config)
+    if _is_speculator(model):
+        return _speculator_footprint(model, place, config)
+    # A rank that divides layers instead of tensors holds at most all of them.
+    weights, per_slot = model.memory(1 if model.parallel == Parallel.layer else place.size, place.device)
+    slots = model.kv_slots or config.scheduler.max_num_seqs * read_config(model.path).max_positions
+    return Footprint(place.size * weights, place.size * slots * per_slot)
+
+
+def _target_footprint(target: TargetConfig, place: RankPlacement, config: LaunchConfig) -> Footprint:
+    shapes, dtype = read_config(target.path).stretched(target.stretch), dtype_name(target.dtype, place.device)
+    stored = weights_name(target.weights, dtype, place.device, target.path)
+    weights = weight_bytes(shapes, place.size, ITEM_BYTES[dtype], weights=stored, path=target.path)
+    length = min(target.max_model_len or shapes.max_positions, shapes.max_positions)
+    slots = target.kv_slots or config.scheduler.max_num_seqs * length
+    per_slot = kv_bytes_per_slot(shapes, place.size, kv_item_bytes(target.kv_dtype, dtype))
+    return Footprint(place.size * weights, place.size * slots * per_slot)
 
 
 def _speculator_footprint(model: SpeculatorDrafterConfig, place: RankPlacement, config: LaunchConfig) -> Footprint:

@@ -469,7 +469,8 @@ class ModelDrafterConfig(LearningDrafterConfig):
         own = "target" if self.is_attached(pipeline) else TOP
         return [self] if role == own else []
 
-    def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
+    def memory(self, ranks: int, device: str) -> tuple[int, int]:
+        """Bytes of the weights on one of the ranks that share the model's tensors, and of a KV slot there."""
         from parallel.model.families.registry import read_config
         from parallel.runtime.model_bytes import (
             ITEM_BYTES,
@@ -483,7 +484,10 @@ class ModelDrafterConfig(LearningDrafterConfig):
         dtype, shapes = dtype_name(self.dtype, device), read_config(self.path)
         stored = weights_name(self.weights, dtype, device, self.path)
         weights = weight_bytes(shapes, ranks, ITEM_BYTES[dtype], weights=stored, path=self.path)
-        per_slot = kv_bytes_per_slot(shapes, ranks, kv_item_bytes(self.kv_dtype, dtype))
+        return weights, kv_bytes_per_slot(shapes, ranks, kv_item_bytes(self.kv_dtype, dtype))
+
+    def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
+        weights, per_slot = self.memory(ranks, device)
         return (weights + self.kv_slots * per_slot, 0) if self.kv_slots else (weights, per_slot)
 
     def translated_models(self) -> list[str]:
