@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Annotated, TypedDict
 
 import pytest
 from msgspec import Meta
 
 from parallel.typed_json import as_type, parse_json, read_json
+from tests.first_use import use_together
 
 
 class Inner(TypedDict, total=False):
@@ -74,31 +73,7 @@ def test_a_folder_or_nothing_is_no_file(tmp_path):
         read_json(tmp_path / "config.json")
 
 
-FIRST_USE = """
-import sys, threading
-from dataclasses import make_dataclass
-from parallel.typed_json import as_type
-
-sys.setswitchinterval(1e-6)
-fields = [(f"field_{i}", "int | None", None) for i in range(12)]
-for number in range(100):
-    inner = make_dataclass(f"Inner{number}", fields, frozen=True)
-    outer = make_dataclass(f"Outer{number}", [("several", tuple[inner, ...]), ("one", inner)], frozen=True)
-    content = {"several": [{"field_1": 2}], "one": {"field_0": 3}}
-    gate = threading.Barrier(4)
-
-    def read() -> None:
-        gate.wait()
-        assert as_type(content, outer).one.field_0 == 3
-
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-"""
-
-
 def test_threads_may_use_a_type_for_the_first_time_together():
-    """As the ranks of one process do. In a process of its own, which ends by a signal where they must not."""
-    subprocess.run([sys.executable, "-c", FIRST_USE], check=True, timeout=60)
+    """As the ranks of one process do."""
+    before = 'content = {"several": [{"field_1": 2}], "one": {"field_0": 3}}'
+    use_together("from parallel.typed_json import as_type", before, "as_type(content, outer)")

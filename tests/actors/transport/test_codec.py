@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_origin, get_type_hints
 
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 
 from actors.transport.channel import CODEC
 from actors.transport.codec import CodecError
+from tests.first_use import use_together
 
 JSON = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False) | st.text(max_size=5)
 VALUES = {
@@ -127,32 +126,7 @@ def test_floats_keep_all_their_bits():
     assert SparseDistribution((1,), (weight,)).probs == (weight,)
 
 
-FIRST_USE = """
-import sys, threading
-from dataclasses import make_dataclass
-from actors.transport.codec import Codec
-
-sys.setswitchinterval(1e-6)
-fields = [(f"field_{i}", "int | None", None) for i in range(12)]
-for number in range(100):
-    inner = make_dataclass(f"Inner{number}", fields, frozen=True)
-    outer = make_dataclass(f"Outer{number}", [("several", tuple[inner, ...]), ("one", inner)], frozen=True)
-    codec = Codec((outer,))
-    payload = codec.encode(outer((inner(), inner()), inner(3)))
-    gate = threading.Barrier(4)
-
-    def read() -> None:
-        gate.wait()
-        assert codec.decode(payload).one.field_0 == 3
-
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-"""
-
-
 def test_threads_may_use_a_record_for_the_first_time_together():
-    """As the ranks of one process do. In a process of its own, which ends by a signal where they must not."""
-    subprocess.run([sys.executable, "-c", FIRST_USE], check=True, timeout=60)
+    """As the ranks of one process do."""
+    before = "codec = Codec((outer,)); payload = codec.encode(outer((inner(), inner()), inner(3)))"
+    use_together("from actors.transport.codec import Codec", before, "codec.decode(payload)")
