@@ -19,30 +19,50 @@ from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 
 ROOT = Path(__file__).parents[3]
+SERVER = """
+import os, pickle, sys
+import hydra, numpy, tokenizers, torch  # of others, and loaded by most probes: once for all of them
+while request := sys.stdin.buffer.readline():
+    probe, argument = pickle.loads(bytes.fromhex(request.decode()))
+    if not os.fork():
+        exec(probe, {"argument": argument})
+        print(*sys.modules, flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        print("the probe failed", flush=True)
+"""
+"""Runs each probe in a process forked from one that has loaded none of our modules, and prints what it loaded."""
 BUILD = """
-import pickle, sys
+import pickle
 from actors.worker.factory import build_role
 from parallel.comm.group import SINGLE
-build_role(pickle.load(sys.stdin.buffer), SINGLE)
-print(*sys.modules)
+build_role(pickle.loads(argument), SINGLE)
 """
 DRIVER = """
-import sys
 import cluster.engine
 from cluster.config.compose import load_config
-load_config(["drafter=" + sys.argv[1]])
-print(*sys.modules)
+load_config(["drafter=" + argument])
 """
 OURS = ("actors.", "parallel.", "cluster.")
 
 
-def loaded(probe, *arguments, stdin=b""):
-    """Our modules in a process that ran the probe; none trains."""
-    call = [sys.executable, "-c", probe, *arguments]
-    done = subprocess.run(call, cwd=ROOT, input=stdin, stdout=subprocess.PIPE, check=True)
-    modules = {name for name in done.stdout.decode().split() if name.startswith(OURS)}
-    assert not {name for name in modules if "training" in name}
-    return modules
+@pytest.fixture(scope="module")
+def loaded():
+    """Our modules in a new process that ran a probe; none trains."""
+    call = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(call, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+
+        def ask(probe, argument):
+            server.stdin.write(pickle.dumps((probe, argument)).hex() + "\n")
+            server.stdin.flush()
+            modules = {name for name in server.stdout.readline().split() if name.startswith(OURS)}
+            assert modules, "the probe failed: its traceback is on stderr"
+            assert not {name for name in modules if "training" in name}
+            return modules
+
+        yield ask
+        server.stdin.close()
 
 
 def rooms(modules):
@@ -62,35 +82,35 @@ SHARED = {"config", "interface", "draft_ahead"}
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_draft_rank_loads_no_other_method(spec, models, name):
+def test_a_draft_rank_loads_no_other_method(loaded, spec, models, name):
     drafter, own = DRAFTERS[name]
     drafter = replace(drafter, path=str(models["drafter"])) if isinstance(drafter, ModelDrafterConfig) else drafter
-    modules = loaded(BUILD, stdin=pickle.dumps(replace(spec, drafter=drafter, role="draft")))
+    modules = loaded(BUILD, pickle.dumps(replace(spec, drafter=drafter, role="draft")))
     assert rooms(modules) <= SHARED | own
     assert not {one for one in modules if one.startswith("actors.roles.target")}
     if not drafter.models():
         assert not {one for one in modules if one.startswith(("parallel.model", "parallel.speculators"))}
 
 
-def test_a_target_rank_loads_no_method(spec):
+def test_a_target_rank_loads_no_method(loaded, spec):
     """Of a drafter on ranks of its own it has the record alone."""
-    modules = loaded(BUILD, stdin=pickle.dumps(replace(spec, drafter=NgramDrafterConfig())))
+    modules = loaded(BUILD, pickle.dumps(replace(spec, drafter=NgramDrafterConfig())))
     assert rooms(modules) <= SHARED | {"lookup"} and "actors.drafters.lookup.suffix" not in modules
     assert not {one for one in modules if one.startswith(("parallel.self_speculation", "actors.roles.attached"))}
     assert "parallel.speculators.config" in modules, "numbers the residual streams"
     assert {one for one in modules if one.startswith("parallel.speculators.")} == {"parallel.speculators.config"}
 
 
-def test_a_speculator_loads_no_other_familys_runner(spec, speculator):
+def test_a_speculator_loads_no_other_familys_runner(loaded, spec, speculator):
     drafter = SpeculatorDrafterConfig(path=str(speculator("medusa")))
-    modules = loaded(BUILD, stdin=pickle.dumps(replace(spec, drafter=drafter, role="draft")))
+    modules = loaded(BUILD, pickle.dumps(replace(spec, drafter=drafter, role="draft")))
     others = {f"parallel.speculators.{family}.runner" for family in ("block", "eagle")}
     assert "parallel.speculators.heads.runner" in modules and not others & modules
     assert rooms(modules) <= SHARED | {"speculator", "model", "vocabulary", "online"}
 
 
 @pytest.mark.parametrize("name", ["ngram", "jacobi"])
-def test_an_engine_loads_the_record_of_its_drafter_alone(name):
+def test_an_engine_loads_the_record_of_its_drafter_alone(loaded, name):
     _, own = DRAFTERS[name]
     found = rooms(loaded(DRIVER, name))
     assert found <= SHARED | own | {"registry", "vocabulary"}, "the tokenizer's file is everyone's"
