@@ -19,6 +19,10 @@ SPINS = "5000"
 matrix (1.5 times as slow), and short beside a scheduler's time slice."""
 
 
+_own: dict[str, str] = {}
+"""What `configure_threads` has put into the environment."""
+
+
 def settings_for(*, shared: bool) -> Mapping[str, str]:
     """Environment of a rank, whose cores may be `shared` with another one; nothing where the user has chosen."""
     if in_effect():
@@ -34,7 +38,8 @@ def in_effect() -> dict[str, str]:
 def configure_threads(*, shared: bool) -> None:
     """For this process; without effect, so not done, once PyTorch is loaded."""
     if "torch" not in sys.modules:
-        os.environ.update(settings_for(shared=shared))
+        _own.update(settings_for(shared=shared))
+        os.environ.update(_own)
 
 
 @contextmanager
@@ -47,6 +52,17 @@ def configured_children(*, shared: bool) -> Iterator[None]:
     finally:
         for name in settings:
             del os.environ[name]
+
+
+@contextmanager
+def unconfigured_children() -> Iterator[None]:
+    """For processes that are started inside the block, and choose for themselves what the user has not chosen."""
+    for name in _own:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(_own)
 
 
 def set_num_threads(count: int) -> None:

@@ -57,7 +57,7 @@ class GenerateConfig(PromptsJobConfig):
     concurrency: Annotated[int, Range(0, zero="all at once")] = 1
     """Requests in flight; 0 = all at once. The default measures the latency of a single request."""
     baseline: bool = True
-    """Also time plain decoding of the same prompts, for `speedup_vs_ar`."""
+    """Also time plain decoding of the same prompts, for `speedup_vs_ar`, with all cores that the target has alone."""
     resume: bool = False
     """Continue from `completions.jsonl` in the run directory: prompts that are finished there are not run again."""
     trace: bool = True

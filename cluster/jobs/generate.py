@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from actors.protocol.messages import SamplingParams
+from cluster.baseline import PlainEngine, describe, needs_own_engine
 from cluster.config.jobs import GenerateConfig
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine, EngineError
@@ -36,6 +37,7 @@ from cluster.observability.report import (
     write_json,
 )
 from cluster.observability.results import Run, Served
+from cluster.placement.ranks import RankPlacement
 from cluster.run_prompts import serve_prompts
 from parallel.whole_files import append_text, write_text
 
@@ -54,9 +56,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     if finished:
         terminal.line(f"{len(finished)} of {len(prompts)} prompts are already in {completions}")
     if not indices:
-        if not report_file.exists():  # the run that finished them was killed before it wrote one
-            nothing = {"num_resumed": len(finished), **figures(Run()), **circumstances(config, [], {})}
-            write_json(report_file, {"job": job.name, **nothing, "interrupted": False})
+        _report_nothing(config, report_file, len(finished))
         return
     prompts = [prompts[index] for index in indices]
     with terminal.starting() as progress:
@@ -81,25 +81,42 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
                 write_json(report_file, make_report(so_far))
 
         speculative = _timed(engine, prompts, sampling, terminal, speculate=True, on_finished=record)
-        plain = None
-        if job.baseline and not speculative.interrupted:
+        compared = job.baseline and not speculative.interrupted
+        alone, plain = compared and needs_own_engine(config, engine.places), None
+        if compared and not alone:
             write_json(report_file, {**make_report(speculative), "interrupted": True})
             plain = _timed(engine, prompts, sampling, terminal, speculate=False, on_finished=lambda _: None)
         # Before the engine closes: a batch system may stop all processes of the job at once.
         report = make_report(speculative, plain)
-        write_json(report_file, report)
+        write_json(report_file, {**report, "interrupted": report["interrupted"] or alone})
         if engine.trace:
             write_text(run_dir / "failure.txt", engine.trace)
         if job.trace and speculative.spans:
             _trace(engine, speculative, report, run_dir)
+    if alone:
+        plain, places = _plain_alone(config, prompts, sampling, terminal)
+        report = make_report(speculative, plain, places)
+        write_json(report_file, report)
     _show(terminal, speculative)
     _summarise(terminal, report, run_dir)
+    _check_completed(report, speculative, indices)
+
+
+def _report_nothing(config: LaunchConfig, file: Path, num_resumed: int) -> None:
+    """Unless the run that finished all prompts wrote a report before it was killed."""
+    if not file.exists():
+        nothing = {"num_resumed": num_resumed, **figures(Run()), **circumstances(config, [], {})}
+        write_json(file, {"job": config.job.name, **nothing, "interrupted": False})
+
+
+def _check_completed(report: GenerateReport, run: Run, indices: Sequence[int]) -> None:
+    """Raise KeyboardInterrupt, or EngineError if a request failed; `indices`: places of the prompts in their file."""
     if report["interrupted"]:
         raise KeyboardInterrupt
-    if speculative.failed:
-        first, count = speculative.failed[0], len(speculative.failed)
+    if run.failed:
+        first, count = run.failed[0], len(run.failed)
         raise EngineError(
-            f"{count} of {len(prompts)} requests failed; prompt {indices[first.index] + 1}: {first.error}"
+            f"{count} of {len(indices)} requests failed; prompt {indices[first.index] + 1}: {first.error}"
         )
 
 
@@ -111,13 +128,21 @@ class GenerateReport(RunFigures, Circumstances):
     num_resumed: int
     startup_s: dict[str, float]
     plain: RunFigures | None
+    baseline: str | None
+    """What plain decoding ran on."""
     incidents: list[dict[str, Any]]
     interrupted: bool
 
 
 def _report(
-    engine: Engine, num_resumed: int, first_token_s: float | None, speculative: Run, plain: Run | None = None
+    engine: Engine,
+    num_resumed: int,
+    first_token_s: float | None,
+    speculative: Run,
+    plain: Run | None = None,
+    plain_places: Sequence[RankPlacement] = (),
 ) -> GenerateReport:
+    """`plain_places` are the ranks of an engine of its own; none: plain decoding ran in this one."""
     job: GenerateConfig = engine.config.job
     return {
         "job": job.name,
@@ -126,6 +151,7 @@ def _report(
         "startup_s": engine.startup.seconds(first_token_s),
         **figures(speculative, plain),
         "plain": figures(plain) if plain else None,
+        "baseline": describe(plain_places or engine.places, own_engine=bool(plain_places)) if plain else None,
         "incidents": [asdict(incident) for incident in engine.supervisor.incidents],
         **circumstances(engine.config, engine.places, engine.ready),
         "interrupted": speculative.interrupted or (plain is not None and plain.interrupted),
@@ -133,11 +159,8 @@ def _report(
 
 
 def _warm_up(engine: Engine, prompts: list[Prompt], sampling: SamplingParams) -> float | None:
-    """Run a short request without and with speculation: the first passes allocate memory and choose kernels.
-
-    Returns the seconds until the first token.
-    """
-    short = replace(sampling, min_tokens=0, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
+    """Run a short request without and with speculation. Returns the seconds until the first token."""
+    short = _short(sampling)
     first_token_s: list[float | None] = []
     for speculate in (False, True):
         run = serve_prompts(engine, prompts[:1], short, speculate=speculate, concurrency=1, phase="warm-up")
@@ -173,6 +196,26 @@ def _timed(
             phase="speculative" if speculate else "plain",
             on_finished=finished,
         )
+
+
+def _plain_alone(
+    config: LaunchConfig, prompts: list[Prompt], sampling: SamplingParams, terminal: Terminal
+) -> tuple[Run, list[RankPlacement]]:
+    """Decode the prompts plainly, in an engine that has the whole machine, after the other one has ended."""
+    try:
+        with terminal.starting() as progress, PlainEngine(config) as engine:
+            progress("starting plain decoding by itself, to compare")
+            places = engine.places
+            engine.serve(prompts[:1], _short(sampling), 1)
+            progress("plain decoding by itself, to compare")
+            return engine.serve(prompts, sampling, config.job.concurrency), places
+    except KeyboardInterrupt:
+        return Run(interrupted=True), []
+
+
+def _short(sampling: SamplingParams) -> SamplingParams:
+    """Parameters of a request that warms up: the first passes allocate memory and choose kernels."""
+    return replace(sampling, min_tokens=0, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
 
 
 def _trace(engine: Engine, run: Run, report: GenerateReport, run_dir: Path) -> None:
@@ -218,7 +261,7 @@ def _summarise(terminal: Terminal, report: GenerateReport, run_dir: Path) -> Non
         ("requests", f"{report['num_requests']}, {report['num_failed']} failed"),
         ("tokens", f"{report['tokens']:,} in {figure(report['wall_s'], 1)} s"),
         ("speed", f"{figure(report['tokens_per_s'], 1)} tokens/s"),
-        ("speed, plain decoding", f"{figure(report['plain_tokens_per_s'], 1)} tokens/s"),
+        ("speed, plain decoding", _plain_speed(report)),
         ("speed-up over plain decoding", figure(report["speedup_vs_ar"], 2, "x")),
         ("tokens equal to plain decoding", _equality(report)),
         ("time to first token", figure(1e3 * ttft_s["median"] if ttft_s else None, 1, " ms, median")),
@@ -264,6 +307,11 @@ def _findings(report: GenerateReport) -> Iterator[str]:
     if speedup is not None:
         yield f"{speedup:.2f}x the speed of plain decoding"
     yield f"{figure(report['tokens_per_s'], 1)} tokens/s, not compared with plain decoding"
+
+
+def _plain_speed(report: GenerateReport) -> str:
+    where = f"; {report['baseline']}" if report["baseline"] else ""
+    return f"{figure(report['plain_tokens_per_s'], 1)} tokens/s{where}"
 
 
 def _equality(report: GenerateReport) -> str:

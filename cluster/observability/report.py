@@ -106,7 +106,7 @@ class Circumstances(RankLayout):
 
 
 def figures(run: Run, plain: Run | None = None) -> RunFigures:
-    """The figures of one run; `plain` is plain decoding of the same prompts by the same engine."""
+    """The figures of one run; `plain` is plain decoding of the same prompts."""
     counters = run.counters
     tokens_per_s = _ratio(run.num_tokens, run.wall_s)
     plain_tokens_per_s = _ratio(plain.num_tokens, plain.wall_s) if plain else None

@@ -6,6 +6,7 @@ from cluster.config.schema import LaunchConfig
 from cluster.observability.report import layout, notes
 from cluster.tools.bench.figures import BenchEntry, drafting_figures, summarise
 from cluster.tools.bench.tables import choices
+from cluster.tools.bench.tasks import num_target_threads
 from cluster.tools.bench.trials import SettingTrials
 
 
@@ -19,7 +20,12 @@ def entry_of(name: str, measured: SettingTrials, num_prompts: int) -> BenchEntry
         **drafting,
         "first_prediction": first_prediction,
         "num_skipped_prompts": num_prompts - len(task.prompts),
-        "num_threads": {"target": task.num_threads, "peers": task.num_threads},
+        "num_threads": {
+            "target": num_target_threads(engine.places),
+            "plain": task.num_threads,
+            "peers": task.num_threads,
+        },
+        "baseline": measured.baseline,
         "resident_bytes": measured.resident_bytes,
         **layout(engine.places, engine.ready),
     }
@@ -28,6 +34,7 @@ def entry_of(name: str, measured: SettingTrials, num_prompts: int) -> BenchEntry
 def remarks_on(config: LaunchConfig, measured: list[SettingTrials], entries: list[BenchEntry]) -> list[str]:
     """Limits of the figures that a reader must know."""
     remarks = [note for each in measured for note in notes(each.task.setting.configure(config))]
+    remarks += [f"plain decoding was timed in {baseline}" for baseline in {each.baseline: None for each in measured}]
     skipped = max(entry["num_skipped_prompts"] for entry in entries)
     if skipped:
         remarks.append(f"{skipped} prompts were left out: they leave no room for sampling.max_tokens")

@@ -41,7 +41,8 @@ TIMED = (
 """Figures that differ from repeat to repeat; the others depend on the tokens only and are those of one repeat."""
 
 BASELINES = {
-    "speedup_vs_ar": "plain decoding: the same engine, prompts and settings with speculation off, in the same repeat",
+    "speedup_vs_ar": "plain decoding of the same prompts in the same repeat, in the engine that `baseline` names: one "
+    "of its own with all cores where a drafter on this CPU leaves the target fewer",
 }
 
 
@@ -95,6 +96,8 @@ class BenchEntry(SettingFigures, DraftingFigures, RankLayout):
     """Tokens per second that the first repeat alone predicts."""
     num_skipped_prompts: int
     num_threads: dict[str, int]
+    baseline: str
+    """What plain decoding ran on."""
     resident_bytes: dict[str, int]
 
 

@@ -54,6 +54,7 @@ _ROUNDS: Cells = (
     ("target busy", lambda entry: percent(entry["target_busy"])),
     ("drafter busy", lambda entry: percent(entry["draft_busy"])),
     ("target threads", lambda entry: str(entry["num_threads"]["target"])),
+    ("plain", lambda entry: str(entry["num_threads"]["plain"])),
     ("memory", lambda entry: figure(sum(entry["resident_bytes"].values()) / 2**20, 0, " MiB")),
 )
 
@@ -81,7 +82,7 @@ def _table(entries: Sequence[BenchEntry], cells: Cells) -> Table:
 
 
 def speed_table(entries: Sequence[BenchEntry]) -> Table:
-    """Speed against plain decoding in the same engine; the range is from least to most over the repeats."""
+    """Speed against plain decoding; the range is from least to most over the repeats."""
     return _table(entries, _SPEED)
 
 

@@ -12,11 +12,12 @@ from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
 from cluster.observability.results import Run
+from cluster.placement.ranks import RankPlacement
 from cluster.tools.bench.plan import Setting
 
 SPECULATIVE = "speculative"
 PLAIN = "plain"
-"""The engine itself, with and without speculation; every trial has these two sides."""
+"""This engine, with and without speculation; every trial has these two sides."""
 
 TRANSFORMERS = "transformers"
 ASSISTED = "transformers assisted"
@@ -33,7 +34,7 @@ def peer_sides(sides: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class BenchTask:
-    """The work of a setting. `num_threads` is the number that the target role computes with; a peer gets as many."""
+    """The work of a setting. `num_threads` is the number that plain decoding computes with; a peer gets as many."""
 
     setting: Setting
     prompts: tuple[Prompt, ...]
@@ -45,7 +46,13 @@ class BenchTask:
         return replace(self, prompts=self.prompts[: self.setting.batch])
 
 
-def make_task(setting: Setting, config: LaunchConfig, prompts: Sequence[Prompt], engine: Engine) -> BenchTask:
+def make_task(
+    setting: Setting,
+    config: LaunchConfig,
+    prompts: Sequence[Prompt],
+    engine: Engine,
+    plain_places: Sequence[RankPlacement],
+) -> BenchTask:
     """Raise ValueError, one line, if no prompt leaves room for the answer."""
     sampling = setting.configure(config).sampling_params(engine.tokenizer)
     room = int(engine.ready["target-0"].facts["max_model_len"])
@@ -53,8 +60,12 @@ def make_task(setting: Setting, config: LaunchConfig, prompts: Sequence[Prompt],
         made = of_length(prompts, setting.context, engine.tokenizer, sampling.max_tokens, room)
     else:
         made = fitting(prompts, engine.tokenizer, sampling.max_tokens, room)
-    num_threads = sum(place.num_threads for place in engine.places if place.role == "target")
-    return BenchTask(setting, tuple(made), sampling, num_threads)
+    return BenchTask(setting, tuple(made), sampling, num_target_threads(plain_places))
+
+
+def num_target_threads(places: Iterable[RankPlacement]) -> int:
+    """Threads of all ranks of the target together."""
+    return sum(place.num_threads for place in places if place.role == "target")
 
 
 def fitting(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_tokens: int, max_model_len: int) -> list[Prompt]:

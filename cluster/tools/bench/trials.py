@@ -1,4 +1,4 @@
-"""The order of measurements: every repeat times a setting and plain decoding in the same engine, one after the other.
+"""The order of measurements: every repeat times a setting and plain decoding, one after the other.
 
 Settings take turns within a repeat, and the sides of a setting swap places from repeat to repeat, so that a machine
 that warms up or slows down affects all sides alike. An idle engine waits on a socket and costs memory alone, so engines
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from cluster.baseline import PlainEngine, describe, needs_own_engine
 from cluster.config.jobs import BenchConfig
 from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.engine import Engine
@@ -46,6 +47,7 @@ class EnginePool:
         self._side_by_side = may_share(config)
         self._log_dir = None if config.cluster.name == ClusterName.inprocess else log_dir
         self._open: dict[str, Engine] = {}
+        self._plain: dict[str, PlainEngine] = {}
 
     def blocks(self, settings: Sequence[Setting]) -> list[Sequence[Setting]]:
         """Settings whose trials may be interleaved: all of them, or engine by engine."""
@@ -65,7 +67,19 @@ class EnginePool:
             self._open[key] = Engine(configured, progress=self._progress, log_dir=self._log_dir)
         return self._open[key]
 
+    def plain(self, setting: Setting) -> PlainEngine | None:
+        """The engine that decodes plainly for this setting; None: its own one does that as fast."""
+        configured, places = setting.configure(self._config), self.engine(setting).places
+        if not needs_own_engine(configured, places):
+            return None
+        key = str(configured.verify)  # nothing else that settings differ in reaches plain decoding's engine
+        if key not in self._plain:
+            self._progress("starting plain decoding by itself")
+            self._plain[key] = PlainEngine(configured)
+        return self._plain[key]
+
     def close(self) -> None:
+        """End the engines with drafters, which may not stay open beside the next one."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -74,16 +88,37 @@ class EnginePool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+        while self._plain:
+            self._plain.popitem()[1].close()
 
 
 @dataclass(slots=True)
 class SettingTrials:
-    """A setting's task, the engine it runs on, its trials so far, and the memory held after the latest."""
+    """A setting's task, the engine it runs on, its trials so far, and the memory held after the latest.
+
+    `plain` decodes plainly where that engine would be slower at it than one of its own.
+    """
 
     task: BenchTask
     engine: Engine
+    plain: PlainEngine | None = None
     trials: list[Trial] = field(default_factory=list)
     resident_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def baseline(self) -> str:
+        """What plain decoding runs on."""
+        return describe((self.plain or self.engine).places, own_engine=self.plain is not None)
+
+    def serve(self, side: str, task: BenchTask) -> Run:
+        """Raises EngineError if a request failed, KeyboardInterrupt."""
+        if side == PLAIN and self.plain is not None:
+            run = self.plain.serve(task.prompts, task.sampling, task.setting.batch)
+        else:
+            speculate, batch = side == SPECULATIVE, task.setting.batch
+            run = serve_prompts(self.engine, task.prompts, task.sampling, speculate=speculate, concurrency=batch)
+        all_completed(run)
+        return run
 
 
 class TrialRunner:
@@ -111,12 +146,15 @@ class TrialRunner:
                     each.trials.append(trial)
 
     def _prepare(self, setting: Setting, pool: EnginePool, bar: Bar) -> SettingTrials:
-        engine = pool.engine(setting)
+        engine, plain = pool.engine(setting), pool.plain(setting)
         for name in self._config.job.peers:
             if name not in self.peers:
                 bar.say(f"loading {name}")
                 self.peers[name] = PEERS[name].open(engine)
-        return SettingTrials(make_task(setting, self._config, self._prompts[setting.workload], engine), engine)
+        places = (plain or engine).places
+        return SettingTrials(
+            make_task(setting, self._config, self._prompts[setting.workload], engine, places), engine, plain
+        )
 
     def _repeat(
         self, tasks: Sequence[tuple[SettingTrials, BenchTask]], bar: Bar, *, swapped: bool = False
@@ -127,14 +165,7 @@ class TrialRunner:
         for each, task in tasks:
             trial: Trial = {}
             for side in (SPECULATIVE, PLAIN) if swapped else (PLAIN, SPECULATIVE):
-                trial[side] = serve_prompts(
-                    each.engine,
-                    task.prompts,
-                    task.sampling,
-                    speculate=side == SPECULATIVE,
-                    concurrency=task.setting.batch,
-                )
-                all_completed(trial[side])
+                trial[side] = each.serve(side, task)
             each.resident_bytes = resident_bytes(each.engine.ready)
             for peer in self.peers.values():
                 for side, key in peer.sides(task).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 
 import pytest
@@ -50,7 +51,14 @@ def test_times_every_setting_against_plain_decoding_and_peers(tiny_launch, promp
         role = entry["bytes_per_role"].get("draft")  # a lookup holds nothing
         assert entry["drafter_bytes"] == (role or {"weights": 0, "kv": 0})
     assert entries["model k=3 b=1"]["drafter_bytes"]["weights"] > 0 < entries["model k=3 b=1"]["draft_share"] < 1
-    alone = entries["model k=3 b=1"]
+    alone, count = entries["model k=3 b=1"], len(os.sched_getaffinity(0))
+    assert {name: entry["baseline"].partition(",")[0] for name, entry in entries.items()} == {
+        "model k=3 b=1": "an engine of its own",
+        "model k=3 b=2": "an engine of its own",
+        "ngram k=3 b=1": "the same engine",
+        "ngram k=3 b=2": "the same engine",
+    }
+    assert all(entry["num_threads"] == dict.fromkeys(("target", "plain", "peers"), count) for entry in entries.values())
     assert alone["mean_acceptance_length"] == 4.0 and alone["categories"]["qa"]["mean_acceptance_length"] == 4.0
     assert set(alone["sides"]) == {"speculative", "plain", "transformers", "transformers assisted"}
     assert set(entries["model k=3 b=2"]["sides"]) == {"speculative", "plain"}
@@ -97,7 +105,7 @@ def test_an_interrupt_keeps_the_repeats_that_were_finished(tiny_launch, prompts,
     def interrupted_in_second_repeat(*arguments, **options):
         calls.append(options)
         run = serve(*arguments, **options)
-        run.interrupted = len(calls) == 3
+        run.interrupted = len(calls) == 2  # plain decoding runs in another process
         return run
 
     monkeypatch.setattr(trials, "serve_prompts", interrupted_in_second_repeat)

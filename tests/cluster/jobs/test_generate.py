@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -56,6 +57,8 @@ def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_
     assert report["tokens"] == 26 and report["tokens_equal_plain"] is True
     assert report["mean_acceptance_length"] == 4.0 and report["per_position_acceptance"] == [1.0, 1.0, 1.0]
     assert report["speedup_vs_ar"] == pytest.approx(report["tokens_per_s"] / report["plain_tokens_per_s"])
+    own = f"an engine of its own, {(count := len(os.sched_getaffinity(0)))} thread{'s' * (count > 1)}"
+    assert report["baseline"] == own, "beside a drafter on the same cores plain decoding is slower"
     assert 0 < report["target_busy"] <= 1 and 0 < report["draft_busy"] <= 1
     assert 0 < report["round_overhead_ms"] < report["round_ms"]
     assert list(report["startup_s"]) == ["imports", "cluster", "processes", "loading", "first_token", "total"]
@@ -70,7 +73,7 @@ def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_
         "requests": "2, 0 failed",
         "tokens": f"26 in {report['wall_s']:.1f} s",
         "speed": f"{report['tokens_per_s']:,.1f} tokens/s",
-        "speed, plain decoding": f"{report['plain_tokens_per_s']:,.1f} tokens/s",
+        "speed, plain decoding": f"{report['plain_tokens_per_s']:,.1f} tokens/s; {own}",
         "speed-up over plain decoding": f"{report['speedup_vs_ar']:.2f}x",
         "time to first token": f"{1e3 * report['ttft_s']['median']:.1f} ms, median",
         "time per later token": f"{report['decode_ms_per_token']:.2f} ms",

@@ -60,7 +60,7 @@ def entry(name: str = "model k=3", trials=TRIALS) -> dict[str, object]:
     return {
         "name": name,
         "setting": {"drafter": "model", "batch": 1},
-        "num_threads": {"target": 1, "peers": 1},
+        "num_threads": {"target": 1, "plain": 1, "peers": 1},
         "resident_bytes": {"target-0": 2**20, "draft-0": 2**20},
         "drafter_bytes": {"weights": 2**20, "kv": 2**21},
         **summarise(trials, greedy=True),
@@ -119,7 +119,7 @@ def test_tables_name_baselines_and_mismatches():
     assert (cells["speed-up"], cells["range"], cells["accepted + 1"]) == ("2.00x", "1.50-4.00", "3.00")
     assert cells["tokens"] == "all equal"
     columns, rows = round_table([entry()])
-    assert rows[0] == ["model k=3", "100.00", "5.00", "5%", "50%", "25%", "1", "2 MiB"]
+    assert rows[0] == ["model k=3", "100.00", "5.00", "5%", "50%", "25%", "1", "1", "2 MiB"]
     columns, rows = peer_table([entry()])
     assert [row[1] for row in rows] == [TRANSFORMERS, ASSISTED]
     assert dict(zip(columns, rows[1], strict=True))["tokens"] == "2 of 2 differ, in 2 tokens"

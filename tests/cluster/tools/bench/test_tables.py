@@ -60,7 +60,7 @@ def entry(**changes: Any) -> Any:
         "predicted_tokens_per_s": 29.0,
         "prediction_error": -0.03,
         "first_prediction": 31.0,
-        "num_threads": {"target": 3, "peers": 4},
+        "num_threads": {"target": 3, "plain": 6, "peers": 4},
         "resident_bytes": {"target-0": 32 << 20, "draft-0": 4 << 20},
         "drafter_bytes": {"weights": 33 << 20, "kv": 34 << 20},
         "sides": {
@@ -109,6 +109,7 @@ def test_the_table_of_rounds():
         ("target busy", "18%"),
         ("drafter busy", "17%"),
         ("target threads", "3"),
+        ("plain", "6"),
         ("memory", "36 MiB"),
     ]
     silent = dict(row_of(round_table([entry(round_ms=None, round_overhead_ms=None)])))

@@ -35,7 +35,8 @@ class Bench:
         self.calls: list[Any] = []
         self.said: list[str] = []
         self.num_steps = 0
-        self.engines = {batch: SimpleNamespace(ready=f"ranks of {batch}") for batch in (1, 2)}
+        self.engines = {batch: SimpleNamespace(ready=f"ranks of {batch}", places=[batch]) for batch in (1, 2)}
+        self.plain: dict[int, Any] = {}
         self.fails: Any = lambda number: False
         self._launch = tiny_launch
         monkeypatch.setattr(trials, "serve_prompts", self._serve)
@@ -45,7 +46,11 @@ class Bench:
 
     def run(self, **job: Any) -> TrialRunner:
         bar: Any = SimpleNamespace(say=self.said.append, advance=self._advance)
-        pool: Any = SimpleNamespace(blocks=lambda all_: [all_], engine=lambda one: self.engines[one.batch])
+        pool: Any = SimpleNamespace(
+            blocks=lambda all_: [all_],
+            engine=lambda one: self.engines[one.batch],
+            plain=lambda one: self.plain.get(one.batch),
+        )
         prompts: Any = {"w": ["a", "b", "c"], "v": ["z"]}
         self.runner = TrialRunner(self._launch(BenchConfig(prompts="x", **job)), prompts)
         self.runner.run(SETTINGS, pool, bar)
@@ -60,7 +65,8 @@ class Bench:
         failed = [Served(4, Prompt("x"), error="lost")] if self.fails(len(self.calls)) else []
         return Run(failed, float(len(self.calls)))
 
-    def _task(self, setting, config, prompts, engine) -> BenchTask:
+    def _task(self, setting, config, prompts, engine, plain_places) -> BenchTask:
+        assert plain_places == self.plain.get(setting.batch, engine).places
         assert prompts == ["a", "b", "c"] and engine is self.engines[setting.batch] and config.job.prompts == "x"
         return BenchTask(setting, tuple(prompts), GREEDY, 1)
 
@@ -91,6 +97,17 @@ def test_sides_swap_from_repeat_to_repeat_and_settings_take_turns(bench):
     assert found == [[(5, 6), (10, 9), (13, 14)], [(7, 8), (12, 11), (15, 16)]]
     assert [each.resident_bytes for each in runner.measured] == [{"ranks of 1": 14}, {"ranks of 2": 16}], "the latest"
     assert [each.engine.ready for each in runner.measured] == ["ranks of 1", "ranks of 2"]
+
+
+def test_plain_decoding_runs_in_an_engine_of_its_own_where_there_is_one(bench):
+    def serve(prompts, sampling, concurrency) -> Run:
+        bench.calls.append(("alone", concurrency, len(prompts)))
+        return Run([], float(len(bench.calls)))
+
+    bench.plain[2] = SimpleNamespace(places=["all"], serve=serve)
+    bench.run(warmup=0, repeats=2)
+    even = [("plain", 1, 3), ("speculative", 1, 3), ("alone", 2, 3), ("speculative", 2, 3)]
+    assert bench.calls == [*even, even[1], even[0], even[3], even[2]]
 
 
 def test_a_peer_is_opened_once_and_does_once_what_settings_have_in_common(bench):
@@ -148,6 +165,28 @@ def test_engines_that_cannot_are_open_one_at_a_time(tiny_launch, opened, tmp_pat
             pool.engine(setting)
     log = [("opened", 2, print, tmp_path), ("closed", 2), ("opened", 3, print, tmp_path), ("closed", 3)]
     assert opened == log
+
+
+def test_one_engine_decodes_plainly_for_all_settings_with_a_drafter_on_the_same_cpu(tiny_launch, opened, monkeypatch):
+    """It stays open when the others close, because it has no part in their Ray."""
+    places = {2: ["drafted"], 3: ["alone"]}
+    monkeypatch.setattr(trials, "needs_own_engine", lambda config, found: found == ["drafted"])
+    monkeypatch.setattr(trials.Engine, "places", property(lambda engine: places[engine.key]), raising=False)
+    started = []
+
+    class Plain:
+        def __init__(self, config) -> None:
+            started.append(config.verify)
+
+        def close(self) -> None:
+            started.append("closed")
+
+    monkeypatch.setattr(trials, "PlainEngine", Plain)
+    config = tiny_launch(BenchConfig(prompts="x"), cluster=ClusterConfig(ClusterName.local))
+    with EnginePool(config, lambda _: None) as pool:
+        first, second, again = map(pool.plain, LENGTHS)
+        assert first is again is not None and second is None
+    assert started == [config.verify, "closed"]
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
