@@ -138,6 +138,10 @@ class DraftedCosts:
     def _pass_s(self, mean: float, per_token_s: float, plain_verify_s: float) -> float:
         return max(plain_verify_s, _LEAST_VERIFY * self.verify.mean_y, self.verify.at(mean, per_token_s))
 
+    def gap_s(self, longest: int, plain_verify_s: float) -> float:
+        """Seconds outside of the target's pass in a round whose longest draft has so many tokens."""
+        return max(0.0, self.gap.at(longest, self.per_token_s(plain_verify_s)[0]))
+
     def seconds(self, longest: int, plain_verify_s: float) -> list[float]:
         """Seconds of a round in which every request gets a draft of 0, 1, ... `longest` tokens."""
         gap_token_s, pass_token_s = self.per_token_s(plain_verify_s)

@@ -63,6 +63,9 @@ REQUEST_ERROR = 0.4
 """Relative difference of requests in what drafts bring them."""
 FULL_WEIGHT = 1 / (1 - MEMORY)
 """Weight of an estimate that more measurements do not make any better: as many are forgotten."""
+STAYING_LOSS = 0.03
+"""Share of the time that a choice which is not known well may lose for it to go on without a budget: leaving it and
+trying it again would cost more."""
 RETURN_GAIN = 0.02
 """Relative gain that another choice must have or promise, so that noise does not switch back and forth."""
 SETTLE_ROUNDS = 1
@@ -235,7 +238,7 @@ class Decision:
 
     def _wanted(self, fade: float = 1.0) -> Decoding:
         """The best choice, or one that might be better and is affordable to try."""
-        if self.budget < 0 or self.best not in self.estimates:
+        if self.best not in self.estimates:
             return self.best
         bounds = {choice: self._upper_bound(choice, fade) for choice in self._candidates if self._is_affordable(choice)}
         wanted = max(bounds, key=lambda choice: bounds[choice])
@@ -253,8 +256,10 @@ class Decision:
     def _is_affordable(self, choice: Decoding) -> bool:
         """Whether what a trial of the choice loses at least, by the estimates, has been saved up."""
         one, best = self.estimates[choice], self.estimates[self.best]
-        if choice in (self.choice, self.best):
+        if choice is self.best or (choice is self.choice and best.log_speed - one.log_speed < STAYING_LOSS):
             return True
+        if choice is self.choice or self.budget < 0:
+            return self.budget >= 0
         if not one.is_known:
             return self.budget >= (NEW_COST if self.best.drafts else 0.0)
         lost = _least_rounds(choice) * (one.seconds / best.seconds - one.tokens / best.tokens)

@@ -63,6 +63,10 @@ class DraftLengths:
         """Requests that get no drafts but for a rare attempt."""
         return self._retries.keys()
 
+    @property
+    def longest_ordered(self) -> int:
+        return max(self._by_request.values(), default=self._length)
+
     def of(self, request_id: int) -> int:
         retry = self._retries.get(request_id)
         if retry is not None:

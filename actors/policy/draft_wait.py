@@ -68,8 +68,11 @@ class DraftWait:
         *,
         has_first_part: bool = False,
         works_ahead: bool = True,
+        expected_s: float = 0.0,
     ) -> float:
         """Seconds to wait for the next part of an answer; 0 if the target should verify now.
+
+        `expected_s`: what the decision to draft has reckoned with until the first part comes, if it is known.
 
         Of the requests of the pass `num_expecting` await a draft, `num_ready` have one, `num_plain` need none. Waiting
         pays if it would have saved time for the recent delays. The first part is judged by what drafts would bring if
@@ -93,7 +96,8 @@ class DraftWait:
         at_best = break_even_s(1.0 + self.longest_draft)
         if not _saves(self._first_s, at_best):
             return 0.0
-        return max(lately if _saves(self._first_s, lately) else at_best, JITTER_S)
+        least_s = JITTER_S if num_ready else max(min(OUTLIER * expected_s, at_best), JITTER_S)
+        return max(lately if _saves(self._first_s, lately) else at_best, least_s)
 
 
 def _saves(delays: Collection[float], bound_s: float) -> bool:

@@ -12,7 +12,7 @@ from math import log2
 
 from actors.policy.acceptance import AcceptanceModel, DraftOutcome
 from actors.policy.costs import IDLE_DECAY, LoadCosts, MachineSpeed, MeasuredRound
-from actors.policy.decision import PLAIN_ROUNDS, Decision, Decoding, Estimate, Mode
+from actors.policy.decision import NEW_COST, PLAIN_ROUNDS, Decision, Decoding, Estimate, Estimates, Mode
 from actors.policy.draft_length import DraftLengths, Tradeoff
 from actors.policy.draft_wait import DraftWait
 from actors.policy.estimators import Ewma
@@ -121,8 +121,18 @@ class Policy:
         if not num_expecting or (self.alternates and num_ready):
             return 0.0
         return self.wait.wait_s(
-            num_expecting, num_ready, num_plain, has_first_part=has_first_part, works_ahead=self.works_ahead
+            num_expecting,
+            num_ready,
+            num_plain,
+            has_first_part=has_first_part,
+            works_ahead=self.works_ahead,
+            expected_s=self.expected_gap_s,
         )
+
+    @property
+    def expected_gap_s(self) -> float:
+        """Seconds in which the target is expected not to work in a round with drafts; 0: not known."""
+        return 0.0
 
     def update(self, seen: RoundObservation) -> None:
         """A round ended."""
@@ -180,6 +190,7 @@ class AdaptivePolicy(Policy):
         self._last_read_prompt = False
         self._num_late = 0
         self._num_running = 1
+        self._tries_all = False
         self._text_class: Hashable = None
 
     @property
@@ -218,8 +229,14 @@ class AdaptivePolicy(Policy):
             case Mode.rest:
                 return 0
             case Mode.catch_up | Mode.trial:
-                return min(num_requests, max(2, num_requests // TRIAL_SHARE))
+                return num_requests if self._tries_all else min(num_requests, _num_tried(num_requests))
         return num_requests
+
+    @property
+    def expected_gap_s(self) -> float:
+        costs = self._load.way(self._way)
+        gap_s = costs.gap_s(self._lengths.longest_ordered, self._load.plain.verify.mean) if costs.weight else 0.0
+        return self._speed.factor * gap_s
 
     def expect_load(self, num_running: int, mean_len: float, samples: bool) -> None:  # noqa: ARG002
         self._load = self._costs_of((_batch_class(num_running), samples, 0))
@@ -314,11 +331,20 @@ class AdaptivePolicy(Policy):
             )
         drafted = self._decision.choice.drafts
         self._decision.decide(estimates)
+        self._tries_all = self.weighs_waiting and self._should_try_all(tradeoffs[self._way], estimates)
         if self._decision.choice.drafts and not drafted:
             self.wait.clear_delays()
         if self._load.way(self._way).weight:
             chances = self._acceptance.of_class(self._text_class).chances
             self._lengths.choose(tradeoffs[self._way], request_ids, self._acceptance, chances)
+
+    def _should_try_all(self, tradeoff: Tradeoff, estimates: Estimates) -> bool:
+        """Whether a trial with every request loses less than one with a few, by what is known: where most of the time
+        that drafts take is the exchange, each request more makes a trial cheaper."""
+        plain, drafted = estimates[Decoding.plain], estimates[self._way]
+        left_out = max(0.0, 1 - _num_tried(self._num_running) / self._num_running)
+        gain = left_out * (drafted.tokens - 1 - drafted.length * tradeoff.verify_s / plain.seconds)
+        return plain.is_known and drafted.is_known and gain > NEW_COST
 
     @property
     def _way(self) -> Decoding:
@@ -343,6 +369,11 @@ class AdaptivePolicy(Policy):
             nearest = min(similar, key=lambda known: (known[1] != kind[1], abs(known[0] - kind[0])), default=None)
             self._loads[kind] = LoadCosts() if nearest is None else self._loads[nearest].inherited()
         return self._loads[kind]
+
+
+def _num_tried(num_requests: int) -> int:
+    """Requests of a trial."""
+    return max(2, num_requests // TRIAL_SHARE)
 
 
 def _batch_class(num_running: int) -> int:

@@ -6,8 +6,9 @@
 `docs/simulator.md` lists what is real, what is scripted, and how well published systems are reproduced.
 """
 
+from cluster.tools.simulation.clock import Disturbances
 from cluster.tools.simulation.language import Language, power_law
 from cluster.tools.simulation.simulator import Scenario, SimulationResult, simulate, tuned
 from parallel.pass_cost import PassCost
 
-__all__ = ["Language", "PassCost", "Scenario", "SimulationResult", "power_law", "simulate", "tuned"]
+__all__ = ["Disturbances", "Language", "PassCost", "Scenario", "SimulationResult", "power_law", "simulate", "tuned"]

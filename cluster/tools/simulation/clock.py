@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
+import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +52,40 @@ class LaneClock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbances:
+    """A machine that changes its speed and pauses, the same whatever runs on it: times follow from `seed`.
+
+    In each phase of `phase_s` seconds passes take up to exp(`slowest`) times as long. In each interval of
+    `pause_every_s` seconds (0: none) one pause of 5 to 60 ms begins; a pass under way then ends so much later.
+    """
+
+    slowest: float = 0.0
+    pause_every_s: float = 0.0
+    phase_s: float = 2.0
+    seed: int = 0
+
+    def seconds(self, started: float, pass_s: float) -> float:
+        """How long a pass takes that begins at this time, and takes `pass_s` on a quiet machine."""
+        if not (self.slowest or self.pause_every_s):
+            return pass_s
+        pass_s *= math.exp(self.slowest * self._draw("phase", int(started / self.phase_s)).random())
+        if not self.pause_every_s:
+            return pass_s
+        paused_s, every_s = 0.0, self.pause_every_s
+        for number in range(int(started / every_s), int((started + pass_s) / every_s) + 1):
+            draw = self._draw("pause", number)
+            if started <= (number + draw.random()) * every_s < started + pass_s:
+                paused_s += draw.uniform(5e-3, 60e-3)
+        return pass_s + paused_s
+
+    def _draw(self, name: str, number: int) -> random.Random:
+        return random.Random(f"{self.seed} {name} {number}")
+
+
+QUIET = Disturbances()
 
 
 @dataclass(slots=True)

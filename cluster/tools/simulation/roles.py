@@ -19,7 +19,7 @@ from actors.drafters.model.tree_growth import Candidate
 from actors.protocol.messages import TokenTree, Verdict, VerdictBatch, VerifyBatch, VerifyItem
 from actors.roles.draft import DraftRole
 from actors.verification.coupled import verify_coupled
-from cluster.tools.simulation.clock import LaneClock
+from cluster.tools.simulation.clock import QUIET, Disturbances, LaneClock
 from cluster.tools.simulation.language import RequestText
 from parallel.kv.pass_plan import PendingRows, Span
 from parallel.kv.pool import SeqId
@@ -74,13 +74,20 @@ class ScriptedRunner:
     """
 
     def __init__(
-        self, text_of: TextOf, time: LaneClock, cost: PassCost, max_positions: int, exact: PassCost | None = None
+        self,
+        text_of: TextOf,
+        time: LaneClock,
+        cost: PassCost,
+        max_positions: int,
+        exact: PassCost | None = None,
+        disturbances: Disturbances = QUIET,
     ) -> None:
         self.config = ScriptedConfig(max_positions)
         self._text_of = text_of
         self._time = time
         self._cost = cost
         self._exact = exact
+        self._disturbances = disturbances
         self._sequences: dict[SeqId, _ScriptedSequence] = {}
 
     @property
@@ -122,7 +129,7 @@ class ScriptedRunner:
         after_fuzzy = any(sequence.exact_len < sequence.cached_len for sequence in sequences)
         is_fuzzy = self._exact is not None and (fuzzy or after_fuzzy)
         cost = self._cost if self._exact is None or is_fuzzy else self._exact
-        self._time.now += cost(len(token_ids))
+        self._time.now += self._disturbances.seconds(self._time.now, cost(len(token_ids)))
         rows = []
         for span, sequence in zip(spans, sequences, strict=True):
             text, pending = self._text_of(span.seq_id), sequence.pending
@@ -199,6 +206,7 @@ class ScriptedTarget:
     _cost: PassCost
     _slowdown: Callable[[], float] = lambda: 1.0
     """Seconds of a pass over those beside an idle drafter."""
+    _disturbances: Disturbances = QUIET
     _requests: dict[int, _TargetRequest] = field(default_factory=dict)
 
     def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
@@ -216,7 +224,7 @@ class ScriptedTarget:
             assert commit.token_ids == tuple(written), "a token was changed"
         num_rows = sum(item.num_tokens + _tree(item).num_draft_tokens for item in batch.items)
         if num_rows:
-            self._time.now += self._cost(num_rows) * self._slowdown()
+            self._time.now += self._disturbances.seconds(started, self._cost(num_rows) * self._slowdown())
         verdicts = tuple(verdict for item in batch.items if (verdict := self._verify(item)) is not None)
         yield VerdictBatch(batch.round, verdicts, started, self._time.now, num_rows)
 

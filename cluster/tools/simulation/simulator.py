@@ -28,7 +28,17 @@ from actors.protocol.messages import (
     VerdictBatch,
     VerifyBatch,
 )
-from cluster.tools.simulation.clock import ALARM, ARRIVAL, LaneClock, RoleLane, TimeShares, VirtualClock, split_time
+from cluster.tools.simulation.clock import (
+    ALARM,
+    ARRIVAL,
+    QUIET,
+    Disturbances,
+    LaneClock,
+    RoleLane,
+    TimeShares,
+    VirtualClock,
+    split_time,
+)
 from cluster.tools.simulation.language import Language, RequestText, TextSource
 from cluster.tools.simulation.roles import ScriptedRunner, ScriptedTarget, draft_role
 from parallel.pass_cost import PassCost
@@ -51,6 +61,8 @@ class Scenario(Section):
     draft_link_s: Annotated[float, Range(0)] = 0.0
     interference: Annotated[float, Range(0)] = 0.0
     """Share by which a target pass takes longer beside a drafter that works all the time: shared memory bandwidth."""
+    disturbances: Disturbances = QUIET
+    """How the machine of both roles slows down and pauses; by default it does not."""
     coordinator_s: Annotated[float, Range(0)] = 0.0
     """Time the coordinator takes for every record."""
     exact: PassCost | None = None
@@ -161,7 +173,7 @@ class _Simulation:
 
     def _target_lane(self) -> RoleLane:
         scenario, time = self._scenario, LaneClock()
-        role = ScriptedTarget(self._text_of, time, scenario.verify, self._slowdown)
+        role = ScriptedTarget(self._text_of, time, scenario.verify, self._slowdown, scenario.disturbances)
         return RoleLane(self._clock, time, role.answer, partial(self._arrive, delay_s=scenario.target_link_s))
 
     def _slowdown(self) -> float:
@@ -179,7 +191,8 @@ class _Simulation:
     def _draft_lane(self) -> RoleLane:
         scenario, time = self._scenario, LaneClock()
         longest = scenario.prompt_len + scenario.max_tokens
-        runner = ScriptedRunner(self._text_of, time, scenario.draft, longest, scenario.exact)
+        costs = scenario.draft, longest, scenario.exact, scenario.disturbances
+        runner = ScriptedRunner(self._text_of, time, *costs)
         role = draft_role(scenario.pipeline, scenario.drafter, runner, time, adapts=scenario.adaptive)
         send = partial(self._arrive, delay_s=scenario.draft_link_s)
         return RoleLane(self._clock, time, role.answer, send, role)

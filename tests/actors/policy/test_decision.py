@@ -185,6 +185,20 @@ def test_no_plain_round_is_made_to_learn_what_is_known():
         assert decision.choice is IN_TURN
 
 
+@pytest.mark.parametrize(
+    ("seconds", "num_drafts", "stays"), [(0.0205, 20, True), (0.023, 20, False), (0.0205, 60, False)]
+)
+def test_a_choice_that_is_hardly_slower_goes_on_without_a_budget_until_it_is_well_known(seconds, num_drafts, stays):
+    """To leave it and to try it again would cost more; where its tokens are known it is left at once."""
+    decision = Decision(IN_TURN, budget=-1.0, best=IN_TURN)
+    plain, drafted = Estimate(1.0, ROUND_S, 0, 30.0), Estimate(2.0, seconds, 4, 20.0, num_drafts, num_drafts)
+    for _ in range(4):
+        decision.count(2.0, seconds)
+        decision.decide({PLAIN: plain, IN_TURN: drafted})
+    assert decision.best is PLAIN or seconds < 0.0204
+    assert decision.choice is (IN_TURN if stays else PLAIN)
+
+
 def test_drafts_that_are_late_end_speculation_until_the_budget_allows_a_trial():
     world = World(Decision(PLAIN), in_turn=1.5).run(100)
     world.decision.give_up()

@@ -39,6 +39,15 @@ def test_at_the_longest_wait_the_target_makes_as_many_tokens_without_drafts(expe
         assert longest_s == pytest.approx(max(JITTER_S, PASS_S * (with_drafts / without - 1)))
 
 
+def test_it_is_waited_for_as_long_as_the_decision_reckoned_with():
+    """A few poor drafts lately are no reason to give up a draft just before it comes."""
+    wait = measured(longest=7, tokens=2)
+    assert wait.wait_s(1) == pytest.approx(0.1)
+    assert wait.wait_s(1, expected_s=0.15) == pytest.approx(0.3), "twice as long"
+    assert wait.wait_s(1, expected_s=9.0) == pytest.approx(0.7), "no longer than the best draft is worth"
+    assert wait.wait_s(1, 1, expected_s=0.15) < 0.1, "not where it holds up another request's draft"
+
+
 @pytest.mark.parametrize("is_rest", [False, True])
 @pytest.mark.parametrize(
     ("delays", "waits"),

@@ -116,6 +116,18 @@ def test_a_drafter_at_some_distance_is_waited_for():
     assert simulate(near).tokens_per_s > 1.5 * simulate(replace(near, pipeline="plain")).tokens_per_s
 
 
+@pytest.mark.parametrize(("requests", "tokens"), [(4, 300), pytest.param(1, 1000, marks=pytest.mark.slow)])
+def test_a_far_drafter_that_pays_is_kept_where_it_pays_by_little(requests, tokens):
+    """An exchange of 20 ms beside passes of 15: a few poor drafts end nothing, and a trial holds every request."""
+    far = scenario("sync", (0.8, 1.5e-3, 15e-3, 0.3e-3 if requests > 1 else 0.0, requests))
+    far = replace(far, draft_link_s=10e-3, max_tokens=tokens)
+    _, best = tuned(far, (6, 8))
+    policy = replace(far, adaptive=True).make_policy()
+    cold, warm = (simulate(replace(far, adaptive=True), policy).tokens_per_s for _ in range(2))
+    assert cold > 0.95 * simulate(replace(far, pipeline="plain")).tokens_per_s
+    assert warm > 0.95 * best.tokens_per_s
+
+
 def test_a_text_that_becomes_easy_is_speculated_for_again():
     """The first requests are hopeless, the later ones easy; one policy serves both."""
     hard = replace(scenario("sync", (0.05, 1.5e-3, 10e-3, 0.2e-3, 1)), adaptive=True)

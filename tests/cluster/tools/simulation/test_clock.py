@@ -8,7 +8,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cluster.tools.simulation.clock import ALARM, ARRIVAL, STEP, LaneClock, RoleLane, VirtualClock, split_time
+from cluster.tools.simulation.clock import (
+    ALARM,
+    ARRIVAL,
+    STEP,
+    Disturbances,
+    LaneClock,
+    RoleLane,
+    VirtualClock,
+    split_time,
+)
 
 
 def intervals(draw, count):
@@ -111,3 +120,29 @@ def test_between_records_it_works_ahead_and_a_record_ends_a_pause():
     assert busy[2:] == [(3.0, 3.5), (3.5, 4.5), (5.5, 6.5)], "the pause that the record ended does not end again"
     _, busy = run_lane([1.0, 2.0], ahead=True)
     assert busy[1:3] == [(1.5, 2.5), (2.5, 3.0)], "a record that comes during a step waits for its end"
+
+
+# --- a machine that is not quiet --------------------------------------------------------------------------------------
+
+
+def test_a_quiet_machine_adds_nothing():
+    assert Disturbances().seconds(3.0, 0.01) == 0.01
+
+
+def test_slow_phases_are_the_same_for_every_pass_in_them():
+    slow = Disturbances(slowest=1.0, phase_s=2.0)
+    factors = [slow.seconds(2.0 * phase, 0.01) / 0.01 for phase in range(200)]
+    assert all(1 <= factor <= np.e for factor in factors) and min(factors) < 1.5 and max(factors) > 2
+    assert slow.seconds(0.1, 0.01) == slow.seconds(1.9, 0.01) != slow.seconds(2.1, 0.01)
+
+
+def test_each_interval_has_one_pause_whatever_the_passes_are():
+    """Passes end to end meet every pause once: the time beyond their own does not depend on their length."""
+    paused = Disturbances(pause_every_s=1.0)
+    lost = []
+    for pass_s in (0.003, 0.02, 0.07):
+        now, worked = 0.0, 0.0
+        for _ in range(int(50 / pass_s)):
+            now, worked = now + paused.seconds(now, pass_s), worked + pass_s
+        lost.append((now - worked) / now)
+    assert all(share == pytest.approx(0.0325, rel=0.2) for share in lost), "32.5 ms a second in the mean"
