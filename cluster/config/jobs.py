@@ -92,8 +92,9 @@ class BenchConfig(PromptsJobConfig):
     contexts: Annotated[list[int], Range(1)] = field(default_factory=list)
     """Axis: prompt lengths in tokens, cut and joined from the prompts' texts; the prompts as they are if empty."""
     peers: list[str] = field(default_factory=list)
-    """Other engines to time on the same prompts, one request at a time, plain and speculating: transformers,
-    openvino-genai, llama-cpp; the last two are installed by the user, take float32 on a CPU and decode greedily."""
+    """Other engines to time on the same prompts, plain and by their own speculation, in the number types they choose
+    and in ours: transformers, openvino-genai, llama-cpp, one request at a time; the last two are installed by the user,
+    run on a CPU and decode greedily."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from cluster.observability.report import versions, write_csv, write_json
 from cluster.tools.bench.entries import entry_of, remarks_on
 from cluster.tools.bench.figures import BASELINES, BenchEntry
 from cluster.tools.bench.machine import machine
-from cluster.tools.bench.peers.interface import Peer
 from cluster.tools.bench.peers.registry import baselines, check_peers
 from cluster.tools.bench.plan import expand, setting_names
 from cluster.tools.bench.plots import draw_acceptance, draw_drafters, draw_speed
@@ -46,7 +45,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     num_steps = len(settings) * (job.warmup + job.repeats)
     try:
         counting = terminal.counting("starting", num_steps)
-        with counting as bar, EnginePool(config, bar.say, run_dir / "logs") as pool:
+        with counting as bar, EnginePool(config, bar.say, run_dir / "logs") as pool, runner:
             runner.run(settings, pool, bar)
     finally:
         measured = [each for each in runner.measured if each.trials]
@@ -58,7 +57,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
                 for name, each in zip(labels, measured, strict=True)
             ]
             remarks = remarks_on(config, measured, entries)
-            _write(run_dir, config, entries, runner.peers, remarks, is_complete=is_complete)
+            _write(run_dir, config, entries, runner.described, remarks, is_complete=is_complete)
             _show(terminal, entries, remarks, run_dir)
 
 
@@ -66,7 +65,7 @@ def _write(
     run_dir: Path,
     config: LaunchConfig,
     entries: list[BenchEntry],
-    peers: dict[str, Peer],
+    peers: dict[str, dict[str, object]],
     remarks: list[str],
     *,
     is_complete: bool,
@@ -76,7 +75,7 @@ def _write(
         "complete": is_complete,
         "settings": entries,
         "baselines": {**BASELINES, **baselines(config.job.peers)},
-        "peers": {name: peer.describe() for name, peer in peers.items()},
+        "peers": peers,
         "machine": machine(),
         "stretch": config.target.stretch,
         "notes": remarks,

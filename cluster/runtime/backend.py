@@ -109,9 +109,15 @@ class Backend(ABC):
         return spec
 
 
+def settle_threads(config: LaunchConfig) -> None:
+    """Settle how threads wait in this process, if it will hold ranks; without effect once PyTorch is loaded."""
+    if config.cluster.name == ClusterName.inprocess:
+        openmp.configure_threads(shared=config.placement.name == "colocated")
+
+
 def make_backend(config: LaunchConfig, log_dir: Path | None, progress: Callable[[str], None]) -> Backend:
     if config.cluster.name == ClusterName.inprocess:
-        openmp.configure_threads(shared=config.placement.name == "colocated")  # this process will hold all ranks
+        settle_threads(config)
         from cluster.runtime.inprocess import InprocessBackend
 
         return InprocessBackend(config, log_dir, progress)

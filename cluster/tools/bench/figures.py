@@ -55,7 +55,8 @@ class Spread(TypedDict):
 
 
 class SideFigures(TypedDict):
-    """One side by itself; requests with other tokens than the speculative ones, and how many tokens those are."""
+    """One side by itself; requests with other tokens than the speculative ones, how many tokens those are, and the
+    share of the requests with equal tokens."""
 
     tokens: int
     tokens_per_s: Spread | None
@@ -63,6 +64,7 @@ class SideFigures(TypedDict):
     ttft_s: Spread | None
     num_unequal_requests: int | None
     num_different_tokens: int | None
+    equal_share: float | None
 
 
 class DraftingFigures(TypedDict):
@@ -152,6 +154,7 @@ def _side(trials: Sequence[Trial], side: str, *, comparable: bool) -> SideFigure
         "ttft_s": spread(served.ttft_s for run in runs for served in run.completed),
         "num_unequal_requests": max(unequal) if comparable else None,
         "num_different_tokens": max(different) if comparable else None,
+        "equal_share": 1 - max(unequal) / len(runs[0].requests) if comparable else None,
     }
 
 

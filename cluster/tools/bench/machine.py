@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
-import torch
 
 from actors.protocol.membership import Ready
 
 
 def machine() -> dict[str, object]:
     """Processor, cores this process may use, memory, GPUs, system."""
+    import torch  # late: a process that will hold ranks settles how its threads wait before PyTorch loads
+
     return {
         "processor": _processor(),
         "num_cores": len(os.sched_getaffinity(0)),

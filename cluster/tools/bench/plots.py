@@ -11,10 +11,10 @@ from pathlib import Path
 from cluster.io.pictures import COLOURS, add_grid, picture
 from cluster.tools.bench.figures import BenchEntry
 from cluster.tools.bench.tables import comparisons
-from cluster.tools.bench.tasks import ASSISTED, TRANSFORMERS, peer_sides
+from cluster.tools.bench.tasks import peer_sides
 
-_PEERS = {TRANSFORMERS: ("#8a8a8a", "s"), ASSISTED: ("#e08a2e", "D")}
-_OTHER_PEER = ("#5aa469", "o")
+_MARKERS = "sDo^vPX*<>"
+_NUM_PEER_COLOURS = 10
 
 
 def draw_speed(path: Path, entries: Sequence[BenchEntry]) -> None:
@@ -29,8 +29,8 @@ def draw_speed(path: Path, entries: Sequence[BenchEntry]) -> None:
         for row, ratio in enumerate(speed):
             axes.text(ratio["max"], row, f"  {ratio['median']:.2f}x", va="center")
         peers = peer_sides(side for entry in entries for side in entry["sides"])
-        for peer in peers:
-            colour, marker = _PEERS.get(peer, _OTHER_PEER)
+        for index, peer in enumerate(peers):
+            colour, marker = f"C{(index + 1) % _NUM_PEER_COLOURS}", _MARKERS[index % len(_MARKERS)]
             ratios = ((row, entry["ratios"].get(f"plain / {peer}")) for row, entry in enumerate(entries))
             points = [(1 / ratio["median"], row) for row, ratio in ratios if ratio is not None]
             axes.scatter(*zip(*points, strict=True), color=colour, marker=marker, label=peer, zorder=3)
@@ -38,9 +38,9 @@ def draw_speed(path: Path, entries: Sequence[BenchEntry]) -> None:
         axes.set_yticks(rows, [entry["name"] for entry in entries])
         axes.invert_yaxis()
         axes.set_xlim(0, 1.15 * max([1.0, *(ratio["max"] for ratio in speed)]))
-        axes.set_xlabel("tokens/s relative to plain decoding in the same engine (median; whiskers: least and most)")
+        axes.set_xlabel("tokens/s relative to plain decoding (median; whiskers: least and most)")
         if peers:
-            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(peers))
+            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=min(3, len(peers)))
         axes.set_title("Speed by setting")
 
 

@@ -97,7 +97,8 @@ def drafter_table(entries: Sequence[BenchEntry]) -> Table:
 
 
 def peer_table(entries: Sequence[BenchEntry]) -> Table | None:
-    """Other engines on the same prompts: their speed, and this engine's relative to it; None without peers."""
+    """Other engines on the same prompts: their speed, this engine's relative to it, and the share of the prompts with
+    equal tokens; None without peers."""
     rows = [
         [
             entry["name"],
@@ -106,13 +107,14 @@ def peer_table(entries: Sequence[BenchEntry]) -> Table | None:
             figure(_median(side["decode_ms_per_token"])),
             figure(entry["ratios"][f"speculative / {peer}"]["median"], 2, "x"),
             figure(entry["ratios"][f"plain / {peer}"]["median"], 2, "x"),
+            percent(side["equal_share"]),
             _equality(side["num_unequal_requests"], entry, side["num_different_tokens"]),
         ]
         for entry in entries
         for peer in peer_sides(entry["sides"])
         if (side := entry["sides"][peer])
     ]
-    columns = ["setting", "peer", "tokens/s", "ms/token", "speculation over it", "plain over it", "tokens"]
+    columns = ["setting", "peer", "tokens/s", "ms/token", "speculation over it", "plain over it", "equal", "tokens"]
     return (columns, rows) if rows else None
 
 
@@ -143,6 +145,7 @@ def csv_row(entry: BenchEntry) -> dict[str, object]:
         row[f"{side} ttft_s"] = _median(figures["ttft_s"])
         row[f"{side} decode_ms_per_token"] = _median(figures["decode_ms_per_token"])
         row[f"{side} tokens_per_s"] = _median(figures["tokens_per_s"])
+        row[f"{side} equal_share"] = figures["equal_share"]
     for name, ratio in entry["ratios"].items():
         row |= {name: ratio["median"], f"{name} min": ratio["min"], f"{name} max": ratio["max"]}
     for category, figures in entry["categories"].items():

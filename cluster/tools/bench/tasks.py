@@ -19,10 +19,6 @@ SPECULATIVE = "speculative"
 PLAIN = "plain"
 """This engine, with and without speculation; every trial has these two sides."""
 
-TRANSFORMERS = "transformers"
-ASSISTED = "transformers assisted"
-"""The sides of a peer, for settings that it supports."""
-
 Trial = dict[str, Run]
 """One repeat of one setting: a run per side."""
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from cluster.baseline import PlainEngine, describe, needs_own_engine
 from cluster.config.jobs import BenchConfig
 from cluster.config.schema import ClusterName, LaunchConfig
@@ -23,15 +21,19 @@ from cluster.io.prompts import Prompt
 from cluster.observability.results import Run
 from cluster.placement.ranks import models_of
 from cluster.run_prompts import all_completed, serve_prompts
+from cluster.runtime.backend import settle_threads
 from cluster.tools.bench.machine import resident_bytes
-from cluster.tools.bench.peers.interface import Peer
-from cluster.tools.bench.peers.registry import PEERS
+from cluster.tools.bench.peers.interface import PeerApart, PeerSetup
+from cluster.tools.bench.peers.registry import open_peer
 from cluster.tools.bench.plan import Setting
 from cluster.tools.bench.tasks import PLAIN, SPECULATIVE, BenchTask, Trial, make_task
 
 
 def may_share(config: LaunchConfig) -> bool:
     """Whether several engines of this configuration can be open at a time."""
+    settle_threads(config)  # PyTorch loads now
+    import torch
+
     models = [model for role in config.drafter.roles() for model in models_of(config, role)]
     devices = {config.target.device, *(model.device for model in models)}
     on_gpu = "cuda" in devices or ("auto" in devices and torch.cuda.is_available())
@@ -122,13 +124,24 @@ class SettingTrials:
 
 
 class TrialRunner:
-    """Fills `measured`; when `run` ends early, the finished trials are there. Prompts are by workload."""
+    """Fills `measured`; when `run` ends early, the finished trials are there. Prompts are by workload.
+
+    `described` is what each peer says of itself. `with` ends the peers.
+    """
 
     def __init__(self, config: LaunchConfig, prompts: Mapping[str, Sequence[Prompt]]) -> None:
         self.measured: list[SettingTrials] = []
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, PeerApart] = {}
+        self.described: dict[str, dict[str, object]] = {}
         self._config = config
         self._prompts = prompts
+
+    def __enter__(self) -> TrialRunner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        while self.peers:
+            self.peers.popitem()[1].close()
 
     def run(self, settings: Sequence[Setting], pool: EnginePool, bar: Bar) -> None:
         """Raises EngineError if a request failed, KeyboardInterrupt, ValueError for a task that does not fit."""
@@ -150,7 +163,8 @@ class TrialRunner:
         for name in self._config.job.peers:
             if name not in self.peers:
                 bar.say(f"loading {name}")
-                self.peers[name] = PEERS[name].open(engine)
+                self.peers |= open_peer(name, PeerSetup.of_engine(engine))
+        self.described = {name: peer.describe() for name, peer in self.peers.items()}
         places = (plain or engine).places
         return SettingTrials(
             make_task(setting, self._config, self._prompts[setting.workload], engine, places), engine, plain

@@ -60,16 +60,19 @@ def test_times_every_setting_against_plain_decoding_and_peers(tiny_launch, promp
     }
     assert all(entry["num_threads"] == dict.fromkeys(("target", "plain", "peers"), count) for entry in entries.values())
     assert alone["mean_acceptance_length"] == 4.0 and alone["categories"]["qa"]["mean_acceptance_length"] == 4.0
-    assert set(alone["sides"]) == {"speculative", "plain", "transformers", "transformers assisted"}
+    assert set(alone["sides"]) == {"speculative", "plain", "transformers", "transformers draft model"}
     assert set(entries["model k=3 b=2"]["sides"]) == {"speculative", "plain"}
+    lookup = entries["ngram k=3 b=1"]["sides"]
+    assert set(lookup) == {"speculative", "plain", "transformers", "transformers prompt lookup"}
+    assert report["peers"]["transformers"]["arithmetic"] == "float32"
     for name in ("model k=3 b=1", "ngram k=3 b=1"):
         for side in entries[name]["sides"].values():
-            assert side["num_unequal_requests"] == 0 and side["tokens"] == 26
+            assert side["num_unequal_requests"] == 0 and side["tokens"] == 26 and side["equal_share"] == 1.0
 
     rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
     assert [row["name"] for row in rows] == list(entries)
     assert float(rows[0]["speculative / plain"]) == alone["speedup_vs_ar"]
-    assert float(rows[0]["transformers assisted tokens_per_s"]) > 0 and rows[1]["transformers tokens_per_s"] == ""
+    assert float(rows[0]["transformers draft model tokens_per_s"]) > 0 and rows[1]["transformers tokens_per_s"] == ""
     assert float(rows[0]["ms_per_draft"]) > 0 and abs(float(rows[0]["prediction_error"])) < 0.5
     assert rows[1]["predicted_tokens_per_s"] == ""  # two requests at a time are not what the formula describes
     assert (tmp_path / "bench.md").read_text().count("model k=3") == 2

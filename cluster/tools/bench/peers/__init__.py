@@ -1,8 +1,8 @@
 """The same prompts through other engines, each in a file with a row in `registry.py`.
 
-interface          what a bench asks of a peer
+interface          what a bench asks of a peer, and the counterparts of our drafters
 hf_transformers    `generate` of transformers, plain and assisted
 openvino_pipeline  OpenVINO GenAI; openvino_model writes the checkpoint as its graph
 llama_cpp          llama.cpp; gguf_file writes the checkpoint as its file
-registry           the peers by name, what they need, and what they cannot do
+registry           the peers by name, what they need and cannot do, and their processes
 """

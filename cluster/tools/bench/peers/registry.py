@@ -1,16 +1,14 @@
-"""The peers by name: how one is opened, which packages it needs, and which sampling parameters it has."""
+"""The peers by name: which packages one needs, which sampling parameters it has, and the processes that it runs in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 
 from actors.protocol.messages import SamplingParams
-from cluster.engine import Engine
-from cluster.tools.bench.peers import hf_transformers, llama_cpp, openvino_pipeline
-from cluster.tools.bench.peers.interface import Peer
-from cluster.tools.bench.tasks import ASSISTED, TRANSFORMERS
+from cluster.tools.bench.peers.interface import Peer, PeerApart, PeerSetup, check_on_cpu, checkpoint_dtype
 
 _GREEDY = ("temperature", "max_tokens", "seed", "ignore_eos")
 _SAMPLED = ("top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids")
@@ -18,49 +16,71 @@ _SAMPLED = ("top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "stop
 
 @dataclass(frozen=True, slots=True)
 class PeerKind:
-    """A value of `job.peers`. Of the sampling parameters it has those that it `carries`, with equal meaning."""
+    """A value of `job.peers`. Of the sampling parameters it has those that it `carries`, with equal meaning.
 
-    open: Callable[[Engine], Peer]
+    `where` is its class, which only its own process imports. `differs` from this engine's arithmetic by itself: then it
+    runs in that one as well.
+    """
+
+    where: tuple[str, str]
     modules: tuple[str, ...]
     install: str
     carries: tuple[str, ...]
-    sides: dict[str, str]
-    """What each of its sides is, for the report."""
+    differs: Callable[[PeerSetup], bool]
+    what: str
+    only_cpu: bool = True
 
 
+_HERE = "cluster.tools.bench.peers"
 PEERS: dict[str, PeerKind] = {
     "transformers": PeerKind(
-        hf_transformers.of_engine,
+        (f"{_HERE}.hf_transformers", "Transformers"),
         ("transformers",),
         "transformers",
         (*_GREEDY, *_SAMPLED),
-        {
-            TRANSFORMERS: "transformers generate on the same checkpoint and prompts, one request at a time",
-            ASSISTED: "the same with the same draft model, or prompt lookup, at the same length",
-        },
+        lambda setup: checkpoint_dtype(setup.target.path) != setup.dtype,
+        "generate of transformers, in the checkpoint's number type",
+        only_cpu=False,
     ),
     "openvino-genai": PeerKind(
-        openvino_pipeline.of_engine,
+        (f"{_HERE}.openvino_pipeline", "OpenVino"),
         ("openvino", "openvino_genai"),
         "openvino-genai",
         (*_GREEDY, "stop_token_ids"),
-        {
-            openvino_pipeline.OPENVINO: "OpenVINO GenAI on the same weights and prompts, one greedy request at a time",
-            openvino_pipeline.OPENVINO_DRAFT: "the same with the same draft model at the same length",
-        },
+        lambda setup: setup.dtype == "float32",
+        "OpenVINO GenAI with the number types that it chooses, greedy",
     ),
     "llama-cpp": PeerKind(
-        llama_cpp.of_engine,
+        (f"{_HERE}.llama_cpp", "LlamaCpp"),
         ("xllamacpp", "gguf"),
         "xllamacpp gguf",
         _GREEDY,
-        {
-            llama_cpp.LLAMA_CPP: "llama.cpp on the same weights and prompts, one greedy request at a time",
-            llama_cpp.LLAMA_CPP_DRAFT: "the same with the same draft model at the same length",
-        },
+        lambda setup: setup.dtype == "float32",
+        "llama.cpp with its default KV type and flash attention, greedy",
     ),
 }
 """Values of `job.peers`."""
+
+
+def open_peer(name: str, setup: PeerSetup) -> dict[str, PeerApart]:
+    """The peer by its name, and beside it, where that is another, the one in this engine's arithmetic.
+
+    Raises ValueError, one line, for a target that it cannot be given.
+    """
+    kind = PEERS[name]
+    if kind.only_cpu:
+        check_on_cpu(name, setup)
+    variants = {name: False} | ({f"{name} {setup.dtype}": True} if kind.differs(setup) else {})
+    opened = {title: PeerApart(title, make_peer, kind.where, setup, exact) for title, exact in variants.items()}
+    for peer in opened.values():
+        peer.describe()  # raises what its start raised
+    return opened
+
+
+def make_peer(where: tuple[str, str], setup: PeerSetup, exact: bool) -> Peer:
+    """In the peer's process."""
+    module, name = where
+    return getattr(import_module(module), name)(setup, exact=exact)
 
 
 def check_peers(peers: Sequence[str], sampling: SamplingParams) -> None:
@@ -83,5 +103,8 @@ def check_peers(peers: Sequence[str], sampling: SamplingParams) -> None:
 
 def baselines(peers: Sequence[str]) -> dict[str, str]:
     """What the ratios over the sides of these peers compare with."""
-    sides = {side: text for name in peers for side, text in PEERS[name].sides.items()}
-    return {f"speculative / {side}": text for side, text in sides.items()}
+    shared = (
+        "on the same checkpoint, prompts and cores, one request at a time; its sides name how it speculates, and "
+        "the number type of this engine where it was made to use it"
+    )
+    return {f"speculative / {name}": f"{PEERS[name].what}, {shared}" for name in peers}

@@ -13,7 +13,9 @@ from cluster.observability.results import Run, Served
 from cluster.tools.bench.figures import DraftingFigures, ratios, spread, summarise
 from cluster.tools.bench.plots import draw_acceptance, draw_speed
 from cluster.tools.bench.tables import category_table, csv_row, peer_table, round_table, speed_table
-from cluster.tools.bench.tasks import ASSISTED, PLAIN, SPECULATIVE, TRANSFORMERS
+from cluster.tools.bench.tasks import PLAIN, SPECULATIVE
+
+TRANSFORMERS, ASSISTED = "transformers", "transformers draft model"
 
 COUNTERS = {
     "num_spec_steps": 2,
@@ -96,7 +98,9 @@ def test_sides_say_whose_tokens_differ():
         TRANSFORMERS: 0,
         ASSISTED: 2,
     }
+    assert sides[PLAIN]["equal_share"] == 1.0 and sides[ASSISTED]["equal_share"] == 0.0
     sampled = summarise(TRIALS, greedy=False)["sides"]
+    assert sampled[ASSISTED]["equal_share"] is None
     assert sampled[ASSISTED]["num_unequal_requests"] is None and sampled[PLAIN]["num_unequal_requests"] == 0
 
 

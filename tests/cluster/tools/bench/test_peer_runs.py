@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from actors.drafters.auto.config import AutoDrafterConfig
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.config import NoDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, TargetConfig
 from actors.protocol.messages import SamplingParams
@@ -17,8 +21,16 @@ from cluster.io.prompts import Prompt
 from cluster.observability.results import Served
 from cluster.tools.bench import machine as machine_module
 from cluster.tools.bench.peers import interface as module
-from cluster.tools.bench.peers.interface import FilePeer, complete_in_turn
-from cluster.tools.bench.peers.registry import baselines, check_peers
+from cluster.tools.bench.peers import registry
+from cluster.tools.bench.peers.interface import (
+    FilePeer,
+    Means,
+    PeerSetup,
+    Speculation,
+    complete_in_turn,
+    speculations,
+)
+from cluster.tools.bench.peers.registry import baselines, check_peers, open_peer
 from cluster.tools.bench.plan import Setting
 from cluster.tools.bench.tasks import BenchTask, peer_sides
 
@@ -46,18 +58,19 @@ def test_requests_are_timed_one_after_the_other(monkeypatch):
 def test_ratios_say_what_they_compare_with():
     assert baselines([]) == {}
     found = baselines(["llama-cpp", "transformers"])
-    assert all(name.startswith("speculative / ") for name in found)
-    assert len(found) == 4 and found["speculative / transformers assisted"].startswith("the same with the same draft")
+    assert list(found) == ["speculative / llama-cpp", "speculative / transformers"]
+    assert found["speculative / llama-cpp"].startswith("llama.cpp with its default KV type and flash attention")
+    assert "on the same checkpoint, prompts and cores" in found["speculative / transformers"]
     assert peer_sides(["plain", "b", "speculative", "a", "b"]) == ["b", "a"]
 
 
 class PaperPeer(FilePeer):
     """Opens nothing, and notes what it was asked for."""
 
-    plain, speculative, package = "paper", "paper draft", "torch"
+    name, package, arithmetic = "paper", "torch", "ink"
 
-    def __init__(self, target: TargetConfig) -> None:
-        super().__init__(target)
+    def __init__(self, setup: PeerSetup, *, exact: bool = False) -> None:
+        super().__init__(setup, exact=exact)
         self.written: list[tuple[str, int]] = []
         self.opened: list[tuple[Any, ...]] = []
 
@@ -65,13 +78,17 @@ class PaperPeer(FilePeer):
         self.written.append((checkpoint, stretch))
         place.touch()
 
-    def open(self, num_threads: int, target: str, drafter: str, num_draft_tokens: int) -> Any:
+    def open(self, num_threads: int, target: str, drafter: str, speculation: Speculation) -> Any:
         files = [Path(file).name if file else "" for file in (target, drafter)]
-        self.opened.append((num_threads, *files, num_draft_tokens))
+        self.opened.append((num_threads, *files, speculation.num_draft_tokens))
         return len(self.opened)
 
-    def answer(self, opened: Any, prompt: Prompt, sampling: SamplingParams, num_draft_tokens: int) -> Any:
-        return (opened, num_draft_tokens), 0.1
+    def answer(self, opened: Any, prompt: Prompt, sampling: SamplingParams, speculation: Speculation) -> Any:
+        return (opened, speculation.num_draft_tokens), 0.1
+
+
+def setup_of(path: str, dtype: str = "float32", device: str = "cpu", stretch: int = 0) -> PeerSetup:
+    return PeerSetup(TargetConfig(path=path, stretch=stretch), dtype, device, 128)
 
 
 def task_of(drafter: Any, *, batch: int = 1, temperature: float = 0.0, threads: int = 2) -> BenchTask:
@@ -81,12 +98,11 @@ def task_of(drafter: Any, *, batch: int = 1, temperature: float = 0.0, threads: 
 
 def test_a_peer_writes_each_checkpoint_once_and_opens_each_pair_once(tiny_checkpoint):
     path = str(tiny_checkpoint("Llama"))
-    peer = PaperPeer(TargetConfig(path=path, stretch=2))
-    model, lookup = ModelDrafterConfig(path=path, num_draft_tokens=4), NgramDrafterConfig()
-    assert list(peer.sides(task_of(lookup))) == ["paper"] and list(peer.sides(task_of(model))) == [
-        "paper",
-        "paper draft",
-    ]
+    peer = PaperPeer(setup_of(path, stretch=2))
+    model, lookup = ModelDrafterConfig(path=path, num_draft_tokens=4), NgramDrafterConfig(num_draft_tokens=6)
+    assert list(peer.sides(task_of(lookup))) == ["paper", "paper prompt lookup"]
+    assert list(peer.sides(task_of(model))) == ["paper", "paper draft model"]
+    assert list(PaperPeer(setup_of(path), exact=True).sides(task_of(model)))[1] == "paper draft model float32"
     assert peer.sides(task_of(model, batch=2)) == {} == peer.sides(task_of(model, temperature=0.5))
     assert peer.sides(task_of(model))["paper"] == peer.sides(task_of(lookup))["paper"], "they need one run"
     assert peer.sides(task_of(lookup, threads=3)) != peer.sides(task_of(lookup))
@@ -94,23 +110,56 @@ def test_a_peer_writes_each_checkpoint_once_and_opens_each_pair_once(tiny_checkp
         peer.complete(side, task).requests[0].token_ids
         for side, task in (
             ("paper", task_of(model)),
-            ("paper draft", task_of(model)),
+            ("paper draft model", task_of(model)),
             ("paper", task_of(lookup)),
-            ("paper draft", task_of(model)),
+            ("paper prompt lookup", task_of(lookup)),
+            ("paper draft model", task_of(model)),
             ("paper", task_of(lookup, threads=3)),
         )
     ]
-    assert answers == [(1, 0), (2, 4), (1, 0), (2, 4), (3, 0)]
-    assert peer.opened == [(2, "0", "", 0), (2, "0", "1", 4), (3, "0", "", 0)]
+    assert answers == [(1, 0), (2, 4), (1, 0), (3, 6), (2, 4), (4, 0)]
+    assert peer.opened == [(2, "0", "", 0), (2, "0", "1", 4), (2, "0", "", 6), (3, "0", "", 0)]
     assert peer.written == [(path, 2), (path, 0)], "the drafter is not stretched"
-    assert peer.describe() == {
-        "dtype": "float32",
-        "device": "cpu",
-        "batch": 1,
-        "num_threads": "as the target role has",
-        "version": torch.__version__,
-    }
+    assert peer.describe() == {"arithmetic": "ink", "device": "cpu", "batch": 1, "version": torch.__version__}
     assert peer.eos_token_ids == (0,)
+    peer.close()
+    assert not Path(peer._folder.name).exists()
+
+
+def test_every_member_of_a_drafter_has_its_counterpart_once():
+    model, other = ModelDrafterConfig(path="a", num_draft_tokens=4), ModelDrafterConfig(path="b")
+    ngram, suffix = NgramDrafterConfig(num_draft_tokens=2, max_ngram=5), SuffixDrafterConfig(num_draft_tokens=9)
+    plain = {Means.plain: Speculation()}
+    drafted = {Means.model: Speculation(Means.model, 4, "a")}
+    looked_up = {Means.lookup: Speculation(Means.lookup, 2, max_ngram=5)}
+    assert speculations(NoDrafterConfig()) == plain
+    assert speculations(AutoDrafterConfig(drafters=[model, ngram, other, suffix])) == plain | drafted | looked_up
+    assert speculations(CascadeDrafterConfig(levels=[ngram, model])) == plain | drafted | looked_up
+    assert speculations(suffix)[Means.lookup].num_draft_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "dtype", "names"),
+    [
+        ("bfloat16", "float32", ["transformers", "transformers float32"]),
+        ("float32", "float32", ["transformers"]),
+        ("float32", "bfloat16", ["transformers", "transformers bfloat16"]),
+    ],
+)
+def test_a_peer_with_other_arithmetic_runs_in_ours_too(monkeypatch, tmp_path, checkpoint, dtype, names):
+    opened = []
+
+    class Noted:
+        def __init__(self, title, make, where, setup, exact) -> None:
+            opened.append((title, setup.dtype if exact else ""))
+
+        def describe(self) -> None:
+            """It has started."""
+
+    monkeypatch.setattr(registry, "PeerApart", Noted)
+    (tmp_path / "config.json").write_text(f'{{"torch_dtype": "{checkpoint}"}}')
+    assert list(open_peer("transformers", setup_of(str(tmp_path), dtype))) == names
+    assert opened == [(names[0], ""), *((name, dtype) for name in names[1:])]
 
 
 @pytest.mark.parametrize(
@@ -156,13 +205,7 @@ def test_a_machine_is_its_processor_cores_memory_and_devices(monkeypatch, tmp_pa
     assert machine_module.machine()["processor"] == "riscv"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device", "fits"), [("float32", "cpu", 1), ("bfloat16", "cpu", 0), ("float32", "cuda:0", 0)]
-)
-def test_a_peer_with_files_is_compared_in_float32_on_a_cpu_alone(dtype, device, fits):
-    facts = {"dtype": dtype, "device": device}
-    if fits:
-        module.check_float32_on_cpu("x", facts)
-        return
-    with pytest.raises(ValueError, match=f"^job.peers=x: .* not with target.dtype={dtype} target.device={device}; set"):
-        module.check_float32_on_cpu("x", facts)
+@pytest.mark.parametrize("name", ["llama-cpp", "openvino-genai"])
+def test_a_peer_of_cpus_is_not_given_a_target_on_a_gpu(name):
+    with pytest.raises(ValueError, match=f"^job.peers={name}: runs on a CPU, not with target.device=cuda:0; set it"):
+        open_peer(name, setup_of("x", device="cuda:0"))

@@ -9,7 +9,8 @@ from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
 from cluster.tools.bench.plots import draw_acceptance, draw_drafters, draw_speed
-from cluster.tools.bench.tasks import ASSISTED, TRANSFORMERS
+
+TRANSFORMERS, ASSISTED = "transformers", "transformers draft model"
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def side(first: float) -> dict[str, Any]:
     times = {
         name: spread(first + i) for i, name in enumerate(("tokens_per_s", "decode_ms_per_token", "ttft_s"), start=1)
     }
-    return {**times, "tokens": 40, "num_unequal_requests": 0, "num_different_tokens": 0}
+    return {**times, "tokens": 40, "num_unequal_requests": 0, "num_different_tokens": 0, "equal_share": 1.0}
 
 
 def entry(**changes: Any) -> Any:
@@ -66,7 +66,7 @@ def entry(**changes: Any) -> Any:
         "sides": {
             "plain": side(40.0) | {"num_unequal_requests": 2},
             "speculative": side(50.0),
-            "other": side(60.0) | {"num_unequal_requests": 5, "num_different_tokens": 9},
+            "other": side(60.0) | {"num_unequal_requests": 5, "num_different_tokens": 9, "equal_share": 0.25},
         },
         "ratios": {
             "speculative / plain": spread(1.75),
@@ -141,11 +141,12 @@ def test_the_table_of_peers():
         ("ms/token", "62.00"),
         ("speculation over it", "71.00x"),
         ("plain over it", "72.00x"),
+        ("equal", "25%"),
         ("tokens", "5 of 6 differ, in 9 tokens"),
     ]
     sampled = entry()
-    sampled["sides"]["other"] |= {"num_unequal_requests": None, "num_different_tokens": None}
-    assert row_of(peer_table([sampled]))[-1] == ("tokens", ABSENT)
+    sampled["sides"]["other"] |= {"num_unequal_requests": None, "num_different_tokens": None, "equal_share": None}
+    assert row_of(peer_table([sampled]))[-2:] == [("equal", ABSENT), ("tokens", ABSENT)]
 
 
 def test_the_table_of_categories_has_a_row_for_each_and_a_column_for_each_setting_that_has_any():
@@ -184,6 +185,9 @@ def test_a_row_of_the_csv_file():
         "qa: speculative / plain": 1.9,
         "qa: mean_acceptance_length": 2.9,
         "qa: num_requests": 3,
+        "plain equal_share": 1.0,
+        "speculative equal_share": 1.0,
+        "other equal_share": 0.25,
     }
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
@@ -42,7 +43,8 @@ class Bench:
         monkeypatch.setattr(trials, "serve_prompts", self._serve)
         monkeypatch.setattr(trials, "make_task", self._task)
         monkeypatch.setattr(trials, "resident_bytes", lambda ready: {ready: len(self.calls)})
-        monkeypatch.setattr(trials, "PEERS", {"other": SimpleNamespace(open=self._open)})
+        monkeypatch.setattr(trials, "open_peer", self._open)
+        monkeypatch.setattr(trials.PeerSetup, "of_engine", lambda engine: engine.ready)
 
     def run(self, **job: Any) -> TrialRunner:
         bar: Any = SimpleNamespace(say=self.said.append, advance=self._advance)
@@ -52,8 +54,8 @@ class Bench:
             plain=lambda one: self.plain.get(one.batch),
         )
         prompts: Any = {"w": ["a", "b", "c"], "v": ["z"]}
-        self.runner = TrialRunner(self._launch(BenchConfig(prompts="x", **job)), prompts)
-        self.runner.run(SETTINGS, pool, bar)
+        with TrialRunner(self._launch(BenchConfig(prompts="x", **job)), prompts) as self.runner:
+            self.runner.run(SETTINGS, pool, bar)
         return self.runner
 
     def _advance(self) -> None:
@@ -70,15 +72,17 @@ class Bench:
         assert prompts == ["a", "b", "c"] and engine is self.engines[setting.batch] and config.job.prompts == "x"
         return BenchTask(setting, tuple(prompts), GREEDY, 1)
 
-    def _open(self, engine: Any) -> Any:
+    def _open(self, name: str, setup: Any) -> Any:
         """A peer with one side, whose run both settings have in common if they have as many prompts."""
 
         def complete(side, task):
             self.calls.append((side, len(task.prompts)))
             return Run([], float(len(self.calls)))
 
-        self.calls.append(("opened", engine.ready))
-        return SimpleNamespace(sides=lambda task: {"other": len(task.prompts)}, complete=complete)
+        self.calls.append(("opened", setup))
+        peer = SimpleNamespace(sides=lambda task: {"other": len(task.prompts)}, complete=complete)
+        peer.describe, peer.close = lambda: {"arithmetic": name}, lambda: self.calls.append(("closed",))
+        return {name: peer}
 
 
 @pytest.fixture
@@ -112,8 +116,9 @@ def test_plain_decoding_runs_in_an_engine_of_its_own_where_there_is_one(bench):
 
 def test_a_peer_is_opened_once_and_does_once_what_settings_have_in_common(bench):
     runner = bench.run(warmup=0, repeats=2, peers=["other"])
-    of_peer = [call for call in bench.calls if call[0] in ("other", "opened")]
-    assert of_peer == [("opened", "ranks of 1"), ("other", 3), ("other", 3)], "once in each repeat"
+    of_peer = [call for call in bench.calls if call[0] in ("other", "opened", "closed")]
+    assert of_peer == [("opened", "ranks of 1"), ("other", 3), ("other", 3), ("closed",)], "once in each repeat"
+    assert runner.described == {"other": {"arithmetic": "other"}}
     assert bench.said == ["loading other", "warming up", "measuring"]
     one, two = runner.measured
     assert all(a["other"] is b["other"] for a, b in zip(one.trials, two.trials, strict=True))
@@ -193,7 +198,7 @@ def test_one_engine_decodes_plainly_for_all_settings_with_a_drafter_on_the_same_
 @pytest.mark.parametrize("device", ["cpu", "cuda", "auto"])
 @pytest.mark.parametrize("place", ["target", "model", "speculator"])
 def test_engines_on_a_gpu_share_nothing(tiny_launch, monkeypatch, place, device, has_gpu):
-    monkeypatch.setattr(trials.torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     alone = SpeculatorDrafterConfig(placement=Placement.separate, device="cpu")
     drafter = alone if place == "speculator" else ModelDrafterConfig(device="cpu")
     config = tiny_launch(BenchConfig(prompts="x"), drafter=drafter)
