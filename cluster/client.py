@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from actors.coordinator.clients import OUT
 from actors.protocol.membership import Alive, Hello, Ready, Stop, identity_of
 from actors.protocol.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
-from actors.transport.channel import Link
+from actors.transport.channel import AnyLink, open_link
 from actors.transport.keys import LinkKey
 from cluster.completion import Completion, EngineError
 from cluster.io.text import load_tokenizer
@@ -55,7 +55,7 @@ class Connection:
         self._name = name
         self._key = key
         self._greet()
-        self._sender: Link | None = Link(address, name + OUT, key)
+        self._sender: AnyLink | None = open_link(address, name + OUT, key)
         self._lock = threading.Lock()
 
     def send(self, record: Any) -> None:
@@ -87,7 +87,7 @@ class Connection:
             self.address = address
             if self._sender is not None:
                 self._sender.close()
-                self._sender = Link(address, self._name + OUT, self._key)
+                self._sender = open_link(address, self._name + OUT, self._key)
 
     def close(self) -> None:
         """Once no thread is in `receive`."""
@@ -99,7 +99,7 @@ class Connection:
 
     def _greet(self) -> None:
         self._receiver_address, self._heard_at = self.address, time.monotonic()
-        self._receiver = Link(self._receiver_address, self._name, self._key)
+        self._receiver = open_link(self._receiver_address, self._name, self._key)
         self._receiver.send(Hello())
 
 

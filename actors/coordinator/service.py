@@ -129,6 +129,7 @@ class CoordinatorService:
         self._store = store
         self._published_at = self._watched_at = time.monotonic()
         self._awake_s = 0.0  # seconds that this process ran; a suspension of it is not a silence of the ranks
+        self._asleep_until = -math.inf
         self._sent_at: dict[str, tuple[int, float]] = {}  # role -> round of the unanswered batch, and when it left
         first_epoch = spec.incarnation * EPOCHS_PER_INCARNATION + 1
         self._memberships = {role: RoleMembership(role, size, first_epoch) for role, size in spec.sizes.items()}
@@ -143,36 +144,64 @@ class CoordinatorService:
         """Serve until a `Stop` arrives; returns its reason. If this raises, the ranks wait for a successor."""
         heartbeat = LoopHeartbeat(self._send_heartbeat)
         try:
+            self._hub.serve_near(self._take_near)
             stop = self._serve(heartbeat)
             self._hub.send(self._clients.connected(), stop)
             for membership in self._memberships.values():
                 self._hub.send(membership.links(), stop)
             return stop.reason
         finally:
+            self._hub.serve_near(None)
             heartbeat.stop()
             self._publish_snapshot()
 
     def _serve(self, heartbeat: LoopHeartbeat) -> Stop:
         while True:
             received = self._hub.receive(timeout_s=self._timeout_s())
-            if received is None:
-                if self._coordinator is not None:
-                    self._send(self._coordinator.stop_waiting(time.monotonic()))
-            elif self._accepts(*received):
-                if isinstance(received[1], Stop):
-                    self._event_log.received(received[1])
-                    return received[1]
-                self._dispatch(*received)
-            now = time.monotonic()
-            if heartbeat.beat(now):
-                self._watch_others(now)
-            if now - self._published_at >= 1.0:
-                self._publish_snapshot()
+            with self._hub.turn():
+                stop = self._take(*received) if received is not None else self._stop_waiting()
+                if stop is not None:
+                    return stop
+                now = time.monotonic()
+                if heartbeat.beat(now):
+                    self._watch_others(now)
+                if now - self._published_at >= 1.0:
+                    self._publish_snapshot()
+
+    def _take(self, link: str, record: object) -> Stop | None:
+        """Act on a record; returns it if it ends the service."""
+        if not self._accepts(link, record):
+            return None
+        if isinstance(record, Stop):
+            self._event_log.received(record)
+            return record
+        self._dispatch(link, record)
+        return None
+
+    def _take_near(self, link: str, record: object) -> bool:
+        """A record of another thread of this process, in that thread; the own one must end and wake in time."""
+        if isinstance(record, Stop):
+            return False
+        self._take(link, record)
+        if self._wait_until() < self._asleep_until:
+            self._hub.wake()
+        return True
+
+    def _stop_waiting(self) -> None:
+        if self._coordinator is not None:
+            self._send(self._coordinator.stop_waiting(time.monotonic()))
+
+    def _wait_until(self) -> float:
+        """When drafts are waited for no longer."""
+        wait_until = self._coordinator.wait_until if self._coordinator is not None else None
+        return math.inf if wait_until is None else wait_until
 
     def _timeout_s(self) -> float:
         """Seconds to wait for a record: until the next heartbeat, or until drafts are waited for no longer."""
-        wait_until = self._coordinator.wait_until if self._coordinator is not None else None
-        return HEARTBEAT_S if wait_until is None else min(HEARTBEAT_S, max(0.0, wait_until - time.monotonic()))
+        now = time.monotonic()
+        self._asleep_until = now + HEARTBEAT_S  # before the question: what comes afterwards wakes this thread
+        self._asleep_until = min(self._asleep_until, max(now, self._wait_until()))
+        return self._asleep_until - now
 
     def _publish_snapshot(self) -> None:
         self._published_at = time.monotonic()

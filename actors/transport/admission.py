@@ -51,11 +51,6 @@ class Admission:
         """Whose key was shown in the handshake that was answered with this `User-Id`; empty if it was taken away."""
         return self._clients.get(user_id) or self._ranks.get(user_id, "")
 
-    def near_peer(self, link: str) -> str:
-        """The peer of a link in this process, where no handshake shows a key; empty if it was taken away."""
-        peer = peer_of(link)
-        return peer if not is_client(peer) or peer in self._clients.values() else ""
-
     def answer(self) -> None:
         """One question of ZeroMQ. The key becomes the `User-Id` of each frame of the connection: a name may get another
         key while the connection lasts. That of a client which connects too often is not answered: its handshake ends

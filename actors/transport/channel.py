@@ -3,8 +3,8 @@
 The coordinator listens with a `Hub`, which has one port for ranks and the owner of the engine and one for its other
 clients, which may cost only so much; each connects with a `Link`. Four one-way records make a round; a role's records
 are sent to each of its ranks, so no rank waits for its lead to pass them on. The same code connects threads, processes
-and hosts; between threads of one process records pass through memory (`Hub(near=True)`). Carries no tensors and decides
-nothing; lost records are detected elsewhere (`actors/coordinator/membership.py`).
+and hosts; between threads of one process records are handed over as they are (`Hub(near=True)`, `near.py`). Carries no
+tensors and decides nothing; lost records are detected elsewhere (`actors/coordinator/membership.py`).
 
 Every connection is encrypted and authenticated by CurveZMQ (RFC 26): a key admits one peer (`keys.py`), at its port and
 under its own names alone (`admission.py`).
@@ -19,9 +19,11 @@ import select
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
-from typing import Any, cast
+from socket import socketpair
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -33,6 +35,7 @@ from actors.transport.admission import CLIENTS, RANKS, Admission
 from actors.transport.client_limits import ConnectionGuard
 from actors.transport.codec import Codec, CodecError
 from actors.transport.keys import HubKeys, LinkKey, is_client, peer_of, public_half
+from actors.transport.near import Exchange, Handle, NearLink, exchange_at
 from actors.transport.work_meter import WorkMeter
 
 _REQUESTS = (messages.Request, messages.Abort, messages.Tokens, messages.ReportOrder, messages.Report)
@@ -71,7 +74,7 @@ _THREADS = {RANKS: 1, CLIENTS: 2}
 _FD_SETSIZE = 1024
 """`select` cannot watch descriptors from this number on."""
 _WARN_EVERY_S = 5.0
-_NEAR_HUBS: dict[tuple[int, str], tuple[zmq.Context, str, Admission]] = {}
+_NEAR_HUBS: dict[tuple[int, str], tuple[Exchange, Admission]] = {}
 """Hubs that threads of this process reach without a network, by process (a fork shares no thread) and address."""
 
 
@@ -100,6 +103,7 @@ class _Endpoint:
         self._warned_at = -_WARN_EVERY_S
         self._context = zmq.Context(io_threads)
         self._watched: list[tuple[zmq.Socket[bytes], int]] = []  # the one that was opened last first
+        self._also_watched: list[int] = []  # descriptors that end a wait
         self._descriptors: list[int] = []
         self._in_use = threading.Lock()  # a socket may be used by one thread after another, not by two at a time
 
@@ -118,8 +122,10 @@ class _Endpoint:
 
     def _wait(self, timeout_s: float | None, num_sockets: int | None = None) -> zmq.Socket[bytes] | None:
         """A socket to which a record came within `timeout_s`; of two, the one that was opened last. Only so many are
-        waited for, if that is given."""
-        watched, descriptors = self._watched[:num_sockets], self._descriptors[:num_sockets]
+        waited for, if that is given. None also if another descriptor ends the wait."""
+        watched = self._watched[:num_sockets]
+        descriptors = [*self._descriptors[:num_sockets], *self._also_watched]
+        sources = [*watched, *((descriptor, zmq.POLLIN) for descriptor in self._also_watched)]
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             for socket, _ in watched:  # ZeroMQ looks at a socket's descriptor when its events are read
@@ -129,9 +135,11 @@ class _Endpoint:
             if left_s is not None and left_s <= 0:
                 return None
             if left_s is not None and left_s < _SELECT_BELOW_S and max(descriptors) < _FD_SETSIZE:
-                select.select(descriptors, (), (), left_s)
-            elif ready := zmq.zmq_poll(watched, -1 if left_s is None else ceil(left_s * 1e3)):
-                return cast("zmq.Socket[bytes]", ready[0][0])
+                ready = select.select(descriptors, (), (), left_s)[0]
+            else:
+                ready = [source for source, _ in zmq.zmq_poll(sources, -1 if left_s is None else ceil(left_s * 1e3))]
+            if self._also_watched and not set(self._also_watched).isdisjoint(ready):
+                return None
 
     def _messages(self, timeout_s: float | None) -> Iterator[tuple[zmq.Socket[bytes], list[zmq.Frame]]]:
         """The frames of each message that arrives within `timeout_s`, and its socket."""
@@ -157,15 +165,15 @@ class _Endpoint:
 
 class Hub(_Endpoint):
     """The coordinator's end. Ranks and the owner of the engine connect to `address`, its other clients to
-    `client_address`; both are tcp://host:port, port 0 or * for any free one. Receive in one thread; another one may
-    `send` as well, and waits while that one waits in `receive`.
+    `client_address`; both are tcp://host:port, port 0 or * for any free one. Receive in one thread; others may `send`
+    as well: what they send while that one waits for a record, it sends for them.
 
     Raises ValueError if an address is still taken after `bind_wait_s`. Peers are read in turn, and clients when no rank
     has sent anything, for a share of the time (`work_meter`), through a thread of ZeroMQ of their own. With
-    `near`, links that this process makes to either address with an admitted key, while the hub is there, pass records
-    through memory: no network, no encryption, no thread of ZeroMQ in between; they are read before those of other
-    processes. Only for a hub that lives as long as they do, since such a link finds no successor of it in another
-    process.
+    `near`, links that this process opens to `address` with an admitted key, while the hub is there, hand records over
+    (`near.py`): no bytes, network, encryption or thread in between. By `serve_near`, they are handled where they are
+    sent; without it they are received, before those of other processes. Only for a hub that lives as long as they do,
+    since such a link finds no successor of it in another process.
     """
 
     def __init__(
@@ -182,18 +190,22 @@ class Hub(_Endpoint):
         self.limit_clients(LONGEST_OF_CLIENT)
         self._socket = self._open_router(self._context)
         self._names: dict[str, zmq.Socket[bytes]] = {}
-        self._near_keys: list[tuple[int, str]] = []
-        self._near_socket: zmq.Socket[bytes] | None = None
+        self._unsent: deque[tuple[str, bytes]] = deque()
+        self._woken, self._wakes = socketpair()
+        for end in (self._woken, self._wakes):
+            end.setblocking(False)
+        self._also_watched = [self._woken.fileno()]
+        self._is_called = False
+        self._near: Exchange | None = None
+        self.address = ""
         deadline = time.monotonic() + bind_wait_s
         self.address = self._bind(self._socket, RANKS, address, deadline)
         client_address = client_address or f"{self.address.rpartition(':')[0]}:*"
         self.client_address = self._bind(self._client_socket, CLIENTS, client_address, deadline)
         if near:
-            context, endpoint = zmq.Context.instance(), f"inproc://{self.address}"
-            self._near_socket = self._open_router(context)
-            self._near_socket.bind(endpoint)
-            self._near_keys = [(os.getpid(), place) for place in (self.address, self.client_address)]
-            _NEAR_HUBS.update(dict.fromkeys(self._near_keys, (context, endpoint, self._admission)))
+            self._near = exchange_at(self.address, public_half(keys.private))
+            self._near.wake = self._end_wait
+            _NEAR_HUBS[os.getpid(), self.address] = self._near, self._admission
 
     def _open_router(self, context: zmq.Context) -> zmq.Socket[bytes]:
         router = self._open(context, zmq.ROUTER, LONGEST_TO_HUB)
@@ -221,11 +233,14 @@ class Hub(_Endpoint):
     def close(self) -> None:
         """Waits for a thread that receives or sends: to close a socket that another thread uses ends the process. What
         that thread calls next raises ZMQError."""
-        for key in self._near_keys:
-            _NEAR_HUBS.pop(key, None)
+        _NEAR_HUBS.pop((os.getpid(), self.address), None)
         with self._in_use:
             self._guard.close()
             super().close()
+        if self._near is not None:
+            self._near.wake = lambda: None
+        self._woken.close()
+        self._wakes.close()
 
     def limit_clients(self, longest: int) -> None:
         """The longest record of a client has so many bytes."""
@@ -236,23 +251,66 @@ class Hub(_Endpoint):
     def admit_clients(self, clients: Mapping[bytes, str]) -> None:
         """Admit these clients, by the public halves of their keys, and no other ones: their connections are closed."""
         gone = self._admission.admit_clients(clients)
-        with self._in_use:
-            self._names = {link: socket for link, socket in self._names.items() if peer_of(link) not in gone}
+        for link in [link for link in [*self._names] if peer_of(link) in gone]:
+            self._names.pop(link, None)
 
     def identities(self) -> list[str]:
         """The links that have sent a record, and were connected when they were last sent one."""
-        return list(self._names)
+        return [*self._names, *(self._near.identities if self._near is not None else ())]
+
+    def wake(self) -> None:
+        """From any thread: `receive` returns, if no record came with None, now or when it is called next."""
+        self._is_called = True
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        """The thread that waits for a record looks for what else there is to do."""
+        with contextlib.suppress(OSError):  # so many are unread that another says nothing more, or the hub is closed
+            self._wakes.send(b"\0")
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """While it lasts no record is handled where it is sent; those that come meanwhile are handled at its end."""
+        if self._near is None:
+            yield
+            return
+        with self._near.turn:
+            yield
+        self._near.serve_waiting()
+
+    def serve_near(self, handle: Handle | None) -> None:
+        """Let records of this process be handled by the threads that send them; those that `handle` leaves, and what it
+        raises, `receive` has. With None all are received."""
+        if self._near is not None:
+            self._near.serve_with(handle)
 
     def send(self, identities: Sequence[str], record: Any) -> None:
-        """Multicast one record, encoded once. Never blocks.
+        """Multicast one record, to other processes encoded once. Never blocks.
 
         It is lost for an identity that is not connected, or that has not read its last `MOST_QUEUED` records, a client
         also with `client_limits.MOST_QUEUED_BYTES` waiting for it.
         """
-        payload = CODEC.encode(record)
-        with self._in_use:
-            for identity in identities:
-                self._post(identity, payload)
+        near = self._near
+        far = [identity for identity in identities if near is None or not near.put(identity, record)]
+        if far:
+            payload = CODEC.encode(record)
+            self._unsent.extend([(identity, payload) for identity in far])
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Send, unless another thread uses the sockets: it does so when it is done, or woken from its wait."""
+        while self._unsent:
+            if not self._in_use.acquire(blocking=False):
+                self._end_wait()
+                return
+            try:
+                self._post_waiting()
+            finally:
+                self._in_use.release()
+
+    def _post_waiting(self) -> None:
+        while self._unsent:
+            self._post(*self._unsent.popleft())
 
     def _post(self, identity: str, payload: bytes) -> None:
         socket = self._names.get(identity, self._socket)
@@ -269,10 +327,13 @@ class Hub(_Endpoint):
             self._names.pop(identity, None)
 
     def receive(self, timeout_s: float | None = None) -> tuple[str, Any] | None:
-        """The next (identity, record), or None after `timeout_s`. Unreadable records are counted and skipped."""
+        """The next (identity, record), or None after `timeout_s` or once woken. Unreadable records are counted and
+        skipped. Raises what `serve_near` has raised."""
+        if self._near is not None and (record := self._near.take()) is not None:
+            return record
         for socket, (name, *payload) in self._messages(timeout_s):
             identity = name.bytes.decode(errors="replace")
-            peer = self._peer(socket, identity, name)
+            peer = self._admission.peer(str(name.get("User-Id")))
             self._meter.begin(peer)
             try:
                 record = self._read(socket, identity, peer, payload)
@@ -281,7 +342,21 @@ class Hub(_Endpoint):
                 continue
             self._names[identity] = socket
             return identity, record
-        return None
+        return None if self._near is None else self._near.take()
+
+    def _next_message(self, timeout_s: float | None) -> tuple[zmq.Socket[bytes], list[zmq.Frame]] | None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            message = super()._next_message(timeout_s)
+            if message is None:
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(1 << 12)
+            self._send_waiting()
+            is_called, self._is_called = self._is_called, False
+            if message is not None or is_called or (self._near is not None and self._near.has_left):
+                return message
+            if deadline is not None and (timeout_s := deadline - time.monotonic()) <= 0:
+                return None
 
     def _wait(self, timeout_s: float | None, num_sockets: int | None = None) -> zmq.Socket[bytes] | None:
         """Clients, whose socket was opened first, are not read until they may take time again."""
@@ -293,12 +368,6 @@ class Hub(_Endpoint):
                 return socket
             timeout_s = timeout_s and timeout_s - pause_s
         return super()._wait(timeout_s, num_sockets)
-
-    def _peer(self, socket: zmq.Socket[bytes], identity: str, name: zmq.Frame) -> str:
-        """Whose key the sender has; empty if it was taken away."""
-        if socket is self._near_socket:
-            return self._admission.near_peer(identity)
-        return self._admission.peer(str(name.get("User-Id")))
 
     def _read(self, socket: zmq.Socket[bytes], identity: str, peer: str, payload: list[zmq.Frame]) -> Any:
         """The record of a message, of which sender and size are looked at first."""
@@ -334,17 +403,13 @@ class Link(_Endpoint):
         super().__init__()
         # A context that is collected before its sockets waits for them for ever, and this process with it.
         weakref.finalize(self, _close, self._context, self._watched).atexit = False
-        context, self._endpoint, admission = _NEAR_HUBS.get((os.getpid(), address), (self._context, address, None))
-        is_near = admission is not None and admission.admits(key.public, identity)
-        if not is_near:
-            context, self._endpoint = self._context, address
-        self._socket = self._open(context, zmq.DEALER, LONGEST_TO_LINK)
+        self._endpoint = address
+        self._socket = self._open(self._context, zmq.DEALER, LONGEST_TO_LINK)
         self.identity = identity
         self._socket.identity = identity.encode()
         self._socket.curve_publickey, self._socket.curve_secretkey = z85.encode(key.public), z85.encode(key.private)
         self._socket.curve_serverkey = z85.encode(key.hub)
-        # In memory the name of the link is a record of the same queue, which a newer one would replace.
-        self._socket.conflate = keeps == "newest" and not is_near
+        self._socket.conflate = keeps == "newest"
         self._socket.reconnect_ivl = RECONNECT_MS
         self._socket.connect_timeout = CONNECT_MS
         self._socket.heartbeat_ivl = BEAT_MS
@@ -395,3 +460,14 @@ class Link(_Endpoint):
                 return bool(monitor.poll(ceil(timeout_s * 1e3)))
             finally:
                 self._socket.disable_monitor()
+
+
+AnyLink = Link | NearLink
+
+
+def open_link(address: str, identity: str, key: LinkKey, *, keeps: str = "all") -> AnyLink:
+    """A link to the hub at this address; one that hands records over, if that hub is `near` and of this process."""
+    exchange, admission = _NEAR_HUBS.get((os.getpid(), address), (None, None))
+    if exchange is not None and admission is not None and admission.admits(key.public, identity):
+        return NearLink(exchange, identity)
+    return Link(address, identity, key, keeps=keeps)

@@ -8,7 +8,7 @@ from typing import Any
 
 from actors.protocol.membership import Recall, RoleBack, RoleLost, Stop
 from actors.protocol.messages import ProposalBatch
-from actors.transport.channel import Link
+from actors.transport.channel import AnyLink
 
 ANSWER_S = 1.0
 """Seconds after which an answer counts as lost, and the parent drafts without it."""
@@ -17,7 +17,7 @@ ANSWER_S = 1.0
 class Mailbox:
     """Sorts the records of one link into those for the rank and those from its child level."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: AnyLink) -> None:
         self._link = link
         self._for_rank: deque[Any] = deque()
         self._from_child: deque[Any] = deque()

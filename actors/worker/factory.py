@@ -17,7 +17,7 @@ import torch
 from actors.logs import log_event, logger_of
 from actors.protocol.membership import Join
 from actors.roles.bridge import BridgeEnd, FeatureReceiver, FeatureSender
-from actors.transport.channel import Link, heart_of, link_name
+from actors.transport.channel import heart_of, link_name, open_link
 from actors.transport.mailbox import Mailbox
 from actors.worker import openmp
 from actors.worker.heartbeat import Heartbeat
@@ -50,14 +50,14 @@ def serve(
     log_event(logger, "starting", incarnation=spec.incarnation, size=spec.size, device=spec.device, cores=spec.cores)
     assert spec.key is not None
     name = link_name(spec.identity, spec.incarnation)
-    link = Mailbox(Link(spec.hub_address, name, spec.key))
+    link = Mailbox(open_link(spec.hub_address, name, spec.key))
     bridge = _bridge_end(spec, logger)
 
     def build(spec: RankSpec, group: Group, mailbox: Mailbox) -> tuple[RankRole, dict[str, object]]:
         return build_role(spec, group, mailbox, bridge)
 
     loop = RankLoop(spec, link, _join_group, build, observe, cancelled, bridge)
-    heart = Link(spec.hub_address, heart_of(name), spec.key, keeps="newest")
+    heart = open_link(spec.hub_address, heart_of(name), spec.key, keeps="newest")
     heartbeat = Heartbeat(heart, loop.heartbeat, loop.interrupt)
     try:
         loop.serve()

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 
 from actors.protocol.membership import HEARTBEAT_S, Alive, Bridge, Recall
-from actors.transport.channel import Link
+from actors.transport.channel import AnyLink
 
 
 class Heartbeat:
     """Sends `status()` every `HEARTBEAT_S` from construction to `stop`, which closes the link; passes each
     order to `on_order`."""
 
-    def __init__(self, link: Link, status: Callable[[], Alive], on_order: Callable[[Recall | Bridge], None]) -> None:
+    def __init__(self, link: AnyLink, status: Callable[[], Alive], on_order: Callable[[Recall | Bridge], None]) -> None:
         self._link = link
         self._status = status
         self._on_order = on_order

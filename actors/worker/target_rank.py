@@ -62,7 +62,7 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
         runner = spec.drafter.on_target(runner)
     is_lead = spec.rank == 0
     reader = TopTokensReader.of(top_k, reads_prompts=reads_prompts, is_lead=is_lead, is_late=spec.drafter.learns_later)
-    after, features, facts = None, None, dict[str, object](drafters=spec.drafter.names_in(spec.pipeline))
+    after, features, facts = None, None, dict[str, object](drafters=[*spec.drafter.names_in(spec.pipeline)])
     if is_attached:
         setup = replace(draft_setup(spec, group), target_runner=runner)
         drafter, facts["drafter"] = spec.drafter.build(setup)

@@ -1,4 +1,4 @@
-"""`cluster=inprocess`: coordinator and ranks as threads of this process, connected over loopback TCP. No Ray.
+"""`cluster=inprocess`: coordinator and ranks as threads of this process, which hand each other their records. No Ray.
 
 For notebooks, debuggers, tests and machines without Ray; the loops are those of every other backend. Ranks of one role
 use process groups even as threads, so any layout that fits the machine runs here too. A thread that raises is replaced

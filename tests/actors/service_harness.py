@@ -8,7 +8,7 @@ import time
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec
 from actors.protocol.membership import Alive, Hello, Join, Ready, Stop
-from actors.transport.channel import Hub, Link
+from actors.transport.channel import AnyLink, Hub, Link, open_link
 from actors.transport.keys import HubKeys, peer_of
 
 FACTS = {"kv_slots": 400, "max_model_len": 50, "vocab_size": 97}
@@ -23,15 +23,18 @@ def link_to(address, name, **options) -> Link:
 
 
 class Stage:
-    """A coordinator service in its thread; the test plays its ranks and its client over their links."""
+    """A coordinator service in its thread; the test plays its ranks and its client over their links, as other processes
+    or, if they are `near`, as threads of its own."""
 
-    def __init__(self, target_ranks=1, draft_ranks=1, watches=(), **options) -> None:
+    def __init__(self, target_ranks=1, draft_ranks=1, watches=(), *, near=False, **options) -> None:
         pipeline = "sync" if draft_ranks else "plain"
         spec = CoordinatorSpec(pipeline, 4, target_ranks, draft_ranks, (1,), **options)
-        self.hub = Hub("tcp://127.0.0.1:*", KEYS)
+        self.hub = Hub("tcp://127.0.0.1:*", KEYS, near=near)
         self.ranks = [f"{role}-{rank}" for role, size in spec.sizes.items() for rank in range(size)]
-        self.links = {name: link_to(self.hub.address, f"{name}#0") for name in self.ranks}
-        self.links[CLIENT] = link_to(self.hub.address, CLIENT)
+        names = {name: f"{name}#0" for name in self.ranks} | {CLIENT: CLIENT}
+        self.links: dict[str, AnyLink] = {
+            name: open_link(self.hub.address, link, KEYS.of(peer_of(link))) for name, link in names.items()
+        }
         self.ended: list[object] = []
         service = CoordinatorService(spec, self.hub, watches, ("127.0.0.1", 1) if spec.bridged else None)
         self.thread = threading.Thread(target=self.run_service, args=(service,))

@@ -177,9 +177,10 @@ def draft_busy_s(stage):
     return record.counters["draft_busy_s"]
 
 
-def test_the_loop_tells_when_time_is_up():
+@pytest.mark.parametrize("near", [False, True])
+def test_the_loop_tells_when_time_is_up(near):
     """No further record arrives, and the target is sent a pass."""
-    stage: Any = Stage(adaptive=True)
+    stage: Any = Stage(adaptive=True, near=near)
     try:
         stage.get_ready()
         stage.send("client", Request(1, (3, 4), SamplingParams(max_tokens=20)))

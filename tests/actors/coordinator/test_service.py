@@ -46,8 +46,9 @@ def test_the_client_hears_of_all_ranks_once_the_last_is_there(open_stage):
     }
 
 
-def test_every_rank_of_a_role_gets_its_records_and_the_client_the_tokens(open_stage):
-    stage = open_stage(target_ranks=2)
+@pytest.mark.parametrize("near", [False, True])
+def test_every_rank_of_a_role_gets_its_records_and_the_client_the_tokens(open_stage, near):
+    stage = open_stage(target_ranks=2, near=near)
     stage.get_ready()
     stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=2)))
     first, second = stage.receive("target-0"), stage.receive("target-1")
@@ -58,6 +59,15 @@ def test_every_rank_of_a_role_gets_its_records_and_the_client_the_tokens(open_st
     stage.send("draft-0", ProposalBatch(drafts.round, (), 0.0, 0.0))
     stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
     assert stage.receive(CLIENT) == Tokens(1, 0, (7,))
+
+
+def test_an_error_in_the_thread_of_a_rank_ends_the_service_and_not_the_rank(open_stage, monkeypatch):
+    stage = open_stage(near=True)
+    stage.get_ready()
+    monkeypatch.setattr(Coordinator, "on", lambda *_: 1 / 0)
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=2)))
+    stage.thread.join(WAIT_S)
+    assert isinstance(stage.ended[0], ZeroDivisionError)
 
 
 def test_a_level_hears_nothing_that_was_meant_for_an_epoch_it_has_left(open_stage):

@@ -20,8 +20,9 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineConfig, PipelineName, SamplingConfig, TargetConfig
 from actors.protocol.membership import Ready
-from actors.protocol.messages import SamplingParams
-from actors.transport.channel import Link
+from actors.protocol.messages import SamplingParams, Tokens, VerdictBatch, VerifyBatch
+from actors.transport.channel import CODEC, Link
+from actors.transport.near import Exchange, NearLink
 from cluster import engine as module
 from cluster.client import Client, Connection
 from cluster.completion import Completion
@@ -406,9 +407,22 @@ def test_two_engines_side_by_side(open_engine):
     asked = [[engine.submit(prompt, GREEDY) for prompt in PROMPTS] for engine in engines]
     first, second = ([completion.result() for completion in completions] for completions in asked)
     assert tokens_of(first) == tokens_of(second)
-    assert all(engine._connection._receiver._endpoint.startswith("inproc:") for engine in engines), "no network"
+    assert all(isinstance(engine._connection._receiver, NearLink) for engine in engines), "no network"
     engines[0].close()
     assert tokens_of(engines[1].generate(PROMPTS, GREEDY)) == tokens_of(first)
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_what_threads_hand_over_is_what_other_processes_would_read(open_engine, monkeypatch, drafter):
+    """No list where the reader of bytes has a tuple, which a thread could change later."""
+    seen = []
+    for name in ("send", "put"):
+        method = getattr(Exchange, name)
+        monkeypatch.setattr(Exchange, name, lambda *args, method=method: seen.append(args[-1]) or method(*args))
+    open_engine(drafter).generate(PROMPTS, GREEDY)
+    assert {VerifyBatch, VerdictBatch, Tokens} <= {type(record) for record in seen}
+    for record in seen:
+        assert CODEC.decode(CODEC.encode(record)) == record
 
 
 def test_a_request_that_cannot_go_out_at_once_goes_out_as_soon_as_it_can(open_engine, monkeypatch):

@@ -1,0 +1,146 @@
+"""Records between threads of one process: handed over as they are, frozen, without a network, bytes or a wake-up.
+
+What a link sends is handled by the thread that sends it, one record at a time: while another thread handles one, that
+thread goes on with this one afterwards. So a rank that has sent its verdicts finds its next batch in its inbox when it
+looks there, and the coordinator's own thread sleeps. Knows neither what records mean nor who may send them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+from weakref import WeakValueDictionary
+
+Handle = Callable[[str, Any], bool]
+"""Called with the name of a link and its record; False: the thread that receives has to act on it."""
+
+
+class Exchange:
+    """Where the threads of one process and the hub at one address meet; it outlives the hub while it has links.
+
+    `turn` is held while a record is handled. `wake` ends the wait of the thread that receives.
+    """
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self.wake: Callable[[], None] = lambda: None
+        self._handle: Handle | None = None
+        self._unhandled: deque[tuple[str, Any]] = deque()
+        self._left: deque[tuple[str, Any]] = deque()  # for the thread that receives
+        self._error: Exception | None = None
+        self._inboxes: dict[str, SimpleQueue[Any]] = {}
+        self._known: dict[str, None] = {}  # links that have sent a record
+
+    # --- links --------------------------------------------------------------------------------------------------------
+
+    def open(self, identity: str) -> SimpleQueue[Any]:
+        """The inbox of a link, which takes the place of an earlier link of this name."""
+        inbox = self._inboxes[identity] = SimpleQueue[Any]()
+        return inbox
+
+    def close(self, identity: str, inbox: SimpleQueue[Any]) -> None:
+        if self._inboxes.get(identity) is inbox:
+            del self._inboxes[identity]
+            self._known.pop(identity, None)
+
+    def send(self, identity: str, record: Any) -> None:
+        """From a link. Without anything that handles records it waits."""
+        self._known[identity] = None
+        self._unhandled.append((identity, record))
+        if self._handle is None:
+            self.wake()
+        else:
+            self.serve_waiting()
+
+    def serve_waiting(self) -> None:
+        """Handle what waits, unless another thread is at it: that one looks again when it is done."""
+        while self._unhandled and self._handle is not None and self.turn.acquire(blocking=False):
+            try:
+                self._serve_next(self._handle)
+            except Exception as error:  # of the coordinator, not of the rank whose thread this is
+                self._handle, self._error = None, error
+                self.wake()
+            finally:
+                self.turn.release()
+
+    def _serve_next(self, handle: Handle) -> None:
+        while self._unhandled and self._handle is not None:
+            identity, record = self._unhandled.popleft()
+            if not handle(identity, record):
+                self._left.append((identity, record))
+                self.wake()
+
+    # --- the hub ------------------------------------------------------------------------------------------------------
+
+    @property
+    def identities(self) -> list[str]:
+        """Links that have sent a record and are open."""
+        return [*self._known]
+
+    def put(self, identity: str, record: Any) -> bool:
+        """Whether there is a link of this name, which then has the record."""
+        inbox = self._inboxes.get(identity)
+        if inbox is not None:
+            inbox.put(record)
+        return inbox is not None
+
+    def serve_with(self, handle: Handle | None) -> None:
+        """From now on records are handled so; with None they wait for `take`."""
+        with self.turn:
+            self._handle, self._error = handle, None
+        self.serve_waiting()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether `take` has something."""
+        return self._error is not None or bool(self._left) or (self._handle is None and bool(self._unhandled))
+
+    def take(self) -> tuple[str, Any] | None:
+        """The next record that was left to the thread that receives. Raises what the handling of one has raised."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self._left:
+            return self._left.popleft()
+        if self._handle is None and self._unhandled:
+            return self._unhandled.popleft()
+        return None
+
+
+class NearLink:
+    """The end of a rank or of the owner in the process of the hub; as `Link`."""
+
+    num_unreadable = 0
+
+    def __init__(self, exchange: Exchange, identity: str) -> None:
+        self.identity = identity
+        self._exchange = exchange
+        self._inbox = exchange.open(identity)
+
+    def send(self, record: Any) -> None:
+        self._exchange.send(self.identity, record)
+
+    def receive(self, timeout_s: float | None = None) -> Any | None:
+        try:
+            return self._inbox.get(timeout=None if timeout_s is None else max(0.0, timeout_s))
+        except Empty:
+            return None
+
+    def is_refused(self, timeout_s: float) -> bool:  # noqa: ARG002 (who may connect was asked when it was made)
+        return False
+
+    def close(self) -> None:
+        self._exchange.close(self.identity, self._inbox)
+
+
+_EXCHANGES: WeakValueDictionary[tuple[int, str, bytes], Exchange] = WeakValueDictionary()
+"""By process, since a fork shares no thread, address, and public half of the hub's key."""
+
+
+def exchange_at(address: str, public: bytes) -> Exchange:
+    """That of the hub which this process has, or has had, at this address with this key."""
+    return _EXCHANGES.setdefault((os.getpid(), address, public), Exchange())

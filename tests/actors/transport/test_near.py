@@ -1,0 +1,133 @@
+"""Records between threads of one process: who handles them, in which order, and where an error goes."""
+
+import threading
+
+import pytest
+
+from actors.protocol.membership import Hello, Stop
+from actors.protocol.messages import Abort
+from actors.transport.channel import Hub, open_link
+from tests.actors.service_harness import KEYS
+
+NUM_RECORDS = 400
+
+
+@pytest.fixture
+def hub():
+    hub = Hub("tcp://127.0.0.1:*", KEYS, near=True)
+    yield hub
+    hub.close()
+
+
+def link_to(hub, name):
+    return open_link(hub.address, name, KEYS.of(name))
+
+
+def test_a_record_is_handled_in_the_thread_that_sends_it_and_its_answer_is_there(hub):
+    handled = []
+
+    def handle(name, record):
+        handled.append((threading.get_ident(), name))
+        hub.send([name], record)
+        return True
+
+    hub.serve_near(handle)
+    link = link_to(hub, "target-0")
+    link.send(Abort(1))
+    assert handled == [(threading.get_ident(), "target-0")]
+    assert link.receive(0) == Abort(1) and hub.receive(0) is None
+
+
+def test_records_of_many_threads_are_handled_one_at_a_time_in_the_order_of_each(hub):
+    handled, at_once, lock = {}, [], threading.Lock()
+
+    def handle(name, record):
+        at_once.append(lock.acquire(blocking=False))
+        handled.setdefault(name, []).append(record.request_id)
+        lock.release()
+        return True
+
+    def send(link):
+        for number in range(NUM_RECORDS):
+            link.send(Abort(number))
+
+    hub.serve_near(handle)
+    links = [link_to(hub, f"target-{rank}") for rank in range(4)]
+    threads = [threading.Thread(target=send, args=(link,)) for link in links]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(at_once) and len(at_once) == 4 * NUM_RECORDS
+    assert handled == {link.identity: list(range(NUM_RECORDS)) for link in links}
+
+
+def test_what_comes_during_a_turn_is_handled_at_its_end(hub):
+    handled = []
+    hub.serve_near(lambda _, record: handled.append(record) is None)
+    link = link_to(hub, "target-0")
+    with hub.turn():
+        link.send(Abort(1))
+        assert not handled
+    assert handled == [Abort(1)]
+
+
+def test_an_error_is_the_receivers_and_what_follows_waits_for_the_next_one_to_handle(hub):
+    def fail(_, record):
+        raise RuntimeError(f"about {record}")
+
+    link = link_to(hub, "target-0")
+    hub.serve_near(fail)
+    link.send(Abort(1))
+    link.send(Abort(2))
+    with pytest.raises(RuntimeError, match="about"):
+        hub.receive(5.0)
+    hub.serve_near(None)
+    handled = []
+    hub.serve_near(lambda _, record: handled.append(record) is None)
+    assert handled == [Abort(2)] and hub.receive(0) is None
+
+
+def test_what_is_left_ends_the_wait_of_the_receiver(hub):
+    hub.serve_near(lambda _, record: not isinstance(record, Stop))
+    link, received = link_to(hub, "client"), []
+    thread = threading.Thread(target=lambda: received.append(hub.receive(60.0)))
+    thread.start()
+    link.send(Hello())
+    link.send(Stop("now"))
+    thread.join()
+    assert received == [("client", Stop("now"))]
+
+
+def test_a_call_ends_the_wait_without_a_record(hub):
+    received = []
+    thread = threading.Thread(target=lambda: received.append(hub.receive(60.0)))
+    thread.start()
+    hub.wake()
+    thread.join()
+    assert received == [None]
+
+
+def test_a_record_to_another_process_is_sent_while_a_thread_waits_for_one(hub):
+    far = open_link(hub.address.replace("127.0.0.1", "localhost"), "target-1", KEYS.of("target-1"))
+    far.send(Hello())
+    assert hub.receive(5.0) == ("target-1", Hello())
+    thread = threading.Thread(target=lambda: hub.receive(60.0))
+    thread.start()
+    hub.send(["target-1"], Abort(7))
+    assert far.receive(10.0) == Abort(7)
+    hub.wake()
+    thread.join()
+    far.close()
+
+
+def test_a_link_that_is_closed_or_replaced_has_nothing_any_more(hub):
+    first, second = link_to(hub, "target-0"), link_to(hub, "target-0")
+    second.send(Hello())
+    assert hub.receive(5.0) == ("target-0", Hello()) and hub.identities() == ["target-0"]
+    first.close()
+    hub.send(["target-0"], Abort(1))
+    assert second.receive(0) == Abort(1) and first.receive(0) is None
+    second.close()
+    hub.send(["target-0"], Abort(2))
+    assert hub.identities() == [] and second.receive(0) is None
