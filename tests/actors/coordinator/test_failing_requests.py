@@ -16,6 +16,7 @@ from actors.protocol.membership import PassFailed
 from actors.protocol.messages import Request, SamplingParams, VerifyBatch, VerifyItem
 from tests.actors.scripted_roles import World
 from tests.actors.small_language import oracle, requests_of
+from tests.examples import examples
 
 LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3))
 
@@ -66,7 +67,7 @@ def check(world: Fragile, requests: list[Request], culprits: set[int]) -> None:
             assert (tokens, end.error) == (oracle(request), None)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     choose=st.randoms(use_true_random=False),
     pipeline=st.sampled_from(sorted(PIPELINES)),

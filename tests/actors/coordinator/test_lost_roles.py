@@ -15,6 +15,7 @@ from actors.protocol.messages import Abort, DraftPreviewBatch, ReportOrder, Requ
 from tests.actors.scripted_policy import MoodyPolicy
 from tests.actors.scripted_roles import World
 from tests.actors.small_language import oracle, requests_of
+from tests.examples import examples
 
 LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6))
 ROLES = ("target", "draft")
@@ -52,7 +53,7 @@ def corrupted(choose, answer):
     return replace(answer, round=answer.round + choose.choice((-1, 1, 1_000_000)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     choose=st.randoms(use_true_random=False),
     pipeline=st.sampled_from(sorted(set(PIPELINES) - {"plain"})),
@@ -89,7 +90,7 @@ def test_losses_at_any_moment_change_no_token(
     assert storm.coordinator.stats.num_tokens == sum(map(len, storm.tokens.values()))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(choose=st.randoms(use_true_random=False), pipeline=st.sampled_from(sorted(PIPELINES)))
 def test_a_dead_coordinator_is_replaced_by_what_its_client_holds(choose, pipeline):
     """Every request is asked again, with the tokens its client got; the last of them may have been lost on the way."""

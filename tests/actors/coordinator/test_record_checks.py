@@ -39,6 +39,7 @@ from actors.protocol.messages import (
 from actors.transport.channel import CODEC, Hub
 from tests.actors.service_harness import FACTS, KEYS
 from tests.actors.transport.test_codec import values_of
+from tests.examples import examples
 
 OTHER = "client:2"
 LINKS = (
@@ -160,7 +161,7 @@ PROPOSALS = batches(ProposalBatch, st.builds(Proposal, *PLACE, PREFIX, some([CHA
 PLAUSIBLE = st.tuples(st.just("target-0#0"), VERDICTS) | st.tuples(st.just("draft-0#0"), PROPOSALS)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(LINKS), RECORDS | altered()) | PLAUSIBLE | PLAUSIBLE, max_size=30))
 def test_no_record_ends_the_coordinator(records):
     table = Table()

@@ -15,6 +15,7 @@ from actors.coordinator.scheduler import MOST_NEW, Capacity, Scheduler
 from actors.coordinator.sequence import Sequence
 from actors.options import SchedulerConfig
 from actors.protocol.messages import Proposal, Request, SamplingParams, TokenTree, Verdict
+from tests.examples import examples
 
 NO_EOS = frozenset()
 
@@ -173,7 +174,7 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLives.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 def running_scheduler(limits: SchedulerConfig, slots: int, *prompt_lens: int, generated: int = 1) -> Scheduler:

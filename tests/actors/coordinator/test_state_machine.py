@@ -28,11 +28,12 @@ from actors.protocol.messages import (
 from tests.actors.scripted_policy import MoodyPolicy
 from tests.actors.scripted_roles import World
 from tests.actors.small_language import EOS, MAX_MODEL_LEN, oracle, requests_of
+from tests.examples import examples
 
 LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     choose=st.randoms(use_true_random=False),
     pipeline=st.sampled_from(sorted(PIPELINES)),
@@ -145,7 +146,7 @@ def test_a_preempted_request_takes_no_memory_at_the_roles(pipeline):
     assert num_preemptions > 12
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(choose=st.randoms(use_true_random=False))
 def test_a_steady_round_is_four_records(choose):
     world = World(choose)

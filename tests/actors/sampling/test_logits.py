@@ -27,6 +27,7 @@ from actors.sampling.logits import (
     process_logits,
     top_children,
 )
+from tests.examples import examples
 
 VOCAB = 50
 EOS = (7,)
@@ -232,7 +233,7 @@ def kept_by_definition(row: torch.Tensor, params: SamplingParams) -> tuple[set[i
     return {token for token, x in enumerate(scores) if x >= least}, close
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_truncation_keeps_the_set_that_sorting_the_vocabulary_gives(data):
     """Rows of one batch with limits of their own, flat and peaked, with many ties."""

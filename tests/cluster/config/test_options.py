@@ -39,12 +39,16 @@ RECORDS: dict[type[Section], tuple[str, Any]] = {
 }
 """Record -> its section and its defaults."""
 
-KNOBS = [
-    pytest.param(record, item.name, id=f"{section}={getattr(record, 'name', '')}.{item.name}")
-    for section, record in RECORDS.values()
-    for item in fields(record)
-    if item.name != "name"
-]
+EVERY_RECORD = pytest.mark.parametrize(
+    "record",
+    [pytest.param(record, id=f"{section}={getattr(record, 'name', '')}") for section, record in RECORDS.values()],
+)
+
+
+def knobs(record: Section) -> list[str]:
+    """The keys of a record that a user may set."""
+    return [item.name for item in fields(record) if item.name != "name"]
+
 
 EDGES = (
     -LARGEST - 1,
@@ -74,15 +78,20 @@ def kinds(record: type, name: str) -> set[type]:
     return set(get_args(hint) or (hint,))
 
 
-@pytest.mark.parametrize(("record", "name"), KNOBS)
-def test_every_number_is_in_its_range_or_refused_by_name(record, name):
+@EVERY_RECORD
+def test_every_number_is_in_its_range_or_refused_by_name(record):
     """Whatever the value: it is inside the declared range, or one line that names the field refuses it."""
+    for name in knobs(record):
+        check_edges(record, name)
+
+
+def check_edges(record: Section, name: str) -> None:
     numbers = kinds(type(record), name) & {int, float}
     bound = bound_of(type(record), name)
     if not numbers or not isinstance(getattr(record, name), int | float | list | type(None)):
-        assert bound is None or isinstance(bound, OneOf)
+        assert bound is None or isinstance(bound, OneOf), name
         return
-    assert isinstance(bound, Range), "a number without a declared range"
+    assert isinstance(bound, Range), f"{name}: a number without a declared range"
     section = RECORDS[type(record)][0]
     is_list = isinstance(getattr(record, name), list)
     for value in EDGES:
@@ -92,7 +101,7 @@ def test_every_number_is_in_its_range_or_refused_by_name(record, name):
             if not bound.accepts(value):
                 assert line.startswith(f"{section}.{name}=")
             elif not line:
-                assert math.isfinite(value) and (abs(value) <= LARGEST or name in ("seed", "seeds"))
+                assert math.isfinite(value) and (abs(value) <= LARGEST or name in ("seed", "seeds")), name
 
 
 def refusal(record: Section, section: str) -> str:
@@ -109,12 +118,14 @@ def test_the_page_is_up_to_date():
     assert (ROOT / "docs" / "options.md").read_text() == page()
 
 
-@pytest.mark.parametrize(("record", "name"), KNOBS)
-def test_help_explains_every_key(record, name):
-    key = f"{RECORDS[type(record)][0]}.{name}"
-    text = help_text(key)
-    assert f"{key}=" in text and len(text.splitlines()) >= 3
-    assert key in help_text(key.partition(".")[0])
+@EVERY_RECORD
+def test_help_explains_every_key(record):
+    section = RECORDS[type(record)][0]
+    whole = help_text(section)
+    for key in [f"{section}.{name}" for name in knobs(record)]:
+        text = help_text(key)
+        assert f"{key}=" in text and len(text.splitlines()) >= 3
+        assert key in whole
 
 
 def test_help_of_a_key_names_type_default_range_and_meaning():

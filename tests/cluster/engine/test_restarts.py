@@ -83,7 +83,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SLOW = "branches", "plain-target"
+"""Not by default: whose roles are those of two others."""
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in FAULTS]
+)
 def test_what_dies_is_replaced_and_the_tokens_are_the_same(open_engine, break_at, plain, fault):
     layout, owner, method, calls, identity = FAULTS[fault]
     engine = open_engine(**layout)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.io.text import TextStream, load_tokenizer, named_files, read_eos_token_ids
+from tests.examples import examples
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -92,7 +93,7 @@ class TestStream:
         push_all(stream, BYTES.encode("caféé!x").ids)
         assert stream.stopped and stream.text == "café"
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(text=st.text("abc", max_size=30), stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
     def test_stopping_agrees_with_a_search_of_the_whole_text(self, text, stop):
         stream = TextStream(BYTES, (), tuple(stop))
@@ -106,7 +107,7 @@ class TestStream:
             assert stream.stopped and len(pieces) == ends[0] and stream.text == expected == "".join(pieces)
 
     @pytest.mark.parametrize("tokenizer", [LLAMA, METASPACE], ids=["Llama", "Metaspace"])
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     @given(before=SPELLED, after=SPELLED, cut=st.integers(0, 3))
     def test_prompt_and_text_are_what_both_decode_to(self, tokenizer, before, after, cut):
         """With the space before the first word; a character that was cut is shown as such at the end."""
@@ -119,7 +120,7 @@ class TestStream:
         assert whole.startswith(cut_short.text)
         assert set(cut_short.end()) <= {"\ufffd"}
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     @given(before=SPELLED, after=SPELLED, stop=st.lists(st.sampled_from([" a", "b", "!a", "é ", "  "]), max_size=2))
     def test_stop_strings_are_found_across_the_spaces_between_words(self, before, after, stop):
         prompt, output = list(chain(*before)), list(chain(*after))
@@ -135,7 +136,7 @@ class TestStream:
                 stream = TextStream(LLAMA, [260] * length + last)
                 assert stream.push(263) == " a"
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(token_ids=st.lists(st.integers(0, FIRST_WORD + 6), max_size=40))
     def test_bytes_that_are_no_text_never_break_the_stream(self, token_ids):
         """Byte fallback may read the same bytes otherwise once more of them are there."""

@@ -73,23 +73,25 @@ def test_the_sum_has_the_same_bits_on_every_rank_and_in_every_run(on_ranks):
         assert torch.equal(summed, terms[0] + terms[1] + terms[2])
 
 
-def _process_main(place, results):
-    group = join(connect_store(*place), "processes", 0, 1, 2, timeout_s=60)
-    results.put([tensor.tolist() for tensor in collectives(group)])
-    group.close()
+def _process_main(places, results):
+    for place in places:
+        group = join(connect_store(*place), "processes", 0, 1, 2, timeout_s=60)
+        results.put([tensor.tolist() for tensor in collectives(group)])
+        group.close()
 
 
-@pytest.mark.parametrize("kind", ["file", "network"])
-def test_collectives_between_processes(tmp_path, kind):
-    store = store_in_file(tmp_path) if kind == "file" else store_on_network("127.0.0.1")
+def test_collectives_between_processes(tmp_path):
+    """Which meet in a file, then over the network."""
+    stores = store_in_file(tmp_path), store_on_network("127.0.0.1")
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
-    other = spawn.Process(target=_process_main, args=(store.place, results))
+    other = spawn.Process(target=_process_main, args=([store.place for store in stores], results))
     other.start()
-    group = join(connect_store(*store.place), "processes", 0, 0, 2, timeout_s=60)
-    own = collectives(group)
-    check_collectives([own, [torch.tensor(tensor) for tensor in results.get(timeout=60)]])
-    group.close()
+    for store in stores:
+        group = join(connect_store(*store.place), "processes", 0, 0, 2, timeout_s=60)
+        own = collectives(group)
+        check_collectives([own, [torch.tensor(tensor) for tensor in results.get(timeout=60)]])
+        group.close()
     other.join(timeout=30)
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from parallel.kv.pool import KVPool, _SlotTable
+from tests.examples import examples
 
 SLOTS = 48
 
@@ -109,7 +110,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.keys[0, self.pool.scratch_slot].item() == 0
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
 
 

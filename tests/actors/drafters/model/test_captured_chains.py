@@ -115,7 +115,7 @@ def test_only_drafters_of_plain_chains_capture_them():
     assert not listed(prefixes=[2]).chains
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_tokens_of_graphs_are_the_engines(open_room, make_requests, twin, monkeypatch, temperature):
     """Target and drafter, with several requests that come and go."""
     requests = make_requests(4, max_tokens=12, temperature=temperature)

@@ -26,6 +26,7 @@ from tests.actors.conftest import save_tokenizer
 from tests.actors.drafters.vocabulary.small_tokenizers import AWKWARD, save, train
 from tests.actors.verification.conftest import random_law
 from tests.actors.verification.rule_enumeration import emission, enumerate_drafts, total_variation
+from tests.matrices import in_turn
 
 TARGET_SIZE, DRAFT_SIZE = 330, 400
 
@@ -118,8 +119,9 @@ def check_rows(runner, draft, seq_id):
         torch.testing.assert_close(kept[:, ours], read[:, theirs], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("strategy", [Strategy.chain, Strategy.tree, Strategy.best_first])
+@pytest.mark.parametrize(
+    ("strategy", "rule"), list(in_turn([Strategy.chain, Strategy.tree, Strategy.best_first], ["coupled", "rejection"]))
+)
 def test_rows_and_laws_after_any_verdict_over_awkward_text(pair, strategy, rule):
     config, runner, _ = open_translated(pair, strategy=strategy, num_draft_tokens=6, depth=3, width=2)
     drafter = ModelDrafter(runner, config, ModelOptions(rule, 8, (0,), 16))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cluster.config.jobs import TrainConfig
 from cluster.jobs import train
 from cluster.tools.training import stages
 from cluster.tools.training.corpus import Corpus, Source
+from cluster.tools.training.models import drafter_config
 from cluster.tools.training.trainer import Recipe
 
 SMALL = TrainConfig(
@@ -45,6 +47,14 @@ FUNCTION = '''def combine_{n}(first, second):
 
 
 '''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def narrow_target() -> Iterator[None]:
+    """One of half the width and a third of the layers: what the stages do does not depend on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "target_config", drafter_config)
+        yield
 
 
 @pytest.fixture(scope="module")
