@@ -306,8 +306,8 @@ def test_tokens_with_an_attached_drafter_are_those_of_plain_decoding(
         plain_tokens[sampling] = plain.tokens, plain.ends
     room = open_room(DRAFTERS[drafter], attached=True).serve(requests)
     assert (room.tokens, room.ends) == plain_tokens[sampling]
-    own_role = open_room(DRAFTERS[drafter]).serve(requests)
     if drafter not in BY_ORDER:
+        own_role = open_room(DRAFTERS[drafter]).serve(requests)
         counts = [(one.stats.num_accepted_tokens, one.stats.num_draft_tokens) for one in (room, own_role)]
         assert counts[0] == counts[1], "the placement changed what was drafted"
 
@@ -412,12 +412,12 @@ def test_drafters_on_the_target_survive_preemption_and_chunked_prefill(
     open_room, make_requests, plain_tokens, drafter, temperature
 ):
     """T10: rows and features of chunks and of requests that come back are complete, so the drafts are as good."""
-    requests = make_requests(6, max_tokens=40, temperature=temperature)
+    requests = make_requests(5, max_tokens=30, temperature=temperature)
     if ("preemption", temperature) not in plain_tokens:
         plain_tokens["preemption", temperature] = open_room(pipeline="plain").serve(requests)
     plain = plain_tokens["preemption", temperature]
     config = ON_TARGET[drafter]
-    room = open_room(config, limits=SchedulerConfig(3, 40, 16), slots=150, attached=True).serve(requests)
+    room = open_room(config, limits=SchedulerConfig(3, 40, 16), slots=130, attached=True).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
@@ -491,9 +491,9 @@ def test_preemption_and_chunked_prefill_change_no_token(
     open_room, make_requests, plain_tokens, drafter, temperature, attached
 ):
     requests = make_requests(5, max_tokens=30, temperature=temperature)
-    if ("shorter preemption", temperature) not in plain_tokens:
-        plain_tokens["shorter preemption", temperature] = open_room(pipeline="plain").serve(requests)
-    plain = plain_tokens["shorter preemption", temperature]
+    if ("preemption", temperature) not in plain_tokens:
+        plain_tokens["preemption", temperature] = open_room(pipeline="plain").serve(requests)
+    plain = plain_tokens["preemption", temperature]
     limits = SchedulerConfig(3, 40, 16)
     room = open_room(DRAFTERS[drafter], limits=limits, slots=130, attached=attached).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
@@ -600,8 +600,8 @@ def test_an_adversary_costs_speed_only(open_room, make_requests, adversary, temp
     assert (room.stats.num_stale > 0) == (adversary == "wrong-root")
 
 
-def exact_pairs():
-    """Every drafter with every ratio rule that is exact for it; by default one of them, in turn."""
+def exact_pairs(drafters=tuple(DRAFTERS)):
+    """Every drafter with every ratio rule that is exact for it; by default these with one of them, in turn."""
     sync = PipelineName.sync
     for i, (drafter, config) in enumerate(DRAFTERS.items()):
         kinds_and_traits = {
@@ -611,12 +611,13 @@ def exact_pairs():
         rules = [rule for rule, drawn in kinds_and_traits.items() if is_exact(rule, *drawn)]
         assert len(rules) >= 2, f"{drafter}: under which rules can it be used?"
         for k, rule in enumerate(rules):
-            is_usual = (k - i) % len(rules) == 0
+            is_usual = (k - i) % len(rules) == 0 and drafter in drafters
             yield pytest.param(drafter, rule, marks=[] if is_usual else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("drafter", "rule"), list(exact_pairs()))
+@pytest.mark.parametrize(("drafter", "rule"), list(exact_pairs(DRAFTERS.keys() - VARIANTS)))
 def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, rule, drafter):
+    """Variants of the draft model draft under ratio rules by default in the test of dead ends."""
     requests = make_requests(3, max_tokens=20)
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(DRAFTERS[drafter], rule=rule).serve(requests)
@@ -663,7 +664,14 @@ def test_under_ratio_rules_nothing_follows_where_no_token_can(open_room, make_re
             assert [*request.prompt, *tokens][-1] in DEAD
 
 
-@pytest.mark.parametrize("drafter", [*DRAFTERS, *SELVES, "kangaroo"])
+def shapes_of_drafts():
+    """Every drafter; by default, of the variants of the draft model those that branch: chains are like one another."""
+    for drafter in (*DRAFTERS, *SELVES, "kangaroo"):
+        is_usual = drafter not in VARIANTS or not DRAFTERS[drafter].is_chain
+        yield pytest.param(drafter, marks=[] if is_usual else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("drafter", list(shapes_of_drafts()))
 def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, models, drafter):
     """After any round, the rows the target keeps are those of reading the committed text from scratch."""
     from parallel.runtime.runner import Span, open_model
@@ -689,7 +697,7 @@ def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, 
             checked += 1
 
     config, attached = (DRAFTERS | SELVES | SPECULATORS)[drafter], drafter not in DRAFTERS
-    open_room(config, path=models["target"], attached=attached).serve(make_requests(3, max_tokens=60), compare)
+    open_room(config, path=models["target"], attached=attached).serve(make_requests(3, max_tokens=40), compare)
     assert checked > 10
 
 

@@ -145,7 +145,7 @@ def test_an_engine_holds_drafters_of_every_kind(ranks):
     name each of them, plain decoding and none."""
     drafters = "drafter.drafters=[ngram,model,speculator,self]"
     prompts = ["def median(values):", "class Stack:\n    def push(self"] * 3
-    always = ["cluster=inprocess", "sampling.max_tokens=40", "pipeline.min_draft_tokens=1"]
+    always = ["cluster=inprocess", "sampling.max_tokens=12", "pipeline.min_draft_tokens=1"]
     with Engine(load_config(["drafter=auto", drafters, *always, *ranks])) as engine:
         plain = engine.generate(prompts, drafter="none")
         names = [*engine.drafters, "none", None]

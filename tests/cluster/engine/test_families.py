@@ -33,13 +33,13 @@ def reference_tokens(path: Path) -> list[list[int]]:
 @pytest.mark.parametrize("family", ["Gemma2", "Gemma3", "OPT", "Mixtral"])
 def test_tokens_are_those_of_transformers_and_of_plain_decoding(open_engine, tiny_checkpoint, family):
     path = tiny_checkpoint(family, **FAMILIES[family])
-    greedy = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    expected, greedy = reference_tokens(path), SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     target = TargetConfig(path=str(path), device="cpu")
     for drafter, tp, name in (("none", 1, "plain"), ("ngram", 1, "sync"), ("ngram", 2, "sync")):
         pipeline = PipelineConfig(PipelineName(name), adaptive=False)
         with open_engine(drafter, tp=tp, target=target, pipeline=pipeline) as engine:
             tokens = [completion.token_ids for completion in engine.generate(PROMPTS, greedy)]
-            assert tokens == reference_tokens(path)
+            assert tokens == expected
 
 
 def test_the_command_line_runs_gemma_without_a_compiler_and_says_so_once(tiny_checkpoint, tmp_path):

@@ -54,6 +54,8 @@ LAYOUTS = {  # pipeline, target ranks, placement, choices of the drafter
     ),
     "pingpong": ("pingpong", 1, "separate", dict(ranks=2, mlp_parallel=MlpParallel.tensor)),
 }
+SLOW = {"sync-colocated", "sync-owner", "branches-owner", "tree-broadcast"}
+"""Not by default: each of their choices is in another layout too."""
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +107,9 @@ def plain_tokens():
     return {}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
+)
 def test_tokens_are_those_of_plain_decoding_in_any_layout(complete, open_engine, plain_tokens, layout):
     if not plain_tokens:
         plain = open_engine("none", pipeline=PipelineConfig(PipelineName.plain))

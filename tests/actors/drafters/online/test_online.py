@@ -226,8 +226,15 @@ def test_weights_that_change_in_mid_request_change_no_token(
     assert room.draft.drafter.learner.version > 3, "no weights were replaced: the test shows nothing"
 
 
-@pytest.mark.parametrize("path", ["eagle3", "mtp", "eagle"])
-@pytest.mark.parametrize(("pipeline", "temperature"), [("sync", 0.0), ("tree", 1.0), ("pingpong", 0.0)])
+def learning_speculators():
+    """Every one in every pipeline; by default in one each."""
+    pipelines = [("sync", 0.0), ("tree", 1.0), ("pingpong", 0.0)]
+    for i, path in enumerate(["eagle3", "mtp", "eagle"]):
+        for j, pipeline in enumerate(pipelines):
+            yield pytest.param(path, *pipeline, marks=[] if i == j else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("path", "pipeline", "temperature"), list(learning_speculators()))
 def test_a_speculator_that_learns_in_mid_request_changes_no_token(
     open_room, make_requests, makes_steps, path, pipeline, temperature
 ):
