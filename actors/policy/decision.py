@@ -128,6 +128,7 @@ class Decision:
     _is_caught_up: bool = False
     _is_probe: bool = False
     _is_trial: bool = False
+    _saves_up: bool = False  # for a choice that might be better, and cannot be afforded yet
     _unpaid_s: float = 0.0  # done for drafts outside of rounds, not yet taken from the budget
 
     @property
@@ -178,6 +179,14 @@ class Decision:
         if self._is_trial or self.choice is not self.best or not self.is_settled:
             self.budget -= max(0.0, took - tokens / best.tokens)
         self.budget = min(self.budget + EXPLORED_SHARE * took, MOST_BUDGET)
+
+    def spend(self, rounds: float) -> bool:
+        """Whether drafts may lose so many rounds to be explored; not while these are saved up for another choice."""
+        is_best = self.choice is self.best and self.choice.drafts
+        if not is_best or self._saves_up or self.budget < rounds:
+            return False
+        self.budget -= rounds
+        return True
 
     def give_up(self) -> None:
         """The drafts of the present choice do not come in time: plain decoding, for a while."""
@@ -240,9 +249,12 @@ class Decision:
         """The best choice, or one that might be better and is affordable to try."""
         if self.best not in self.estimates:
             return self.best
-        bounds = {choice: self._upper_bound(choice, fade) for choice in self._candidates if self._is_affordable(choice)}
-        wanted = max(bounds, key=lambda choice: bounds[choice])
-        return wanted if bounds[wanted] > self.estimates[self.best].log_speed + RETURN_GAIN else self.best
+        least = self.estimates[self.best].log_speed + RETURN_GAIN
+        bounds = {choice: self._upper_bound(choice, fade) for choice in self._candidates}
+        hoped = {choice: bound for choice, bound in bounds.items() if bound > least}
+        affordable = [choice for choice in hoped if self._is_affordable(choice)]
+        self._saves_up = len(affordable) < len(hoped)
+        return max(affordable, key=lambda choice: hoped[choice], default=self.best)
 
     @property
     def _candidates(self) -> list[Decoding]:

@@ -9,13 +9,14 @@ Sources: goodput of SmartSpec (arXiv 2406.14066), survival-ordered allocation of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from actors.policy.acceptance import AcceptanceModel, DraftOutcome
 
 EXPLORE_EVERY = 6
-"""Every so many rounds drafts are a token shorter or longer than the best: costs show only where lengths vary."""
+"""Every so many rounds drafts are a token shorter or longer than the best, if what that loses may be spent: costs show
+only where lengths vary."""
 FIRST_LENGTH = 2
 """Draft tokens of the first drafts, whose cost is not known."""
 FIRST_RETRY, MAX_RETRY = 16, 512
@@ -92,15 +93,25 @@ class DraftLengths:
                 retry.wait, retry.rounds = min(2 * retry.wait, MAX_RETRY), 0
 
     def choose(
-        self, tradeoff: Tradeoff, request_ids: Collection[int], acceptance: AcceptanceModel, chances: Sequence[float]
+        self,
+        tradeoff: Tradeoff,
+        request_ids: Collection[int],
+        acceptance: AcceptanceModel,
+        chances: Sequence[float],
+        spend: Callable[[float], bool] = lambda _: True,
     ) -> None:
-        """Set the lengths of the next drafts of these requests; `chances` are the average acceptance by place."""
+        """Set the lengths of the next drafts of these requests; `chances` are the average acceptance by place.
+
+        `spend`: whether exploration may lose so many rounds, which are then counted.
+        """
         least = max(1, self._shortest)
         length = tradeoff.best(least)
         self._num_choices += 1
         if self._num_choices % EXPLORE_EVERY == 0:
             is_shorter = length > least and self._num_choices % (2 * EXPLORE_EVERY)
-            length = min(length + (-1 if is_shorter else 1), self._longest)
+            other = min(length + (-1 if is_shorter else 1), self._longest)
+            if spend(1 - tradeoff.speed(other) / tradeoff.speed(length)):
+                length = other
         self._length = length
         self._by_request = {}
         if len(request_ids) > 1:

@@ -2,12 +2,11 @@
 
 An `Offer` is what a drafter could contribute: expected accepted tokens by draft length. Drafters that answer at once
 (lookups) show their drafts first, and every one of them is scored against the committed text, used or not. A model is
-scored only where it drafted, so its acceptance is credited with its standard error, which grows with the rounds that
-went by without it (UCB for changing rewards: Garivier and Moulines, arXiv 0805.3415). The bonus needs the count of each
-drafter by itself: divided by the count of all, it is the same for every drafter and changes no choice. What exploration
-may cost is a share of the time. Where a drafter has yet to read much text before it can draft, its offer counts only if
-the drafts are expected to save that time until the request ends, or if exploration can pay for it. Works on counts and
-seconds; has no clock and knows no token.
+scored only where it drafted, so it is explored by the rule of `decision`: tried where the error of its estimate, which
+grows with the rounds that went by without it, could make it the fastest, within a budget. That error needs the count of
+each drafter by itself: by the count of all it would be the same for every drafter and change no choice. Where a drafter
+has yet to read much text before it can draft, its offer counts only if the drafts are expected to save that time until
+the request ends, or if the budget can pay for it. Works on counts and seconds; has no clock and knows no token.
 
 Sources: goodput of SmartSpec (arXiv 2406.14066); full feedback for drafts that are not used: HedgeSpec (2510.20064);
 bandits over drafters: BanditSpec (2505.15141).
@@ -15,44 +14,51 @@ bandits over drafters: BanditSpec (2505.15141).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, combinations
+from math import exp
 
 from actors.policy.acceptance import RelativeAcceptance, Survival
+from actors.policy.costs import IDLE_DECAY
+from actors.policy.decision import CREDIT, EXPLORED_SHARE, MOST_BUDGET, Estimate
 from actors.policy.estimators import Ewma
 
 NO_DRAFTER = -1
 """Stands for a request that gets no draft."""
 PRIOR_DRAFTS = 2.0
 """Drafts that the estimate of a kind of draft begins with: what all drafts of its drafter are worth."""
-MEMORY = 0.99
-"""Weight that a drafter's acceptance keeps in a round that does not use it."""
-EXPLORE_SHARE = 0.03
-"""Share of the time that rounds with a drafter that is not expected to be the best may lose."""
-MOST_SAVED = 3.0
-"""Rounds that may be lost at once."""
 PRIOR_TOKENS = 32.0
 """Tokens of a request after which its own savings weigh as much as the average of all requests."""
 PRIOR_LENGTH = 128.0
 """Tokens that requests are expected to generate before one has ended."""
 _ITERATIONS = 3
-_LEAST_VARIANCE = 1.0
-"""The least variance of a draft's accepted tokens: they come in runs, so a few equal outcomes are no certainty."""
+LEAST_SCATTER = 2.0
+"""Tokens of a round that the relative error of hidden drafts applies to at least: they come in runs, so that a few
+drafts without a token are no certainty."""
+_LEAST_DRAFTS = 0.1
+"""Drafts that a drafter which never drafted counts as: its tokens may be all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
     """Draft lengths that one drafter could contribute for a request, and the tokens expected to be accepted of each.
 
-    `read_s`: seconds in which it has to read text first, beyond what a draft reads in any case.
+    `read_s`: seconds in which it has to read text first, beyond what a draft reads in any case. `error`: the standard
+    error of the logarithm of the round's tokens, of which more drafts can rid it; 0 where every draft is scored.
     """
 
     drafter: int
     lengths: Sequence[int]
     expected: Sequence[float]
     read_s: float = 0.0
+    error: float = 0.0
+
+    @property
+    def hoped(self) -> Offer:
+        """The same if the error is in its favour, but no more than it drafts."""
+        more, pairs = exp(self.error) - 1, zip(self.lengths, self.expected, strict=True)
+        return replace(self, expected=[min(one + max(1 + one, LEAST_SCATTER) * more, k) for k, one in pairs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,36 +137,13 @@ def _subsets(drafters: Sequence[int]) -> Iterator[tuple[int, ...]]:
 # --- acceptance -------------------------------------------------------------------------------------------------------
 
 
-def standard_error(variance: float, num_own: float, num_all: float) -> float:
-    """What the acceptance of a drafter is credited with after `num_own` of its drafts in `num_all` rounds."""
-    return math.sqrt(variance * math.log(max(num_all, math.e)) / num_own)
-
-
-@dataclass(slots=True)
-class _Kind:
-    """Drafts of one kind: how deep they were accepted, and the mean and mean square of their accepted tokens."""
-
-    survival: Survival
-    accepted: Ewma = field(default_factory=Ewma)
-    squares: Ewma = field(default_factory=Ewma)
-
-    def update(self, depth: int, num_accepted: int) -> None:
-        self.survival.update(depth, range(1, num_accepted + 1))
-        self.accepted.update(num_accepted)
-        self.squares.update(num_accepted**2)
-
-    @property
-    def variance(self) -> float:
-        return max(_LEAST_VARIANCE, self.squares.mean - self.accepted.mean**2)
-
-
 class DrafterAcceptance:
     """Accepted tokens of one drafter's drafts, by kind of draft and by request; a draft is at most `longest` deep."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._all = _Kind(Survival(longest))
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._all = Survival(longest)
+        self._kinds: dict[Hashable, Survival] = {}
         self._requests: dict[int, RelativeAcceptance] = {}
         self.num_drafts = 0.0
         """Drafts that were scored, decayed by the rounds that went by without one."""
@@ -169,28 +152,30 @@ class DrafterAcceptance:
         """So many tokens of a draft that was `depth` deep agreed with the committed text."""
         one = self._kinds.get(kind)
         if one is None:
-            one = self._kinds[kind] = _Kind(Survival(self._longest, like=self._all.survival, weight=PRIOR_DRAFTS))
-        self._requests.setdefault(request_id, RelativeAcceptance()).update(depth, num_accepted, one.survival)
+            one = self._kinds[kind] = Survival(self._longest, like=self._all, weight=PRIOR_DRAFTS)
+        self._requests.setdefault(request_id, RelativeAcceptance()).update(depth, num_accepted, one)
         for scored in (self._all, one):
-            scored.update(depth, num_accepted)
+            scored.update(depth, range(1, num_accepted + 1))
         self.num_drafts += 1
 
     def round_passed(self) -> None:
-        self.num_drafts *= MEMORY
+        self.num_drafts *= IDLE_DECAY
 
     def release(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
 
     def expected(self, request_id: int, kind: Hashable, depth: int) -> list[float]:
         """Tokens expected to be accepted of a draft of this kind that is 1, 2, ... `depth` deep."""
-        chances = self._kinds.get(kind, self._all).survival.chances[:depth]
+        chances = self._kinds.get(kind, self._all).chances[:depth]
         request = self._requests.get(request_id)
         ratio = 1.0 if request is None else request.ratio()
         return list(accumulate(min(1.0, chance * ratio ** (i + 1)) for i, chance in enumerate(chances)))
 
-    def credit(self, num_rounds: float) -> float:
-        """Tokens that the acceptance of this drafter may be underestimated by after so many rounds."""
-        return standard_error(self._all.variance, max(self.num_drafts, 0.1), num_rounds)
+    def error(self, request_id: int) -> float:
+        """Standard error of the logarithm of the tokens of a round with its drafts."""
+        request = self._requests.get(request_id)
+        own, known = 0.0 if request is None else request.accepted.weight, max(self.num_drafts, _LEAST_DRAFTS)
+        return Estimate(1.0, 1.0, num_rounds=known, num_drafts=known, num_own_drafts=own).error(of_tokens=True)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -258,8 +243,7 @@ class DrafterChoice:
         self.reading = [ReadingValue() for _ in longest]
         self.lengths = RequestLengths()
         self._shown = shown
-        self._num_rounds = 0.0
-        self._saved_s = 0.0
+        self._budget = CREDIT
         self._turn = 0
 
     def should_read(self, drafter: int, request_id: int, num_generated: int, read_s: float) -> bool:
@@ -301,45 +285,42 @@ class DrafterChoice:
     def choose(self, offers: Sequence[Sequence[Offer]], times: RoundTimes) -> Assignment:
         """The best assignment, or now and then one that would be the best if a drafter were underestimated.
 
-        A drafter that has to read first can only be the second; time is saved up for it.
+        A drafter that has to read first can only be the second; the budget, in rounds, is saved up for it.
         """
         best = assign([[offer for offer in request if not offer.read_s] for request in offers], times)
         unread = [offer.read_s for request in offers for offer in request if offer.read_s]
-        most_s = MOST_SAVED * best.seconds + min(unread, default=0.0)
-        self._saved_s = min(self._saved_s + EXPLORE_SHARE * best.seconds, most_s)
-        used = {drafter for drafter, _ in best.picks}
-        hidden = [i for i, is_shown in enumerate(self._shown) if not is_shown and i not in used]
-        self._num_rounds = MEMORY * self._num_rounds + 1
-        credits = {i: self.acceptance[i].credit(self._num_rounds) for i in hidden}
+        most = MOST_BUDGET + min(unread, default=0.0) / best.seconds
+        self._budget = min(self._budget + EXPLORED_SHARE, most)
+        tried = self._hoped(offers, best, times)
         for one in self.acceptance:
             one.round_passed()
-        affordable = [[offer for offer in request if offer.read_s <= self._saved_s] for request in offers]
-        credited = [
-            [_with_credit(offer, credits.get(offer.drafter, 0.0)) for offer in request] for request in affordable
-        ]
-        hoped = assign(credited, times) if credits else best
-        if not {drafter for drafter, _ in hoped.picks} & credits.keys():
+        lost = (tried.seconds + _read_s(offers, tried.picks)) / best.seconds - tried.tokens / best.tokens
+        if lost > self._budget:
             return best
-        tried = Assignment(hoped.picks, expected_tokens(offers, hoped.picks), hoped.seconds)
-        loss_s = tried.seconds + _read_s(offers, hoped.picks) - tried.tokens / best.speed
-        if loss_s > self._saved_s:
-            return best
-        self._saved_s -= max(0.0, loss_s)
+        self._budget -= max(0.0, lost)
         return tried
+
+    def _hoped(self, offers: Sequence[Sequence[Offer]], best: Assignment, times: RoundTimes) -> Assignment:
+        """The best assignment if drafters that it leaves out were underestimated by their errors."""
+        used = {drafter for drafter, _ in best.picks}
+        hidden = {i for i, is_shown in enumerate(self._shown) if not is_shown and i not in used}
+        if not hidden:
+            return best
+        most_s = self._budget * best.seconds
+        affordable = [
+            [one.hoped if one.drafter in hidden else one for one in request if one.read_s <= most_s]
+            for request in offers
+        ]
+        hoped = assign(affordable, times)
+        if hidden.isdisjoint(drafter for drafter, _ in hoped.picks):
+            return best
+        return Assignment(hoped.picks, expected_tokens(offers, hoped.picks), hoped.seconds)
 
     def release(self, request_id: int) -> None:
         for value in self.reading:
             value.release(request_id)
         for one in self.acceptance:
             one.release(request_id)
-
-
-def _with_credit(offer: Offer, credit: float) -> Offer:
-    """The offer with so many tokens more, but no more than it drafts."""
-    if not credit:
-        return offer
-    expected = [min(value + credit, length) for value, length in zip(offer.expected, offer.lengths, strict=True)]
-    return replace(offer, expected=expected)
 
 
 def expected_tokens(offers: Sequence[Sequence[Offer]], picks: Sequence[tuple[int, int]]) -> float:

@@ -12,7 +12,15 @@ from math import log2
 
 from actors.policy.acceptance import AcceptanceModel, DraftOutcome
 from actors.policy.costs import IDLE_DECAY, LoadCosts, MachineSpeed, MeasuredRound
-from actors.policy.decision import NEW_COST, PLAIN_ROUNDS, Decision, Decoding, Estimate, Estimates, Mode
+from actors.policy.decision import (
+    NEW_COST,
+    PLAIN_ROUNDS,
+    Decision,
+    Decoding,
+    Estimate,
+    Estimates,
+    Mode,
+)
 from actors.policy.draft_length import DraftLengths, Tradeoff
 from actors.policy.draft_wait import DraftWait
 from actors.policy.estimators import Ewma
@@ -336,7 +344,8 @@ class AdaptivePolicy(Policy):
             self.wait.clear_delays()
         if self._load.way(self._way).weight:
             chances = self._acceptance.of_class(self._text_class).chances
-            self._lengths.choose(tradeoffs[self._way], request_ids, self._acceptance, chances)
+            spend = self._decision.spend
+            self._lengths.choose(tradeoffs[self._way], request_ids, self._acceptance, chances, spend)
 
     def _should_try_all(self, tradeoff: Tradeoff, estimates: Estimates) -> bool:
         """Whether a trial with every request loses less than one with a few, by what is known: where most of the time

@@ -260,12 +260,10 @@ class AutoDrafter:
         started = self._clock()
         drafts = one.drafter.propose(contexts, budgets)
         seconds = self._clock() - started
-        if one.is_shown:
-            one.shown_s.update(seconds)
-        elif late := [count for count in unread if count > _MOST_WITH_DRAFT]:
+        if late := [count for count in unread if count > _MOST_WITH_DRAFT]:
             read_s = max(0.0, seconds - one.draft_s(max(budgets), 0.0))
             one.read_s.update(read_s / sum(late), sum(late))
-        else:
+        elif not one.is_shown:
             one.pass_s.update(sum(unread) / len(unread), seconds / max(budgets))
         self._count(number, drafts, seconds)
         return drafts
@@ -322,11 +320,13 @@ class AutoDrafter:
             if context.drafter not in (None, one.name):
                 continue
             read_s = 0.0 if context.drafter else read_s  # the request asked for it
-            expected = self.choice.acceptance[i].expected(context.request_id, kind, depth)
+            acceptance = self.choice.acceptance[i]
+            expected = acceptance.expected(context.request_id, kind, depth)
+            error = 0.0 if one.is_shown else acceptance.error(context.request_id)
             if is_chain:
-                offers.append(Offer(i, range(1, depth + 1), expected, read_s))
+                offers.append(Offer(i, range(1, depth + 1), expected, read_s, error))
             else:
-                offers.append(Offer(i, (longest,), expected[-1:], read_s))
+                offers.append(Offer(i, (longest,), expected[-1:], read_s, error))
         return offers
 
     def _times(self, contexts: Sequence[Context], now: float) -> RoundTimes:

@@ -31,7 +31,6 @@ class Member:
     is_chain: bool
     pass_s: LinearFit = field(default_factory=LinearFit)
     read_s: Ewma = field(default_factory=Ewma)
-    shown_s: Ewma = field(default_factory=Ewma)
 
     @property
     def reads_text(self) -> bool:

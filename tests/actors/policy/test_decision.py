@@ -199,6 +199,26 @@ def test_a_choice_that_is_hardly_slower_goes_on_without_a_budget_until_it_is_wel
     assert decision.choice is (IN_TURN if stays else PLAIN)
 
 
+def test_what_else_is_explored_is_taken_from_the_same_budget():
+    decision = Decision(IN_TURN, budget=0.5, best=IN_TURN)
+    assert not Decision(IN_TURN, budget=0.5, best=PLAIN).spend(0.3), "a trial has costs of its own"
+    assert not Decision(PLAIN, budget=0.5, best=PLAIN).spend(0.3), "at rest there are no drafts"
+    assert decision.spend(0.3) and not decision.spend(0.3) and decision.budget == pytest.approx(0.2)
+
+
+def test_nothing_else_is_explored_while_a_probe_is_saved_up_for():
+    """By the error of its estimate plain decoding could be the fastest; the budget does not cover its rounds yet."""
+    decision = Decision(IN_TURN, budget=0.05, best=IN_TURN)
+    plain, drafted = Estimate(1.0, ROUND_S, 0, 0.5), Estimate(2.2, 2 * ROUND_S, 4, 20.0, 20.0, 20.0)
+    for _ in range(3):
+        decision.count(2.2, 2 * ROUND_S)
+        decision.decide({PLAIN: plain, IN_TURN: drafted})
+    assert decision.choice is IN_TURN and not decision.spend(0.01)
+    decision.budget = 2.0
+    decision.decide({PLAIN: plain, IN_TURN: drafted})
+    assert decision.choice is PLAIN
+
+
 def test_drafts_that_are_late_end_speculation_until_the_budget_allows_a_trial():
     world = World(Decision(PLAIN), in_turn=1.5).run(100)
     world.decision.give_up()

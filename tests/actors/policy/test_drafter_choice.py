@@ -8,10 +8,8 @@ from itertools import product
 
 import pytest
 
-from actors.policy import drafter_choice
+from actors.policy.decision import CREDIT, EXPLORED_SHARE, MOST_BUDGET
 from actors.policy.drafter_choice import (
-    EXPLORE_SHARE,
-    MOST_SAVED,
     NO_DRAFTER,
     PRIOR_LENGTH,
     DrafterAcceptance,
@@ -104,7 +102,12 @@ class World:
         for round_ in range(num_rounds):
             lookup = self.accepted(self.lookup_chance, 6)
             acceptance = self.choice.acceptance
-            offers = [[Offer(i, range(1, 7), acceptance[i].expected(0, (0, 0), 6)) for i in (LOOKUP, MODEL)]]
+            offers = [
+                [
+                    Offer(i, range(1, 7), acceptance[i].expected(0, (0, 0), 6), error=i * acceptance[i].error(0))
+                    for i in (LOOKUP, MODEL)
+                ]
+            ]
             found = self.choice.choose(offers, self.times)
             ((drafter, length),) = found.picks
             acceptance[LOOKUP].update(0, (0, 0), 6, lookup)
@@ -128,13 +131,9 @@ def test_a_drafter_that_began_badly_is_tried_again_and_wins():
     assert world.used[-100:].count(MODEL) > 80
 
 
-def test_a_bonus_by_the_count_of_all_drafters_never_tries_it_again(monkeypatch):
-    """The released code of BanditSpec divides by the pulls of all arms: one bonus for all, so no exploration."""
-    monkeypatch.setattr(
-        drafter_choice,
-        "standard_error",
-        lambda variance, _, num_all, real=drafter_choice.standard_error: real(variance, 1e3 + num_all, 1e3 + num_all),
-    )
+def test_without_the_error_of_its_estimate_it_is_never_tried_again(monkeypatch):
+    """A bonus by the count of all drafters, as in the released code of BanditSpec, is one for all: no exploration."""
+    monkeypatch.setattr(DrafterAcceptance, "error", lambda *_: 0.0)
     world = unlucky_start(World()).run(400)
     assert world.used.count(MODEL) == 0
 
@@ -151,7 +150,7 @@ def test_exploring_costs_no_more_than_its_share():
     tries = world.used.count(MODEL)
     lost_s = world.seconds - 1000 * REST_S
     assert tries > 2, "a drafter that was never tried could not be found when it becomes good"
-    assert lost_s < (EXPLORE_SHARE * 1000 + 2 * MOST_SAVED) * REST_S * 1.5
+    assert lost_s < (EXPLORED_SHARE * 1000 + 2 * MOST_BUDGET) * REST_S * 1.5
 
 
 # --- text that a drafter has yet to read ------------------------------------------------------------------------------
@@ -193,10 +192,15 @@ def test_exploration_of_a_drafter_that_has_to_read_is_saved_up_for(read_s):
     for _ in range(12):
         choice.acceptance[MODEL].update(0, (0, 0), 6, 0)
     rounds = 1
-    while choice.choose(unread_model(0.0, read_s), TIMES).picks[0][0] != MODEL:
+
+    def offers():
+        lookup, model = unread_model(0.0, read_s)[0]
+        return [[lookup, replace(model, error=choice.acceptance[MODEL].error(0))]]
+
+    while choice.choose(offers(), TIMES).picks[0][0] != MODEL:
         rounds += 1
         assert rounds < 10_000
-    assert rounds > read_s / (EXPLORE_SHARE * REST_S)
+    assert rounds > (read_s / REST_S - CREDIT) / EXPLORED_SHARE
 
 
 def test_long_matches_are_distinguished_from_short_ones():
