@@ -70,7 +70,7 @@ install() {
     "$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
     : >"$venv/setup.log"
     # --compile: bytecode, even where pip is configured to write none.
-    step "$venv/bin/python" -m pip install --compile -c "$constraints" -e "$root[test]"
+    step "$venv/bin/python" -m pip install --compile -c "$constraints" -e "$root[serve,test]"
     # The first import reads half a gigabyte from the disk, and writes the bytecode of this project.
     step env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -P -c "import actors.worker.factory, cluster.runtime.ray_backend"
     [[ -t 2 ]] && echo >&2

@@ -164,7 +164,7 @@ class Client:
             return completion
         request.check(int(facts["vocab_size"]), drafters=self.drafters)
         with self._changed:
-            self._check_alive()
+            self.check_alive()
             self._live[completion.request_id] = completion
         self._connection.send(request)
         return completion
@@ -202,7 +202,7 @@ class Client:
         which other clients ask for without effect.
         """
         with self._changed:
-            self._check_alive()
+            self.check_alive()
             self._reports.clear()
             self._report_order = ReportOrder(reset, phase)
         self._connection.send(self._report_order)
@@ -210,7 +210,7 @@ class Client:
             self._changed.wait_for(lambda: self._reports or self._error is not None, timeout=_REPORT_S)
             self._report_order = None
             if not self._reports:
-                self._check_alive()
+                self.check_alive()
                 raise EngineError("the coordinator does not answer")
             return self._reports.pop()
 
@@ -234,7 +234,8 @@ class Client:
         self._stopped.set()
         self._reader.join()
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise EngineError once the engine has failed."""
         if self._error is not None:
             raise EngineError(self._error) from (RemoteTrace(self.trace) if self.trace else None)
 

@@ -1,7 +1,7 @@
 """One request at its client: its tokens so far, their text, why it ended, and the times of all that.
 
-`result` blocks until the end, and an async iterator gives each `Token`, from any thread or event loop. The client's
-reader thread fills it. It knows nothing of sockets.
+`result` blocks until the end, an async iterator gives each `Token`, and `follow` what several requests gain, from any
+thread or event loop. The client's reader thread fills it. It knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
@@ -36,6 +36,16 @@ class Token:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a completion gained since the piece before it: tokens and visible text, each possibly nothing. The texts of
+    all pieces make up `Completion.text`. `finish_reason` comes with the last one."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+
+
 class Completion:
     """Grows while it is generated. Times are CLOCK_MONOTONIC seconds, None until they happened."""
 
@@ -57,6 +67,7 @@ class Completion:
         self.is_aborted = False
         self._request = request
         self._tokens: list[Token] = []
+        self._texts: list[str] = []
         self._stream = TextStream(tokenizer, request.prompt, sampling.stop)
         self._error: str | None = None
         self._abort = abort
@@ -82,34 +93,19 @@ class Completion:
         with self._changed:
             if not self._changed.wait_for(lambda: self.finished, timeout_s):
                 raise TimeoutError(f"request {self.request_id} is still running")
-        self._check()
+        self.check()
         return self
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         """Tokens from the first on; raises EngineError if the request failed. Leaving early aborts the request."""
-        waiter = asyncio.Event()
-        entry = (asyncio.get_running_loop(), waiter)
-        with self._changed:
-            self._waiters.append(entry)
         index = 0
-        try:
-            while True:
-                waiter.clear()
-                finished = self.finished
-                # With stop strings a token waits for its successor: the last one also carries the text held back.
-                held = 0 if finished or not self.sampling.stop else 1
-                while index < len(self._tokens) - held:
-                    yield self._tokens[index]
-                    index += 1
-                if finished:
-                    break
-                await waiter.wait()
-            self._check()
-        finally:
-            with self._changed:
-                self._waiters.remove(entry)
-            if not self.finished:
-                self.abort()
+        async with contextlib.aclosing(follow([self])) as pieces:
+            async for _ in pieces:
+                with self._changed:
+                    settled = self._tokens[index : self._num_settled]
+                for token in settled:
+                    yield token
+                index += len(settled)
 
     # --- for the client that owns it ----------------------------------------------------------------------------------
 
@@ -144,22 +140,45 @@ class Completion:
                 self._end("error", reason, time.monotonic())
             self._wake()
 
-    def _check(self) -> None:
+    def piece_since(self, num_tokens: int, num_texts: int) -> tuple[Piece, int, int]:
+        """What was added after so many tokens and texts, and how many there are now."""
+        with self._changed:
+            added, text = tuple(self.token_ids[num_tokens:]), "".join(self._texts[num_texts:])
+            return Piece(added, text, self.finish_reason), len(self.token_ids), len(self._texts)
+
+    def add_waiter(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Event) -> None:
+        """Set `waiter` in `loop` whenever this completion grows or ends."""
+        with self._changed:
+            self._waiters.append((loop, waiter))
+
+    def remove_waiter(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Event) -> None:
+        with self._changed:
+            self._waiters.remove((loop, waiter))
+
+    def check(self) -> None:
+        """Raise the EngineError of a request that failed."""
         if self._error is not None:
             raise (TooManyRequestsError if self.finish_reason == "refused" else EngineError)(self._error)
+
+    @property
+    def _num_settled(self) -> int:
+        """Tokens whose text is final: the last one also gets the text that is held back until the end."""
+        return len(self._tokens) - (not self.finished and self._stream.holds)
 
     def _append(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
             if self._stream.stopped:
                 return
             self.token_ids.append(token)
-            self._tokens.append(Token(token, self._stream.push(token), len(self._tokens)))
+            self._texts.append(self._stream.push(token))
+            self._tokens.append(Token(token, self._texts[-1], len(self._tokens)))
             if self._stream.stopped:  # only the text shows it: end the request at the coordinator, too
                 self.abort()
 
     def _end(self, reason: str, error: str | None, now: float) -> None:
         held_back = self._stream.end()
         if held_back:
+            self._texts.append(held_back)
             last = self._tokens[-1]
             self._tokens[-1] = replace(last, text=last.text + held_back)
         self.finish_reason, self._error, self.finished_at = reason, error, now
@@ -169,3 +188,34 @@ class Completion:
         for loop, waiter in self._waiters:
             with contextlib.suppress(RuntimeError):  # the loop was closed with an iterator left in it
                 loop.call_soon_threadsafe(waiter.set)
+
+
+async def follow(completions: Sequence[Completion]) -> AsyncGenerator[tuple[int, Piece]]:
+    """(index, what it gained) of these completions, as they grow and until all have ended.
+
+    Raises the EngineError of the first that failed. Leaving early aborts those that still run.
+    """
+    loop, waiter = asyncio.get_running_loop(), asyncio.Event()
+    seen: dict[int, tuple[int, int]] = dict.fromkeys(range(len(completions)), (0, 0))  # tokens and texts
+    for completion in completions:
+        completion.add_waiter(loop, waiter)
+    try:
+        while seen:
+            waiter.clear()
+            for index, counts in list(seen.items()):
+                piece, *now = completions[index].piece_since(*counts)
+                if piece.finish_reason is not None:
+                    completions[index].check()
+                    del seen[index]
+                elif tuple(now) == counts:
+                    continue
+                else:
+                    seen[index] = (now[0], now[1])
+                yield index, piece
+            if seen:
+                await waiter.wait()
+    finally:
+        for completion in completions:
+            completion.remove_waiter(loop, waiter)
+            if not completion.finished:
+                completion.abort()

@@ -176,7 +176,7 @@ class Engine(Client):
                     raise EngineError(f"cluster.startup_timeout_s={timeout_s}: {missing} not ready by then; {remedy}")
                 self._changed.wait(timeout=_POLL_S)
                 progress(f"importing libraries, loading weights ({len(self.ready)} of {len(places)} ranks are ready)")
-            self._check_alive()
+            self.check_alive()
         for line in slow_kernels(self.ready):
             progress(line)
 

@@ -98,6 +98,14 @@ class BenchConfig(PromptsJobConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class ServeConfig(JobConfig):
+    """Serve the target over HTTP, to clients of OpenAI's API; `server.*` has the options."""
+
+    name: str = "serve"
+    """Set by the choice `job=`."""
+
+
+@dataclass(frozen=True, slots=True)
 class CertifyConfig(PromptsJobConfig):
     """Prove that speculation leaves the output of this target unchanged."""
 
@@ -384,6 +392,7 @@ class TrainConfig(JobConfig):
 JOBS: tuple[JobConfig, ...] = (
     GenerateConfig(),
     BenchConfig(),
+    ServeConfig(),
     CertifyConfig(),
     DrillConfig(),
     PlanConfig(),

@@ -20,7 +20,7 @@ from typing import Any, get_args, get_type_hints
 from cluster.config.schema import CHOICES, LaunchConfig
 from parallel.ranges import OneOf, bound_of
 
-SECTIONS = ("target", "drafter", "verify", "pipeline", "placement", "cluster", "sampling", "scheduler", "job")
+SECTIONS = ("target", "drafter", "verify", "pipeline", "placement", "cluster", "sampling", "scheduler", "server", "job")
 """Groups and sections in the order of the page."""
 
 _INTRODUCTION = """# Options

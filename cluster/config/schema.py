@@ -27,6 +27,7 @@ from actors.options import (
 )
 from actors.protocol.messages import SamplingParams
 from cluster.config.jobs import JOBS
+from cluster.config.server import ServerConfig
 from parallel.ranges import Range, Section, require
 
 if TYPE_CHECKING:
@@ -134,16 +135,14 @@ class LaunchConfig:
     """Bounds on one target pass."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How requests are sampled."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """The HTTP server of job=serve."""
 
     def sampling_params(self, tokenizer: Tokenizer) -> SamplingParams:
         """`sampling` as a request carries it. A bad word is banned with and without a space before it, as in vLLM."""
-        bad_words = []
-        for word in self.sampling.bad_words:
-            plain, spaced = (tokenizer.encode(p + word.lstrip(), add_special_tokens=False).ids for p in ("", " "))
-            bad_words.append(tuple(plain))
-            if len(spaced) == len(plain) and spaced[0] != plain[0]:
-                bad_words.append(tuple(spaced))
-        return self.sampling.params(tuple(bad_words))
+        from cluster.io.text import bad_word_tokens
+
+        return self.sampling.params(bad_word_tokens(tokenizer, self.sampling.bad_words))
 
 
 class DrafterChoices(Mapping[str, DrafterConfig]):

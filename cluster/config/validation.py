@@ -23,7 +23,7 @@ def validate(config: LaunchConfig) -> None:
     config.target.check("target")
     config.drafter.check("drafter")
     config.drafter.check_with(rule, pipeline)
-    for where in ("verify", "pipeline", "placement", "scheduler", "cluster", "job", "sampling"):
+    for where in ("verify", "pipeline", "placement", "scheduler", "cluster", "job", "sampling", "server"):
         getattr(config, where).check(where)
     if rule is not VerifyRule.auto:
         check_scheme(rule, config.drafter.sampling_kinds(rule, pipeline), config.drafter.draft_traits)

@@ -38,6 +38,17 @@ def read_eos_token_ids(checkpoint: Path) -> tuple[int, ...]:
     return ()
 
 
+def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that spell these words, each with and without a space before it, as in vLLM."""
+    found = []
+    for word in words:
+        plain, spaced = (tokenizer.encode(p + word.lstrip(), add_special_tokens=False).ids for p in ("", " "))
+        found.append(tuple(plain))
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found.append(tuple(spaced))
+    return tuple(found)
+
+
 def named_files(patterns: Sequence[str]) -> list[Path]:
     """The files that paths and patterns of `job.files` name, sorted. Raises ValueError if there are none."""
     found = sorted({path for pattern in patterns for path in glob(str(Path(pattern).expanduser()), recursive=True)})
@@ -68,6 +79,11 @@ class TextStream:
     def text(self) -> str:
         """The text shown so far."""
         return "".join(self._shown)
+
+    @property
+    def holds(self) -> bool:
+        """Whether text is held back."""
+        return not self.stopped and bool(self._held or self._pending)
 
     def push(self, token: int) -> str:
         """Add one token; returns the text to show now. `stopped` is True once a stop string is complete."""

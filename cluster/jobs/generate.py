@@ -237,7 +237,7 @@ def completion_record(served: Served, num_spec_tokens: int) -> dict[str, object]
         "finish_reason": served.finish_reason,
         "error": served.error,
         "metrics": {
-            "speculative_decoding": request_metrics(served, num_spec_tokens),
+            "speculative_decoding": request_metrics(served.stats, num_spec_tokens),
             "ttft_s": served.ttft_s,
             "latency_s": served.latency_s,
             "num_preemptions": served.stats.num_preemptions,

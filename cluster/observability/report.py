@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.membership import Ready
+from actors.protocol.messages import RequestStats
 from cluster.config.schema import LaunchConfig
 from cluster.observability.results import Run, Served
 from cluster.placement.ranks import RankPlacement
@@ -203,13 +204,13 @@ def mean_draft_length(lengths: Sequence[int]) -> float | None:
     return _ratio(sum(length * count for length, count in enumerate(lengths)), sum(lengths[1:]))
 
 
-def request_metrics(served: Served, num_spec_tokens: int) -> dict[str, object]:
+def request_metrics(stats: RequestStats, num_spec_tokens: int) -> dict[str, object]:
     """One request's metrics under vLLM's names; `num_spec_tokens` is the most the drafter may propose in a round.
 
     As vLLM's, the histogram has an entry for each of 0 .. `num_spec_tokens` accepted tokens, and a ratio without a step
     is 0.0: AIPerf leaves out a record of another form.
     """
-    stats, histogram = served.stats, served.stats.acceptance_histogram
+    histogram = stats.acceptance_histogram
     steps, drafted, accepted = stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_tokens
     return {
         "mean_acceptance_length": 1 + accepted / steps if steps else 0.0,

@@ -13,7 +13,7 @@ import pytest
 
 from actors.protocol.messages import Request, RequestStats, SamplingParams, Tokens
 from cluster import completion as module
-from cluster.completion import Completion, EngineError, Token, TooManyRequestsError
+from cluster.completion import Completion, EngineError, Token, TooManyRequestsError, follow
 from cluster.io.text import load_tokenizer
 
 STATS = RequestStats(5, 9, 7, (1, 2, 2), 1)
@@ -131,6 +131,45 @@ def test_an_iterator_gives_every_token_with_the_text_it_adds(opened, tokenizer):
     assert found == [Token(token, "cde"[i], i) for i, token in enumerate(ids(tokenizer, "cde"))]
     assert collect(completion) == found, "from the first on, also after the end"
     assert not aborted
+
+
+@pytest.mark.parametrize("reason", ["length", "abort"])
+def test_text_that_ends_within_a_character_is_whole_for_readers_too(opened, tokenizer, reason):
+    """The end may come in a record of its own, after the last token was read."""
+    completion, _, _ = opened()
+    feed = [Tokens(7, 0, ids(tokenizer, "c😀")[:-1]), Tokens(7, 4, (), reason)]
+    found = collect(completion, feed=feed)
+    assert "".join(token.text for token in found) == completion.text == "c\N{REPLACEMENT CHARACTER}"
+    assert [token.index for token in found] == [0, 1, 2, 3]
+
+
+def test_pieces_of_several_completions_are_all_of_each(opened, tokenizer):
+    completions = [opened(stop=("fg",))[0], opened()[0]]
+    texts, counts, reasons = ["", ""], [0, 0], [None, None]
+
+    async def read():
+        async for index, piece in follow(completions):
+            texts[index] += piece.text
+            counts[index] += len(piece.token_ids)
+            assert reasons[index] is None
+            reasons[index] = piece.finish_reason
+
+    async def run():
+        reading = asyncio.create_task(read())
+        for index, record in [
+            (0, Tokens(7, 0, ids(tokenizer, "cdf"))),
+            (1, Tokens(7, 0, ids(tokenizer, "xy"))),
+            (0, Tokens(7, 3, ids(tokenizer, "gh"))),
+            (1, Tokens(7, 2, ids(tokenizer, "é")[:1], "length")),
+            (0, Tokens(7, 5, (), "abort")),
+        ]:
+            await asyncio.sleep(0)
+            await asyncio.to_thread(completions[index].append, record)
+        await asyncio.wait_for(reading, 10)
+
+    asyncio.run(run())
+    assert texts == [completion.text for completion in completions] == ["cd", "xy\N{REPLACEMENT CHARACTER}"]
+    assert (counts, reasons) == ([4, 3], ["stop", "length"])
 
 
 def test_the_last_token_carries_what_a_stop_string_held_back(opened, tokenizer):

@@ -386,7 +386,7 @@ def test_the_script_sets_up_once_and_passes_arguments_on(checkout: Path):
     assert done.returncode == 0
     assert f"/|-m|venv|--clear|{checkout}/.venv|" in calls
     (install,) = [call for call in calls if "|install|" in call]
-    assert f"|-c|{checkout}/constraints.txt|-e|{checkout}[test]|" in install
+    assert f"|-c|{checkout}/constraints.txt|-e|{checkout}[serve,test]|" in install
     assert calls[-1] == "/|-P|-m|cluster.launch|drafter=ngram|sampling.stop=[a b]|"
 
     again, calls = launch_script(checkout, "--help")

@@ -18,6 +18,7 @@ from actors.options import SamplingConfig, SchedulerConfig
 from cluster.config import options_page
 from cluster.config.options_page import SECTIONS, help_text, page
 from cluster.config.schema import CHOICES
+from cluster.config.server import ServerConfig
 from parallel.ranges import LARGEST, OneOf, Range, Section, bound_of
 
 ROOT = Path(options_page.__file__).parents[2]
@@ -33,6 +34,7 @@ RECORDS: dict[type[Section], tuple[str, Any]] = {
     for section, choices in {
         **CHOICES,
         "scheduler": {"": SchedulerConfig()},
+        "server": {"": ServerConfig()},
         "sampling": {"": SamplingConfig()},
     }.items()
     for record in choices.values()
@@ -186,6 +188,7 @@ def test_help_of_a_launch_shows_what_is_set_most_often_and_the_keys_of_what_is_c
             ("job", CHOICES["job"]["generate"]),
             ("sampling", SamplingConfig()),
             ("scheduler", SchedulerConfig()),
+            ("server", ServerConfig()),
         )
     }
     lines = options_page.config_help(config).splitlines()

@@ -184,7 +184,7 @@ def test_decode_time_leaves_the_first_token_out():
 
 def test_request_metrics_use_the_words_of_vllm():
     stats = RequestStats(3, 12, 6, (1, 0, 1, 0, 1))
-    assert request_metrics(served(0, (1,), stats=stats), num_spec_tokens=4) == {
+    assert request_metrics(stats, num_spec_tokens=4) == {
         "mean_acceptance_length": 3.0,
         "draft_acceptance_rate": 0.5,
         "acceptance_histogram": [1, 0, 1, 0, 1],
@@ -193,13 +193,13 @@ def test_request_metrics_use_the_words_of_vllm():
         "num_draft_tokens": 12,
         "num_spec_tokens": 4,
     }
-    short = served(0, (1,), stats=RequestStats(3, 12, 4, (0, 2, 1)))
+    short = RequestStats(3, 12, 4, (0, 2, 1))
     assert request_metrics(short, num_spec_tokens=4)["acceptance_histogram"] == [0, 2, 1, 0, 0]
-    without = request_metrics(served(0, (1,)), num_spec_tokens=4)
+    without = request_metrics(RequestStats(), num_spec_tokens=4)
     assert without["acceptance_histogram"] == [0] * 5
     ratios = without["mean_acceptance_length"], without["draft_acceptance_rate"]
     assert ratios == (0.0, 0.0) and all(type(ratio) is float for ratio in ratios)
-    assert request_metrics(served(0, (1,)), num_spec_tokens=0)["acceptance_histogram"] == [0]
+    assert request_metrics(RequestStats(), num_spec_tokens=0)["acceptance_histogram"] == [0]
 
 
 def test_bytes_are_summed_over_the_ranks_of_a_role():

@@ -1,0 +1,181 @@
+"""The routes of the API: a FastAPI application over one client of an engine.
+
+It must not know sockets or how the engine was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Collection, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from msgspec import UNSET
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from cluster.completion import EngineError
+from cluster.config.server import ServerConfig
+from cluster.observability.report import versions
+from cluster.serving.admission import InFlightLimit
+from cluster.serving.errors import ApiError, answer_refusal, bad_request, timed_out
+from cluster.serving.generation import Generation
+from cluster.serving.guard import Guard
+from cluster.serving.replies import DONE, ChatForm, CompletionForm, ReplyForm, ReplyWriter, usage_of
+from cluster.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from cluster.serving.served_model import ServedModel
+from cluster.serving.streams import Disconnected, EventStream, while_connected
+
+_CLIENT_CLOSED = 499
+"""Status of a request whose client has gone: for logs alone."""
+
+
+class Api:
+    """Answers the requests. `limit` counts those in flight."""
+
+    def __init__(self, model: ServedModel, limit: InFlightLimit, config: ServerConfig) -> None:
+        self._model = model
+        self._limit = limit
+        self._timeout_s = config.timeout_s
+        self.is_ready = False
+
+    def application(self, keys: Collection[str], max_body: int) -> ASGIApp:
+        """All of it as an ASGI application."""
+        app = FastAPI(title="specdec", version=str(versions()["specdec"]), docs_url=None, redoc_url=None)
+        for error in (HTTPException, RequestValidationError, EngineError, Exception):
+            app.add_exception_handler(error, answer_refusal)
+        app.post("/v1/completions")(self.complete)
+        app.post("/v1/chat/completions")(self.chat)
+        app.post("/tokenize")(self.tokenize)
+        app.post("/detokenize")(self.detokenize)
+        app.get("/v1/models")(self.models)
+        app.get("/health")(self.health)
+        app.get("/ready")(self.ready)
+        app.get("/version")(self.version)
+        return Guard(app, keys, max_body)
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        self._model.check_name(body.model)
+        prompts = [await self._prompt_tokens(prompt) for prompt in body.prompts]
+        texts = [p if isinstance(p, str) else self._model.decode(p) for p in body.prompts if body.echo]
+        generation = self._submit(body, prompts, body.limit, "prompt")
+        echoes = {choice.index: texts[choice.index // body.n] for choice in generation.choices if body.echo}
+        return await self._answer(body, request, generation, CompletionForm(echoes))
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        self._model.check_name(body.model)
+        prompt = await self._chat_tokens(body)
+        generation = self._submit(body, [prompt], body.limit, "messages")
+        return await self._answer(body, request, generation, ChatForm())
+
+    async def tokenize(self, body: TokenizeRequest) -> Response:
+        self._model.check_name(body.model)
+        if body.prompt is not None:
+            text, adds = body.prompt, body.add_special_tokens
+            tokens = await asyncio.to_thread(self._model.encode, text, adds_special_tokens=adds)
+        else:
+            tokens = await self._chat_tokens(body)
+        names = [self._model.token_text(token) for token in tokens] if body.return_token_strs else None
+        count = {"count": len(tokens), "max_model_len": self._model.max_model_len}
+        return _json({**count, "tokens": tokens, "token_strs": names})
+
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
+        self._model.check_name(body.model)
+        return _json({"prompt": self._model.decode(body.tokens, "tokens")})
+
+    async def models(self) -> Response:
+        model = self._model
+        entry = {"id": model.name, "object": "model", "created": model.created, "owned_by": "specdec"}
+        return _json({"object": "list", "data": [{**entry, "max_model_len": model.max_model_len}]})
+
+    async def health(self) -> Response:
+        """200 while the engine lives."""
+        self._model.check_alive()
+        return Response()
+
+    async def ready(self) -> Response:
+        """200 once a token was generated, and until the server shuts down."""
+        self._model.check_alive()
+        if not self.is_ready or self._limit.is_draining:
+            raise ApiError(503, "the server is shutting down" if self.is_ready else "no token was generated yet")
+        return Response()
+
+    async def version(self) -> Response:
+        return _json({"version": versions()["specdec"]})
+
+    # --- what completions and chats have in common --------------------------------------------------------------------
+
+    async def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
+        return await asyncio.to_thread(self._model.encode, prompt) if isinstance(prompt, str) else prompt
+
+    async def _chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
+        return await asyncio.to_thread(
+            self._model.encode_chat,
+            body.messages or (),
+            add_generation_prompt=body.add_generation_prompt,
+            options=body.chat_template_kwargs,
+        )
+
+    def _submit(
+        self, body: GenerationRequest, prompts: Sequence[Sequence[int]], limit: int | None, field: str
+    ) -> Generation:
+        """Send the request to the engine, if there is place for all of it."""
+        num = len(prompts) * body.n
+        if not num:
+            raise ApiError(400, f"{field}: is empty; give at least one", param=field)
+        self._limit.enter(num)
+        try:
+            choices = self._model.submit(body, prompts, limit, field)
+        except BaseException as error:
+            self._limit.leave(num)
+            if isinstance(error, ValueError):
+                raise bad_request(error) from error
+            raise
+        return Generation(choices, sum(map(len, prompts)), lambda: self._limit.leave(num))
+
+    async def _answer(
+        self, body: GenerationRequest, request: Request, generation: Generation, form: ReplyForm
+    ) -> Response:
+        writer = ReplyWriter(form, self._model.name, request.state.request_id, self._model.num_spec_tokens)
+        if body.stream:
+            return EventStream(_events(body, generation, writer), generation.close, self._timeout_s)
+        try:
+            await while_connected(request.receive, self._finish(generation))
+        except Disconnected:
+            return Response(status_code=_CLIENT_CLOSED)
+        except TimeoutError:
+            raise timed_out(self._timeout_s) from None
+        finally:
+            generation.close()
+        return Response(writer.whole(generation), media_type="application/json")
+
+    async def _finish(self, generation: Generation) -> None:
+        async with asyncio.timeout(self._timeout_s), contextlib.aclosing(generation.pieces()) as pieces:
+            async for _ in pieces:
+                pass
+
+
+async def _events(body: GenerationRequest, generation: Generation, writer: ReplyWriter) -> AsyncGenerator[bytes]:
+    """The chunks of a stream."""
+    absent = None if body.includes_usage else UNSET
+    yield writer.opening(generation, usage_of(generation) if body.usage_everywhere else absent)
+    async with contextlib.aclosing(generation.pieces()) as pieces:
+        async for choice, piece in pieces:
+            yield writer.chunk(choice, piece, usage_of(generation) if body.usage_everywhere else absent)
+    if body.includes_usage:
+        yield writer.closing(generation)
+    yield DONE
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -1,0 +1,83 @@
+"""The chat template of a checkpoint: messages in, the text of a prompt out.
+
+A template is a Jinja program that comes with the tokenizer, as `chat_template.jinja` or in `tokenizer_config.json`. It
+runs in Jinja's sandbox, with the functions and settings that transformers gives it. It must not know tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from parallel.typed_json import as_type, read_json
+
+_DEFAULT = "default"
+"""Name of the one to take, where a checkpoint has several."""
+
+
+class ChatTemplate:
+    """Writes chats as the model was trained to read them."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._template = _compile(source)
+        self._special_tokens = dict(special_tokens)
+
+    @staticmethod
+    def read(checkpoint: Path) -> ChatTemplate | None:
+        """That of a checkpoint; None if it has none. Raises ValueError, one line, if it is no template."""
+        settings = _settings(checkpoint)
+        file = checkpoint / "chat_template.jinja"
+        source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+        if isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}.get(_DEFAULT)
+        return ChatTemplate(source, _special_tokens(settings)) if source else None
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, **options: Any) -> str:
+        """The text of the chat. Raises ValueError, one line, where the template refuses it."""
+        names = {**self._special_tokens, "tools": None, "documents": None, **options}
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            line = str(error).strip().partition("\n")[0]
+            raise ValueError(f"messages: the checkpoint's chat template refuses them ({line})") from error
+
+
+def _compile(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise ValueError(f"target.path: its chat template cannot be read ({error})") from error
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _settings(checkpoint: Path) -> Mapping[str, Any]:
+    file = checkpoint / "tokenizer_config.json"
+    return as_type(read_json(file), dict[str, Any]) if file.is_file() else {}
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and so on; some checkpoints describe a token by a record with its text in `content`."""
+    named = {name: value for name, value in settings.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -1,0 +1,120 @@
+"""Refusals in the form of OpenAI's API: a status, and a body that names the field and says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from cluster.completion import EngineError, TooManyRequestsError
+
+RETRY_AFTER_S = 1
+"""Seconds after which a request that found no place may come again."""
+_TYPES = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+"""`error.type` by status; others are an `invalid_request_error`."""
+_UNION = re.compile(r"str|int|list\[.*\]")
+"""What pydantic adds to the place of an error in one of several types that a field may have."""
+_SHOWN = 400
+"""Characters of a message: it may quote the request."""
+
+
+class ApiError(HTTPException):
+    """Ends a request with this status; `param` is the field at fault, `code` a name for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.param = param
+        self.code = code
+
+
+def bad_request(error: ValueError) -> ApiError:
+    """A refusal that begins with the field's name, as all lines of the engine do: `sampling.top_p=2: must be ...`."""
+    line = str(error).removeprefix("sampling.")
+    field = line.partition(":")[0].partition("=")[0]
+    return ApiError(400, line, param=field if field.replace("_", "").replace(".", "").isalnum() else None)
+
+
+def engine_failure(error: EngineError) -> ApiError:
+    """A request that the engine could not finish."""
+    if isinstance(error, TooManyRequestsError):
+        return too_many(str(error))
+    return ApiError(500, str(error), code="engine_error", headers={"x-should-retry": "false"})
+
+
+def too_many(message: str) -> ApiError:
+    return ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(RETRY_AFTER_S)})
+
+
+def timed_out(seconds: float) -> ApiError:
+    """Clients do not repeat it by themselves: it would take as long again."""
+    message = f"the request took longer than {seconds:g} s (server.timeout_s) and was aborted"
+    return ApiError(504, message, code="timeout", headers={"x-should-retry": "false"})
+
+
+def invalid_fields(error: RequestValidationError) -> ApiError:
+    """The first thing that pydantic found wrong with a body; where a field may be of several types, that of the type
+    which came furthest."""
+    errors = error.errors()
+    first = max((one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]), key=lambda one: len(_place(one)))
+    name = ".".join(_place(first)) or None
+    match first["type"]:
+        case "json_invalid":
+            return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
+        case "extra_forbidden":
+            line = f"{name}: is not supported by this server; leave it out"
+            return ApiError(400, line, param=name, code="unsupported_field")
+        case "value_error":
+            return bad_request(ValueError(f"{name}: {first['ctx']['error']}" if name else first["ctx"]["error"]))
+    return ApiError(400, f"{name or 'the body'}: {first['msg'][0].lower()}{first['msg'][1:]}", param=name)
+
+
+def _place(error: Mapping[str, Any]) -> list[str]:
+    """The names of the field and of what it is in."""
+    return [str(part) for part in error["loc"] if part != "body" and not _UNION.fullmatch(str(part))]
+
+
+def body_of(error: HTTPException) -> bytes:
+    """The error as JSON. ASCII: the message may quote text that has no UTF-8."""
+    fields = {
+        "message": str(error.detail)[:_SHOWN],
+        "type": _TYPES.get(error.status_code, "invalid_request_error"),
+        "param": getattr(error, "param", None),
+        "code": getattr(error, "code", None),
+    }
+    return json.dumps({"error": fields}).encode()
+
+
+def answer(error: HTTPException) -> Response:
+    return Response(body_of(error), error.status_code, error.headers, media_type="application/json")
+
+
+async def answer_refusal(_: Request, error: Exception) -> Response:
+    """For FastAPI: the answer to a request that ended with an error."""
+    match error:
+        case RequestValidationError():
+            return answer(invalid_fields(error))
+        case EngineError():
+            return answer(engine_failure(error))
+        case HTTPException():
+            return answer(error)
+    return answer(ApiError(500, "the server failed; its log has the reason"))

@@ -1,0 +1,53 @@
+"""The completions of one HTTP request while they grow, and the place they hold in the server's count until they end.
+
+It must not know HTTP or the form of replies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from actors.protocol.messages import RequestStats
+from cluster.completion import Completion, Piece, follow
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedText:
+    """One of the texts that a request asked for. `seed` gives it again when it is asked for alone."""
+
+    index: int
+    completion: Completion
+    seed: int
+
+
+class Generation:
+    """The choices of one request; `close` it in the end, which aborts what still runs."""
+
+    def __init__(self, choices: Sequence[RequestedText], num_prompt_tokens: int, release: Callable[[], None]) -> None:
+        self.choices = choices
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = 0  # of all pieces so far
+        self._release: Callable[[], None] | None = release
+
+    async def pieces(self) -> AsyncGenerator[tuple[RequestedText, Piece]]:
+        """What the choices gain, as of `follow`."""
+        async with aclosing(follow([choice.completion for choice in self.choices])) as pieces:
+            async for index, piece in pieces:
+                self.num_tokens += len(piece.token_ids)
+                yield self.choices[index], piece
+
+    @property
+    def stats(self) -> RequestStats | None:
+        """How speculation went; None for several choices, as in vLLM."""
+        return self.choices[0].completion.stats if len(self.choices) == 1 else None
+
+    def close(self) -> None:
+        """Abort what has not ended, and give the place back. Safe to call twice."""
+        for choice in self.choices:
+            if not choice.completion.finished:
+                choice.completion.abort()
+        if self._release is not None:
+            self._release()
+            self._release = None

@@ -1,0 +1,85 @@
+"""What happens to a request before it is read: its number, its key, and the size of its body.
+
+ASGI around the application. It must not know routes, but for the one that needs no key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.serving.errors import ApiError, answer
+from cluster.serving.replies import random_id
+
+OPEN = ("/health",)
+"""Paths that need no key."""
+_REQUEST_ID = "x-request-id"
+_NAMED = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_BEARER = "bearer "
+
+
+class Guard:
+    """Around `app`: replies carry the request's X-Request-Id or one made here, which `scope["state"]` holds too."""
+
+    def __init__(self, app: ASGIApp, keys: Collection[str], max_body: int) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get(_REQUEST_ID, "")
+        request_id = given if _NAMED.fullmatch(given) else random_id()
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_numbered(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_REQUEST_ID] = request_id
+            await send(message)
+
+        if (refusal := self._refusal(scope["path"], headers)) is not None:
+            await answer(refusal)(scope, receive, send_numbered)
+        else:
+            await self._app(scope, self._limited(receive), send_numbered)
+
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        if path not in OPEN and not self._admits(headers.get("authorization", "")):
+            line = "no valid API key; send it as `Authorization: Bearer KEY`"
+            return ApiError(401, line, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        length = headers.get("content-length", "0")
+        return self._too_large() if not length.isdecimal() or int(length) > self._max_body else None
+
+    def _admits(self, authorization: str) -> bool:
+        if not self._keys:
+            return True
+        key = authorization[len(_BEARER) :] if authorization.lower().startswith(_BEARER) else ""
+        matches = [
+            hmac.compare_digest(key.encode(), known) for known in self._keys
+        ]  # all of them: the time says nothing
+        return True in matches
+
+    def _limited(self, receive: Receive) -> Receive:
+        """For bodies that do not say their length."""
+        size = 0
+
+        async def receive_some() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_body:
+                raise self._too_large()
+            return message
+
+        return receive_some
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"the body has more than {self._max_body} bytes (server.max_body_mb)", code="body_too_large"
+        )

@@ -1,0 +1,213 @@
+"""What the server sends: replies and stream chunks in OpenAI's form, encoded by msgspec.
+
+Beside OpenAI's fields, a choice has the `seed` that gives it again, and a reply `metrics`, as vLLM's. It must not know
+how tokens came about.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from cluster.completion import Piece
+from cluster.observability.report import request_metrics
+from cluster.serving.generation import Generation, RequestedText
+
+DONE = b"data: [DONE]\n\n"
+
+
+class TokenUsage(Struct):
+    """`usage` of a reply."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TextChoice(Struct):
+    """A choice of a completion, or what it gained in a chunk."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: str | None = None
+    seed: int | UnsetType = UNSET
+
+
+class AssistantMessage(Struct):
+    """The answer in a chat."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class MessageDelta(Struct, omit_defaults=True):
+    """What it gained in a chunk."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class MessageChoice(Struct):
+    """A choice of a chat."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: str | None = None
+    seed: int | UnsetType = UNSET
+
+
+class DeltaChoice(Struct):
+    """A choice of a chat in a chunk."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: None = None
+    finish_reason: str | None = None
+    seed: int | UnsetType = UNSET
+
+
+class ApiReply(Struct):
+    """A reply, or a chunk of a stream. `usage` is null or absent in chunks that have none, as OpenAI's."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: TokenUsage | UnsetType | None = UNSET
+    metrics: dict[str, Any] | UnsetType | None = UNSET
+
+
+class ReplyForm(Protocol):
+    """The fields in which completions and chats differ."""
+
+    @property
+    def prefix(self) -> str: ...
+
+    @property
+    def object(self) -> str: ...
+
+    @property
+    def chunk_object(self) -> str: ...
+
+    def whole(self, choice: RequestedText, text: str, reason: str | None) -> Any: ...
+
+    def opening(self, choice: RequestedText) -> Any: ...
+
+    def part(self, choice: RequestedText, piece: Piece) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionForm:
+    """`/v1/completions`; `echoes` are the prompts' texts by choice, which come before the choice's own."""
+
+    echoes: dict[int, str] = field(default_factory=dict)
+    prefix: str = "cmpl"
+    object: str = "text_completion"
+    chunk_object: str = "text_completion"
+
+    def whole(self, choice: RequestedText, text: str, reason: str | None) -> TextChoice:
+        return TextChoice(choice.index, self.echoes.get(choice.index, "") + text, None, reason, choice.seed)
+
+    def opening(self, choice: RequestedText) -> TextChoice | None:
+        """What comes before the first token."""
+        echo = self.echoes.get(choice.index)
+        return None if echo is None else TextChoice(choice.index, echo)
+
+    def part(self, choice: RequestedText, piece: Piece) -> TextChoice:
+        seed = UNSET if piece.finish_reason is None else choice.seed
+        return TextChoice(choice.index, piece.text, None, piece.finish_reason, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """`/v1/chat/completions`."""
+
+    prefix: str = "chatcmpl"
+    object: str = "chat.completion"
+    chunk_object: str = "chat.completion.chunk"
+
+    def whole(self, choice: RequestedText, text: str, reason: str | None) -> MessageChoice:
+        return MessageChoice(choice.index, AssistantMessage(text), None, reason, choice.seed)
+
+    def opening(self, choice: RequestedText) -> DeltaChoice:
+        return DeltaChoice(choice.index, MessageDelta("assistant", ""))
+
+    def part(self, choice: RequestedText, piece: Piece) -> DeltaChoice:
+        seed = UNSET if piece.finish_reason is None else choice.seed
+        delta = MessageDelta(content=piece.text) if piece.text else MessageDelta()
+        return DeltaChoice(choice.index, delta, None, piece.finish_reason, seed)
+
+
+class ReplyWriter:
+    """Writes the reply to one request, whole or in chunks."""
+
+    def __init__(self, form: ReplyForm, model: str, request_id: str, num_spec_tokens: int) -> None:
+        self._form = form
+        self._model = model
+        self._num_spec_tokens = num_spec_tokens
+        self._id = f"{form.prefix}-{request_id}"
+        self._created = int(time.time())
+        self._encoder = msgspec.json.Encoder()
+
+    def whole(self, generation: Generation) -> bytes:
+        """All of it, once everything has ended."""
+        choices = [
+            self._form.whole(choice, choice.completion.text, choice.completion.finish_reason)
+            for choice in generation.choices
+        ]
+        usage, metrics = usage_of(generation), self._metrics(generation)
+        return self._encoder.encode(self._reply(self._form.object, choices, usage, metrics))
+
+    def opening(self, generation: Generation, usage: TokenUsage | UnsetType | None) -> bytes:
+        """The chunks before the first token."""
+        openings = [self._form.opening(choice) for choice in generation.choices]
+        return b"".join([self._event([one], usage) for one in openings if one is not None])
+
+    def chunk(self, choice: RequestedText, piece: Piece, usage: TokenUsage | UnsetType | None) -> bytes:
+        return self._event([self._form.part(choice, piece)], usage)
+
+    def closing(self, generation: Generation) -> bytes:
+        """The chunk with the usage of the whole request, which has no choice."""
+        return self._event([], usage_of(generation), self._metrics(generation))
+
+    def _metrics(self, generation: Generation) -> dict[str, Any] | None:
+        stats = generation.stats
+        if stats is None or not self._num_spec_tokens:
+            return None
+        return {"speculative_decoding": request_metrics(stats, self._num_spec_tokens)}
+
+    def _event(
+        self,
+        choices: list[Any],
+        usage: TokenUsage | UnsetType | None,
+        metrics: dict[str, Any] | UnsetType | None = UNSET,
+    ) -> bytes:
+        return b"data: " + self._encoder.encode(self._reply(self._form.chunk_object, choices, usage, metrics)) + b"\n\n"
+
+    def _reply(
+        self,
+        kind: str,
+        choices: list[Any],
+        usage: TokenUsage | UnsetType | None,
+        metrics: dict[str, Any] | UnsetType | None,
+    ) -> ApiReply:
+        return ApiReply(self._id, kind, self._created, self._model, choices, usage, metrics)
+
+
+def usage_of(generation: Generation) -> TokenUsage:
+    """Tokens so far; a prompt counts once, however many choices it has."""
+    prompt, completion = generation.num_prompt_tokens, generation.num_tokens
+    return TokenUsage(prompt, completion, prompt + completion)
+
+
+def random_id() -> str:
+    return secrets.token_hex(12)

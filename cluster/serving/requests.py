@@ -1,0 +1,264 @@
+"""What clients may send: the bodies of the API's requests, under OpenAI's names and vLLM's for what OpenAI has not.
+
+Defaults are OpenAI's. A field that is not here is refused by its name, unless its value asks for nothing: null stands
+for an absent field, and `NEUTRAL` lists values of further fields that mean what this server does anyway. It must not
+know engines; what needs the model is checked where the request is carried out.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from tokenizers import Tokenizer
+
+from actors.protocol.messages import PLAIN_DECODING
+from actors.protocol.sampling_params import SamplingParams
+from cluster.io.text import bad_word_tokens
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "priority": (0,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+}
+"""Fields that are not supported, with the values that ask for nothing."""
+
+MOST_CHOICES = 128
+"""As OpenAI."""
+LONGEST_SEED = 2**63
+DEFAULT_MAX_TOKENS = 16
+"""Of a completion, as OpenAI; a chat runs to the end of the context."""
+NO_TEXT = "has half of a surrogate pair, which is no text"
+_RANDOM_SEED_BITS = 48
+"""A seed that is drawn has an exact value in every client: JavaScript's numbers have 53 bits."""
+
+
+class ApiRequest(BaseModel):
+    """Base of all bodies."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        own = cls.model_fields
+        return {name: value for name, value in body.items() if not (value is None or _is_neutral(name, value, own))}
+
+
+def _is_neutral(name: str, value: object, supported: Collection[str]) -> bool:
+    """Whether a field that is not supported asks for nothing."""
+    meaningless = () if name in supported else NEUTRAL.get(name, ())
+    return any(type(value) is type(one) and value == one for one in meaningless)
+
+
+class StreamOptions(ApiRequest):
+    """What a stream says beside its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SpeculationOptions(ApiRequest):
+    """How one request is drafted for; by itself none of it changes a token."""
+
+    enabled: bool = True
+    drafter: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.enabled and self.drafter not in (None, PLAIN_DECODING):
+            raise ValueError("names a drafter and is not enabled; leave one of them out")
+        return self
+
+    @property
+    def chosen(self) -> str | None:
+        """As `Client.submit` takes it."""
+        return self.drafter if self.enabled else PLAIN_DECODING
+
+
+class GenerationRequest(ApiRequest):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    bad_words: list[str] = Field(default_factory=list)
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    seed: Annotated[int, Field(ge=-LONGEST_SEED, lt=LONGEST_SEED)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    speculative: SpeculationOptions = SpeculationOptions()
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: is only for stream=true; leave it out")
+        if not all(map(is_text, self.stop)):
+            raise ValueError(f"stop: {NO_TEXT}")
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def usage_everywhere(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def seeds(self) -> list[int]:
+        """One for each choice of a prompt: the first is `seed`, or random. Each gives its choice when sent alone."""
+        first = secrets.randbits(_RANDOM_SEED_BITS) if self.seed is None else self.seed
+        return [first + place for place in range(self.n)]
+
+    def sampling(self, tokenizer: Tokenizer, max_tokens: int) -> SamplingParams:
+        """As the engine has it; the seed is left at 0. Raises ValueError, one line, for a value out of range."""
+        params = SamplingParams(
+            temperature=self.temperature,
+            top_k=0 if self.top_k == -1 else self.top_k,  # vLLM has both for all tokens
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple([(_token(name), bias) for name, bias in self.logit_bias.items()]),
+            bad_words=bad_word_tokens(tokenizer, self.bad_words),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            min_tokens=self.min_tokens,
+            max_tokens=max_tokens,
+            ignore_eos=self.ignore_eos,
+        )
+        params.check()
+        return params
+
+
+class CompletionRequest(GenerationRequest):
+    """`/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry for each prompt."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [prompt]  # pyright: ignore[reportReturnType]  (the first of a list tells what all are)
+        return list(prompt)  # pyright: ignore[reportReturnType]
+
+    @property
+    def limit(self) -> int | None:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+class TextPart(ApiRequest):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(ApiRequest):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates read it."""
+        parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": parts} | ({} if self.name is None else {"name": self.name})
+
+
+class ChatRequest(GenerationRequest):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens: says the same as max_completion_tokens; leave one of them out")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens at most; None: to the end of the context."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeRequest(ApiRequest):
+    """`/tokenize`: a prompt or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give it, or messages, and not both")
+        return self
+
+
+class DetokenizeRequest(ApiRequest):
+    """`/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def is_text(text: str) -> bool:
+    """JSON can hold halves of surrogate pairs, which no text has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _token(name: str) -> int:
+    if not name.isdecimal() or not name.isascii() or len(name) > 10:
+        raise ValueError(f"logit_bias: {name!r:.40} is no token id")
+    return int(name)

@@ -1,0 +1,116 @@
+"""The model behind the API: its name, its context, how text becomes its tokens, and how a request reaches the engine.
+
+It must not know HTTP, but for the refusals that a request can earn here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from actors.options import PipelineName
+from actors.protocol.messages import SamplingParams, check_tokens
+from cluster.config.schema import LaunchConfig
+from cluster.engine import Client
+from cluster.pocket import is_bundled
+from cluster.serving.chat_template import ChatTemplate
+from cluster.serving.errors import ApiError, bad_request
+from cluster.serving.generation import RequestedText
+from cluster.serving.requests import NO_TEXT, ChatMessage, GenerationRequest, is_text
+
+_MOST_CHARACTERS_A_TOKEN = 1024
+"""A text of more characters for each token of the context is refused before it is tokenised."""
+
+
+class ServedModel:
+    """The target of the engine that `client` is connected to."""
+
+    def __init__(self, client: Client, config: LaunchConfig) -> None:
+        checkpoint = Path(config.target.path)
+        facts = client.ready["target-0"].facts
+        self.name = config.server.model_name or ("pocket" if is_bundled(config.target.path) else checkpoint.name)
+        self.created = int(time.time())
+        self.max_model_len = int(facts["max_model_len"])
+        self.vocab_size = int(facts["vocab_size"])
+        self.num_spec_tokens = 0 if config.pipeline.name == PipelineName.plain else config.drafter.num_draft_tokens
+        self._longest = min(self.max_model_len, int(facts["kv_slots"]))
+        self._client = client
+        self._tokenizer = client.tokenizer
+        self._template = ChatTemplate.read(checkpoint)
+
+    def check_alive(self) -> None:
+        """Raise EngineError once the engine has failed."""
+        self._client.check_alive()
+
+    def generate_token(self, timeout_s: float) -> None:
+        """The first passes allocate memory and choose kernels."""
+        self._client.submit([0], SamplingParams(max_tokens=1)).result(timeout_s)
+
+    def check_name(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            line = f"model: {name!r:.80} is not served here; it is {self.name}"
+            raise ApiError(404, line, param="model", code="model_not_found")
+
+    def encode(self, text: str, *, field: str = "prompt", adds_special_tokens: bool = True) -> list[int]:
+        """Its tokens; takes long for long texts, so call it off the event loop."""
+        if len(text) > _MOST_CHARACTERS_A_TOKEN * self.max_model_len:
+            raise self._too_long(f"{field}: {len(text)} characters", field)
+        if not is_text(text):
+            raise ApiError(400, f"{field}: {NO_TEXT}", param=field)
+        return self._tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], field: str = "prompt") -> str:
+        self.check_tokens(token_ids, field)
+        return self._tokenizer.decode(token_ids)
+
+    def token_text(self, token_id: int) -> str:
+        """The entry of the vocabulary."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def encode_chat(
+        self, messages: Iterable[ChatMessage], *, add_generation_prompt: bool, options: dict[str, object]
+    ) -> list[int]:
+        """Tokens of a chat, as the checkpoint's template writes it; the template has the special tokens."""
+        if self._template is None:
+            line = f"messages: {self.name} has no chat template in its tokenizer_config.json; use /v1/completions"
+            raise ApiError(400, line, param="messages", code="no_chat_template")
+        written = [message.for_template() for message in messages]
+        try:
+            text = self._template.render(written, add_generation_prompt=add_generation_prompt, **options)
+        except ValueError as error:
+            raise bad_request(error) from error
+        return self.encode(text, field="messages", adds_special_tokens=False)
+
+    def check_tokens(self, token_ids: Sequence[int], field: str) -> None:
+        try:
+            check_tokens(field, token_ids, self.vocab_size)
+        except ValueError as error:
+            raise bad_request(error) from error
+
+    def submit(
+        self, request: GenerationRequest, prompts: Sequence[Sequence[int]], limit: int | None, field: str
+    ) -> list[RequestedText]:
+        """Start every choice of every prompt, with at most `limit` tokens each (None: to the end of the context)."""
+        sampling = [request.sampling(self._tokenizer, self._max_tokens(prompt, limit, field)) for prompt in prompts]
+        drafter, choices = request.speculative.chosen, []
+        for prompt, params in zip(prompts, sampling, strict=True):
+            for seed in request.seeds():
+                completion = self._client.submit(prompt, replace(params, seed=seed), drafter=drafter)
+                choices.append(RequestedText(len(choices), completion, seed))
+        return choices
+
+    def _max_tokens(self, prompt: Sequence[int], limit: int | None, field: str) -> int:
+        self.check_tokens(prompt, field)
+        room = self._longest - len(prompt)
+        if not prompt:
+            raise ApiError(400, f"{field}: is empty; give at least one token", param=field)
+        if room < max(1, limit or 1):
+            asked = f" and max_tokens={limit}" if limit else ""
+            raise self._too_long(f"{field}: {len(prompt)} tokens{asked}", field)
+        return room if limit is None else limit
+
+    def _too_long(self, what: str, field: str) -> ApiError:
+        line = f"{what} do not fit the context of {self._longest} tokens"
+        return ApiError(400, line, param=field, code="context_length_exceeded")

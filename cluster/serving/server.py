@@ -1,0 +1,66 @@
+"""The HTTP server: a socket, uvicorn in a thread of its own, and an end that lets running requests finish.
+
+It must not know routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import uvicorn
+from starlette.types import ASGIApp
+
+_END_S = 5
+"""Seconds in which connections end once no request is in flight."""
+
+
+class HttpServer:
+    """Answers on the bound socket `listener` from construction to `close`."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+        self._socket = listener
+        self.host: str = listener.getsockname()[0]
+        self.port: int = listener.getsockname()[1]
+        self._uvicorn = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=_END_S,
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="http-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host) or self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def close(self) -> None:
+        """Close the port and the connections. Safe to call twice."""
+        self._uvicorn.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._uvicorn.serve(sockets=[self._socket]))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at this address, which does not listen yet. Raises ValueError, one line, if it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        remedy = "choose another port, or 0 for a free one"
+        raise ValueError(f"server.port={port}: cannot be had on {host} ({error.strerror}); {remedy}") from error
+    return listener

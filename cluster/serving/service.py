@@ -1,0 +1,40 @@
+"""The API over one engine, ready to be served: the model, the count of what is in flight, and the routes.
+
+It must not know sockets or signals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.config.schema import LaunchConfig
+from cluster.engine import Client
+from cluster.serving.admission import InFlightLimit
+from cluster.serving.app import Api
+from cluster.serving.served_model import ServedModel
+
+_WARM_UP_S = 600.0
+
+
+class HttpService:
+    """`application` is the ASGI application; it answers /ready once `warm_up` has returned."""
+
+    def __init__(self, client: Client, config: LaunchConfig, keys: Sequence[str] = ()) -> None:
+        server = config.server
+        self._model = ServedModel(client, config)
+        self._limit = InFlightLimit(config.scheduler.max_num_seqs + server.max_waiting)
+        self._api = Api(self._model, self._limit, server)
+        self.application = self._api.application(keys, int(server.max_body_mb * 2**20))
+
+    @property
+    def model_name(self) -> str:
+        return self._model.name
+
+    def warm_up(self) -> None:
+        """Generate a token; raises EngineError if that fails."""
+        self._model.generate_token(_WARM_UP_S)
+        self._api.is_ready = True
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for those in flight; whether all ended in time."""
+        return self._limit.drain(timeout_s)

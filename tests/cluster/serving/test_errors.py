@@ -1,0 +1,182 @@
+"""What the server refuses, and how: OpenAI's form, the field at fault, a status that clients understand."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import openai
+import pytest
+
+from tests.cluster.serving.conftest import KEY, RunningServer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+def refused(server: RunningServer, path: str, body: object, **options) -> tuple[int, dict]:
+    status, headers, content = server.ask(path, body, **options)
+    assert set(content) == {"error"} and set(content["error"]) == {"message", "type", "param", "code"}
+    assert headers["x-request-id"] and content["error"]["message"]
+    return status, content["error"]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"logprobs": 1},
+        {"logprobs": 0},
+        {"suffix": "x"},
+        {"best_of": 2},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function"}]},
+        {"guided_json": {}},
+        {"prompt_logprobs": 1},
+        {"no_such_field": 1},
+        {"use_beam_search": True},
+        {"logprobs": True},
+    ],
+    ids=str,
+)
+def test_a_field_that_is_not_supported_is_named(server: RunningServer, field):
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": MESSAGES})):
+        status, error = refused(server, path, {**body, **field})
+        assert (status, error["type"]) == (400, "invalid_request_error")
+        assert (error["param"], error["code"]) == (*field, "unsupported_field")
+        assert error["message"].startswith(f"{next(iter(field))}: ")
+
+
+@pytest.mark.parametrize("field", [{"tools": []}, {"logprobs": False}, {"best_of": 1}, {"suffix": None}, {"x": None}])
+def test_a_field_that_asks_for_nothing_is_none(server: RunningServer, field):
+    assert server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1, **field})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2000}, "prompt"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 10**400}, "seed"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", "\ud800"]}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+        ({"speculative": {"drafter": "no such"}}, "drafter"),
+        ({"speculative": {"depth": 3}}, "speculative.depth"),
+        ({"speculative": {"enabled": False, "drafter": "x"}}, "speculative"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [9999]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": "a" * 600}, "prompt"),
+        ({"prompt": "a" * 600_000}, "prompt"),
+        ({"prompt": ["a", 3]}, "prompt.1"),
+        ({"prompt": ["a"] * 9}, "n"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_value_out_of_range_is_named(server: RunningServer, field, param):
+    status, error = refused(server, COMPLETIONS, {"prompt": "a", **field})
+    assert (status, error["param"]) == (400, param), error
+    assert len(error["message"]) <= 400 and server.num_running() == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
+        ({"echo": True}, "echo"),
+    ],
+)
+def test_a_wrong_chat_is_named(server: RunningServer, fields, param):
+    status, error = refused(server, CHAT, {"messages": MESSAGES, **fields})
+    assert (status, error["param"]) == (400, param), error
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b'"a"', b"[" * 100_000, b'{"prompt": "\\ud800"}', b"\xff", b"null"]
+)
+def test_a_body_that_is_no_request_is_refused(server: RunningServer, body):
+    assert refused(server, COMPLETIONS, body)[0] == 400
+
+
+def test_an_unknown_model_route_or_method_is_not_found(server: RunningServer):
+    status, error = refused(server, COMPLETIONS, {"model": "other", "prompt": "a"})
+    assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+    assert refused(server, "/v1/embeddings", {})[0] == 404
+    assert refused(server, "/v1/completions", None)[0] == 405
+
+
+@pytest.mark.parametrize("key", [None, "", "b key", "a ke", "a keys", "\xe9"])
+def test_every_route_but_health_asks_for_the_key(server: RunningServer, key):
+    for path in ("/v1/models", "/metrics", "/ready", "/openapi.json", "/nothing", "//health", "/health/"):
+        status, error = refused(server, path, None, key=key)
+        assert (status, error["code"]) == (401, "invalid_api_key")
+    assert refused(server, COMPLETIONS, {"prompt": "a"}, key=key)[0] == 401
+    assert server.ask("/health", key=key)[0] == 200
+
+
+def test_the_official_client_raises_its_own_errors(server: RunningServer):
+    with server.client("wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+    with server.client() as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="tiny-chat", prompt="a", logprobs=2)
+        assert caught.value.param == "logprobs" and caught.value.code == "unsupported_field"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="a")
+
+
+def test_a_body_beyond_the_limit_is_not_read(server: RunningServer):
+    """Whether it says its length or not."""
+    limit = 16 * 2**20
+    for header in (f"content-length: {limit + 1}", "transfer-encoding: chunked"):
+        with socket.create_connection((server.http.host, server.http.port)) as connection:
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n{header}\r\n"
+            connection.sendall(f"{head}connection: close\r\n\r\n".encode())
+            if "chunked" in header:
+                connection.sendall(f"{limit + 1:x}\r\n".encode() + b" " * (limit + 1) + b"\r\n")
+            answer = connection.makefile("rb").read().decode()
+        assert answer.startswith("HTTP/1.1 413") and "body_too_large" in answer
+    with socket.create_connection((server.http.host, server.http.port)) as connection:
+        connection.sendall(
+            f"POST / HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: -1\r\n\r\n".encode()
+        )
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+
+
+def test_the_number_of_a_request_is_in_its_reply(server: RunningServer):
+    body = {"prompt": "a", "max_tokens": 1}
+    _, headers, reply = server.ask(COMPLETIONS, body, **{"x-request-id": "mine.1"})
+    assert headers["x-request-id"] == "mine.1" and reply["id"] == "cmpl-mine.1"
+    _, headers, _ = server.ask(COMPLETIONS, body, **{"x-request-id": "<script>"})
+    assert len(headers["x-request-id"]) == 24
+
+
+def test_the_document_of_the_api_names_the_fields(server: RunningServer):
+    _, _, document = server.ask("/openapi.json")
+    fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"messages", "temperature", "speculative", "stop"} <= set(fields)
+    assert json.dumps(document)
