@@ -8,7 +8,7 @@ needs. It must not know Hydra.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -250,17 +250,27 @@ class PlacedDrafterConfig(DrafterConfig):
 
     placement: Placement = Placement.auto
     """attached: on the target's ranks, where it drafts right after each verdict and the two leave in one record; for
-    pipeline=sync. separate: as a role of its own. auto: attached if it reads hidden states of the target and the
-    pipeline is sync, else separate."""
+    pipeline=sync. separate: as a role of its own. auto: attached with pipeline=sync, where drafter and target work in
+    turn and each then has all devices, unless another of its keys asks for ranks of its own; else separate."""
+
+    @property
+    def needs_own_ranks(self) -> bool:
+        """Whether its other fields ask for ranks of its own."""
+        return False
 
     def is_attached(self, pipeline: str) -> bool:
-        by_default = self.placement is Placement.auto and self.reads_features and pipeline == PipelineName.sync
+        by_default = self.placement is Placement.auto and pipeline == PipelineName.sync and not self.needs_own_ranks
         return by_default or self.placement is Placement.attached
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         remedy = f"drafts between two passes of the target, not beside one as pipeline={pipeline} does; use sync"
         in_turn = pipeline in (PipelineName.sync, PipelineName.plain)
         require(in_turn or self.placement is not Placement.attached, f"{where}.placement", self.placement, remedy)
+
+
+def placed_at(place: Placement, drafters: Sequence[Any]) -> list[Any]:
+    """The drafters that can be anywhere, there; others as they are."""
+    return [replace(one, placement=place) if isinstance(one, PlacedDrafterConfig) else one for one in drafters]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from actors.drafters.config import DrafterConfig
+from actors.drafters.config import DrafterConfig, PlacedDrafterConfig, Placement
 from actors.drafters.registry import DRAFTERS
 from actors.options import CHECKPOINT, VerifyRule
 from actors.verification.compatibility import choose_rule
@@ -36,6 +36,9 @@ from parallel.model.families.registry import read_config
 from parallel.typed_json import as_type
 
 T = TypeVar("T")
+
+ONE_MODEL = ("plan", "tree", "lengths")
+"""Jobs that measure one model that drafts, which may be that of `drafter=auto`."""
 
 
 @cache
@@ -92,6 +95,9 @@ def typed_config(composed: DictConfig) -> LaunchConfig:
 def checked(config: LaunchConfig) -> LaunchConfig:
     """The same configuration if it makes sense, with paths that exist; ValueError, one line, otherwise."""
     config = replace(config, drafter=config.drafter.with_typed_parts(_typed_part, "drafter"))
+    if config.job.name in ONE_MODEL:
+        config = replace(config, drafter=_only_model(config.drafter))
+    config = _with_own_ranks(config)
     if not isinstance(config.job, BenchConfig):  # which has a rule for each of its drafters
         config = with_chosen_rule(config)
     validate(config)
@@ -100,6 +106,24 @@ def checked(config: LaunchConfig) -> LaunchConfig:
         read_config(config.target.path).stretched(config.target.stretch).check_ranks(config.target.tp, "target.tp")
         config.drafter.check_checkpoints()
     return config
+
+
+def _only_model(drafter: DrafterConfig) -> DrafterConfig:
+    """The draft model of `drafter=auto` if it has one, for a job that measures a model by itself; else as it is."""
+    from actors.drafters.auto.config import AutoDrafterConfig
+
+    models = [one for one in drafter.drafters if one.name == "model"] if isinstance(drafter, AutoDrafterConfig) else []
+    return models[0] if len(models) == 1 else drafter
+
+
+def _with_own_ranks(config: LaunchConfig) -> LaunchConfig:
+    """`drafter.placement=auto` replaced by separate where other sections speak of a role of the drafter's own."""
+    drafter = config.drafter
+    asked = config.cluster.link_delay_ms > 0 or bool(config.placement.nodes.keys() - {"target"})
+    if not asked or not isinstance(drafter, PlacedDrafterConfig) or drafter.placement is not Placement.auto:
+        return config
+    separate = replace(drafter, placement=Placement.separate)
+    return config if separate.is_attached(config.pipeline.name) else replace(config, drafter=separate)
 
 
 def with_chosen_rule(config: LaunchConfig) -> LaunchConfig:

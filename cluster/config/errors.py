@@ -17,6 +17,8 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from cluster.config.schema import CHOICES
+
 
 def describe(error: BaseException) -> str:
     """The error in one line."""
@@ -58,12 +60,16 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
 
 
 def unknown_key(section: str, key: str, known: list[str]) -> str:
-    """For a key that `section` (empty at the top) does not have."""
+    """For a key that `section` (empty at the top) does not have; of a group, the choices that have it."""
     prefix = f"{section}." if section else ""
+    choices = CHOICES.get(section, {}).items()
+    owners = [name for name, record in choices if any(item.name == key for item in fields(record))]
     close = get_close_matches(key, known, n=1)
-    remedy = (
-        f"did you mean {prefix}{close[0]}?" if close else f"choose one of {', '.join(known)}" if known else "see --help"
-    )
+    remedy = f"choose one of {', '.join(known)}" if known else "see --help"
+    if owners:
+        remedy = f"it is one of {section}={', '.join(owners)}; add one of these"
+    elif close:
+        remedy = f"did you mean {prefix}{close[0]}?"
     return f"{prefix}{key}: no such key; {remedy}"
 
 

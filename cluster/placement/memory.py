@@ -121,8 +121,11 @@ def load_allowance_s(places: Sequence[RankPlacement], sizes: dict[str, Footprint
 
 
 def describe_layout(config: LaunchConfig, places: Sequence[RankPlacement], sizes: dict[str, Footprint]) -> str:
-    """A line for each rank, and one for the memory and the checkpoints of each role."""
-    lines = ["layout", *(f"  {place.describe()}" for place in places), "memory"]
+    """A line for each rank, one for a drafter without ranks, and one for the memory and checkpoints of each role."""
+    lines = ["layout", *(f"  {place.describe()}" for place in places)]
+    if config.drafter.is_attached(config.pipeline.name):
+        lines.append(f"  drafter {', '.join(config.drafter.member_names)}: on the target's ranks, between its passes")
+    lines.append("memory")
     for role, size in sizes.items():
         checkpoints = ", ".join(pocket.described(model.path) + _translation(model) for model in _models(config, role))
         held = f"{mebibytes(size.weights)} of weights, up to {mebibytes(size.kv)} of KV"

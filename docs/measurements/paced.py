@@ -77,12 +77,13 @@ class Setting:
     def overrides(self) -> list[str]:
         pipeline, length, adaptive = self.parts
         return [
+            "drafter=model",
             f"target.pace_ms={self.target_ms}",
             f"drafter.pace_ms={self.draft_ms}",
             f"drafter.num_draft_tokens={length}",
             f"pipeline={'sync' if pipeline == 'attached' else pipeline}",
             f"pipeline.adaptive={str(adaptive).lower()}",
-            *["drafter.placement=attached"] * (pipeline == "attached"),
+            f"drafter.placement={'attached' if pipeline == 'attached' else 'separate'}",
         ]
 
     def scenario(self, drafter: ModelDrafterConfig, transcript: Transcript) -> Scenario:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from actors.drafters.config import DrafterConfig, NoDrafterConfig
+from actors.drafters.config import DrafterConfig, NoDrafterConfig, Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, SamplingConfig, TargetConfig, VerifyConfig
@@ -107,7 +107,7 @@ def open_engine(
     """Engines in this process; `drafter` is "model", "ngram", "none", or a configuration. Closed with the test."""
     drafters = {
         "model": ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu"),
-        "ngram": NgramDrafterConfig(min_ngram=1),
+        "ngram": NgramDrafterConfig(min_ngram=1, placement=Placement.separate),
         "none": NoDrafterConfig(),
     }
     engines: list[Engine] = []

@@ -207,7 +207,7 @@ def test_a_sweep_goes_on_behind_a_failed_launch_and_tells_in_the_end(launched):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["drafter.widht=3"], "error: drafter.widht: no such key; did you mean drafter.width?"),
+        (["drafter=model", "drafter.widht=3"], "error: drafter.widht: no such key; did you mean drafter.width?"),
         (["drafter=eagle"], f"error: drafter=eagle: no such choice; choose one of {DRAFTERS}"),
         (["target.tp=two"], "error: target.tp: value 'two' of type 'str' could not be converted to Integer"),
         (["+spare=1"], "error: spare: no such key; choose one of target, drafter"),

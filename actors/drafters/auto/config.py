@@ -14,6 +14,7 @@ from actors.drafters.config import (
     PlacedDrafterConfig,
     Placement,
     TypedPart,
+    placed_at,
 )
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineName, VerifyRule
@@ -46,7 +47,7 @@ class AutoDrafterConfig(PlacedDrafterConfig):
     """Draft tokens a round, at most; 0 = the most of its drafters."""
     placement: Placement = Placement.auto
     """attached: all of them on the target's ranks, for pipeline=sync. separate: in a role of their own. auto: attached
-    if one of them would be by itself (as self, or a speculator), else separate."""
+    with pipeline=sync, unless a key of one of them asks for ranks of its own; else separate."""
 
     def __hash__(self) -> int:
         return hash(repr(self))  # the unchecked record holds lists, which have no hash
@@ -89,14 +90,14 @@ class AutoDrafterConfig(PlacedDrafterConfig):
 
     # --- where they run, and what they read of the target -------------------------------------------------------------
 
-    def is_attached(self, pipeline: str) -> bool:
-        if self.placement is Placement.auto:
-            return any(one.is_attached(pipeline) for one in self.drafters)
-        return self.placement is Placement.attached
+    @property
+    def needs_own_ranks(self) -> bool:
+        return any(isinstance(one, PlacedDrafterConfig) and one.needs_own_ranks for one in self.drafters)
 
     def placed(self, pipeline: str) -> list[Any]:
         """The drafters, each in the place of all."""
-        return _at(Placement.attached if self.is_attached(pipeline) else self.placement, self.drafters)
+        chosen = Placement.attached if self.is_attached(pipeline) else Placement.separate
+        return placed_at(chosen if pipeline == PipelineName.sync else self.placement, self.drafters)
 
     @property
     def _readers(self) -> list[DrafterConfig]:
@@ -173,8 +174,11 @@ class AutoDrafterConfig(PlacedDrafterConfig):
             one.check_with(rule, pipeline, f"{where}.drafters[{i}]")
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
-        placed = enumerate(self.placed(resolve.pipeline))
-        found = _at(Placement.auto, [one.with_paths(resolve, f"{where}.drafters[{i}]") for i, one in placed])
+        placed = [
+            one.with_paths(resolve, where if one.models() == [self.path] else f"{where}.drafters[{i}]")
+            for i, one in enumerate(self.placed(resolve.pipeline))
+        ]
+        found = placed_at(Placement.auto, placed)
         config = replace(self, drafters=tuple(found))
         streams = len(config._readers) > 1 and STREAMS in config.taps(resolve.target_layers)
         remedy = "one of them drafts with streams in the target's passes, which then give no other hidden states"
@@ -201,10 +205,6 @@ class AutoDrafterConfig(PlacedDrafterConfig):
         from actors.drafters.auto.drafter import build_auto
 
         return build_auto(self, setup)
-
-
-def _at(place: Placement, drafters: Sequence[Any]) -> list[Any]:
-    return [replace(one, placement=place) if isinstance(one, PlacedDrafterConfig) else one for one in drafters]
 
 
 def _is_cascade(record: DrafterConfig) -> bool:

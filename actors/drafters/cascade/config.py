@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, TypedPart
+from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, Placement, TypedPart, placed_at
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.config import Draws, ModelDrafterConfig, Strategy, Translation
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
@@ -224,7 +224,7 @@ class CascadeDrafterConfig(DrafterConfig):
             level.check_checkpoints(f"{where}.levels[{i}]")
 
     def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:
-        levels = [self.levels[level] for level in self.roles().get(role, ())]
+        levels = placed_at(Placement.separate, [self.levels[level] for level in self.roles().get(role, ())])
         return [model for level in levels for model in level.models_of(TOP, pipeline)]
 
     def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:

@@ -292,6 +292,10 @@ class LearningDrafterConfig(PassDrafterConfig):
         require(self.weights != "packed", field, True, f"changes the weights; drop {where}.weights=packed")
 
     @property
+    def needs_own_ranks(self) -> bool:
+        return self.online
+
+    @property
     def target_top_k(self) -> int:
         return 8 if self.online else 0
 
@@ -357,6 +361,11 @@ class ModelDrafterConfig(LearningDrafterConfig):
     tokenizers differ, else nothing is translated."""
     tokenizer: str = ""
     """Checkpoint directory whose tokens a translated drafter proposes; empty = the target's."""
+
+    @property
+    def needs_own_ranks(self) -> bool:
+        alone = self.ranks > 1 or self.num_threads > 0 or self.device != "auto"
+        return self.online or alone or self.parallel is not Parallel.single
 
     def check_fields(self, where: str) -> None:
         remedy = "shares the target's ranks; drop it, the draft model is split as the target is"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actors.drafters.config import NoDrafterConfig
+from actors.drafters.config import NoDrafterConfig, Placement
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig
 from actors.drafters.model.loading import layer_partition
@@ -77,7 +77,12 @@ class Layout:
         if self.shape is None:
             return ["drafter=none", "pipeline=plain", f"target.tp={self.target_ranks}"]
         options = self._drafter_options(self.shape, num_draft_tokens)
-        words = [f"pipeline={self.pipeline}", f"placement={self.placement}", f"target.tp={self.target_ranks}"]
+        words = [
+            "drafter=model",
+            f"pipeline={self.pipeline}",
+            f"placement={self.placement}",
+            f"target.tp={self.target_ranks}",
+        ]
         return words + [f"drafter.{name}={value}".replace(", ", ",") for name, value in options.items()]
 
     def configure(self, config: LaunchConfig, num_draft_tokens: int) -> LaunchConfig:
@@ -93,7 +98,8 @@ class Layout:
 
     @staticmethod
     def _drafter_options(shape: Shape, num_draft_tokens: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"parallel": Parallel(shape.parallel), "ranks": shape.ranks}
+        options: dict[str, Any] = {"placement": Placement.separate}
+        options |= {"parallel": Parallel(shape.parallel), "ranks": shape.ranks}
         if shape.threads:
             options["num_threads"] = shape.threads
         if shape.parallel == Parallel.layer:

@@ -54,8 +54,12 @@ def test_what_any_of_them_needs_the_whole_needs():
 @pytest.mark.parametrize(
     ("drafters", "options", "attached"),
     [
-        ("[suffix,model]", [], False),
+        ("[suffix,model]", [], True),
         ("[suffix,model]", ["drafter.placement=attached"], True),
+        ("[suffix,model]", ["drafter.placement=separate"], False),
+        ("[suffix,{name: model, num_threads: 1}]", [], False),
+        ("[suffix,model]", ["cluster.link_delay_ms=1"], False),
+        ("[suffix,model]", ["pipeline=pearl"], False),
         ("[suffix,speculator]", [], True),
         ("[suffix,speculator]", ["drafter.placement=separate"], False),
         ("[suffix,speculator]", ["pipeline=branches"], False),
@@ -91,7 +95,7 @@ def test_its_models_get_ranks_and_memory():
     places = lay_out(config, Devices((0, 1, 2)))
     assert [place.role for place in places] == ["target", "draft", "draft"]
     assert footprints(config, places)["draft"].weights > 0
-    alone = load_config(["drafter=auto", "drafter.drafters=[copy,suffix]"])
+    alone = load_config(["drafter=auto", "drafter.drafters=[copy,suffix]", "drafter.placement=separate"])
     places = lay_out(alone, Devices((0, 1, 2)))
     assert [place.share for place in places if place.role == "draft"] == [0.0], "lookups need no device"
 

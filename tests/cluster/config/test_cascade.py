@@ -124,16 +124,19 @@ AHEAD = "drafts of pipeline=branches are made one by one, ahead of time; use syn
 @pytest.mark.parametrize(
     "overrides, line",
     [
-        (["drafter.batch_nodes=4"], "drafter.batch_nodes=4: is for trees that share a budget; add drafter.strategy"),
         (
-            ["drafter.strategy=dynamic", "drafter.batch_nodes=4", "pipeline=branches"],
+            ["drafter=model", "drafter.batch_nodes=4"],
+            "drafter.batch_nodes=4: is for trees that share a budget; add drafter.strategy",
+        ),
+        (
+            ["drafter=model", "drafter.strategy=dynamic", "drafter.batch_nodes=4", "pipeline=branches"],
             f"drafter.batch_nodes=4: {AHEAD}",
         ),
         (
             ["drafter=cascade", f"drafter.levels=[{SHARED},model]", "drafter.placement=separate", "pipeline=branches"],
             f"drafter.levels[0].batch_nodes=4: {AHEAD}",
         ),
-        (["drafter.strategy=dynamic", "drafter.batch_nodes=4", "pipeline=pingpong"], None),
+        (["drafter=model", "drafter.strategy=dynamic", "drafter.batch_nodes=4", "pipeline=pingpong"], None),
         (["drafter=cascade", f"drafter.levels=[{SHARED},model]", "pipeline=branches"], None),
     ],
 )

@@ -17,8 +17,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.config import NoDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineName, SamplingConfig, SchedulerConfig, VerifyRule
 from cluster.config import compose as config_module
@@ -141,6 +143,7 @@ def required(group: str, choice: str) -> list[str]:
         ("target", "hf"): [f"target.path={config_module.pocket.TARGET}"],
         ("job", "datastore"): ["job.files=[texts]"],
         ("job", "search"): ["drafter=self"],
+        ("verify", "kseq"): ["drafter=model"],
         ("cluster", "existing"): ["cluster.address=auto"],
         ("cluster", "slurm"): ["cluster.address=n1:6379"],
     }.get((group, choice), [])
@@ -222,7 +225,7 @@ def test_every_key_is_explained():
         (["job=certify"], "block"),  # its temperatures are 0 and 1
         (["job=certify", "job.temperatures=[0]"], "coupled"),
         ([], "coupled"),
-        (["sampling.temperature=0.6", "drafter.strategy=tree"], "coupled"),
+        (["drafter=model", "sampling.temperature=0.6", "drafter.strategy=tree"], "coupled"),
         (["sampling.temperature=0.6", "drafter=suffix"], "coupled"),
         (["sampling.temperature=0.6", "drafter=none"], "coupled"),
         (["sampling.temperature=0.6", "pipeline=branches"], "coupled"),  # its drafts are the likeliest tokens
@@ -245,9 +248,10 @@ def test_a_bench_chooses_the_rule_auto_for_each_of_its_drafters():
 def test_defaults(bundled: SimpleNamespace):
     config = load_config()
     assert config.target.path == str(bundled.TARGET)
-    assert isinstance(config.drafter, ModelDrafterConfig)
-    assert config.drafter.path == str(bundled.DRAFTER)
-    assert (config.drafter.num_draft_tokens, config.drafter.strategy) == (5, Strategy.chain)
+    assert isinstance(config.drafter, AutoDrafterConfig) and config.drafter.is_attached("sync")
+    lookup, model = config.drafter.drafters
+    assert isinstance(lookup, SuffixDrafterConfig) and isinstance(model, ModelDrafterConfig)
+    assert (model.path, model.num_draft_tokens, model.strategy) == (str(bundled.DRAFTER), 5, Strategy.chain)
     assert config.verify.rule is VerifyRule.coupled
     assert config.pipeline.name is PipelineName.sync
     assert config.placement.name is PlacementName.separate
@@ -336,8 +340,12 @@ def test_a_spaced_word_is_banned_where_the_space_is_part_of_its_first_token(plai
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["drafter.widht=3"], "drafter.widht: no such key; did you mean drafter.width?"),
-        (["drafter=ngram", "drafter.path=x"], "drafter.path: no such key; choose one of name, placement"),
+        (["drafter=model", "drafter.widht=3"], "drafter.widht: no such key; did you mean drafter.width?"),
+        (["drafter=ngram", "drafter.pth=x"], "drafter.pth: no such key; choose one of name, placement"),
+        (
+            ["drafter=ngram", "drafter.path=x"],
+            "drafter.path: no such key; it is one of drafter=model, speculator, auto",
+        ),
         (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, placement"),
         (["+spare=3"], "spare: no such key; choose one of target, drafter"),
         (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
@@ -345,7 +353,7 @@ def test_a_spaced_word_is_banned_where_the_space_is_part_of_its_first_token(plai
         (["drafter=4"], "a group takes the name of one of its choices"),
         (["drafter=[model,ngram]"], "a group takes one choice"),
         (
-            ["drafter.strategy=bush"],
+            ["drafter=model", "drafter.strategy=bush"],
             "drafter.strategy: invalid value 'bush', expected one of [chain, tree, beam, best_first, dynamic, cape]",
         ),
         (["target.tp=two"], "target.tp: value 'two' of type 'str' could not be converted to Integer; the default is 1"),
@@ -399,7 +407,7 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         ),
         (["target.weights=bfloat16", "target.device=cuda", "target.dtype=float16"], "target.weights=bfloat16: needs"),
         (
-            ["drafter.weights=int8", "drafter.dtype=bfloat16"],
+            ["drafter=model", "drafter.weights=int8", "drafter.dtype=bfloat16"],
             "drafter.weights=int8: needs drafter.device=cpu and drafter.dtype=float32",
         ),
         (["target.stretch=-1"], "target.stretch=-1: must be 0 (off) or above"),
@@ -423,7 +431,7 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
                 ("{one: 15}", "{'one': 15}"),
             )
         ),
-        (["drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
+        (["drafter=model", "drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
         (["drafter=speculator", "drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
         (["drafter=self", "drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
         (
@@ -434,40 +442,76 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         (["target.max_model_len=-1"], "target.max_model_len=-1: must be 0"),
         (["target.name=other"], "target.name=other: is set by target=pocket or target=hf"),
         (["target=hf"], "target.path='': give a directory"),
-        (["drafter.name=ngram"], "drafter.name=ngram: is set by drafter=model; write drafter=ngram"),
-        (["drafter.num_draft_tokens=0"], "drafter.num_draft_tokens=0: must be at least 1; for none write drafter=none"),
+        (["drafter=model", "drafter.name=ngram"], "drafter.name=ngram: is set by drafter=model; write drafter=ngram"),
+        (
+            ["drafter=model", "drafter.num_draft_tokens=0"],
+            "drafter.num_draft_tokens=0: must be at least 1; for none write drafter=none",
+        ),
         (["drafter=ngram", "drafter.min_ngram=0"], "drafter.min_ngram=0: must be at least 1"),
         (["drafter=ngram", "drafter.max_ngram=1"], "drafter.max_ngram=1: must not be below drafter.min_ngram"),
-        (["drafter.ranks=0"], "drafter.ranks=0: must be at least 1"),
-        (["drafter.ranks=2"], "drafter.ranks=2: needs a way to share the model; add drafter.parallel=tensor or"),
-        (["drafter.layer_group=2"], "drafter.layer_group=2: is for layers that run side by side; add drafter.parallel"),
+        (["drafter=model", "drafter.ranks=0"], "drafter.ranks=0: must be at least 1"),
+        (
+            ["drafter=model", "drafter.ranks=2"],
+            "drafter.ranks=2: needs a way to share the model; add drafter.parallel=tensor or",
+        ),
+        (
+            ["drafter=model", "drafter.layer_group=2"],
+            "drafter.layer_group=2: is for layers that run side by side; add drafter.parallel",
+        ),
         (
             ["target.tp=7"],
             "target.tp=7: ranks cannot share num_attention_heads=8, num_key_value_heads=4 and intermediate_size=896 "
             "evenly; use one of 1, 2, 4, 8",
         ),
-        (["drafter.ranks=3", "drafter.parallel=tensor"], "drafter.ranks=3: ranks cannot share num_attention_heads="),
+        (
+            ["drafter=model", "drafter.ranks=3", "drafter.parallel=tensor"],
+            "drafter.ranks=3: ranks cannot share num_attention_heads=",
+        ),
         (
             ["drafter=cascade", "drafter.levels=[ngram,{name: model, ranks: 3, parallel: tensor}]"],
             "drafter.levels[1].ranks=3: ranks cannot share num_attention_heads=",
         ),
-        (["drafter.fan_out=0"], "drafter.fan_out=0: must be at least 1"),
-        (["drafter.length_rule=threshold", "pipeline=branches"], "drafter.length_rule=threshold: cannot end what"),
-        (["drafter.length_rule=thompson", "drafter.strategy=tree"], "drafter.length_rule=thompson: ends chains; leave"),
+        (["drafter=model", "drafter.fan_out=0"], "drafter.fan_out=0: must be at least 1"),
+        (
+            ["drafter=model", "drafter.length_rule=threshold", "pipeline=branches"],
+            "drafter.length_rule=threshold: cannot end what",
+        ),
+        (
+            ["drafter=model", "drafter.length_rule=thompson", "drafter.strategy=tree"],
+            "drafter.length_rule=thompson: ends chains; leave",
+        ),
         *(
             (["drafter=self", *overrides], f"drafter{line}")
             for overrides, line in (
                 (["pipeline=pearl"], "=self: runs the target's own layers, which are busy while it verifies; use pip"),
                 (["drafter.placement=separate"], ".placement=separate: drafts with the target's own layers"),
-                (["drafter.calibration_policy=never"], ".calibration_policy=never: there is nothing to calibrate"),
+                (
+                    ["drafter.calibration_policy=never"],
+                    ".calibration_policy=never: there is nothing to calibrate",
+                ),
                 (["drafter.exit=6"], ".exit=6: leaves no layer out: the target has 6; give at most 5"),
-                (["drafter.exit=9", "target.stretch=3"], ".exit=9: leaves no layer out: the target has 9"),
-                (["drafter.skip=[3x]"], ".skip=3x: names no sublayer; write 3a for the attention of layer 3"),
+                (
+                    ["drafter.exit=9", "target.stretch=3"],
+                    ".exit=9: leaves no layer out: the target has 9",
+                ),
+                (
+                    ["drafter.skip=[3x]"],
+                    ".skip=3x: names no sublayer; write 3a for the attention of layer 3",
+                ),
                 (["drafter.skip=[1,6m]"], ".skip=6m: the target has layers 0 to 5; give one of them"),
-                (["drafter.exit=1", "drafter.skip=[0]"], ".skip=[0]: leaves no sublayer to draft with; drop some"),
+                (
+                    ["drafter.exit=1", "drafter.skip=[0]"],
+                    ".skip=[0]: leaves no sublayer to draft with; drop some",
+                ),
                 (["drafter.kv_slots=9"], ".kv_slots=9: is the target's own, target.kv_slots; drop it"),
-                (["drafter.weights=int8"], ".weights=int8: is the target's own, target.weights; drop it"),
-                (["drafter.attention=sdpa"], ".attention=sdpa: is the target's own, target.attention; drop it"),
+                (
+                    ["drafter.weights=int8"],
+                    ".weights=int8: is the target's own, target.weights; drop it",
+                ),
+                (
+                    ["drafter.attention=sdpa"],
+                    ".attention=sdpa: is the target's own, target.attention; drop it",
+                ),
             )
         ),
         *(
@@ -493,23 +537,29 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
             ["drafter=auto", "drafter.drafters=[self,suffix]", "drafter.placement=separate"],
             "drafter.drafters[0].placement=separate: drafts with the target's own layers, on its ranks",
         ),
-        (["drafter.least_probability=0.6"], "drafter.least_probability=0.6: is the threshold of drafter.length_rule="),
-        (["drafter.rejection_threshold=1"], "drafter.rejection_threshold=1.0: must be 0 (as published) or between 0"),
-        (["drafter.kv_slots=-1"], "drafter.kv_slots=-1: must be 0 (sized automatically) or above"),
-        (["drafter.ahead_width=-3"], "drafter.ahead_width=-3: must be at least 1"),
+        (
+            ["drafter=model", "drafter.least_probability=0.6"],
+            "drafter.least_probability=0.6: is the threshold of drafter.length_rule=",
+        ),
+        (
+            ["drafter=model", "drafter.rejection_threshold=1"],
+            "drafter.rejection_threshold=1.0: must be 0 (as published) or between 0",
+        ),
+        (["drafter=model", "drafter.kv_slots=-1"], "drafter.kv_slots=-1: must be 0 (sized automatically) or above"),
+        (["drafter=model", "drafter.ahead_width=-3"], "drafter.ahead_width=-3: must be at least 1"),
         (["sampling.seed=18446744073709551616"], "sampling.seed=18446744073709551616: must be between"),
-        (["drafter.depth=0"], "drafter.depth=0: must be at least 1"),
-        (["drafter.width=0"], "drafter.width=0: must be at least 1"),
+        (["drafter=model", "drafter.depth=0"], "drafter.depth=0: must be at least 1"),
+        (["drafter=model", "drafter.width=0"], "drafter.width=0: must be at least 1"),
         (["verify.law_size=0"], "verify.law_size=0: must be at least 1"),
         (
             ["verify=kseq", "drafter=ngram"],
             "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC",
         ),
-        (["verify=kseq", "drafter.strategy=best_first"], "verify.rule=kseq would bias the output"),
+        (["drafter=model", "verify=kseq", "drafter.strategy=best_first"], "verify.rule=kseq would bias the output"),
         *(
             (["verify=block", *tree], "verify.rule=block is for chains, not for drafts that branch; use coupled, rej")
             for tree in (
-                ["drafter.strategy=tree"],
+                ["drafter=model", "drafter.strategy=tree"],
                 ["drafter=recycling"],
                 ["drafter=suffix", "drafter.width=2"],
             )
@@ -518,7 +568,7 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         (["scheduler.prefill_chunk=0"], "scheduler.prefill_chunk=0: must be at least 1"),
         (
             ["scheduler.max_num_batched_tokens=5"],
-            "scheduler.max_num_batched_tokens=5: cannot hold one sequence's root and 5 draft tokens; raise it to at",
+            "scheduler.max_num_batched_tokens=5: cannot hold one sequence's root and 8 draft tokens; raise it to at",
         ),
         (["cluster=existing"], "cluster.address='': give HOST:PORT"),
         (["cluster.address=auto"], "cluster.address=auto: is only for cluster=existing"),
@@ -584,16 +634,16 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path):
     "overrides",
     [
         ["pipeline=sync", "drafter=none"],
-        ["drafter.ranks=2", "drafter.parallel=tensor"],
-        ["verify=kseq", "drafter.strategy=tree"],
+        ["drafter=model", "drafter.ranks=2", "drafter.parallel=tensor"],
+        ["drafter=model", "verify=kseq", "drafter.strategy=tree"],
         ["verify=traversal", "drafter=ngram"],
-        ["verify=rejection", "drafter.strategy=best_first"],
+        ["drafter=model", "verify=rejection", "drafter.strategy=best_first"],
         ["verify=kseq", "drafter=none"],
         ["verify=block", "drafter=suffix"],
         ["verify=block", "drafter=copy", "pipeline=pearl"],
         ["verify=block", "drafter=cascade"],
         ["cluster=existing", "cluster.address=10.0.0.1:6379"],
-        ["scheduler.max_num_batched_tokens=6"],
+        ["scheduler.max_num_batched_tokens=9"],
         ["job.limit=0"],
         ["sampling.seed=-1"],
     ],

@@ -34,19 +34,25 @@ PLAIN = "cluster.link_delay_ms=1.0: is for one machine, where there is no networ
         (["job=plan", "job.prompts=/no.jsonl"], "job.prompts=/no.jsonl: no such file; give a JSONL file with a `pro"),
         (["job=tree", "drafter=ngram"], "drafter.name=ngram: has no tree of a fixed shape; job=tree needs drafter=m"),
         (["job=tree", "verify=block"], "verify.rule=block: is for chains; measure with coupled, rejection, traversa"),
-        (["job=search"], "drafter.name=model: is not drafted by the target's own layers; job=search needs drafter=s"),
+        (["job=search"], "drafter.name=auto: is not drafted by the target's own layers; job=search needs drafter=s"),
         (["job=lengths", "drafter=ngram"], "drafter.name=ngram: drafts no chains by passes of a model; job=lengths "),
-        (["job=lengths", "drafter.strategy=tree"], "drafter.strategy=tree: has no length; job=lengths is for chains"),
-        (["job=lengths", "drafter.translate=strings"], "drafter.translate=strings: "),
-        (["job=lengths", "drafter.online=true"], "drafter.online=True: drafts change as it learns; drop it for job="),
+        (
+            ["drafter=model", "job=lengths", "drafter.strategy=tree"],
+            "drafter.strategy=tree: has no length; job=lengths is for chains",
+        ),
+        (["drafter=model", "job=lengths", "drafter.translate=strings"], "drafter.translate=strings: "),
+        (
+            ["drafter=model", "job=lengths", "drafter.online=true"],
+            "drafter.online=True: drafts change as it learns; drop it for job=",
+        ),
         (["job=lengths", "verify=rejection"], "verify.rule=rejection: accepts by chance; lengths are compared where"),
         (["job=passes", "job.ranks=3", "job.layer_groups=[2,4]"], "job.layer_groups=[2, 4]: must all be between 1 a"),
         (["job=datastore", "job.files=[]"], "job.files=[]: must name at least one file or pattern"),
-        (["pipeline.min_draft_tokens=6"], "pipeline.min_draft_tokens=6: must be from 0 to drafter.num_draft_tokens="),
+        (["pipeline.min_draft_tokens=9"], "pipeline.min_draft_tokens=9: must be from 0 to drafter.num_draft_tokens="),
         (
             ["scheduler.max_num_batched_tokens=5"],
-            "scheduler.max_num_batched_tokens=5: cannot hold one sequence's root and 5 draft tokens; raise it to at "
-            "least 6",
+            "scheduler.max_num_batched_tokens=5: cannot hold one sequence's root and 8 draft tokens; raise it to at "
+            "least 9",
         ),
     ],
 )
@@ -66,7 +72,7 @@ def test_what_does_not_fit_together_is_refused(overrides, line):
         ["job=drill", "cluster.silence_s=1"],
         ["job=plan"],
         ["job=tree", "drafter=speculator"],
-        ["job=tree", "verify=kseq", "drafter.strategy=tree"],
+        ["drafter=model", "job=tree", "verify=kseq", "drafter.strategy=tree"],
         ["job=search", "drafter=self"],
         ["job=lengths", "drafter=self"],
         ["job=lengths", "verify=auto"],
@@ -74,7 +80,7 @@ def test_what_does_not_fit_together_is_refused(overrides, line):
         ["job=passes", "job.ranks=1", "job.layer_groups=[2]"],
         ["pipeline.min_draft_tokens=5"],
         ["drafter=none", "pipeline.min_draft_tokens=1"],
-        ["scheduler.max_num_batched_tokens=6"],
+        ["scheduler.max_num_batched_tokens=9"],
     ],
 )
 def test_what_fits_together_is_accepted(overrides):

@@ -66,7 +66,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> Iterat
 
 @pytest.fixture(scope="module")
 def drafter(half_agreeing_drafter) -> list[str]:
-    return [f"drafter.path={half_agreeing_drafter}", "drafter.device=cpu", "drafter.num_draft_tokens=4"]
+    return [
+        "drafter=model",
+        f"drafter.path={half_agreeing_drafter}",
+        "drafter.device=cpu",
+        "drafter.num_draft_tokens=4",
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,12 @@ def target(tiny_checkpoint) -> list[str]:
 
 @pytest.fixture(scope="module")
 def drafter(half_agreeing_drafter) -> list[str]:
-    return [f"drafter.path={half_agreeing_drafter}", "drafter.device=cpu", "drafter.num_draft_tokens=4"]
+    return [
+        "drafter=model",
+        f"drafter.path={half_agreeing_drafter}",
+        "drafter.device=cpu",
+        "drafter.num_draft_tokens=4",
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,7 @@ def run_drill(tiny_checkpoint, half_agreeing_drafter, write_prompts, one_free_th
     monkeypatch.setattr(drill, "Engine", StruckEngine)
     prompts = write_prompts(*({"prompt": text} for text in ("Name a bird.", "abab" * 8, "def f():")))
     arguments = [
+        "drafter=model",
         "job=drill",
         f"job.prompts={prompts}",
         f"job.faults={NUM_FAULTS}",

@@ -57,7 +57,7 @@ def test_plans_for_a_described_cluster(tiny_launch, tmp_path, capsys):
     costs = str(ROOT / "docs" / "plans" / "ssd-70b.yaml")
     plan.run(tiny_launch(PlanConfig(costs=costs, draft_lengths=[6])), tmp_path)
     report = json.loads((tmp_path / "plan.json").read_text())
-    assert report["described"] is True and report["best"]["overrides"][0] in ("pipeline=branches", "pipeline=tree")
+    assert report["described"] is True and report["best"]["overrides"][1] in ("pipeline=branches", "pipeline=tree")
     plain = next(entry for entry in report["layouts"] if not entry["num_draft_tokens"])
     assert plain["tokens_per_s"] == pytest.approx(66, rel=0.01) and plain["over_plain"] == 1.0
     assert not [entry for entry in report["layouts"] if entry["measured"]]

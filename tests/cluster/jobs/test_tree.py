@@ -101,9 +101,15 @@ def test_speculators_on_the_targets_layers_are_counted_too(
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["drafter.strategy=tree", "drafter.tree=README.md"], "drafter.tree=README.md: is no file of trees"),
-        (["drafter.strategy=tree", "drafter.tree=nowhere"], "drafter.tree=nowhere: no such file"),
-        (["drafter.tree=x"], "drafter.tree=x: is the shape of a fixed tree; add drafter.strategy=tree"),
+        (
+            ["drafter=model", "drafter.strategy=tree", "drafter.tree=README.md"],
+            "drafter.tree=README.md: is no file of trees",
+        ),
+        (["drafter=model", "drafter.strategy=tree", "drafter.tree=nowhere"], "drafter.tree=nowhere: no such file"),
+        (
+            ["drafter=model", "drafter.tree=x"],
+            "drafter.tree=x: is the shape of a fixed tree; add drafter.strategy=tree",
+        ),
         (["job=tree", "drafter=ngram"], "drafter.name=ngram: has no tree of a fixed shape"),
         (["job=tree", "verify=block"], "verify.rule=block: is for chains"),
     ],
@@ -115,5 +121,5 @@ def test_what_cannot_work_is_refused_in_one_line(overrides, line):
 
 def test_a_file_of_trees_is_found_from_anywhere(tmp_path):
     (tmp_path / "trees.json").write_text('{"format": "specdec trees 1", "trees": [[-1, 0, 0]]}')
-    drafter = load_config(["drafter.strategy=tree", f"drafter.tree={tmp_path}/trees.json"]).drafter
+    drafter = load_config(["drafter=model", "drafter.strategy=tree", f"drafter.tree={tmp_path}/trees.json"]).drafter
     assert isinstance(drafter, ModelDrafterConfig) and drafter.tree == f"{tmp_path}/trees.json"

@@ -82,4 +82,4 @@ def test_a_list_of_tokens_that_the_drafter_lacks_is_refused(tmp_path):
 def test_a_list_of_tokens_beyond_the_target_is_refused(tmp_path):
     write_token_list(tmp_path / "list.json", [10**6, 7], {}, tokenizer_digest(pocket.TARGET))
     with pytest.raises(ValueError, match=r"^drafter.vocabulary=.*names token 1000000, beyond the target's 4096; make"):
-        load_config([f"drafter.vocabulary={tmp_path}/list.json"])
+        load_config(["drafter=model", f"drafter.vocabulary={tmp_path}/list.json"])

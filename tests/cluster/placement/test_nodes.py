@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
+from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, TargetConfig, VerifyConfig
@@ -17,13 +18,14 @@ from cluster.runtime.ray_reservation import device_bundles
 
 CONFIG = LaunchConfig(
     target=TargetConfig(),
-    drafter=ModelDrafterConfig(),
+    drafter=ModelDrafterConfig(placement=Placement.separate),
     verify=VerifyConfig(),
     pipeline=PipelineConfig(),
     placement=PlacementConfig(),
     cluster=ClusterConfig(),
     job=GenerateConfig(),
 )
+LOOKUP = NgramDrafterConfig(placement=Placement.separate)
 CPUS = [Node("10.0.0.1", "n1", 2), Node("10.0.0.2", "n2", 4)]
 GPUS = [Node("10.0.0.1", "n1", 32, 4), Node("10.0.0.2", "n2", 32, 4)]
 MIXED = [Node("10.0.0.1", "big", 32, 4), Node("10.0.0.2", "cheap", 16, 2)]
@@ -33,7 +35,7 @@ def config_of(*, tp=1, ranks=1, lookup=False, colocated=False, nodes=None, overs
     return replace(
         CONFIG,
         target=TargetConfig(tp=tp),
-        drafter=NgramDrafterConfig() if lookup else ModelDrafterConfig(ranks=ranks),
+        drafter=LOOKUP if lookup else ModelDrafterConfig(ranks=ranks, placement=Placement.separate),
         placement=PlacementConfig(PlacementName.colocated if colocated else PlacementName.separate, nodes or {}),
         cluster=ClusterConfig(oversubscribe=oversubscribe),
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.drafters.config import NoDrafterConfig
+from actors.drafters.config import NoDrafterConfig, Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, PipelineName, TargetConfig, VerifyConfig
@@ -16,7 +16,7 @@ from cluster.placement.ranks import Devices, lay_out
 
 CONFIG = LaunchConfig(
     target=TargetConfig(),
-    drafter=ModelDrafterConfig(),
+    drafter=ModelDrafterConfig(placement=Placement.separate),
     verify=VerifyConfig(),
     pipeline=PipelineConfig(),
     placement=PlacementConfig(),
@@ -29,8 +29,8 @@ GPUS = Devices((0, 1, 2, 3), num_gpus=4)
 
 def config_of(*, tp=1, ranks=1, drafter="model", colocated=False, device="auto", plain=False, oversubscribe=False):
     drafters = {
-        "model": ModelDrafterConfig(ranks=ranks, device=device),
-        "ngram": NgramDrafterConfig(),
+        "model": ModelDrafterConfig(ranks=ranks, device=device, placement=Placement.separate),
+        "ngram": NgramDrafterConfig(placement=Placement.separate),
         "none": NoDrafterConfig(),
     }
     return replace(
@@ -116,7 +116,7 @@ def test_threads_of_two_tensor_parallel_roles_do_not_share_gpus():
     with pytest.raises(ValueError, match="target with 2 ranks and draft with 2 ranks would share GPUs as threads"):
         lay_out(threads, GPUS)
     assert len(lay_out(config, GPUS)) == len(lay_out(threads, FOUR)) == 4
-    assert len(lay_out(replace(threads, drafter=ModelDrafterConfig(ranks=1)), GPUS)) == 3
+    assert len(lay_out(replace(threads, drafter=ModelDrafterConfig(ranks=1, placement=Placement.separate)), GPUS)) == 3
 
 
 def test_easyspecs_own_setting_is_every_rank_of_the_target_drafting():

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import ray
 
+from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import TargetConfig
@@ -120,7 +121,7 @@ def backend_of(**cluster: Any) -> RayBackend:
     config = replace(
         CONFIG,
         target=TargetConfig(tp=2),
-        drafter=ModelDrafterConfig(),
+        drafter=ModelDrafterConfig(placement=Placement.separate),
         cluster=ClusterConfig(name, address="10.0.0.1:6379" * (name != "local"), port=7, interface="ib0", **cluster),
     )
     return RayBackend(config, Path("logs"))
@@ -393,7 +394,7 @@ def test_a_ray_of_its_own_has_the_devices_it_was_given(fake, monkeypatch):
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setattr(module.ray, "cluster_resources", lambda: {"CPU": 1.0, "GPU": 3.0})
     backend = backend_of(name=ClusterName.local)
-    config = replace(backend._config, target=TargetConfig(), drafter=NgramDrafterConfig())
+    config = replace(backend._config, target=TargetConfig(), drafter=NgramDrafterConfig(placement=Placement.separate))
     backend._config = config
     assert [place.device for place in backend.place()] == ["cuda:0", "cpu"]
     monkeypatch.setattr(module.ray, "cluster_resources", lambda: {"CPU": 1.0})

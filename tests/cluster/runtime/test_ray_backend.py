@@ -21,6 +21,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, TargetConfig, VerifyConfig
@@ -51,7 +52,13 @@ def running_ray():
     """One Ray for all tests of this file, started as an engine would start its own."""
     from cluster.runtime.ray_backend import RayBackend
 
-    sections = (TargetConfig(), NgramDrafterConfig(), VerifyConfig(), PipelineConfig(), PlacementConfig())
+    sections = (
+        TargetConfig(),
+        NgramDrafterConfig(placement=Placement.separate),
+        VerifyConfig(),
+        PipelineConfig(),
+        PlacementConfig(),
+    )
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     config = LaunchConfig(*sections, replace(CLUSTER, dashboard=True), GenerateConfig())
     backend = RayBackend(config, progress=lines.put)
@@ -245,7 +252,7 @@ def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(o
             return ray_actors.RankWorker.run(self, spec, interface)
 
     monkeypatch.setattr(ray_backend, "RankActor", ray.remote(**ray_actors._OPTIONS)(RaisingWorker))
-    engine = open_engine_on_ray(drafter=NgramDrafterConfig(min_ngram=1))
+    engine = open_engine_on_ray(drafter=NgramDrafterConfig(min_ngram=1, placement=Placement.separate))
     plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
     running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     with pytest.raises(EngineError, match=r"^target: 2 passes with this request failed \(RuntimeError: index out of"):
@@ -259,7 +266,9 @@ def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(o
     "name", ["target-0", *(pytest.param(name, marks=pytest.mark.slow) for name in ("coordinator", "draft-0"))]
 )
 def test_without_restarts_a_killed_process_ends_what_is_in_flight(open_engine_on_ray, name):
-    engine = open_engine_on_ray(drafter=NgramDrafterConfig(min_ngram=1), cluster=replace(CLUSTER, max_restarts=0))
+    engine = open_engine_on_ray(
+        drafter=NgramDrafterConfig(min_ngram=1, placement=Placement.separate), cluster=replace(CLUSTER, max_restarts=0)
+    )
     completions = [engine.submit(prompt, LONG) for prompt in PROMPTS]
     os.kill(pid_of(name), signal.SIGKILL)
     for completion in completions:
@@ -272,7 +281,7 @@ def test_without_restarts_a_killed_process_ends_what_is_in_flight(open_engine_on
 
 @pytest.mark.slow
 def test_engines_of_two_namespaces_run_side_by_side(open_engine_on_ray):
-    drafter = NgramDrafterConfig(min_ngram=1)
+    drafter = NgramDrafterConfig(min_ngram=1, placement=Placement.separate)
     engines = [open_engine_on_ray(namespace=namespace, drafter=drafter) for namespace in ("one", "two")]
     first, second = (answers(engine) for engine in engines)
     assert first == second and pid_of("target-0", "one") != pid_of("target-0", "two")
@@ -284,7 +293,10 @@ def test_a_rank_that_cannot_load_is_one_line(open_engine_on_ray, tmp_path, launc
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(EngineError, match=rf"^target-0: .*{tmp_path.name}.* holds NaN") as caught:
-        open_engine_on_ray(target=TargetConfig(path=str(tmp_path), device="cpu"), drafter=NgramDrafterConfig())
+        open_engine_on_ray(
+            target=TargetConfig(path=str(tmp_path), device="cpu"),
+            drafter=NgramDrafterConfig(placement=Placement.separate),
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -322,7 +334,7 @@ def test_ranks_that_share_a_device_meet_in_one_bundle(launch):
     places = lay_out(config, Devices((0, 1), num_gpus=2))
     assert device_bundles(places) == {("", f"cuda:{i}"): {"GPU": 1.0, "CPU": 0.02} for i in range(2)}
     assert device_bundles(lay_out(launch(), Devices((0, 1)))) == {("", (0, 1)): {"CPU": 2.0}}
-    lookup = lay_out(launch(drafter=NgramDrafterConfig()), Devices((0, 1)))
+    lookup = lay_out(launch(drafter=NgramDrafterConfig(placement=Placement.separate)), Devices((0, 1)))
     assert device_bundles(lookup) == {("", (0, 1)): {"CPU": 2.0}}, "a lookup needs no device"
 
 
@@ -348,6 +360,7 @@ def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
     script = f"""
         import os, signal
         import psutil
+        from actors.drafters.config import Placement
         from actors.drafters.lookup.ngram import NgramDrafterConfig
         from actors.options import PipelineConfig, TargetConfig, VerifyConfig
         from actors.protocol.sampling_params import SamplingParams
@@ -357,7 +370,7 @@ def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
 
         config = LaunchConfig(
             TargetConfig(path={launch().target.path!r}, device="cpu"),
-            NgramDrafterConfig(),
+            NgramDrafterConfig(placement=Placement.separate),
             VerifyConfig(),
             PipelineConfig(),
             PlacementConfig(),

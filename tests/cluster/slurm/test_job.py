@@ -42,6 +42,7 @@ def overrides(tiny_checkpoint, half_agreeing_drafter, tmp_path_factory: pytest.T
     prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"def f{number}():"}) + "\n" for number in range(NUM_PROMPTS)))
     return [
+        "drafter=model",
         f"target.path={tiny_checkpoint('Llama')}",
         "target.device=cpu",
         f"drafter.path={half_agreeing_drafter}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +10,13 @@ import pytest
 from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
-from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.config import DrafterConfig, DraftSetup, Placement
 from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.retrieval.config import RestDrafterConfig
-from actors.options import PipelineName, SchedulerConfig, VerifyConfig, VerifyRule
+from actors.options import Parallel, PipelineName, SchedulerConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.verification.compatibility import DraftTrait
 from parallel.comm.group import SINGLE
@@ -119,6 +120,31 @@ def test_each_drafter_is_asked_under_its_own_place():
     assert both.translated_models() == ["translated"] * 2 and both.models() == ["model"] * 2
 
 
-@pytest.mark.parametrize(("role", "models"), [("draft", [SMALL]), ("draft2", []), ("target", [])])
-def test_its_models_are_on_the_ranks_of_its_only_role(role, models):
-    assert list(auto(NgramDrafterConfig(), SMALL).models_of(role, "sync")) == models
+@pytest.mark.parametrize(
+    ("role", "attached", "separate"), [("draft", [], [SMALL]), ("draft2", [], []), ("target", [SMALL], [])]
+)
+def test_its_models_are_on_the_ranks_of_its_only_role(role, attached, separate):
+    drafter = auto(NgramDrafterConfig(), SMALL)
+    for config, pipeline, models in (
+        (drafter, "sync", attached),
+        (drafter, "branches", separate),
+        (replace(drafter, placement=Placement.separate), "sync", separate),
+    ):
+        assert [model.path for model in config.models_of(role, pipeline)] == [model.path for model in models]
+
+
+OWN: list[dict[str, Any]] = [
+    {"ranks": 2, "parallel": Parallel.tensor},
+    {"device": "cpu"},
+    {"num_threads": 1},
+    {"online": True},
+]
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_a_draft_model_whose_fields_ask_for_ranks_of_its_own_is_separate_by_default(own):
+    model = replace(SMALL, **own)
+    assert SMALL.is_attached("sync") and auto(SMALL).is_attached("sync")
+    assert not model.is_attached("sync") and not auto(NgramDrafterConfig(), model).is_attached("sync")
+    assert replace(SMALL, placement=Placement.attached).is_attached("sync")
+    assert not any(SMALL.is_attached(pipeline) for pipeline in ("plain", "pearl", "branches", "tree", "pingpong"))

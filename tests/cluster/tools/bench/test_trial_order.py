@@ -200,7 +200,7 @@ def test_one_engine_decodes_plainly_for_all_settings_with_a_drafter_on_the_same_
 def test_engines_on_a_gpu_share_nothing(tiny_launch, monkeypatch, place, device, has_gpu):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     alone = SpeculatorDrafterConfig(placement=Placement.separate, device="cpu")
-    drafter = alone if place == "speculator" else ModelDrafterConfig(device="cpu")
+    drafter = alone if place == "speculator" else ModelDrafterConfig(placement=Placement.separate, device="cpu")
     config = tiny_launch(BenchConfig(prompts="x"), drafter=drafter)
     assert may_share(config)
     section = config.target if place == "target" else config.drafter

@@ -60,7 +60,7 @@ def test_the_axes_of_the_job_bound_what_is_planned(tiny_checkpoint):
 
 def test_a_layout_replaces_how_the_configured_drafter_is_shared(tiny_checkpoint):
     pair = [f"target.path={tiny_checkpoint('Llama')}", f"drafter.path={tiny_checkpoint('Llama', num_hidden_layers=5)}"]
-    shared = ["drafter.parallel=layer", "drafter.ranks=2", "drafter.layer_partition=[1,2,1,1]"]
+    shared = ["drafter=model", "drafter.parallel=layer", "drafter.ranks=2", "drafter.layer_partition=[1,2,1,1]"]
     config = load_config(["job=plan", *pair, *shared])
     for layout in (Layout(1, "sync", "separate", Shape()), Layout(1, "sync", "colocated", TENSOR)):
         assert layout.configure(config, 4) == layout.configure(load_config(["job=plan", *pair]), 4)
@@ -70,7 +70,9 @@ def test_a_layout_replaces_how_the_configured_drafter_is_shared(tiny_checkpoint)
 
 def test_threads_of_a_rank_are_an_option_where_a_layout_bounds_them(tiny_checkpoint):
     path = tiny_checkpoint("Llama")
-    config = load_config(["job=plan", f"target.path={path}", f"drafter.path={path}", "drafter.num_threads=2"])
+    config = load_config(
+        ["drafter=model", "job=plan", f"target.path={path}", f"drafter.path={path}", "drafter.num_threads=2"]
+    )
     for shape, threads in ((Shape(threads=1), 1), (Shape(), 2)):
         layout = Layout(2, "sync", "colocated", shape)
         assert draft_model(layout.configure(config, 4)).num_threads == threads
