@@ -60,6 +60,7 @@ class Layout:
     target_ranks: int
     pipeline: str
     placement: str
+    """separate, colocated, or attached: the draft model on the target's ranks."""
     shape: Shape | None = None
 
     @property
@@ -80,10 +81,14 @@ class Layout:
         words = [
             "drafter=model",
             f"pipeline={self.pipeline}",
-            f"placement={self.placement}",
+            f"placement={self._devices}",
             f"target.tp={self.target_ranks}",
         ]
         return words + [f"drafter.{name}={value}".replace(", ", ",") for name, value in options.items()]
+
+    def with_own_ranks(self) -> Layout:
+        """The same with ranks of the drafter on the target's devices where it would be on the target's ranks."""
+        return replace(self, placement="colocated") if self.placement == "attached" else self
 
     def configure(self, config: LaunchConfig, num_draft_tokens: int) -> LaunchConfig:
         """`config` in this layout."""
@@ -93,13 +98,19 @@ class Layout:
             return replace(config, target=target, drafter=NoDrafterConfig(), pipeline=pipeline)
         options = {"layer_group": 0, "layer_partition": []} | self._drafter_options(self.shape, num_draft_tokens)
         drafter = replace(draft_model(config), **options)
-        placement = PlacementConfig(PlacementName(self.placement))
+        placement = PlacementConfig(self._devices)
         return replace(config, target=target, drafter=drafter, pipeline=pipeline, placement=placement)
 
-    @staticmethod
-    def _drafter_options(shape: Shape, num_draft_tokens: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"placement": Placement.separate}
-        options |= {"parallel": Parallel(shape.parallel), "ranks": shape.ranks}
+    @property
+    def _devices(self) -> PlacementName:
+        """`placement` of the command line: that of roles."""
+        return PlacementName.colocated if self.placement == "colocated" else PlacementName.separate
+
+    def _drafter_options(self, shape: Shape, num_draft_tokens: int) -> dict[str, Any]:
+        if self.placement == "attached":  # split as the target is
+            options: dict[str, Any] = {"placement": Placement.attached, "parallel": Parallel.single, "ranks": 1}
+            return options | {"num_draft_tokens": num_draft_tokens}
+        options = {"placement": Placement.separate, "parallel": Parallel(shape.parallel), "ranks": shape.ranks}
         if shape.threads:
             options["num_threads"] = shape.threads
         if shape.parallel == Parallel.layer:
@@ -118,14 +129,16 @@ def draft_model(config: LaunchConfig) -> ModelDrafterConfig:
 def enumerate_layouts(
     target_ranks: Iterable[int], shapes: Sequence[Shape], num_devices: int, pipelines: Sequence[str], batch: int
 ) -> Iterator[Layout]:
-    """Every layout that fits the devices. Colocated roles gain nothing from overlap; ping-pong needs two requests."""
+    """Every layout that fits the devices. Colocated roles gain nothing from overlap, and a drafter that is shared as
+    the target is would gain nothing from ranks of its own there; ping-pong needs two requests."""
     for ranks in target_ranks:
         if ranks > num_devices:
             continue
         yield Layout(ranks, "plain", "separate")
         for shape in shapes:
             if "sync" in pipelines and shape.ranks <= num_devices:
-                yield Layout(ranks, "sync", "colocated", shape)
+                as_target = shape.parallel != "layer" and shape.ranks == ranks
+                yield Layout(ranks, "sync", "attached" if as_target else "colocated", shape)
             if ranks + shape.ranks > num_devices:
                 continue
             for pipeline in pipelines:
@@ -163,7 +176,7 @@ def local_layouts(config: LaunchConfig, num_devices: int, *, threads: bool = Fal
         shapes += [Shape("layer", size, width, mlp, partition) for width, partition in fitting for mlp in mlps]
     layouts = list(enumerate_layouts(ranks, shapes, num_devices, job.pipelines, job.batch))
     if threads:
-        single = [layout for layout in layouts if layout.shape == Shape()]
+        single = [layout.with_own_ranks() for layout in layouts if layout.shape == Shape()]
         sharing = [(layout, 1 if layout.placement == "colocated" else layout.target_ranks + 1) for layout in single]
         layouts += [replace(layout, shape=Shape(threads=1)) for layout, ranks in sharing if num_devices // ranks > 1]
     return layouts
@@ -189,10 +202,11 @@ def default_sizes(num_layers: int, width: int) -> tuple[int, ...]:
 
 
 def simplest(layouts: Iterable[Layout]) -> Layout:
-    """The synchronous layout with the fewest ranks, separate rather than colocated."""
+    """The synchronous layout with the fewest ranks, separate rather than on the same devices, and the drafter on ranks
+    of its own, so that a probe measures what messages between the roles take."""
     synchronous = ((layout, layout.shape) for layout in layouts if layout.pipeline == "sync" and layout.shape)
-    order = min(synchronous, key=lambda pair: (pair[0].target_ranks, pair[1].ranks, pair[0].placement == "colocated"))
-    return order[0]
+    order = min(synchronous, key=lambda pair: (pair[0].target_ranks, pair[1].ranks, pair[0].placement != "separate"))
+    return order[0].with_own_ranks()
 
 
 def _divides(config: DecoderConfig, ranks: int) -> bool:

@@ -99,8 +99,9 @@ def find_devices(config: LaunchConfig) -> Devices:
 
 
 def role_pair(layout: Layout, config: LaunchConfig, devices: Devices) -> RolePair:
-    """The ranks to measure for a layout. Raises ValueError where it does not fit."""
-    places = lay_out(layout.configure(config, 1), devices)
+    """The ranks to measure for a layout, of a draft model on the target's ranks as if it had ranks on the same devices.
+    Raises ValueError where it does not fit."""
+    places = lay_out(layout.with_own_ranks().configure(config, 1), devices)
     target, draft = (tuple(place for place in places if place.role == role) for role in ("target", "draft"))
     return RolePair(target, draft, layout.shape, layout.overlaps)
 

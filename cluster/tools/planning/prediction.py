@@ -76,7 +76,7 @@ def predict(
         num_requests=workload.batch,
         max_tokens=NUM_TOKENS,
         target_link_s=costs.link_s,
-        draft_link_s=costs.link_s,
+        draft_link_s=0.0 if layout.placement == "attached" else costs.link_s,
         coordinator_s=costs.coordinator_s,
     )
     if shape is not None:

@@ -59,6 +59,7 @@ def test_what_any_of_them_needs_the_whole_needs():
         ("[suffix,model]", ["drafter.placement=separate"], False),
         ("[suffix,{name: model, num_threads: 1}]", [], False),
         ("[suffix,model]", ["cluster.link_delay_ms=1"], False),
+        ("[suffix,model]", ["job=drill"], False),
         ("[suffix,model]", ["pipeline=pearl"], False),
         ("[suffix,speculator]", [], True),
         ("[suffix,speculator]", ["drafter.placement=separate"], False),

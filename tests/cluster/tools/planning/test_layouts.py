@@ -23,7 +23,9 @@ def test_every_layout_that_fits_and_no_other():
     assert len(found) == len(set(found))
     assert {layout.target_ranks for layout in found} == {1, 2}
     assert Layout(1, "branches", "separate", TENSOR) in found and Layout(2, "branches", "separate", Shape()) in found
-    assert Layout(2, "sync", "colocated", TENSOR) in found
+    assert Layout(2, "sync", "attached", TENSOR) in found and Layout(1, "sync", "attached", Shape()) in found
+    assert Layout(2, "sync", "colocated", Shape()) in found, "one rank does what two could"
+    assert Layout(2, "sync", "colocated", TENSOR) not in found, "on the target's ranks it takes fewer records"
     assert Layout(2, "sync", "separate", TENSOR) not in found, "four ranks on three devices"
     assert not [layout for layout in found if layout.pipeline == "pingpong"], "one request cannot alternate"
     assert not [layout for layout in found if layout.placement == "colocated" and layout.overlaps]
@@ -40,7 +42,7 @@ def test_layouts_of_described_passes_are_those_within_the_axes_of_the_job():
         Layout(1, "sync", "colocated", TENSOR),
         Layout(1, "sync", "separate", TENSOR),
         Layout(2, "plain", "separate"),
-        Layout(2, "sync", "colocated", TENSOR),
+        Layout(2, "sync", "attached", TENSOR),
     ]
 
 
@@ -80,7 +82,9 @@ def test_threads_of_a_rank_are_an_option_where_a_layout_bounds_them(tiny_checkpo
 
 
 def layer_shapes(overrides: list[str], num_devices: int) -> set[Shape]:
-    layouts = local_layouts(load_config(["job=plan", "job.parallels=[layer]", *overrides]), num_devices)
+    layouts = local_layouts(
+        load_config(["drafter=model", "job=plan", "job.parallels=[layer]", *overrides]), num_devices
+    )
     return {layout.shape for layout in layouts if layout.shape}
 
 
@@ -124,6 +128,8 @@ def test_a_drafter_on_several_cores_may_leave_them_to_others(tiny_checkpoint):
         Layout(2, "plain", "separate"),
         Layout(1, "sync", "colocated", TENSOR),
         Layout(1, "branches", "separate", Shape()),
+        Layout(1, "sync", "attached", Shape()),
+        Layout(2, "sync", "attached", TENSOR),
         Layout(2, "sync", "colocated", Shape(threads=1)),
         Layout(2, "sync", "colocated", Shape("layer", 2, 2, "tensor")),
         Layout(2, "sync", "colocated", Shape("layer", 2, 2, "replicated", (1, 2, 1, 1))),
