@@ -18,7 +18,7 @@ from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
-from actors.drafters.config import DraftSetup
+from actors.drafters.config import DraftSetup, Placement
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import Parallel, SchedulerConfig, TargetConfig, VerifyConfig
@@ -336,7 +336,7 @@ def spec(models):
         host="127.0.0.1",
         eos_token_ids=(1,),
         target=TargetConfig(path=str(models["target"]), kv_slots=300),
-        drafter=ModelDrafterConfig(path=str(models["drafter"])),
+        drafter=ModelDrafterConfig(path=str(models["drafter"]), placement=Placement.separate),
         verify=VerifyConfig(),
         pipeline="sync",
         scheduler=SchedulerConfig(max_num_seqs=2),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from actors.drafters.adjacency.config import RecyclingDrafterConfig
+from actors.drafters.config import Placement
 from actors.drafters.jacobi.config import JacobiDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
@@ -94,7 +95,8 @@ def test_a_draft_rank_loads_no_other_method(loaded, spec, models, name):
 
 def test_a_target_rank_loads_no_method(loaded, spec):
     """Of a drafter on ranks of its own it has the record alone."""
-    modules = loaded(BUILD, pickle.dumps(replace(spec, drafter=NgramDrafterConfig())))
+    separate = NgramDrafterConfig(placement=Placement.separate)
+    modules = loaded(BUILD, pickle.dumps(replace(spec, drafter=separate)))
     assert rooms(modules) <= SHARED | {"lookup"} and "actors.drafters.lookup.suffix" not in modules
     assert not {one for one in modules if one.startswith(("parallel.self_speculation", "actors.roles.attached"))}
     assert "parallel.speculators.config" in modules, "numbers the residual streams"

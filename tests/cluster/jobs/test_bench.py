@@ -47,7 +47,8 @@ def test_times_every_setting_against_plain_decoding_and_peers(tiny_launch, promp
         ratio = entry["ratios"]["speculative / plain"]
         assert ratio["min"] <= ratio["median"] == entry["speedup_vs_ar"] <= ratio["max"]
         assert set(entry["categories"]) == {"qa", "writing"}
-        assert entry["resident_bytes"]["draft-0+target-0"] > 1e7
+        (held,) = entry["resident_bytes"].values()  # of the one process of all threads
+        assert held > 1e7
         role = entry["bytes_per_role"].get("draft")  # a lookup holds nothing
         assert entry["drafter_bytes"] == (role or {"weights": 0, "kv": 0})
     assert entries["model k=3 b=1"]["drafter_bytes"]["weights"] > 0 < entries["model k=3 b=1"]["draft_share"] < 1

@@ -229,6 +229,7 @@ def test_a_dead_driver_leaves_no_rank_and_no_coordinator(launch):
     pytest.importorskip("ray")
     script = f"""
         import time
+        from actors.drafters.config import Placement
         from actors.drafters.lookup.ngram import NgramDrafterConfig
         from actors.options import PipelineConfig, TargetConfig, VerifyConfig
         from actors.protocol.sampling_params import SamplingParams
@@ -239,7 +240,7 @@ def test_a_dead_driver_leaves_no_rank_and_no_coordinator(launch):
         engine = Engine(
             LaunchConfig(
                 TargetConfig(path={launch(DrillConfig()).target.path!r}, device="cpu"),
-                NgramDrafterConfig(),
+                NgramDrafterConfig(placement=Placement.separate),
                 VerifyConfig(),
                 PipelineConfig(),
                 PlacementConfig(),
