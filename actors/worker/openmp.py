@@ -1,9 +1,9 @@
 """The OpenMP threads of a rank: how many compute, and how long an idle one spins before it gives up its core.
 
 libgomp's default is milliseconds. While threads spin, another rank on the same cores waits for threads that compute
-nothing: rounds took 10 to 40 times as long. libgomp reads these settings once, when PyTorch loads it; of ranks that are
-threads of one process it lets none spin for long once their threads outnumber the cores. Loads PyTorch only to set the
-number of threads.
+nothing: rounds took 10 to 40 times as long. libgomp reads these settings once, when PyTorch loads it, and the kernels'
+own threads read them too (`parallel/kernels/team.cpp`); of ranks that are threads of one process both let none spin for
+long once their threads outnumber the cores. Loads PyTorch only to set the number of threads.
 """
 
 from __future__ import annotations

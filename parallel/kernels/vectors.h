@@ -1,12 +1,14 @@
-// Vectors of the machine's own width, and loops over the threads of PyTorch's OpenMP runtime.
+// Vectors of the machine's own width, and loops over the threads that torch.set_num_threads gave the caller.
 //
-// GCC's and Clang's vector extensions: one source for AVX-512, AVX2 and NEON. The OpenMP runtime is called by its entry
-// points and not by pragmas, so that a library built by either compiler binds to the one runtime that PyTorch has
-// loaded: a second one would bring threads of its own, which torch.set_num_threads does not govern.
+// GCC's and Clang's vector extensions: one source for AVX-512, AVX2 and NEON. The number of threads is that of the OpenMP
+// runtime that PyTorch has loaded, which is asked by its entry points, so that a library built by either compiler binds
+// to it.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#include "team.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -98,26 +100,24 @@ inline float sum(Floats values) {
 // --- threads ----------------------------------------------------------------------------------------------------------
 
 extern "C" {
-void GOMP_parallel(void (*body)(void *), void *argument, unsigned num_threads, unsigned flags);
-int omp_get_thread_num(void);
-int omp_get_num_threads(void);
 int omp_get_max_threads(void);
 int omp_in_parallel(void);
 }
 
-// Calls body(first, last) for equal shares of 0 .. count, one on every thread that torch.set_num_threads gave the caller.
+constexpr int64_t CHUNKS = 4;  // of a thread's share, of which others take what a late thread has not begun
+
+// Whole tiles of products, where there are enough of them.
+inline int64_t chunk_size(int64_t count, int64_t num_threads) {
+    const int64_t size = (count + num_threads * CHUNKS - 1) / (num_threads * CHUNKS);
+    return size < 3 ? size : (size + 3) / 4 * 4;
+}
+
+// Calls body(first, last) for parts of 0 .. count, which together are all of it, on as many threads as
+// torch.set_num_threads gave the caller. Which thread computes a part must not matter to its result.
 template <class Body>
 void share_out(int64_t count, bool is_worth_threads, Body body) {
-    if (!is_worth_threads || count < 2 || omp_get_max_threads() == 1 || omp_in_parallel()) return body(0, count);
-    struct Shared {
-        Body *body;
-        int64_t count;
-    } shared = {&body, count};
-    auto run = [](void *argument) {
-        auto *given = static_cast<Shared *>(argument);
-        const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
-        const int64_t first = given->count * part / parts, last = given->count * (part + 1) / parts;
-        if (first < last) (*given->body)(first, last);
-    };
-    GOMP_parallel(run, &shared, 0, 0);
+    const int num_threads = omp_get_max_threads();
+    if (!is_worth_threads || count < 2 || num_threads == 1 || omp_in_parallel()) return body(0, count);
+    const Run run = [](void *given, int64_t first, int64_t last) { (*static_cast<Body *>(given))(first, last); };
+    run_in_team(run, &body, count, chunk_size(count, num_threads), num_threads);
 }
