@@ -195,16 +195,16 @@ class Client:
             raise failure
         return completions
 
-    def report(self, *, reset: bool = False, phase: str = "") -> Report:
+    def report(self, *, reset: bool = False, phase: str = "", spans: bool = True) -> Report:
         """The coordinator's counters since the last reset, those of all clients together; for the owner spans too.
 
         `reset` starts a new window for everyone, and metrics label what follows it with `phase`: the owner's right,
-        which other clients ask for without effect.
+        which other clients ask for without effect. Without `spans` the report is small.
         """
         with self._changed:
             self.check_alive()
             self._reports.clear()
-            self._report_order = ReportOrder(reset, phase)
+            self._report_order = ReportOrder(reset, phase, spans)
         self._connection.send(self._report_order)
         with self._changed:
             self._changed.wait_for(lambda: self._reports or self._error is not None, timeout=_REPORT_S)

@@ -21,7 +21,7 @@ committed tokens. A role that returns holds no request; each is sent to it again
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from actors.coordinator.outbox import Outbox
 from actors.coordinator.port import DrafterPort, PassOrders, PendingOrder
@@ -381,7 +381,8 @@ class Coordinator:
     def _report(self, order: ReportOrder, now: float) -> Report:
         self.count_active_time(now)
         self.stats.guard = self._policy.findings()
-        report = self.stats.report(now)
+        report = self.stats.report(now, spans=order.spans)
+        report.counters.update(asdict(self.load()))
         if order.reset:
             self.stats = CoordinatorStats(since=now, phase=order.phase)
         return report

@@ -273,10 +273,10 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, ExportCount
         if now > finished:
             self.spans.append((MESSAGES, back, finished, now, {"round": round_}))
 
-    def report(self, now: float) -> Report:
+    def report(self, now: float, *, spans: bool = True) -> Report:
         counters: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
         counters["window_s"] = now - self.since
-        return Report(counters, tuple(self.spans))
+        return Report(counters, tuple(self.spans) if spans else ())
 
 
 _LEVEL_COUNTS = ("num_passes", "busy_s", "num_drafts", "num_draft_tokens", "num_accepted_tokens")

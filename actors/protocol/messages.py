@@ -566,15 +566,18 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class ReportOrder:
-    """Ask the coordinator for its counters; `reset` starts a new measuring window, which metrics label `phase`."""
+    """Ask the coordinator for its counters; `reset` starts a new measuring window, which metrics label `phase`. Without
+    `spans` the answer is small."""
 
     reset: bool = False
     phase: str = ""
+    spans: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Counters and, when recorded, spans (lane, name, start, end, arguments) of the window."""
+    """Counters and, when recorded, spans (lane, name, start, end, arguments) of the window. The counters hold the
+    present load too, as `Load`."""
 
     counters: dict[str, Any]
     spans: tuple[tuple[str, str, float, float, dict[str, object]], ...] = ()

@@ -34,7 +34,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     listener = bind(server.host, server.port)  # a port that is taken is noticed before weights are loaded
     with terminal.starting() as progress:
         engine = Engine(config, progress=progress, log_dir=run_dir / "logs")
-    with engine, _first_signal() as stopping:
+    with engine, first_signal() as stopping:
         service = HttpService(engine, config, keys)
         http = HttpServer(service.application, listener)
         try:
@@ -64,14 +64,14 @@ def read_keys(server: ServerConfig) -> list[str]:
 
 def _describe(terminal: Terminal, url: str, model: str, engine: Engine, keys: list[str]) -> None:
     roles = [f"{place.identity} on {place.device}" for place in engine.places]
-    terminal.line(f"serving {model} at {url}/v1" + ("" if keys else ", without a key"))
     terminal.line(f"layout: {', '.join(roles)}; drafter {engine.config.drafter.name}")
     for role, held in bytes_per_role(engine.ready).items():
         terminal.line(f"{role}: {mebibytes(held['weights'])} of weights, {mebibytes(held['kv'])} of KV")
+    terminal.line(f"serving {model} at {url}/v1" + ("" if keys else ", without a key"))
 
 
 @contextmanager
-def _first_signal() -> Iterator[threading.Event]:
+def first_signal() -> Iterator[threading.Event]:
     """Is set by the first SIGTERM or SIGINT; the next one does what it did before."""
     stopping, numbers = threading.Event(), (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}

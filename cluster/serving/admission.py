@@ -19,6 +19,11 @@ class InFlightLimit:
         self._changed = threading.Condition()
         self.is_draining = False
 
+    @property
+    def num(self) -> int:
+        """Completions in flight."""
+        return self._num
+
     def enter(self, num: int) -> None:
         """Take places for so many completions, all or none of them; raises ApiError if there are none."""
         with self._changed:

@@ -14,6 +14,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from msgspec import UNSET
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -23,7 +24,7 @@ from cluster.config.server import ServerConfig
 from cluster.observability.report import versions
 from cluster.serving.admission import InFlightLimit
 from cluster.serving.errors import ApiError, answer_refusal, bad_request, timed_out
-from cluster.serving.generation import Generation
+from cluster.serving.generation import Generation, RequestedText
 from cluster.serving.guard import Guard
 from cluster.serving.replies import DONE, ChatForm, CompletionForm, ReplyForm, ReplyWriter, usage_of
 from cluster.serving.requests import (
@@ -47,6 +48,7 @@ class Api:
         self._model = model
         self._limit = limit
         self._timeout_s = config.timeout_s
+        self._scraping = asyncio.Lock()  # a client asks for one report at a time
         self.is_ready = False
 
     def application(self, keys: Collection[str], max_body: int) -> ASGIApp:
@@ -62,6 +64,7 @@ class Api:
         app.get("/health")(self.health)
         app.get("/ready")(self.ready)
         app.get("/version")(self.version)
+        app.get("/metrics")(self.metrics)
         return Guard(app, keys, max_body)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
@@ -100,18 +103,26 @@ class Api:
 
     async def health(self) -> Response:
         """200 while the engine lives."""
-        self._model.check_alive()
+        try:
+            self._model.check_alive()
+        except EngineError as error:
+            raise ApiError(503, str(error), code="engine_error") from error
         return Response()
 
     async def ready(self) -> Response:
         """200 once a token was generated, and until the server shuts down."""
-        self._model.check_alive()
+        await self.health()
         if not self.is_ready or self._limit.is_draining:
             raise ApiError(503, "the server is shutting down" if self.is_ready else "no token was generated yet")
         return Response()
 
     async def version(self) -> Response:
         return _json({"version": versions()["specdec"]})
+
+    async def metrics(self) -> Response:
+        """For Prometheus."""
+        async with self._scraping:
+            return Response(await asyncio.to_thread(self._model.metrics), media_type=CONTENT_TYPE_LATEST)
 
     # --- what completions and chats have in common --------------------------------------------------------------------
 
@@ -141,7 +152,12 @@ class Api:
             if isinstance(error, ValueError):
                 raise bad_request(error) from error
             raise
-        return Generation(choices, sum(map(len, prompts)), lambda: self._limit.leave(num))
+        return Generation(choices, sum(map(len, prompts)), lambda: self._end(choices))
+
+    def _end(self, choices: Sequence[RequestedText]) -> None:
+        self._limit.leave(len(choices))
+        for choice in choices:
+            self._model.histograms.observe(choice.completion)
 
     async def _answer(
         self, body: GenerationRequest, request: Request, generation: Generation, form: ReplyForm

@@ -14,6 +14,8 @@ from actors.options import PipelineName
 from actors.protocol.messages import SamplingParams, check_tokens
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Client
+from cluster.observability.metrics import metric_labels
+from cluster.observability.prometheus import MetricsPage, RequestHistograms
 from cluster.pocket import is_bundled
 from cluster.serving.chat_template import ChatTemplate
 from cluster.serving.errors import ApiError, bad_request
@@ -36,6 +38,8 @@ class ServedModel:
         self.vocab_size = int(facts["vocab_size"])
         self.num_spec_tokens = 0 if config.pipeline.name == PipelineName.plain else config.drafter.num_draft_tokens
         self._longest = min(self.max_model_len, int(facts["kv_slots"]))
+        self.histograms = RequestHistograms(metric_labels(config))
+        self._labels = metric_labels(config)
         self._client = client
         self._tokenizer = client.tokenizer
         self._template = ChatTemplate.read(checkpoint)
@@ -47,6 +51,11 @@ class ServedModel:
     def generate_token(self, timeout_s: float) -> None:
         """The first passes allocate memory and choose kernels."""
         self._client.submit([0], SamplingParams(max_tokens=1)).result(timeout_s)
+
+    def metrics(self) -> bytes:
+        """What Prometheus reads; asks the coordinator, so call it off the event loop and one at a time."""
+        client, report = self._client, self._client.report(spans=False)
+        return MetricsPage(report, list(client.ready.values()), self._labels, self.histograms).text()
 
     def check_name(self, name: str | None) -> None:
         if name not in (None, self.name):

@@ -12,6 +12,7 @@ import threading
 import uvicorn
 from starlette.types import ASGIApp
 
+_BACKLOG = 2048
 _END_S = 5
 """Seconds in which connections end once no request is in flight."""
 
@@ -21,6 +22,7 @@ class HttpServer:
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         self._socket = listener
+        listener.listen(_BACKLOG)  # so that a client may connect as soon as this is made
         self.host: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
         self._uvicorn = uvicorn.Server(

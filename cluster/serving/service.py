@@ -30,6 +30,11 @@ class HttpService:
     def model_name(self) -> str:
         return self._model.name
 
+    @property
+    def num_in_flight(self) -> int:
+        """Completions that run or wait."""
+        return self._limit.num
+
     def warm_up(self) -> None:
         """Generate a token; raises EngineError if that fails."""
         self._model.generate_token(_WARM_UP_S)

@@ -35,6 +35,12 @@ def train_tokenizer(sources: Iterable[Source], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+)
+"""The model goes on with a text: a chat is its messages, one after the other."""
+
+
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` into `folder`; `context` is the model's limit in tokens."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,6 +51,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
+        "chat_template": _CHAT_TEMPLATE,
         "model_max_length": context,
     }
     write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")

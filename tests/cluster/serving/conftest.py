@@ -46,7 +46,7 @@ class RunningServer:
         return self.http.url
 
     def client(self, key: str = KEY, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 60, **options})
 
     def ask(self, path: str, body: object = None, *, key: str | None = KEY, **headers: str) -> tuple[int, Any, Any]:
         """Status, headers and content of an answer, read as JSON if it is that."""

@@ -1,0 +1,143 @@
+"""Load and ends: bounds on what is in flight, clients that leave, requests that take too long, shutting down."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from tests.cluster.serving.conftest import KEY, RunningServer, serving
+
+LONG = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
+PACE_MS = 15.0
+"""Of a pass: a long request takes over two seconds, so that it still runs when the next thing happens."""
+
+
+@pytest.fixture(scope="module")
+def slow(chat_checkpoint, half_agreeing_drafter) -> Iterator[RunningServer]:
+    with serving(chat_checkpoint, half_agreeing_drafter, pace_ms=PACE_MS) as running:
+        yield running
+
+
+def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def start(server: RunningServer, body: dict) -> socket.socket:
+    """A request on a connection of its own, whose answer is not read."""
+    content = json.dumps(body).encode()
+    connection = socket.create_connection((server.http.host, server.http.port))
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-type: application/json\r\n"
+    )
+    connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+def num_aborted(server: RunningServer) -> int:
+    """Requests that the coordinator aborted."""
+    return server.engine.report(spans=False).counters["num_requests_aborted"]
+
+
+def test_it_is_ready_once_a_token_was_generated(slow: RunningServer):
+    assert slow.ask("/health")[0] == 200
+    assert slow.ask("/ready")[0] == 503
+    slow.service.warm_up()
+    assert slow.ask("/ready")[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_disconnects_frees_its_request(slow: RunningServer, stream):
+    aborted = num_aborted(slow)
+    connection = start(slow, {**LONG, "stream": stream, "n": 2})
+    until(lambda: slow.num_running() == 2)
+    if stream:
+        assert connection.recv(10)
+    connection.close()
+    until(lambda: slow.num_running() == 0, within_s=2.0)
+    assert num_aborted(slow) == aborted + 2
+    until(lambda: slow.service.num_in_flight == 0)
+
+
+def test_beyond_the_bound_a_request_is_to_come_again(slow: RunningServer):
+    """Four run and four wait."""
+    connections = [start(slow, {**LONG, "n": 4}) for _ in range(2)]
+    until(lambda: slow.num_running() == 8)
+    status, headers, content = slow.ask("/v1/completions", {"prompt": "a"})
+    assert (status, headers["retry-after"], content["error"]["type"]) == (429, "1", "rate_limit_error")
+    with slow.client() as client, pytest.raises(openai.RateLimitError):
+        client.completions.create(model="tiny-chat", prompt="a")
+    for connection in connections:
+        connection.close()
+    until(lambda: slow.num_running() == 0)
+    assert slow.ask("/v1/completions", {"prompt": "a", "max_tokens": 1, "n": 8})[0] == 200
+
+
+def test_a_request_that_is_refused_takes_no_place(slow: RunningServer):
+    for _ in range(20):
+        assert slow.ask("/v1/completions", {"prompt": "a", "top_p": 7})[0] == 400
+        assert slow.ask("/v1/completions", {"prompt": "a", "speculative": {"drafter": "x"}})[0] == 400
+    assert slow.service.num_in_flight == 0
+
+
+def test_many_clients_get_their_own_texts(slow: RunningServer):
+    def ask(seed: int) -> str:
+        body = {"prompt": f"{seed}", "seed": seed, "max_tokens": 8, "temperature": 0.9, "stream": seed % 2 == 0}
+        with slow.client(max_retries=5) as client:
+            reply = client.completions.create(model="tiny-chat", **body)
+            return "".join(c.choices[0].text for c in reply) if body["stream"] else reply.choices[0].text
+
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, range(8)))
+    assert together == [ask(seed) for seed in range(8)]
+
+
+def test_a_request_that_takes_too_long_is_aborted(chat_checkpoint, half_agreeing_drafter):
+    with serving(chat_checkpoint, half_agreeing_drafter, pace_ms=PACE_MS, timeout_s=0.4) as server:
+        status, headers, content = server.ask("/v1/completions", LONG)
+        assert (status, content["error"]["code"], headers["x-should-retry"]) == (504, "timeout", "false")
+        _, _, text = server.ask("/v1/completions", {**LONG, "stream": True})
+        assert json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+        with server.client() as client, pytest.raises(openai.APIError, match="timeout_s"):
+            list(client.completions.create(model="tiny-chat", prompt="a", max_tokens=500, stream=True))
+        until(lambda: server.num_running() == 0)
+
+
+def test_an_engine_that_fails_is_no_longer_healthy(chat_checkpoint, half_agreeing_drafter):
+    with serving(chat_checkpoint, half_agreeing_drafter, pace_ms=PACE_MS) as server, ThreadPoolExecutor(2) as pool:
+        server.service.warm_up()
+        running = [pool.submit(server.ask, "/v1/completions", {**LONG, "stream": stream}) for stream in (False, True)]
+        until(lambda: server.num_running() == 2)
+        server.engine._fail("the target is lost")
+        status, _, content = running[0].result(10)
+        assert (status, content["error"]["message"]) == (500, "the target is lost")
+        assert "the target is lost" in running[1].result(10)[2].split("\n\n")[-2]
+        for path in ("/health", "/ready"):
+            assert server.ask(path)[0] == 503
+
+
+def test_shutting_down_lets_running_requests_end(slow: RunningServer):
+    """Last of this file: the server takes no further requests."""
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(slow.ask, "/v1/completions", {**LONG, "max_tokens": 120})
+        until(lambda: slow.num_running() == 1)
+        draining = pool.submit(slow.service.drain, 30.0)
+        until(lambda: slow.ask("/ready")[0] == 503)
+        status, headers, content = slow.ask("/v1/completions", {"prompt": "a"})
+        assert (status, headers["retry-after"], content["error"]["code"]) == (503, "1", "shutting_down")
+        assert not draining.done() and slow.ask("/health")[0] == 200
+        assert running.result(30)[2]["usage"]["completion_tokens"] == 120
+        assert draining.result(5)
+    slow.http.close()
+    with pytest.raises(OSError):
+        slow.ask("/health")
+    assert "http-server" not in {thread.name for thread in threading.enumerate()}
