@@ -93,8 +93,9 @@ class BenchConfig(PromptsJobConfig):
     """Axis: prompt lengths in tokens, cut and joined from the prompts' texts; the prompts as they are if empty."""
     peers: list[str] = field(default_factory=list)
     """Other engines to time on the same prompts, plain and by their own speculation, in the number types they choose
-    and in ours: transformers, openvino-genai, llama-cpp, one request at a time; the last two are installed by the user,
-    run on a CPU and decode greedily."""
+    and in ours: transformers, openvino-genai, llama-cpp, vllm. All but the first are installed by the user, run on a
+    CPU and decode greedily; vllm alone takes several requests at a time, from the environment whose interpreter the
+    variable SPECDEC_VLLM_PYTHON names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,7 @@ class TrialRunner:
             bar.say("warming up")
             for _ in range(job.warmup):
                 self._repeat([(each, each.task.warm_up()) for each in measured], bar)
+            self.described = {name: peer.describe() for name, peer in self.peers.items()}
             bar.say("measuring")
             for repeat in range(job.repeats):
                 trials = self._repeat([(each, each.task) for each in measured], bar, swapped=repeat % 2 == 1)
@@ -164,7 +165,6 @@ class TrialRunner:
             if name not in self.peers:
                 bar.say(f"loading {name}")
                 self.peers |= open_peer(name, PeerSetup.of_engine(engine))
-        self.described = {name: peer.describe() for name, peer in self.peers.items()}
         places = (plain or engine).places
         return SettingTrials(
             make_task(setting, self._config, self._prompts[setting.workload], engine, places), engine, plain

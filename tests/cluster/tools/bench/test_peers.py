@@ -108,8 +108,8 @@ def test_sides_and_what_they_have_in_common(target):
 def test_unknown_peers_and_sampling_without_counterpart_are_refused():
     check_peers(["transformers"], SAMPLING)
     check_peers([], SamplingParams(stop=("x",)))
-    with pytest.raises(ValueError, match="job.peers=vllm: is unknown; choose from transformers"):
-        check_peers(["vllm"], SAMPLING)
+    with pytest.raises(ValueError, match="job.peers=magic: is unknown; choose from transformers"):
+        check_peers(["magic"], SAMPLING)
     with pytest.raises(ValueError, match="sampling.stop: transformers has no counterpart"):
         check_peers(["transformers"], SamplingParams(stop=("x",)))
 
