@@ -136,6 +136,9 @@ def test_what_does_not_fit_is_named(llama, monkeypatch):
     monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match="do not fit the 0.00 GiB free on cpu; use more ranks"):
         fit_slots(str(llama.path), SINGLE, "cpu", "auto", max_num_seqs=1)
+    beside = "^.* and a drafter on its ranks, which drafter.placement=separate would give its own: .* do not fit"
+    with pytest.raises(ValueError, match=beside):
+        fit_slots(str(llama.path), SINGLE, "cpu", "auto", max_num_seqs=1, beside=(0, 8))
     with pytest.raises(ValueError, match="dtype=int8: unknown; use auto"):
         choose_dtype("int8", "cpu")
 
