@@ -117,11 +117,11 @@ def _only_model(drafter: DrafterConfig) -> DrafterConfig:
 
 
 def _with_own_ranks(config: LaunchConfig) -> LaunchConfig:
-    """`drafter.placement=auto` replaced by separate where other sections speak of a role of the drafter's own, or where
-    it is to be killed."""
-    drafter = config.drafter
-    asked = config.cluster.link_delay_ms > 0 or bool(config.placement.nodes.keys() - {"target"})
-    asked = asked or config.job.name == "drill"
+    """`drafter.placement=auto` replaced by separate where other sections speak of a role of the drafter's own: it has a
+    node or a link to itself, or is to be killed."""
+    drafter, cluster = config.drafter, config.cluster
+    has_node = cluster.nodes > 1 or bool(config.placement.nodes.keys() - {"target"})
+    asked = has_node or cluster.link_delay_ms > 0 or config.job.name == "drill"
     if not asked or not isinstance(drafter, PlacedDrafterConfig) or drafter.placement is not Placement.auto:
         return config
     separate = replace(drafter, placement=Placement.separate)

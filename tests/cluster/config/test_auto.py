@@ -19,6 +19,8 @@ from cluster.placement.ranks import Devices, lay_out
 from cluster.runtime.backend import coordinator_spec
 from tests.cluster.config.quick_loading import load_quickly
 
+EXISTING = ("cluster=existing", "cluster.address=auto")
+
 
 def auto(*overrides: str) -> Any:
     return load_config(["drafter=auto", *overrides]).drafter
@@ -60,6 +62,10 @@ def test_what_any_of_them_needs_the_whole_needs():
         ("[suffix,{name: model, num_threads: 1}]", [], False),
         ("[suffix,model]", ["cluster.link_delay_ms=1"], False),
         ("[suffix,model]", ["job=drill"], False),
+        ("[suffix,model]", [*EXISTING, "cluster.nodes=2"], False),
+        ("[suffix,model]", [*EXISTING, "cluster.nodes=1"], True),
+        ("[suffix,model]", [*EXISTING, "placement.nodes={draft:[n2]}"], False),
+        ("[suffix,model]", [*EXISTING, "placement.nodes={target:[n1]}"], True),
         ("[suffix,model]", ["pipeline=pearl"], False),
         ("[suffix,speculator]", [], True),
         ("[suffix,speculator]", ["drafter.placement=separate"], False),
