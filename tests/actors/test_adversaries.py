@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
@@ -10,6 +11,7 @@ from actors.drafters.interface import Draft
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.policy.policy import PIPELINES
 from actors.protocol.messages import TokenTree
+from tests.matrices import in_turn
 
 VOCAB_SIZE = 97
 
@@ -46,9 +48,10 @@ class Adversary:
                 return TokenTree(tokens, (-1, *(choose.randrange(i) for i in range(1, size + 1))))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("guesses", ["random", "constant", "wrong", "right"])
-@pytest.mark.parametrize("pipeline", sorted(set(PIPELINES) - {"plain"}))
+@pytest.mark.parametrize(
+    ("pipeline", "guesses", "temperature"),
+    list(in_turn(product(sorted(set(PIPELINES) - {"plain"}), ["random", "constant", "wrong", "right"]), [0.0, 0.8])),
+)
 def test_an_adversary_costs_speed_only(open_room, make_requests, pipeline, guesses, temperature):
     requests = make_requests(3, max_tokens=15, temperature=temperature)
     plain = open_room(pipeline="plain").serve(requests)

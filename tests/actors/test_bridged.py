@@ -12,6 +12,7 @@ from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import SchedulerConfig
 from actors.policy.policy import PIPELINES
 from parallel.speculators.config import FINAL
+from tests.matrices import in_turn
 
 DRAFTED = [pipeline for pipeline in PIPELINES if pipeline != "plain"]
 
@@ -76,10 +77,9 @@ class Reading:
             torch.testing.assert_close(rows[: text.shape[1]], expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pipeline", DRAFTED)
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}], ids=["greedy", "T=1"])
-def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, sent, models, pipeline, sampling):
-    requests = make_requests(4, max_tokens=20, **sampling)
+@pytest.mark.parametrize(("pipeline", "temperature"), list(in_turn(DRAFTED, [0.0, 1.0])))
+def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, sent, models, pipeline, temperature):
+    requests = make_requests(4, max_tokens=20, temperature=temperature)
     plain = open_room(pipeline="plain").serve(requests)
     reading = Reading()
     room = open_room(config, pipeline=pipeline, wrap=reading.wrap).serve(requests)

@@ -32,6 +32,7 @@ from cluster.observability.report import Circumstances, RunFigures
 from cluster.tools.bench.plan import expand
 from parallel.ranges import check_ranges
 from tests.cluster.config.quick_loading import load_quickly
+from tests.matrices import in_turn
 
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
@@ -602,22 +603,29 @@ def test_no_value_of_another_type_gets_into_a_list_or_a_mapping():
 
 
 @pytest.mark.parametrize(
-    ("choice", "key"),
-    [
-        ("drafter=cascade", "drafter.levels"),
-        ("drafter=auto", "drafter.drafters"),
-        ("drafter=self", "drafter.skip"),
-        ("drafter=model", "drafter.layer_partition"),
-    ],
+    ("value", "where"),
+    list(
+        in_turn(
+            ["[{a:1}]", "[[1],[2]]", "[null,null]", "[{name:[1]}]", "[${target},1.5]", "[[[a]]]"],
+            ["cascade levels", "auto drafters", "self skip", "model layer_partition"],
+        )
+    ),
 )
-@pytest.mark.parametrize("value", ["[{a:1}]", "[[1],[2]]", "[null,null]", "[{name:[1]}]", "[${target},1.5]", "[[[a]]]"])
-def test_lists_of_several_types_are_understood_or_refused(choice: str, key: str, value: str):
+def test_lists_of_several_types_are_understood_or_refused(value: str, where: str):
+    choice, key = (f"drafter{mark}{word}" for mark, word in zip("=.", where.split(), strict=True))
     with pytest.raises(ValueError, match=key.partition(".")[2]):
         load_config([choice, f"{key}={value}"])
 
 
-@pytest.mark.parametrize("key", ["stop", "stop_token_ids", "logit_bias", "temperature"])
-@pytest.mark.parametrize("value", ["${target}", "[${target}]", "${scheduler.max_num_seqs}"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    list(
+        in_turn(
+            ["stop", "stop_token_ids", "logit_bias", "temperature"],
+            ["${target}", "[${target}]", "${scheduler.max_num_seqs}"],
+        )
+    ),
+)
 def test_an_interpolation_is_of_the_right_type_or_refused(key: str, value: str):
     with suppress(ValueError):
         load_config([f"sampling.{key}={value}"])

@@ -83,7 +83,13 @@ FAULTS = {  # where it breaks, who has to be replaced for it
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+BY_DEFAULT = "drafter", "target's end"
+"""Either way to die, and either side; the tests of `actors/roles/test_bridge.py` have the others."""
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in FAULTS]
+)
 def test_a_bridge_that_dies_is_built_again_and_the_tokens_are_the_same(
     open_engine, monkeypatch, speculator, plain, fault
 ):
@@ -108,7 +114,7 @@ def test_a_bridge_that_dies_is_built_again_and_the_tokens_are_the_same(
     assert [incident.identity for incident in engine.supervisor.incidents] == replaced
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_drafts_ahead_of_hidden_states(open_engine, speculator, plain, tp):
     engine = open_engine(speculator, tp=tp, pipeline=PipelineConfig(PipelineName.branches, adaptive=False))
     assert tokens_of(engine) == plain

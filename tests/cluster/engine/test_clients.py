@@ -21,6 +21,7 @@ from cluster.engine import EngineError, connect
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 LONG = SamplingParams(max_tokens=450, ignore_eos=True)
+OF_OTHERS = SamplingParams(max_tokens=150, ignore_eos=True)
 ELSEWHERE = """
 import json, sys
 from actors.protocol.messages import SamplingParams
@@ -109,17 +110,17 @@ def test_acceptance_tells_no_client_what_another_asked(open_engine, share):
 def test_a_client_that_dies_does_not_disturb_the_others(open_engine, start_client, monkeypatch):
     monkeypatch.setattr(clients, "ABSENT_S", 0.1)
     with open_engine("none") as engine:
-        plain = tokens_of(engine.generate(PROMPTS, LONG))
+        plain = tokens_of(engine.generate(PROMPTS, OF_OTHERS))
     engine = open_engine()
     elsewhere = start_client(engine, LONG.max_tokens)
     assert elsewhere.stdout.readline() == "connected\n"
-    submitted = [engine.submit(prompt, LONG) for prompt in PROMPTS]
+    submitted = [engine.submit(prompt, OF_OTHERS) for prompt in PROMPTS]
     prompt_tokens = sum(len(completion.prompt_token_ids) for completion in submitted)
     until(lambda: engine.report().counters["num_prompt_tokens"] == 2 * prompt_tokens)
     elsewhere.send_signal(signal.SIGKILL)
     assert tokens_of(completion.result(60) for completion in submitted) == plain
     until(lambda: engine.report().counters["num_requests_aborted"] == len(PROMPTS))
-    assert tokens_of(engine.generate(PROMPTS, LONG)) == plain
+    assert tokens_of(engine.generate(PROMPTS, OF_OTHERS)) == plain
 
 
 def test_a_client_outlives_neither_the_engine_nor_its_own_end(open_engine):
@@ -149,7 +150,7 @@ def test_a_client_asks_the_successor_of_a_coordinator_again(open_engine, monkeyp
 
     engine = open_engine()
     with connect(engine.address, engine.secret) as client:
-        plain = tokens_of(client.generate(PROMPTS, LONG))
+        plain = tokens_of(client.generate(PROMPTS, OF_OTHERS))
         right, calls = Scheduler.plan, iter(range(100_000))
 
         def wrong(self, *arguments):
@@ -158,7 +159,7 @@ def test_a_client_asks_the_successor_of_a_coordinator_again(open_engine, monkeyp
             return right(self, *arguments)
 
         monkeypatch.setattr(Scheduler, "plan", wrong)
-        submitted = [one.submit(prompt, LONG) for prompt in PROMPTS for one in (engine, client)]
+        submitted = [one.submit(prompt, OF_OTHERS) for prompt in PROMPTS for one in (engine, client)]
         assert tokens_of(completion.result(60) for completion in submitted[0::2]) == plain
         assert tokens_of(completion.result(60) for completion in submitted[1::2]) == plain
     assert [incident.identity for incident in engine.supervisor.incidents] == ["coordinator"]

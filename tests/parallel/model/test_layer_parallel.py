@@ -16,6 +16,7 @@ from parallel.model.partition import LayerLayout, default_partition, partition_o
 from parallel.runtime.model_bytes import kv_bytes_per_slot, weight_bytes
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
+from tests.matrices import in_turn
 from tests.parallel.backends import BACKENDS
 
 CALIBRATIONS = ("recompute", "owner", "broadcast")
@@ -25,10 +26,13 @@ PROMPT = [3, 14, 15, 92, 65, 35, 89]
 DRAFT = [79, 32, 38]
 
 
-@pytest.fixture(params=["Llama", "Qwen3"])
-def deep(request, make_checkpoint):
-    overrides = {"attention_bias": True, "mlp_bias": True} if request.param == "Llama" else {}
-    return make_checkpoint(request.param, num_hidden_layers=8, initializer_range=0.15, **overrides)
+@pytest.fixture
+def open_deep(make_checkpoint):
+    def open_(family):
+        overrides = {"attention_bias": True, "mlp_bias": True} if family == "Llama" else {}
+        return make_checkpoint(family, num_hidden_layers=8, initializer_range=0.15, **overrides)
+
+    return open_
 
 
 @pytest.fixture
@@ -130,9 +134,12 @@ def sequential_rows(path, tokens):
     return {i: torch.stack((fresh.pool.keys[i, slots], fresh.pool.values[i, slots])) for i in range(8)}
 
 
-@pytest.mark.parametrize(("width", "ranks"), [(4, 1), (2, 2), (2, 3), (3, 3), (4, 4)])
-@pytest.mark.parametrize("mlp", ["replicated", "tensor"])
-def test_a_fuzzy_pass_is_the_published_formula(deep, on_ranks, width, ranks, mlp):
+@pytest.mark.parametrize(
+    ("width", "ranks", "mlp", "family"),
+    list(in_turn([(4, 1), (2, 2), (2, 3), (3, 3), (4, 4)], ["replicated", "tensor"], ["Llama", "Qwen3"])),
+)
+def test_a_fuzzy_pass_is_the_published_formula(open_deep, on_ranks, width, ranks, mlp, family):
+    deep = open_deep(family)
     plain = PlainFormula(deep)
     layout = layout_of(width, ranks, mlp=mlp)
     plain.feed(PROMPT, 0, [(i,) for i in range(8)])
@@ -203,9 +210,10 @@ def test_ranks_agree_to_the_bit(deep_llama, on_ranks, calibration, mlp, ranks):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["sdpa", pytest.param("padded", marks=pytest.mark.slow), *BACKENDS[2:]])
-@pytest.mark.parametrize(("mlp", "calibration"), WAYS)
-@pytest.mark.parametrize(("width", "ranks"), [(2, 2), pytest.param(3, 3, marks=pytest.mark.slow), (3, 1)])
+@pytest.mark.parametrize(
+    ("mlp", "calibration", "width", "ranks", "backend"),
+    list(in_turn(WAYS, [(2, 2), (3, 1), (3, 3)], ["sdpa", "padded", *BACKENDS[2:]])),
+)
 def test_after_calibration_every_rank_has_the_sequential_rows(
     deep_llama, on_ranks, width, ranks, calibration, mlp, backend
 ):
@@ -237,8 +245,7 @@ def test_after_calibration_every_rank_has_the_sequential_rows(
     assert held == set(range(8))
 
 
-@pytest.mark.parametrize("mlp", ["replicated", "tensor"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mlp"), list(in_turn(FAMILIES, ["replicated", "tensor"])))
 def test_every_family_runs_layer_parallel(make_checkpoint, on_ranks, family, mlp):
     """Exact passes are those of transformers; fuzzy ones on two ranks are those of one rank, which has all layers."""
     checkpoint = make_checkpoint(family, **FAMILIES[family] | {"num_hidden_layers": 6})

@@ -18,6 +18,7 @@ from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.options import SchedulerConfig
 from parallel.runtime.runner import Span, open_model
+from tests.matrices import in_turn
 
 NGRAM = NgramDrafterConfig(num_draft_tokens=3, min_ngram=1)
 MAXGRAM = MaxgramDrafterConfig(num_draft_tokens=3)
@@ -117,15 +118,16 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     assert 0 < work[max(work)]["num_accepted_tokens"] <= room.stats.num_accepted_tokens
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize(("levels", "sampling"), list(zip(SELVES, SAMPLINGS, strict=True)))
+@pytest.mark.parametrize(
+    ("levels", "sampling", "rule"), list(in_turn(zip(SELVES, SAMPLINGS, strict=True), ["coupled", "rejection"]))
+)
 def test_the_target_with_fewer_layers_is_a_level(open_room, make_requests, plain_tokens, levels, sampling, rule):
     """In a short pool too, whose rows it borrows."""
-    config, requests = SELVES[levels], make_requests(6, max_tokens=40, **SAMPLINGS[sampling])
+    config, requests = SELVES[levels], make_requests(5, max_tokens=30, **SAMPLINGS[sampling])
     if levels not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
         plain_tokens[levels] = plain.tokens, plain.ends
-    for limits, slots in ((None, 4096), (SchedulerConfig(3, 40, 16), 150)):
+    for limits, slots in ((None, 4096), (SchedulerConfig(3, 40, 16), 130)):
         room = open_room(config, attached=True, rule=rule, limits=limits, slots=slots).serve(requests)
         if rule == "coupled" or sampling == "greedy":
             assert (room.tokens, room.ends) == plain_tokens[levels]

@@ -15,6 +15,7 @@ from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams
 from parallel.runtime.runner import Span, open_model
+from tests.matrices import in_turn
 
 EOS = 1
 VOCAB_SIZE = 97
@@ -79,9 +80,10 @@ def check_kv(runner, path, context) -> None:
         torch.testing.assert_close(kept[:, ours], read[:, theirs], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("temperature", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "rule", "temperature"),
+    list(in_turn(itertools.product(SHAPES, ["coupled", "rejection"]), [0.0, 0.1, 1.0])),
+)
 def test_kv_after_any_verdict_is_that_of_the_text(open_drafter, models, shape, temperature, rule):
     """T7: every accepted length, in any order."""
     drafter, runner = open_drafter(shape, rule=rule)
@@ -105,9 +107,10 @@ def test_kv_after_any_verdict_is_that_of_the_text(open_drafter, models, shape, t
         check_kv(runner, models["drafter"], context)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "kseq"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "rule", "temperature"),
+    list(in_turn(itertools.product(SHAPES, ["coupled", "rejection", "kseq"]), [0.0, 1.0])),
+)
 def test_a_row_drafts_the_same_alone_and_in_company(open_drafter, shape, rule, temperature):
     """T8: whatever was accepted of its neighbours, and however long they are."""
 
@@ -157,10 +160,10 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize("what", IMPOSSIBLE)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "kseq"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "rule", "what", "temperature"),
+    list(in_turn(itertools.product(SHAPES, ["coupled", "rejection", "kseq"]), IMPOSSIBLE, [0.0, 1.0])),
+)
 def test_an_impossible_distribution_drafts_nothing_and_leaves_the_others(
     open_drafter, monkeypatch, shape, rule, temperature, what
 ):

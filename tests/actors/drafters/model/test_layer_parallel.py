@@ -21,6 +21,7 @@ from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, SamplingParams
 from parallel.comm.group import SINGLE
 from parallel.runtime.runner import Span, open_model
+from tests.matrices import in_turn
 
 OPTIONS = ModelOptions("coupled", law_size=8, eos_token_ids=(1,), prefill_chunk=512)
 CHAIN = ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=4)
@@ -59,10 +60,13 @@ def check_rows(models):
     return check
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    ("shape", "pipeline"),
-    [("chain", "sync"), ("tree", "sync"), ("chain", "pearl"), ("chain", "branches"), ("tree", "tree")],
+    ("shape", "pipeline", "policy"),
+    list(
+        in_turn(
+            [("chain", "sync"), ("tree", "sync"), ("chain", "pearl"), ("chain", "branches"), ("tree", "tree")], POLICIES
+        )
+    ),
 )
 def test_tokens_and_exact_rows_under_any_policy(open_room, make_requests, check_rows, shape, pipeline, policy):
     """Invariant 3 of the notes: what counts as exact equals sequential KV; nothing fuzzy survives under `every`."""

@@ -135,11 +135,11 @@ def test_ranks_of_the_targets_own_draws_are_uniform_and_of_others_not(readers):
     assert fit_ranks(scorer, [output(replace(SAMPLED, temperature=0.0))]) == []
 
 
-def fits_of(readers, rule, kind, *, lookup=False, width=2):
+def fits_of(readers, rule, kind, *, lookup=False, width=2, num_draws=600):
     target, draft = readers
     scheme = DraftScheme(rule, kind, width, law_size=12)
     text = VerifiedText(PROMPT, SamplingParams(temperature=0.4), EOS, scheme, target, None if lookup else draft)
-    return fit_draws("text", text, 600, lambda: None)
+    return fit_draws("text", text, num_draws, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def fits_of(readers, rule, kind, *, lookup=False, width=2):
 def test_counted_draws_of_a_right_rule_fit(readers, rule, kind):
     lookup = kind == SamplingKind.DETERMINISTIC
     width = 1 if lookup or rule == "block" else 2
-    for fit in fits_of(readers, rule, SamplingKind(kind), lookup=lookup, width=width):
+    for fit in fits_of(readers, rule, SamplingKind(kind), lookup=lookup, width=width, num_draws=250):
         assert fit.p_value > 1e-4 and fit.num_draws
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -10,6 +11,7 @@ from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.policy.policy import PIPELINES, Policy
 from cluster.observability.timeline import chrome_trace
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate, tuned
+from tests.matrices import in_turn
 
 TARGET, DRAFT = PassCost(((1, 10.0e-3), (32, 13e-3))), PassCost(((1, 2.0e-3), (32, 3e-3)))
 CHAIN = ModelDrafterConfig(num_draft_tokens=4, fan_out=4, ahead_width=12)
@@ -22,21 +24,19 @@ def scenario(pipeline, drafter=CHAIN, **options):
     return replace(Scenario(pipeline, TARGET, DRAFT, drafter, LANGUAGE, max_tokens=200), **options)
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("drafter", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize(
-    "hardware",
-    [
-        dict(num_requests=1),
-        dict(num_requests=5, max_tokens=90, target_link_s=4e-3, draft_link_s=1e-3, coordinator_s=3e-4),
-        dict(num_requests=2, max_tokens=90, draft=PassCost.flat(30e-3)),  # a drafter slower than the target
-        dict(num_requests=3, max_tokens=90, verify=PassCost.flat(1e-4), draft_link_s=2e-2, prompt_len=700),
-        dict(num_requests=2, max_tokens=90, exact=PassCost.flat(3e-3)),
-    ],
-    ids=["one", "batch", "slow-drafter", "far-drafter", "layer-parallel"],
-)
+HARDWARE = {
+    "one": dict(num_requests=1),
+    "batch": dict(num_requests=5, max_tokens=90, target_link_s=4e-3, draft_link_s=1e-3, coordinator_s=3e-4),
+    "slow-drafter": dict(num_requests=2, max_tokens=90, draft=PassCost.flat(30e-3)),  # slower than the target
+    "far-drafter": dict(num_requests=3, max_tokens=90, verify=PassCost.flat(1e-4), draft_link_s=2e-2, prompt_len=700),
+    "layer-parallel": dict(num_requests=2, max_tokens=90, exact=PassCost.flat(3e-3)),
+}
+DRAFTERS = {"chain": CHAIN, "tree": TREE}
+
+
+@pytest.mark.parametrize(("hardware", "pipeline", "drafter"), list(in_turn(product(HARDWARE, PIPELINES), DRAFTERS)))
 def test_the_text_is_the_languages_own(pipeline, drafter, hardware):
-    case = replace(scenario(pipeline, drafter), **hardware)
+    case = replace(scenario(pipeline, DRAFTERS[drafter]), **HARDWARE[hardware])
     result = simulate(case)
     for request_id in range(case.num_requests):
         first = case.prompt_len
