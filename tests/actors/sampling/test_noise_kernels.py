@@ -70,24 +70,25 @@ def test_the_race_takes_the_tokens_of_the_definition(monkeypatch, device):
 
 
 def test_the_rows_keep_the_tokens_of_the_definition(monkeypatch, device):
-    """Every combination of the three; logits with many ties, with bans, of both zeros, all banned, with a NaN."""
+    """Every combination of the three; logits with many ties in turn, bans, both zeros, all banned, with a NaN."""
     limits = [(top_k, top_p, min_p) for top_k in (0, 1, 40) for top_p in (1.0, 0.7, 1e-3) for min_p in (0.0, 0.05)]
     made = torch.randn(len(limits), 4500, generator=torch.Generator().manual_seed(2))[:, :4400]
-    for scores in (made * 2, (made * 3).round() / 2):
-        scores[3, 5:] = -torch.inf
-        scores[5] = -torch.inf
-        scores[8] = -made[8].abs().round().clamp(max=2.0)  # of negative zeros, too
-        scores[11, 4390] = torch.nan
-        params = [
-            SamplingParams(temperature=float(row != 12), top_k=top_k, top_p=top_p, min_p=min_p)
-            for row, (top_k, top_p, min_p) in enumerate(limits)
-        ]
-        batch = [LogitRows(one, 1, [1], TokenTree.root(1)) for one in params]
-        expected = process_batch(scores, batch, ())
-        monkeypatch.setattr(sampling, "_has_kernels", lambda _: True)
-        kept = process_batch(scores.to(device), batch, ()).cpu()
-        monkeypatch.undo()
-        assert kept[11, 4390].isnan(), "the race finds it; what else stays in its row does not matter"
-        kept[11] = expected[11] = 0.0
-        assert torch.equal(kept, expected)
-        assert (kept > -torch.inf).sum() < scores.numel() / 3
+    rows = torch.arange(len(limits))[:, None]
+    scores = torch.where((rows + rows // 2) % 2 == 0, made * 2, (made * 3).round() / 2)
+    scores[3, 5:] = -torch.inf
+    scores[5] = -torch.inf
+    scores[8] = -made[8].abs().round().clamp(max=2.0)  # of negative zeros, too
+    scores[11, 4390] = torch.nan
+    params = [
+        SamplingParams(temperature=float(row != 12), top_k=top_k, top_p=top_p, min_p=min_p)
+        for row, (top_k, top_p, min_p) in enumerate(limits)
+    ]
+    batch = [LogitRows(one, 1, [1], TokenTree.root(1)) for one in params]
+    expected = process_batch(scores, batch, ())
+    monkeypatch.setattr(sampling, "_has_kernels", lambda _: True)
+    kept = process_batch(scores.to(device), batch, ()).cpu()
+    monkeypatch.undo()
+    assert kept[11, 4390].isnan(), "the race finds it; what else stays in its row does not matter"
+    kept[11] = expected[11] = 0.0
+    assert torch.equal(kept, expected)
+    assert (kept > -torch.inf).sum() < scores.numel() / 3

@@ -23,7 +23,7 @@ EXISTING = ("cluster=existing", "cluster.address=auto")
 
 
 def auto(*overrides: str) -> Any:
-    return load_config(["drafter=auto", *overrides]).drafter
+    return load_quickly(["drafter=auto", *overrides]).drafter
 
 
 def test_names_keys_and_levels_become_records():
@@ -75,7 +75,7 @@ def test_what_any_of_them_needs_the_whole_needs():
     ],
 )
 def test_all_of_them_are_in_one_place(drafters, options, attached):
-    config = load_config(["drafter=auto", f"drafter.drafters={drafters}", *options])
+    config = load_quickly(["drafter=auto", f"drafter.drafters={drafters}", *options])
     drafter, pipeline = config.drafter, config.pipeline.name
     assert drafter.is_attached(pipeline) is attached
     assert drafter.is_bridged(pipeline) is ("speculator" in drafters and not attached)
@@ -87,22 +87,22 @@ def test_all_of_them_are_in_one_place(drafters, options, attached):
 
 
 def test_attached_drafters_take_memory_of_the_targets_ranks():
-    config = load_config(["drafter=auto", "drafter.drafters=[suffix,model,speculator,self]"])
+    config = load_quickly(["drafter=auto", "drafter.drafters=[suffix,model,speculator,self]"])
     parts = [one.memory_beside(config.target, 1, "cpu") for one in config.drafter.drafters]
     assert [held > 0 and per_slot > 0 for held, per_slot in parts] == [False, True, True, False]
     assert config.drafter.memory_beside(config.target, 1, "cpu") == tuple(map(sum, zip(*parts, strict=True)))
     places = lay_out(config, Devices((0, 1)))
-    alone = load_config(["drafter=none"])
+    alone = load_quickly(["drafter=none"])
     with_drafters, without = footprints(config, places)["target"], footprints(alone, places)["target"]
     assert with_drafters.weights - without.weights == config.drafter.memory_beside(config.target, 1, "cpu")[0]
 
 
 def test_its_models_get_ranks_and_memory():
-    config = load_config(["drafter=auto", "drafter.drafters=[copy,{name: model, ranks: 2, parallel: tensor}]"])
+    config = load_quickly(["drafter=auto", "drafter.drafters=[copy,{name: model, ranks: 2, parallel: tensor}]"])
     places = lay_out(config, Devices((0, 1, 2)))
     assert [place.role for place in places] == ["target", "draft", "draft"]
     assert footprints(config, places)["draft"].weights > 0
-    alone = load_config(["drafter=auto", "drafter.drafters=[copy,suffix]", "drafter.placement=separate"])
+    alone = load_quickly(["drafter=auto", "drafter.drafters=[copy,suffix]", "drafter.placement=separate"])
     places = lay_out(alone, Devices((0, 1, 2)))
     assert [place.share for place in places if place.role == "draft"] == [0.0], "lookups need no device"
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused_in_one_line(overrides, message):
 
 def test_the_coordinator_leaves_lengths_to_it():
     for drafter, chooses in (("auto", True), ("model", False)):
-        config = load_config([f"drafter={drafter}"])
+        config = load_quickly([f"drafter={drafter}"])
         assert coordinator_spec(config, lay_out(config, Devices((0, 1))), ()).chooses_lengths is chooses
 
 

@@ -21,7 +21,7 @@ from tests.cluster.config.quick_loading import load_quickly
 
 
 def cascade(*overrides: str) -> Any:
-    return load_config(["drafter=cascade", *overrides]).drafter
+    return load_quickly(["drafter=cascade", *overrides]).drafter
 
 
 def test_names_and_keys_become_records_and_paths_exist():
@@ -45,7 +45,7 @@ def test_a_checked_configuration_can_be_checked_again():
 
     from cluster.config.compose import checked
 
-    config = load_config(["drafter=cascade"])
+    config = load_quickly(["drafter=cascade"])
     assert checked(config).drafter == config.drafter
     assert hash(replace(config.drafter, num_draft_tokens=9)) != hash(config.drafter)
 
@@ -142,10 +142,10 @@ AHEAD = "drafts of pipeline=branches are made one by one, ahead of time; use syn
 )
 def test_a_shared_budget_is_refused_where_nothing_would_share_it(overrides, line):
     if line is None:
-        load_config(overrides)
+        load_quickly(overrides)
     else:
         with pytest.raises(ValueError) as caught:
-            load_config(overrides)
+            load_quickly(overrides)
         assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 
@@ -155,7 +155,7 @@ THREE = "drafter.levels=[ngram,{name: model, num_draft_tokens: 3},{name: model, 
 
 
 def places(cores: int, *overrides: str) -> dict[str, tuple[int, ...]]:
-    config = load_config(["drafter=cascade", THREE, "drafter.placement=separate", *overrides])
+    config = load_quickly(["drafter=cascade", THREE, "drafter.placement=separate", *overrides])
     return {place.identity: place.cores for place in lay_out(config, Devices(tuple(range(cores))))}
 
 
@@ -169,7 +169,7 @@ def test_every_level_with_a_model_gets_cores_of_its_own():
 
 def test_a_level_may_have_several_ranks():
     levels = "drafter.levels=[ngram,model,{name: model, ranks: 2, parallel: tensor}]"
-    config = load_config(["drafter=cascade", levels, "drafter.placement=separate"])
+    config = load_quickly(["drafter=cascade", levels, "drafter.placement=separate"])
     identities = [place.identity for place in lay_out(config, Devices(tuple(range(4))))]
     assert identities == ["target-0", "draft-0", "draft-1", "draft2-0"]
     assert set(footprints(config, lay_out(config, Devices(tuple(range(4)))))) == {"target", "draft", "draft2"}
@@ -197,7 +197,7 @@ ON_LAYERS = f"[{{name: model, num_draft_tokens: 3, {LAYERS}}},{{name: model, num
 def test_an_engine_of_three_roles_and_more_gives_plain_decodings_tokens(overrides):
     prompts = ["def median(values):", "class Stack:"]
     common = ["drafter=cascade", "cluster=inprocess", "cluster.oversubscribe=true", "sampling.max_tokens=40"]
-    config = load_config([*common, *overrides, "drafter.placement=separate", "pipeline.adaptive=false"])
+    config = load_quickly([*common, *overrides, "drafter.placement=separate", "pipeline.adaptive=false"])
     with Engine(config) as engine:
         drafted = engine.generate(prompts)
         report = engine.report()

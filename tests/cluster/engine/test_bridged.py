@@ -84,7 +84,7 @@ FAULTS = {  # where it breaks, who has to be replaced for it
 
 
 BY_DEFAULT = "drafter", "target's end"
-"""Either way to die, and either side; the tests of `actors/roles/test_bridge.py` have the others."""
+"""Either way to die, and either side; `tests/actors/roles/test_bridge.py` has the others."""
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_target_and_drafter_on_hosts_of_their_own(ask: Ask, hosts, drafter, expe
 
 
 def test_a_target_whose_ranks_meet_over_the_network(ask: Ask, hosts, expected):
-    said = ask("target.tp=2", "drafter=ngram")
+    said = ask("target.tp=2", "drafter=none")
     assert said.get("error") is None and said["tokens"] == expected
     assert [said["hosts"][f"target-{rank}"] for rank in (0, 1)] == [host.address for host in hosts]
 

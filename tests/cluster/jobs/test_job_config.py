@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config.compose import checked, load_config
+from cluster.config.compose import checked
 from tests.cluster.config.quick_loading import load_quickly
 
 
@@ -34,7 +34,7 @@ def test_what_makes_no_sense_is_refused(overrides, line):
 @pytest.mark.parametrize("job", ["generate", "bench", "certify"])
 def test_a_workload_is_a_bundled_file(job):
     paths = [
-        load_config([f"job={job}", f"job.workload={name}"]).job.prompts for name in ("completion", "editing", "agent")
+        load_quickly([f"job={job}", f"job.workload={name}"]).job.prompts for name in ("completion", "editing", "agent")
     ]
     assert [path.rpartition("/")[2] for path in paths] == ["prompts.jsonl", "editing.jsonl", "agent.jsonl"]
 
@@ -44,7 +44,7 @@ def test_a_workload_is_a_file_of_a_folder(tmp_path):
     for name in ("spec_bench/question.jsonl", "humaneval.jsonl"):
         (tmp_path / name).write_text('{"prompt": "x"}')
     for workload, name in (("spec_bench", "spec_bench/question.jsonl"), ("humaneval", "humaneval.jsonl")):
-        config = load_config([f"job.prompts={tmp_path}", f"job.workload={workload}"])
+        config = load_quickly([f"job.prompts={tmp_path}", f"job.workload={workload}"])
         assert checked(config).job.prompts == config.job.prompts == str(tmp_path / name)
     with pytest.raises(ValueError, match="^job.workload=completion: is unknown; choose one of spec_bench, humaneval$"):
-        load_config([f"job.prompts={tmp_path}"])
+        load_quickly([f"job.prompts={tmp_path}"])

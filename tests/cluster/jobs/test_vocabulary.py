@@ -12,10 +12,10 @@ from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.vocabulary.token_list import count_tokens, read_token_list, write_token_list
 from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
 from cluster import pocket
-from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig, VocabularyConfig
 from cluster.engine import Engine
 from cluster.jobs import generate, vocabulary
+from tests.cluster.config.quick_loading import load_quickly
 
 
 def test_the_list_of_the_targets_output_serves_a_drafter(tiny_launch, write_prompts, tmp_path, one_free_thread):
@@ -43,7 +43,7 @@ def test_the_list_of_the_targets_output_serves_a_drafter(tiny_launch, write_prom
 def test_texts_are_counted_without_an_engine(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("x = 1\n" * 20 + "rare")
     job = ["job=vocabulary", f"job.files=[{tmp_path}/a.txt]", f"job.out={tmp_path}/deep/er/list.json", "job.size=5"]
-    vocabulary.run(load_config(job), tmp_path)
+    vocabulary.run(load_quickly(job), tmp_path)
     assert len(read_token_list(tmp_path / "deep/er/list.json")) == 5
     counts = count_tokens(read_corpus(tmp_path / "a.txt", pocket.TARGET))
     about = json.loads((tmp_path / "vocabulary_report.json").read_text())
@@ -52,12 +52,12 @@ def test_texts_are_counted_without_an_engine(tmp_path, capsys):
     assert about["covered"] == pytest.approx(covered) and 0 < covered < 1
     assert f"drafter.vocabulary={tmp_path}/deep/er/list.json" in capsys.readouterr().out.replace("\n", "")
     chosen = ["drafter=model", f"drafter.vocabulary={tmp_path}/deep/er/list.json", "drafter.vocabulary_size=3"]
-    drafter = load_config(chosen).drafter
+    drafter = load_quickly(chosen).drafter
     assert isinstance(drafter, ModelDrafterConfig) and drafter.vocabulary == f"{tmp_path}/deep/er/list.json"
     content = json.loads((tmp_path / "deep/er/list.json").read_text()) | {"tokenizer": "another"}
     (tmp_path / "other.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"drafter.vocabulary=.*: was made with another tokenizer than the target's"):
-        load_config(["drafter=model", f"drafter.vocabulary={tmp_path}/other.json"])
+        load_quickly(["drafter=model", f"drafter.vocabulary={tmp_path}/other.json"])
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,16 @@ def test_texts_are_counted_without_an_engine(tmp_path, capsys):
 )
 def test_what_cannot_work_is_refused_in_one_line(overrides, line):
     with pytest.raises(ValueError, match=line):
-        load_config(overrides)
+        load_quickly(overrides)
 
 
 def test_a_list_of_tokens_that_the_drafter_lacks_is_refused(tmp_path):
     write_token_list(tmp_path / "list.json", [7], {}, tokenizer_digest(pocket.TARGET))
     with pytest.raises(ValueError, match=r"^drafter.path: .* can draft 1 of the target's tokens; use another drafter"):
-        load_config(["drafter=model", f"drafter.vocabulary={tmp_path}/list.json"])
+        load_quickly(["drafter=model", f"drafter.vocabulary={tmp_path}/list.json"])
 
 
 def test_a_list_of_tokens_beyond_the_target_is_refused(tmp_path):
     write_token_list(tmp_path / "list.json", [10**6, 7], {}, tokenizer_digest(pocket.TARGET))
     with pytest.raises(ValueError, match=r"^drafter.vocabulary=.*names token 1000000, beyond the target's 4096; make"):
-        load_config(["drafter=model", f"drafter.vocabulary={tmp_path}/list.json"])
+        load_quickly(["drafter=model", f"drafter.vocabulary={tmp_path}/list.json"])

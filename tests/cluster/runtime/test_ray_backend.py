@@ -21,7 +21,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from actors.drafters.config import Placement
+from actors.drafters.config import NoDrafterConfig, Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, TargetConfig, VerifyConfig
@@ -181,8 +181,9 @@ def test_the_dashboard_starts_beside_the_ranks_and_asks_for_the_token(running_ra
         urllib.request.urlopen(asked("0" * 64), timeout=WAIT_S)
 
 
-def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
-    expected = answers(open_engine("none"))
+def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch, start_client):
+    plain = open_engine("none")
+    expected, of_clients = answers(plain), tokens_of(plain.generate(CLIENT_PROMPTS, GREEDY))
     engine = open_engine_on_ray(target=replace(launch().target, tp=2))
     names = ["coordinator", "draft-0", "target-0", "target-1"]
     assert sorted(actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)) == names
@@ -209,6 +210,7 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
         open_engine_on_ray()
     assert running.result(WAIT_S).finish_reason in ("abort", "length")
     assert answers(engine) == expected, "and is not disturbed by who was refused"
+    exchange(engine, start_client, of_clients)
 
     engine.close()
     assert all(gone(pid) for pid in pids.values())
@@ -218,22 +220,26 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     assert free == 4.0, "bundles were given back"
 
 
-def test_processes_keep_the_pace_of_their_roles(open_engine_on_ray, open_engine, launch):
-    """In processes and in threads: the same tokens, and no round sooner than a pass of each role."""
+@pytest.mark.parametrize("opener", ["open_engine", pytest.param("open_engine_on_ray", marks=pytest.mark.slow)])
+def test_processes_keep_the_pace_of_their_roles(request, open_engine, launch, opener):
+    """In threads and in processes, which get the same records: plain decoding's tokens, and no round too soon."""
     expected = [one.token_ids for one in open_engine("none").generate(PROMPTS[:1], SHORT)]
     base = launch()
     paced = dict(target=replace(base.target, pace_ms=20), drafter=replace(base.drafter, pace_ms={1: 5}))
-    for open_ in (open_engine_on_ray, open_engine):
-        engine = open_(**paced)
-        began = time.monotonic()
-        (completion,) = engine.generate(PROMPTS[:1], SHORT)
-        rounds = completion.stats.num_spec_steps
-        assert [completion.token_ids] == expected and rounds > 0
-        assert time.monotonic() - began >= rounds * (0.020 + 0.005)
+    engine = request.getfixturevalue(opener)(**paced)
+    began = time.monotonic()
+    (completion,) = engine.generate(PROMPTS[:1], SHORT)
+    rounds = completion.stats.num_spec_steps
+    assert [completion.token_ids] == expected and rounds > 0
+    assert time.monotonic() - began >= rounds * (0.020 + 0.005)
 
 
+@pytest.mark.slow
 def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(open_engine_on_ray, launch, monkeypatch):
-    """Each failure costs the process of the rank: one in company, one alone."""
+    """Each failure costs the process of the rank: one in company, one alone.
+
+    By default the same is done to threads (`test_harmful_requests.py`), and processes are killed (`test_drill.py`).
+    """
     from actors.worker import ray_actors
     from cluster.runtime import ray_backend
 
@@ -262,10 +268,10 @@ def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(o
     assert [incident.identity for incident in engine.supervisor.incidents] == ["target-0"] * 2
 
 
-@pytest.mark.parametrize(
-    "name", ["target-0", *(pytest.param(name, marks=pytest.mark.slow) for name in ("coordinator", "draft-0"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["target-0", "coordinator", "draft-0"])
 def test_without_restarts_a_killed_process_ends_what_is_in_flight(open_engine_on_ray, name):
+    """By default processes die in `test_drill.py`, and what is in flight ends in `test_failures.py`."""
     engine = open_engine_on_ray(
         drafter=NgramDrafterConfig(min_ngram=1, placement=Placement.separate), cluster=replace(CLUSTER, max_restarts=0)
     )
@@ -293,10 +299,7 @@ def test_a_rank_that_cannot_load_is_one_line(open_engine_on_ray, tmp_path, launc
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(EngineError, match=rf"^target-0: .*{tmp_path.name}.* holds NaN") as caught:
-        open_engine_on_ray(
-            target=TargetConfig(path=str(tmp_path), device="cpu"),
-            drafter=NgramDrafterConfig(placement=Placement.separate),
-        )
+        open_engine_on_ray(target=TargetConfig(path=str(tmp_path), device="cpu"), drafter=NoDrafterConfig())
     assert "\n" not in str(caught.value)
 
 
@@ -348,10 +351,6 @@ def test_a_rank_finds_its_gpu_among_those_that_its_process_sees(own, visible, de
     assert visible_device(own, visible) == device
 
 
-def test_each_client_of_ray_actors_receives_the_tokens_of_plain_decoding(open_engine_on_ray, open_engine, start_client):
-    exchange(open_engine_on_ray(), start_client, tokens_of(open_engine("none").generate(CLIENT_PROMPTS, GREEDY)))
-
-
 def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
     """A whole life in a process of its own: what remains at its end are the processes it began with.
 
@@ -360,8 +359,7 @@ def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
     script = f"""
         import os, signal
         import psutil
-        from actors.drafters.config import Placement
-        from actors.drafters.lookup.ngram import NgramDrafterConfig
+        from actors.drafters.config import NoDrafterConfig
         from actors.options import PipelineConfig, TargetConfig, VerifyConfig
         from actors.protocol.sampling_params import SamplingParams
         from cluster.config.jobs import GenerateConfig
@@ -370,7 +368,7 @@ def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
 
         config = LaunchConfig(
             TargetConfig(path={launch().target.path!r}, device="cpu"),
-            NgramDrafterConfig(placement=Placement.separate),
+            NoDrafterConfig(),
             VerifyConfig(),
             PipelineConfig(),
             PlacementConfig(),

@@ -14,6 +14,7 @@ from cluster.tools.planning.layouts import (
     local_layouts,
     simplest,
 )
+from tests.cluster.config.quick_loading import load_quickly
 
 TENSOR = Shape("tensor", 2)
 
@@ -37,7 +38,7 @@ def test_every_layout_that_fits_and_no_other():
 def test_layouts_of_described_passes_are_those_within_the_axes_of_the_job():
     axes = ["job.pipelines=[sync]", "job.parallels=[tensor]", "job.draft_ranks=[2]", "job.target_ranks=[1,2]"]
     shapes = [Shape(), TENSOR, TENSOR, Shape("tensor", 4)]
-    assert described_layouts([1, 1, 4, 2], shapes, 3, load_config(["job=plan", *axes]).job) == [
+    assert described_layouts([1, 1, 4, 2], shapes, 3, load_quickly(["job=plan", *axes]).job) == [
         Layout(1, "plain", "separate"),
         Layout(1, "sync", "colocated", TENSOR),
         Layout(1, "sync", "separate", TENSOR),
@@ -50,7 +51,7 @@ def test_the_axes_of_the_job_bound_what_is_planned(tiny_checkpoint):
     pair = [f"target.path={tiny_checkpoint('Llama')}", f"drafter.path={tiny_checkpoint('Llama', num_hidden_layers=5)}"]
     axes = ["job.target_ranks=[2]", "job.draft_ranks=[2]", "job.pipelines=[pingpong]"]
     for batch, pipelines in ((1, {"plain"}), (2, {"plain", "pingpong"})):
-        config = load_config(["job=plan", *pair, *axes, f"job.batch={batch}"])
+        config = load_quickly(["job=plan", *pair, *axes, f"job.batch={batch}"])
         local = local_layouts(config, 4)
         described = described_layouts([1, 2, 4], [Shape(), TENSOR], 4, config.job)
         for layouts, ranks in ((local, {1, 2}), (described, {2})):
@@ -63,16 +64,16 @@ def test_the_axes_of_the_job_bound_what_is_planned(tiny_checkpoint):
 def test_a_layout_replaces_how_the_configured_drafter_is_shared(tiny_checkpoint):
     pair = [f"target.path={tiny_checkpoint('Llama')}", f"drafter.path={tiny_checkpoint('Llama', num_hidden_layers=5)}"]
     shared = ["drafter=model", "drafter.parallel=layer", "drafter.ranks=2", "drafter.layer_partition=[1,2,1,1]"]
-    config = load_config(["job=plan", *pair, *shared])
+    config = load_quickly(["job=plan", *pair, *shared])
     for layout in (Layout(1, "sync", "separate", Shape()), Layout(1, "sync", "colocated", TENSOR)):
-        assert layout.configure(config, 4) == layout.configure(load_config(["job=plan", *pair]), 4)
+        assert layout.configure(config, 4) == layout.configure(load_quickly(["job=plan", *pair]), 4)
     by_width = Layout(1, "sync", "colocated", Shape("layer", 2, 2)).configure(config, 4)
     assert (draft_model(by_width).layer_group, draft_model(by_width).layer_partition) == (2, [])
 
 
 def test_threads_of_a_rank_are_an_option_where_a_layout_bounds_them(tiny_checkpoint):
     path = tiny_checkpoint("Llama")
-    config = load_config(
+    config = load_quickly(
         ["drafter=model", "job=plan", f"target.path={path}", f"drafter.path={path}", "drafter.num_threads=2"]
     )
     for shape, threads in ((Shape(threads=1), 1), (Shape(), 2)):
@@ -83,7 +84,7 @@ def test_threads_of_a_rank_are_an_option_where_a_layout_bounds_them(tiny_checkpo
 
 def layer_shapes(overrides: list[str], num_devices: int) -> set[Shape]:
     layouts = local_layouts(
-        load_config(["drafter=model", "job=plan", "job.parallels=[layer]", *overrides]), num_devices
+        load_quickly(["drafter=model", "job=plan", "job.parallels=[layer]", *overrides]), num_devices
     )
     return {layout.shape for layout in layouts if layout.shape}
 
@@ -109,7 +110,7 @@ def test_layers_are_shared_as_the_drafter_allows_and_in_each_way_once(tiny_check
 def test_a_drafter_on_several_cores_may_leave_them_to_others(tiny_checkpoint):
     path = tiny_checkpoint("Llama")
     axes = ["job.parallels=[single,tensor]", "job.pipelines=[sync]", "job.target_ranks=[1]"]
-    config = load_config(["job=plan", f"target.path={path}", f"drafter.path={path}", *axes])
+    config = load_quickly(["job=plan", f"target.path={path}", f"drafter.path={path}", *axes])
     one = Shape(threads=1)
 
     def one_threaded(num_cores: int) -> set[tuple[str, Shape]]:
@@ -148,10 +149,10 @@ def test_the_line_to_paste_is_the_layout_that_was_planned(layout: Layout, tiny_c
 
 def test_a_model_is_only_split_where_it_can_be(tiny_checkpoint):
     pair = [f"target.path={tiny_checkpoint('Llama')}", f"drafter.path={tiny_checkpoint('Llama')}"]
-    layouts = local_layouts(load_config(["job=plan", "job.target_ranks=[1,2,3]", *pair]), 4)
+    layouts = local_layouts(load_quickly(["job=plan", "job.target_ranks=[1,2,3]", *pair]), 4)
     assert {layout.target_ranks for layout in layouts} == {1, 2}, "four heads are no multiple of three"
     assert {layout.shape.parallel for layout in layouts if layout.shape} >= {"single", "tensor"}
-    drafted = local_layouts(load_config(["job=plan", "job.draft_ranks=[1,2,3]", *pair]), 4)
+    drafted = local_layouts(load_quickly(["job=plan", "job.draft_ranks=[1,2,3]", *pair]), 4)
     assert {layout.shape for layout in drafted if layout.shape} == {Shape(), TENSOR}
     assert simplest(layouts) == Layout(1, "sync", "separate", Shape())
     split, wide = Layout(1, "sync", "separate", TENSOR), Layout(2, "sync", "separate", Shape())
@@ -162,5 +163,5 @@ def test_a_model_is_only_split_where_it_can_be(tiny_checkpoint):
         Shape("layer", 2, 2, "replicated", (1, 2, 2, 1)),
         Shape("layer", 2, 2, "tensor", (1, 2, 2, 1)),
     }
-    narrow = local_layouts(load_config(["job=plan", "job.parallels=[single]", "job.pipelines=[sync]", *pair]), 1)
+    narrow = local_layouts(load_quickly(["job=plan", "job.parallels=[single]", "job.pipelines=[sync]", *pair]), 1)
     assert simplest(narrow) == Layout(1, "sync", "colocated", Shape()) and len(narrow) == 2

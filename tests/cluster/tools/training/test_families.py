@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from cluster import pocket
-from cluster.config.compose import load_config
 from cluster.jobs import train
 from cluster.tools.training.continuations import TextRows, load_rows, written_rows
 from cluster.tools.training.speculators import run as training
@@ -28,6 +27,7 @@ from parallel.speculators.config import FINAL
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from parallel.training.losses import forward_kl
+from tests.cluster.config.quick_loading import load_quickly
 from tests.families import FAMILIES, tiny_model
 
 LENGTH = 20
@@ -83,7 +83,7 @@ def trained(target: Path, recipe: str, out: Path, options: str = "{}") -> dict[s
     words = [f"target.path={target}", f"job.text={text}", f"job.work={target / 'work'}", f"job.options={options}"]
     words += ["job=train", f"job.recipe={recipe}", "job.threads=1", "job.minutes=60", "job.steps=2"]
     words += ["job.batch_tokens=60", f"job.continuation_length={LENGTH}", "job.temperatures=[0.0]"]
-    return train.make_drafter(load_config(words), out)
+    return train.make_drafter(load_quickly(words), out)
 
 
 def held_out_rows(target: Path) -> TextRows:

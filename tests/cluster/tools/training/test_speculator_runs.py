@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from cluster import pocket
-from cluster.config.compose import load_config
 from cluster.config.schema import LaunchConfig
 from cluster.jobs import train
 from cluster.tools.training import corpus
@@ -27,6 +26,7 @@ from cluster.tools.training.speculators.recipes import RECIPES
 from cluster.tools.training.tokenizer import load_tokenizer
 from cluster.tools.training.trainer import Ranks, Recipe
 from parallel.speculators.config import FINAL
+from tests.cluster.config.quick_loading import load_quickly
 
 LIBRARY = "ast.py", "inspect.py", "os.py", "pickletools.py", "shutil.py"
 TOKENS = torch.randint(1, 4096, (6, 24), generator=torch.Generator().manual_seed(0))
@@ -58,7 +58,7 @@ def small(target: Path, text: Path | str, **options: Any) -> LaunchConfig:
     """A run of seconds; no limit but the steps can end it."""
     words = [f"target.path={target}", f"job.text={text}", "job=train", "job.recipe=distill", "job.threads=1"]
     words += ["job.minutes=60", "job.steps=8", "job.batch_tokens=128", "job.continuation_length=32", "job.rate=4"]
-    return load_config([*words, *(f"job.{name}={value}" for name, value in options.items())])
+    return load_quickly([*words, *(f"job.{name}={value}" for name, value in options.items())])
 
 
 def taps_of(folder: Path, rows: TextRows, taps: list[int], cache_bytes: int) -> FrozenTarget:
