@@ -407,7 +407,14 @@ def test_tokens_with_a_separate_speculator(open_room, make_requests, plain_token
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
-@pytest.mark.parametrize(("drafter", "temperature"), list(every_drafter_in_turn([0.0, 1.0], ON_TARGET)))
+def on_the_target_in_turn():
+    """Greedy and sampled, by default one of the two; of a module that several rows have, by default chains alone."""
+    for pair in every_drafter_in_turn([0.0, 1.0], ON_TARGET):
+        is_again = str(pair.values[0]).endswith(("-tree", "-threshold"))
+        yield pytest.param(*pair.values, marks=pytest.mark.slow) if is_again else pair
+
+
+@pytest.mark.parametrize(("drafter", "temperature"), list(on_the_target_in_turn()))
 def test_drafters_on_the_target_survive_preemption_and_chunked_prefill(
     open_room, make_requests, plain_tokens, drafter, temperature
 ):
@@ -477,12 +484,11 @@ def test_greedy_equals_transformers(open_room, make_requests, models, drafter, b
 
 
 def placements_and_temperatures():
-    """Every drafter on ranks of its own and attached, greedy and sampled; variants of the draft model by default once,
-    the others in both places."""
+    """Every drafter on ranks of its own and attached, greedy and sampled; by default once, in turn."""
     for i, drafter in enumerate(DRAFTERS):
         for attached in (False, True):
             for temperature in (0.0, 1.0):
-                is_usual = temperature == (i + attached) % 2 and (drafter not in VARIANTS or attached == (i // 2) % 2)
+                is_usual = temperature == (i + attached) % 2 and attached == (i // 2) % 2
                 yield pytest.param(drafter, temperature, attached, marks=[] if is_usual else pytest.mark.slow)
 
 

@@ -317,7 +317,7 @@ def test_nothing_heavy_is_imported_before_a_job_starts():
     [
         pytest.param([signal.SIGTERM], 130, marks=pytest.mark.slow),  # the others begin so
         ([signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130),
-        ([signal.SIGTERM, signal.SIGTERM, signal.SIGINT], 130),
+        pytest.param([signal.SIGTERM, signal.SIGTERM, signal.SIGINT], 130, marks=pytest.mark.slow),
         ([signal.SIGINT] * 3, -signal.SIGINT),
     ],
     ids=["once", "both", "both, the other way round", "a third time"],
