@@ -14,7 +14,7 @@ _FIRST_CHANCE = 0.7
 """Acceptance per draft token that is expected before anything was measured."""
 _LEAST_CHANCE = 1e-6
 _MEMORY = 0.98
-"""About the last 50 drafts count."""
+"""About the last 50 drafts count, of n requests the last 50 / sqrt(n) rounds."""
 _LONG_MEMORY = 0.99
 """The same for ways to draft, which differ alike in all texts."""
 _UNOFFERED_DECAY = 0.995
@@ -57,11 +57,11 @@ class Survival:
         for place in self._places:
             place.decay(share)
 
-    def update(self, num_offered: int, path: Sequence[int]) -> None:
-        """The target accepted the nodes in `path`, of nodes 1, 2, ... `num_offered`."""
-        places = self._places
+    def update(self, drafts: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """The drafts of a round: of nodes 1, 2, ... `num_offered` the target accepted those in `path`."""
+        places, num_offered = self._places, max([offered for offered, _ in drafts])
         for i in range(num_offered):
-            places[i].update(i + 1 in path)
+            places[i].update_round([i + 1 in path for offered, path in drafts if offered > i])
             places[i].mean = max(places[i].mean, _LEAST_CHANCE)
         # A place that was not offered drifts towards the extrapolation from the places before it; else an estimate from
         # an earlier text would keep drafts short for ever.
@@ -93,10 +93,10 @@ class RelativeAcceptance:
     accepted: Ewma = field(default_factory=Ewma)
     expected: Ewma = field(default_factory=Ewma)
 
-    def update(self, num_ordered: int, num_accepted: int, average: Survival) -> None:
-        """The tokens tested are the accepted ones and the first rejected one."""
-        self.accepted.update(num_accepted)
-        self.expected.update(average.expected_accepted(min(num_accepted + 1, num_ordered)))
+    def update(self, drafts: Sequence[tuple[int, int]], average: Survival) -> None:
+        """The drafts of a round, (tokens, of which accepted); tested are the accepted ones and the first rejected."""
+        self.accepted.update_round([accepted for _, accepted in drafts])
+        self.expected.update_round([average.expected_accepted(min(taken + 1, ordered)) for ordered, taken in drafts])
 
     def ratio(self) -> float:
         """Acceptance per draft token, relative to the average."""
@@ -126,13 +126,14 @@ class AcceptanceModel:
         """A round with drafts, made in this way, ended; requests that are `left_out` do not count for the average."""
         self._latest = average = self.of_class(key)
         of_way = self._ways.setdefault(way, RelativeAcceptance(Ewma(_LONG_MEMORY), Ewma(_LONG_MEMORY)))
-        for outcome in outcomes:
-            if outcome.num_ordered:
-                request = self.requests.setdefault(outcome.request_id, RelativeAcceptance())
-                request.update(outcome.num_ordered, len(outcome.path), average)
-                if outcome.request_id not in left_out:
-                    of_way.update(outcome.num_ordered, len(outcome.path), average)
-                    average.update(outcome.num_ordered, outcome.path)
+        drafted = [outcome for outcome in outcomes if outcome.num_ordered]
+        for outcome in drafted:
+            request = self.requests.setdefault(outcome.request_id, RelativeAcceptance())
+            request.update([(outcome.num_ordered, len(outcome.path))], average)
+        counted = [outcome for outcome in drafted if outcome.request_id not in left_out]
+        if counted:
+            of_way.update([(outcome.num_ordered, len(outcome.path)) for outcome in counted], average)
+            average.update([(outcome.num_ordered, outcome.path) for outcome in counted])
 
     def release(self, request_id: int) -> None:
         self.requests.pop(request_id, None)

@@ -92,6 +92,10 @@ class DraftLengths:
             else:
                 retry.wait, retry.rounds = min(2 * retry.wait, MAX_RETRY), 0
 
+    def choose_for_all(self, tradeoff: Tradeoff) -> None:
+        """The same length for every request, where nothing is known of their rounds yet."""
+        self._length, self._by_request = tradeoff.best(max(1, self._shortest)), {}
+
     def choose(
         self,
         tradeoff: Tradeoff,
@@ -104,8 +108,8 @@ class DraftLengths:
 
         `spend`: whether exploration may lose so many rounds, which are then counted.
         """
-        least = max(1, self._shortest)
-        length = tradeoff.best(least)
+        self.choose_for_all(tradeoff)
+        least, length = max(1, self._shortest), self._length
         self._num_choices += 1
         if self._num_choices % EXPLORE_EVERY == 0:
             is_shorter = length > least and self._num_choices % (2 * EXPLORE_EVERY)
@@ -113,7 +117,6 @@ class DraftLengths:
             if spend(1 - tradeoff.speed(other) / tradeoff.speed(length)):
                 length = other
         self._length = length
-        self._by_request = {}
         if len(request_ids) > 1:
             self._share_out(tradeoff, tradeoff.speed(length), request_ids, acceptance, chances)
 

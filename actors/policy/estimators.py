@@ -6,7 +6,9 @@ follow a text or a machine that changes, and hold a few numbers however long the
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from math import sqrt
 
 MEMORY = 0.97
 """Default weight of the past per observation: about the last 30 observations count."""
@@ -36,6 +38,15 @@ class Ewma:
             value = min(value, self.outlier * self.mean)
         self.weight = self.memory * self.weight + count
         self.mean += (value - self.mean) * count / self.weight
+
+    def update_round(self, values: Collection[float]) -> None:
+        """Observe the requests of a round, which are forgotten as the square root of so many.
+
+        By each of them a large batch would remember a round or less, and by rounds drift as slowly as a single request.
+        """
+        count = len(values)
+        self.weight *= self.memory ** (sqrt(count) - 1)
+        self.update(sum(values) / count, count)
 
     def decay(self, share: float) -> None:
         """Keep the mean, but only this `share` of its weight against observations to come."""

@@ -247,7 +247,12 @@ class AdaptivePolicy(Policy):
         return self._speed.factor * gap_s
 
     def expect_load(self, num_running: int, mean_len: float, samples: bool) -> None:  # noqa: ARG002
-        self._load = self._costs_of((_batch_class(num_running), samples, 0))
+        load = self._costs_of((_batch_class(num_running), samples, 0))
+        if load is not self._load and load.way(self._way).weight:  # drafts for few requests may be dear for many
+            self._load = load
+            tokens = self._acceptance.expected(self._text_class, (), self._way)
+            self._lengths.choose_for_all(self._tradeoff(self._way, tokens))
+        self._load = load
 
     def caught_up(self) -> None:
         if self._decision.caught_up():

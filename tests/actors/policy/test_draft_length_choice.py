@@ -68,10 +68,12 @@ class Trained(Rounds):
                 for i in range(num_requests)
             ]
             self.update(*outcomes)
-            for outcome in outcomes:
-                if outcome.num_ordered:
-                    self.requests[outcome.request_id].update(outcome.num_ordered, len(outcome.path), self.survival)
-                    self.survival.update(outcome.num_ordered, outcome.path)
+            drafted = [outcome for outcome in outcomes if outcome.num_ordered]
+            for outcome in drafted:
+                lengths = outcome.num_ordered, len(outcome.path)
+                self.requests[outcome.request_id].update([lengths], self.survival)
+            if drafted:
+                self.survival.update([(outcome.num_ordered, outcome.path) for outcome in drafted])
 
     def best(self, costs, shortest):
         """Tokens per second of every length, and the fastest of those allowed."""

@@ -68,3 +68,13 @@ def test_an_outlier_counts_as_two_means_in_a_line_whenever_it_came():
         line.update(1, 1.0)
     assert plain.mean_y == 50.5
     assert early.mean_y == pytest.approx((2 + 1) / 2), "once there is an ordinary one, the first shows as an outlier"
+
+
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_the_requests_of_a_round_are_forgotten_as_the_root_of_so_many(count):
+    estimate, one = Ewma(0.9, mean=2.0, weight=5.0), Ewma(0.9, mean=2.0, weight=5.0)
+    estimate.update_round(range(count))
+    one.decay(0.9 ** (count**0.5 - 1))
+    one.update((count - 1) / 2, count)
+    assert (estimate.mean, estimate.weight) == pytest.approx((one.mean, one.weight))
+    assert estimate.weight == pytest.approx(5 * 0.9**count**0.5 + count)

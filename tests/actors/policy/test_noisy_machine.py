@@ -92,4 +92,5 @@ def test_drafts_that_do_not_pay_cost_little(machine):
 def test_drafts_that_pay_are_made(paused):
     machine = Machine(0.8, draft_s=0.4e-3, slowest=1.2, paused=paused)
     assert min(shares(machine, compared=0)) > 1.6
-    assert min(shares(machine, compared=4)) > 0.95
+    got = shares(machine, compared=4)
+    assert sum(got) / len(got) > 0.965 and min(got) > 0.94

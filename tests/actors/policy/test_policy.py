@@ -245,3 +245,25 @@ def test_a_drafter_that_chooses_lengths_is_ordered_the_longest():
         ordered[longest_only] = policy.draft_length(0, 99)
     assert tried[True] == LONGEST > tried[False]
     assert ordered[True] == LONGEST > ordered[False]
+
+
+def test_requests_that_join_find_the_lengths_of_their_load():
+    """Rows cost much in a batch of 16 and nothing for one request: as 15 more join, each is ordered a short draft."""
+    policy, draw = AdaptivePolicy("sync", 1, LONGEST), random.Random(0)
+
+    def rounds(size: int, row_s: float) -> int:
+        for _ in range(60):
+            lengths = [policy.draft_length(i, 99) for i in range(size)]
+            counts = [next((k for k in range(one) if draw.random() > 0.8), one) for one in lengths]
+            outcomes = [
+                DraftOutcome(i, k, range(1, n + 1), n + 1) for i, (k, n) in enumerate(zip(lengths, counts, strict=True))
+            ]
+            verify_s, draft_s = 0.1 + row_s * sum(lengths), 0.001 * max(lengths)
+            seen = (verify_s + draft_s, verify_s, draft_s, sum(counts) + size, size, 100.0, size, 0, outcomes)
+            policy.update(RoundObservation(*seen))
+        return max(policy.draft_length(i, 99) for i in range(size))
+
+    many, one = rounds(16, 0.01), rounds(1, 0.0)
+    assert many < 4 < one
+    policy.expect_load(16, 100.0, False)
+    assert max(policy.draft_length(i, 99) for i in range(16)) <= many
