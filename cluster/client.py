@@ -147,16 +147,23 @@ class Client:
         return self.ready[_LEAD].facts.get("drafters", [])
 
     def submit(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, drafter: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        drafter: str | None = None,
+        num_draft_tokens: int | None = None,
     ) -> Completion:
         """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`.
 
         `drafter` names one of `drafters`, or is "none" for plain decoding; None leaves the choice to the engine.
-        Raises ValueError for an invalid token, sampling parameter or name, EngineError once the engine has failed. A
-        prompt that does not fit the target's context is not sent: its completion has failed.
+        `num_draft_tokens` bounds every draft. Raises ValueError for an invalid token, sampling parameter, name or
+        bound, EngineError once the engine has failed. A prompt that does not fit the target's context is not sent: its
+        completion has failed.
         """
         token_ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
-        request = Request(next(self._ids), tuple(token_ids), sampling or self._sampling, drafter)
+        params = sampling or self._sampling
+        request = Request(next(self._ids), tuple(token_ids), params, drafter, num_draft_tokens=num_draft_tokens)
         facts = self.ready[_LEAD].facts
         completion = Completion(request, prompt, self.tokenizer, self._abort)
         if (misfit := request.misfit(int(facts["max_model_len"]))) is not None:
@@ -175,13 +182,16 @@ class Client:
         sampling: SamplingParams | None = None,
         *,
         drafter: str | None = None,
+        num_draft_tokens: int | None = None,
         on_finished: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """Completions of all prompts; `on_finished` is called with each, in order.
 
         Raises the EngineError of the first that failed, once the others have ended too.
         """
-        completions = [self.submit(prompt, sampling, drafter=drafter) for prompt in prompts]
+        completions = [
+            self.submit(prompt, sampling, drafter=drafter, num_draft_tokens=num_draft_tokens) for prompt in prompts
+        ]
         failure: EngineError | None = None
         for completion in completions:
             try:

@@ -50,7 +50,7 @@ class AttachedPort(DrafterPort):
         able = [sequence for sequence in reached if self.may_draft(sequence)]
         followed = able[: policy.num_followed(len(able))]
         self._has_read = policy.mode is Mode.catch_up and bool(followed)
-        return {one.request_id: policy.draft_length(one.request_id, one.remaining) for one in followed}
+        return {one.request_id: policy.draft_length(one.request_id, one.most_per_round) for one in followed}
 
     def end_pass(self, batch: VerdictBatch, sequences: Mapping[int, Sequence]) -> int:
         """Keep the drafts, unless the policy has decided to decode plainly since."""
@@ -59,7 +59,7 @@ class AttachedPort(DrafterPort):
             sequence = sequences.get(proposal.request_id)
             if sequence is None or not sequence.is_current(proposal):
                 num_stale += 1
-            elif self._policy.draft_length(sequence.request_id, sequence.remaining):
+            elif self._policy.draft_length(sequence.request_id, sequence.most_per_round):
                 length = self._lengths.get(proposal.request_id, 0)
                 sequence.draft = DraftState(num_ordered=length, is_answered=True, proposal=proposal)
         return num_stale

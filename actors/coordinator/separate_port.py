@@ -132,7 +132,9 @@ class SeparatePort(DrafterPort):
         for sequence in running:
             if sequence.draft.is_answered or sequence.request_id in verifying or sequence.uncached_len != 1:
                 continue
-            length = policy.draft_length(sequence.request_id, sequence.remaining) if self._can_draft(sequence) else 0
+            length = (
+                policy.draft_length(sequence.request_id, sequence.most_per_round) if self._can_draft(sequence) else 0
+            )
             if length or awaited.get(sequence.request_id) == sequence.prefix_len:
                 found.append((sequence, length))
         return found
@@ -212,7 +214,7 @@ class SeparatePort(DrafterPort):
         policy = self._policy
         if not policy.weighs_waiting or sequence.num_unread <= MAX_UNREAD:
             return False
-        return policy.mode is Mode.catch_up or policy.draft_length(sequence.request_id, sequence.remaining) > 0
+        return policy.mode is Mode.catch_up or policy.draft_length(sequence.request_id, sequence.most_per_round) > 0
 
     def _has_caught_up(self, running: Collection[Sequence]) -> bool:
         """Whether the drafter has read the texts of all requests of the coming trial."""

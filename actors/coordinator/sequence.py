@@ -163,6 +163,13 @@ class Sequence:
         """Tokens that the request may still get."""
         return self.max_len - len(self.token_ids)
 
+    @property
+    def most_per_round(self) -> int:
+        """Tokens that a round with a draft may commit: those that remain, or a draft within the request's bound and the
+        target's own token."""
+        most = self.request.num_draft_tokens
+        return self.remaining if most is None else min(self.remaining, most + 1)
+
     def is_current(self, proposal: Proposal | DraftPreview) -> bool:
         """Whether it assumes exactly the present prefix; if not, it is stale."""
         return (

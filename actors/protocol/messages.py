@@ -156,7 +156,7 @@ class Verdict:
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt and how to continue it. `drafter` is the name of one of the engine's drafters or `PLAIN_DECODING`; None
-    leaves the choice to the engine.
+    leaves the choice to the engine. `num_draft_tokens` bounds every draft for it; None: the engine's own bound alone.
 
     A client that misses tokens sends the request again, with those it has: `generated`. A repetition does no harm.
     `request_id` is a number of the client's own; the coordinator replaces it by one of its own, and sets `scope`, the
@@ -169,6 +169,7 @@ class Request:
     drafter: str | None = None
     generated: tuple[int, ...] = ()
     scope: int = 0
+    num_draft_tokens: int | None = None
 
     @property
     def speculates(self) -> bool:
@@ -182,6 +183,9 @@ class Request:
             raise ValueError(f"drafter: this engine has no {self.drafter!r:.40}; name one of {names}, or leave it out")
         if not 0 <= self.request_id < 1 << 63:
             raise ValueError(f"request_id: {self.request_id} must be 0 or above and fit 63 bits")
+        if self.num_draft_tokens is not None and not 1 <= self.num_draft_tokens <= LARGEST:
+            remedy = f"must be at least 1; for none choose the drafter {PLAIN_DECODING}"
+            raise ValueError(f"num_draft_tokens: {self.num_draft_tokens} {remedy}")
         self.sampling.check()
         if len(self.generated) > self.sampling.max_tokens:
             remedy = f"give at most sampling.max_tokens={self.sampling.max_tokens}"

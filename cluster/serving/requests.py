@@ -82,11 +82,12 @@ class SpeculationOptions(ApiRequest):
 
     enabled: bool = True
     drafter: str | None = None
+    num_draft_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.enabled and self.drafter not in (None, PLAIN_DECODING):
-            raise ValueError("names a drafter and is not enabled; leave one of them out")
+        if not self.enabled and (self.drafter not in (None, PLAIN_DECODING) or self.num_draft_tokens is not None):
+            raise ValueError("says how to draft and is not enabled; leave one of them out")
         return self
 
     @property

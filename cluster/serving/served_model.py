@@ -103,12 +103,21 @@ class ServedModel:
     ) -> list[RequestedText]:
         """Start every choice of every prompt, with at most `limit` tokens each (None: to the end of the context)."""
         sampling = [request.sampling(self._tokenizer, self._max_tokens(prompt, limit, field)) for prompt in prompts]
-        drafter, choices = request.speculative.chosen, []
+        options = request.speculative
+        self._check_draft_length(options.num_draft_tokens)
+        how, choices = {"drafter": options.chosen, "num_draft_tokens": options.num_draft_tokens}, []
         for prompt, params in zip(prompts, sampling, strict=True):
             for seed in request.seeds():
-                completion = self._client.submit(prompt, replace(params, seed=seed), drafter=drafter)
+                completion = self._client.submit(prompt, replace(params, seed=seed), **how)
                 choices.append(RequestedText(len(choices), completion, seed))
         return choices
+
+    def _check_draft_length(self, length: int | None) -> None:
+        if (length or 0) > self.num_spec_tokens:
+            field = "speculative.num_draft_tokens"
+            raise ApiError(
+                400, f"{field}: {length} is more than this server drafts ({self.num_spec_tokens})", param=field
+            )
 
     def _max_tokens(self, prompt: Sequence[int], limit: int | None, field: str) -> int:
         self.check_tokens(prompt, field)

@@ -51,6 +51,17 @@ def test_the_text_is_the_engines(client, server: RunningServer, sampling, enable
     assert (texts, reasons) == ({0: choice.text}, {0: choice.finish_reason})
 
 
+def test_a_request_may_bound_its_drafts(client):
+    replies = {}
+    for options in ({"enabled": False}, {}, {"num_draft_tokens": 1}, {"num_draft_tokens": NUM_DRAFT_TOKENS}):
+        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 40, "extra_body": {"speculative": options}}
+        replies[str(options)] = client.completions.create(model="tiny-chat", **body)
+    assert len({reply.choices[0].text for reply in replies.values()}) == 1
+    histograms = [reply.metrics["speculative_decoding"]["acceptance_histogram"] for reply in replies.values()]
+    assert sum(histograms[1][2:]) > 0 == sum(histograms[2][2:]) and histograms[1] == histograms[3]
+    assert sum(histograms[2][:2]) > 0
+
+
 def test_every_stream_joins_to_the_reply_that_is_not_streamed(client):
     """Random weights write bytes that make no character, characters of several bytes, and text cut within one."""
     for seed in range(12):
