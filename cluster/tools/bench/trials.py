@@ -183,9 +183,9 @@ class TrialRunner:
             each.resident_bytes = resident_bytes(each.engine.ready)
             for peer in self.peers.values():
                 for side, key in peer.sides(task).items():
-                    if key not in known:
-                        known[key] = peer.complete(side, task)
-                    trial[side] = known[key]
+                    if (side, key) not in known:  # the keys of different peers may be equal
+                        known[side, key] = peer.complete(side, task)
+                    trial[side] = known[side, key]
             trials.append(trial)
             bar.advance()
         return trials

@@ -80,7 +80,7 @@ class Bench:
             return Run([], float(len(self.calls)))
 
         self.calls.append(("opened", setup))
-        peer = SimpleNamespace(sides=lambda task: {"other": len(task.prompts)}, complete=complete)
+        peer = SimpleNamespace(sides=lambda task: {name: len(task.prompts)}, complete=complete)
         peer.describe, peer.close = lambda: {"arithmetic": name}, lambda: self.calls.append(("closed",))
         return {name: peer}
 
@@ -123,6 +123,13 @@ def test_a_peer_is_opened_once_and_does_once_what_settings_have_in_common(bench)
     one, two = runner.measured
     assert all(a["other"] is b["other"] for a, b in zip(one.trials, two.trials, strict=True))
     assert all(set(trial) == {"plain", "speculative", "other"} for trial in one.trials)
+
+
+def test_peers_with_equal_keys_are_each_timed(bench):
+    runner = bench.run(warmup=0, repeats=1, peers=["other", "another"])
+    assert [call for call in bench.calls if call[0] in ("other", "another")] == [("other", 3), ("another", 3)]
+    (trial,) = runner.measured[0].trials
+    assert trial["other"] is not trial["another"]
 
 
 def test_a_failed_request_ends_the_bench_and_keeps_the_finished_repeats(bench):
