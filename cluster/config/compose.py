@@ -27,7 +27,7 @@ from actors.options import CHECKPOINT, VerifyRule
 from actors.verification.compatibility import choose_rule
 from cluster import pocket
 from cluster.config.errors import describe, unknown_key
-from cluster.config.jobs import BenchConfig, PlanConfig, PromptsJobConfig, TrainConfig
+from cluster.config.jobs import BenchConfig, PlanConfig, PromptsJobConfig
 from cluster.config.schema import CHOICES, LaunchConfig
 from cluster.config.validation import validate
 from cluster.io.prompts import prompt_sets
@@ -102,9 +102,8 @@ def checked(config: LaunchConfig) -> LaunchConfig:
         config = with_chosen_rule(config)
     validate(config)
     config = _with_real_paths(config)
-    if not (isinstance(config.job, TrainConfig) and config.job.makes_pair):
-        read_config(config.target.path).stretched(config.target.stretch).check_ranks(config.target.tp, "target.tp")
-        config.drafter.check_checkpoints()
+    read_config(config.target.path).stretched(config.target.stretch).check_ranks(config.target.tp, "target.tp")
+    config.drafter.check_checkpoints()
     return config
 
 
@@ -231,8 +230,6 @@ def _refuse_wrong_types(record: Any, section: str = "") -> None:
 
 def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
     """Names of bundled checkpoints and hub ids become directories; relative paths absolute, for actors elsewhere."""
-    if isinstance(config.job, TrainConfig) and config.job.makes_pair:
-        return config  # training makes the bundled pair and does not need it
     path = _checkpoint("target.path", config.target.path, {"pocket": pocket.TARGET})
     job = config.job
     if isinstance(job, PromptsJobConfig):

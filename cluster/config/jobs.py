@@ -13,9 +13,6 @@ from actors.options import MAX_RANKS, Parallel, PipelineName
 from actors.protocol.sampling_params import TEMPERATURE
 from parallel.ranges import Choice, OneOf, Range, require
 
-STAGES = ("tokenizer", "target", "continuations", "drafter", "report")
-"""Stages of `job=train` in the order in which they must run; each reads what earlier ones left in `job.out`."""
-
 DATA = ("target", "fixed", "on_policy", "mixed")
 """Kinds of text that `job=train` takes a drafter's loss on."""
 
@@ -298,20 +295,19 @@ class LengthsConfig(PromptsJobConfig):
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig(JobConfig):
-    """Train a drafter for `target.path` by a recipe, or a pair of bundled size: tokenizer, target and its drafter."""
+    """Train a drafter for `target.path` by a recipe."""
 
     name: str = "train"
     """Set by the choice `job=`."""
-    recipe: str = "pair"
-    """What to train: pair makes tokenizer, target and drafter of bundled size; the recipes of
-    docs/recipes.md make a drafter for `target.path`."""
+    recipe: str = "distill"
+    """What to train, as docs/recipes.md lists it; distill = a plain draft model."""
     options: dict[str, Any] = field(default_factory=dict)
     """The recipe's own settings, as `{divergence: tvd}`; docs/recipes.md lists them."""
     minutes: Annotated[float, Range(above=0)] = 5.0
-    """Minutes to train by a recipe other than pair, at most; the first of minutes and steps that is spent ends the
-    training, and the learning rate falls towards it."""
+    """Minutes to train, at most; the first of minutes and steps that is spent ends the training, and the learning rate
+    falls towards it."""
     steps: Annotated[int, Range(0, zero="minutes alone decide")] = 0
-    """Optimizer steps of it, at most; 0 = minutes alone decide."""
+    """Optimizer steps, at most; 0 = minutes alone decide."""
     data: Annotated[str, OneOf(DATA)] = "target"
     """Text to train on: target = what the target writes after the prompts, fixed = the text that the prompts are cut
     from, on_policy = what the drafter itself writes after them, mixed = half of it the target's, half its own. The
@@ -339,55 +335,23 @@ class TrainConfig(JobConfig):
     """Minutes between two measurements of held-out acceptance."""
     resume: bool = False
     """Go on with a training that was killed, from the state in `job.work`."""
-    stages: Annotated[list[str], OneOf(STAGES, filled=True)] = field(default_factory=lambda: list(STAGES))
-    """Stages of the recipe pair to run: some of tokenizer, target, continuations, drafter and report."""
     out: str | None = None
-    """Directory for `target/`, `drafter/`, prompts and report; null = the run directory. Recipes other than pair write
-    `drafter/` and the report."""
+    """Directory for `drafter/` and the report; null = the run directory."""
     work: str | None = None
-    """Directory for loss logs, state and continuations; null = `work` in the run directory. Name it to run the
-    stages one by one, to share the target's text between recipes, or to resume."""
+    """Directory for loss logs, state and continuations; null = `work` in the run directory. Name it to share the
+    target's text between recipes, or to resume."""
     seed: Annotated[int, Range(0)] = 0
-    """Seed of the choice of tests, the order of sources, the weights and the batches."""
+    """Seed of the order of sources, the weights and the batches."""
     threads: Annotated[int, Range(0, zero="PyTorch's choice")] = 0
     """CPU threads; 0 = PyTorch's choice."""
     device: str = "cpu"
-    """PyTorch device of both models."""
-    compile: bool = True
-    """Compile loss and forward pass: about a minute per shape once, a third faster on a CPU afterwards."""
-    vocab_size: Annotated[int, Range(257)] = 4096
-    """Entries of the tokenizer, special token included; a byte-level tokenizer has at least 257."""
-    held_out_tokens: Annotated[int, Range(1)] = 32768
-    """Tokens of held-out source on which loss and agreement are measured."""
+    """PyTorch device of target and drafter."""
     batch_tokens: Annotated[int, Range(1)] = 6144
     """Tokens per optimizer step."""
-    sequence_length: Annotated[int, Range(2)] = 512
-    """Tokens per training sequence; the target's first steps use half of it, where attention is cheaper."""
-    target_minutes: Annotated[float, Range(above=0)] = 40.0
-    """Minutes to train the target, at most; the first of minutes and steps that is spent ends the training."""
-    target_steps: Annotated[int, Range(0, zero="minutes alone decide")] = 0
-    """Optimizer steps to train the target, at most; 0 = minutes alone decide."""
-    drafter_layers: Annotated[int, Range(1)] = 2
-    """Layers of the drafter. The bundled `drafter.path=pocket-deep` has 8."""
-    drafter_minutes: Annotated[float, Range(above=0)] = 18.0
-    """Minutes to train the drafter, at most."""
-    drafter_steps: Annotated[int, Range(0, zero="minutes alone decide")] = 0
-    """Optimizer steps to train the drafter, at most; 0 = minutes alone decide."""
-    distillation_tokens: Annotated[int, Range(0)] = 1_200_000
-    """Tokens of training sources, tests left out, that the drafter is distilled on besides all continuations."""
     continuation_prompts: Annotated[int, Range(1)] = 1536
     """Prompts cut from training sources, at most, that the target continues."""
     continuation_length: Annotated[int, Range(2)] = 256
     """Length of prompt and continuation together, in tokens."""
-    num_prompts: Annotated[int, Range(1)] = 48
-    """Held-out prompts written to `prompts.jsonl`."""
-    num_prompt_tokens: Annotated[int, Range(1)] = 128
-    """Tokens generated per held-out prompt when acceptance is measured."""
-
-    @property
-    def makes_pair(self) -> bool:
-        """Whether target and tokenizer are made, too."""
-        return self.recipe == "pair"
 
 
 JOBS: tuple[JobConfig, ...] = (

@@ -1,11 +1,10 @@
-"""The `train` job: trains a drafter by a recipe, or runs the stages that make a pocket pair, and writes the report.
+"""The `train` job: trains a drafter by a recipe and writes the report.
 
 Knows no model code.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,10 @@ from cluster.config.jobs import TrainConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal, figure
 from cluster.observability.report import write_json
-from cluster.tools.training import report, stages
-from cluster.tools.training.corpus import load_corpus
 from cluster.tools.training.trainer import Ranks
 
 
-def run(config: LaunchConfig, run_dir: Path) -> None:
-    """Train what `job.recipe` names. ValueError, one line, for a setting or text that cannot be used."""
-    job: TrainConfig = config.job
-    if job.makes_pair:
-        make_pair(job, run_dir)
-    else:
-        make_drafter(config, run_dir)
-
-
-def make_drafter(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
+def run(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
     """Train one drafter for `target.path`; write `drafter/`, `curves.png` and `report.json`, and return the report.
 
     Raises ValueError, one line, for what cannot be used.
@@ -56,50 +44,6 @@ def make_drafter(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
     training.draw_curves(course.folder, out / "curves.png")
     write_json(out / "report.json", outcome)
     terminal.table("held-out acceptance", *_acceptance_table(config, outcome))
-    terminal.line(f"written to {out}")
-    return outcome
-
-
-def make_pair(config: TrainConfig, run_dir: Path) -> dict[str, Any]:
-    """Run the chosen stages in order; return the report of the `report` stage, or the records of the others.
-
-    Writes `target/`, `drafter/`, `prompts.jsonl`, `README.md`, `loss.png` and `report.json` into `config.out` or, by
-    default, the run directory, so that the bundled pair is only replaced on request. Raises ValueError for an unknown
-    stage or a setting out of range, FileNotFoundError for the missing output of an earlier stage that was not chosen.
-    """
-    config.check("job")
-    if config.threads > 0:
-        torch.set_num_threads(config.threads)
-    out = Path(config.out) if config.out else run_dir
-    work = Path(config.work) if config.work else run_dir / "work"
-    out.mkdir(parents=True, exist_ok=True)
-    terminal = Terminal()
-    corpus = load_corpus(config.seed)
-    place = stages.Workplace(config, corpus, out, work)
-    outcome: dict[str, Any] = {}
-    if "tokenizer" in config.stages:
-        with terminal.starting() as say:
-            say("tokenizer: learning")
-            stages.make_tokenizer(place)
-    if "target" in config.stages:
-        outcome["target"] = asdict(stages.make_target(place))
-    if "continuations" in config.stages:
-        with terminal.starting() as say:
-            say("continuations: the target writes")
-            outcome["continuation_tokens"] = stages.make_continuations(place)
-    if "drafter" in config.stages:
-        outcome["drafter"] = asdict(stages.make_drafter(place))
-    if "report" in config.stages:
-        with terminal.starting() as say:
-            say("report: measuring the pair")
-            outcome = {**report.describe_run(config, corpus, out, work), **report.measure(config, corpus, out)}
-        write_json(out / "report.json", outcome)
-        report.draw_losses(work, out / "loss.png")
-        report.write_readme(config, outcome, out / "README.md")
-        lengths = outcome["acceptance_length"]
-        terminal.table(
-            "acceptance length", ["draft tokens", *map(str, lengths)], [["", *map(figure, lengths.values())]]
-        )
     terminal.line(f"written to {out}")
     return outcome
 

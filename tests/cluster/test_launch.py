@@ -134,14 +134,14 @@ def test_stacks_of_threads_are_at_hand_from_the_beginning(entered, monkeypatch):
     assert registered == [signal.SIGUSR1]
 
 
-def test_training_gets_its_own_options_without_checkpoints(launched, paths: list[str]):
+def test_training_gets_its_own_options(launched, paths: list[str]):
     paths[:] = [override for override in paths if not override.startswith("job.")]
     seen: list[object] = []
-    code, _ = launched(lambda config, run_dir: seen.append(config), "job=train", "job.vocab_size=300", name="train")
+    code, _ = launched(lambda config, run_dir: seen.append(config), "job=train", "job.steps=300", name="train")
     assert code == 0
     (config,) = seen
     assert isinstance(config, LaunchConfig)
-    assert isinstance(config.job, TrainConfig) and config.job.vocab_size == 300
+    assert isinstance(config.job, TrainConfig) and config.job.steps == 300
 
 
 def test_what_the_user_can_put_right_is_one_line_and_code_2(launched):

@@ -123,3 +123,8 @@ def load_corpus(seed: int, test_megabytes: float = TEST_MEGABYTES, root: Path | 
             test_bytes += size
         training.append(source)
     return Corpus(tuple(training), tuple(held_out))
+
+
+def library_sources(corpus: Corpus) -> list[Source]:
+    """Return the training sources that are no tests: they are what the held-out prompts resemble."""
+    return [source for source in corpus.training if not is_test(source.path)]

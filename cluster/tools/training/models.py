@@ -1,4 +1,4 @@
-"""The pocket models: two Llama configurations of one vocabulary and context, their folders, and generation.
+"""Fresh draft models as small as the bundled ones, their folders, and generation.
 
 It must not know corpus, losses or optimizers.
 """
@@ -9,21 +9,23 @@ import copy
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from cluster.tools.training.tokenizer import END_OF_TEXT_ID
+from cluster.tools.training.token_stream import END_OF_TEXT_ID
 from parallel.whole_files import naming
 
 CONTEXT = 8192
 """Longest sequence, in tokens, the configurations allow. Training sees far shorter ones."""
-_SPECIAL_TOKENS = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID}
+SPECIAL_TOKENS = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID}
 
 logging.disable_progress_bar()  # loading takes milliseconds, and the job shows a progress bar of its own
 
 
-def _llama(vocab_size: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> LlamaConfig:
+def llama_config(
+    vocab_size: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int
+) -> LlamaConfig:
+    """A Llama of these sizes, with heads of 48."""
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,
@@ -36,31 +38,20 @@ def _llama(vocab_size: int, hidden: int, layers: int, heads: int, kv_heads: int,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        **_SPECIAL_TOKENS,
+        **SPECIAL_TOKENS,
         attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]  # passed on to the base class
     )
 
 
-def target_config(vocab_size: int) -> LlamaConfig:
-    """The target: 6 layers of 384, 10.4 M parameters at 4096 entries."""
-    return _llama(vocab_size, hidden=384, layers=6, heads=8, kv_heads=4, intermediate=896)
-
-
 def drafter_config(vocab_size: int, layers: int = 2) -> LlamaConfig:
     """The draft model: layers of 192; with 2 of them 1.6 M parameters at 4096 entries, with 8 of them 4.0 M."""
-    return _llama(vocab_size, hidden=192, layers=layers, heads=4, kv_heads=2, intermediate=512)
+    return llama_config(vocab_size, hidden=192, layers=layers, heads=4, kv_heads=2, intermediate=512)
 
 
 def initialised(config: LlamaConfig, seed: int, device: str) -> LlamaForCausalLM:
     """A model with random float32 weights; equal seeds give equal weights."""
     torch.manual_seed(seed)
-    return _on_device(LlamaForCausalLM(config), device)
-
-
-def save_model(model: LlamaForCausalLM, folder: Path) -> None:
-    """Write config, greedy generation config and bfloat16 weights; `model` keeps its own precision."""
-    model.generation_config = GenerationConfig(**_SPECIAL_TOKENS, do_sample=False)
-    save_rounded(model, folder)
+    return on_device(LlamaForCausalLM(config), device)
 
 
 def save_rounded(model: LlamaForCausalLM, folder: Path) -> None:
@@ -69,23 +60,9 @@ def save_rounded(model: LlamaForCausalLM, folder: Path) -> None:
         copy.deepcopy(model).cpu().bfloat16().save_pretrained(folder)
 
 
-def load_model(folder: Path, device: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """Read a model written by `save_model`, ready for inference. FileNotFoundError if `folder` holds no weights."""
-    if not (folder / "model.safetensors").exists():
-        raise FileNotFoundError(f"no model.safetensors in {folder}; run the stage that trains it first")
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    return _on_device(model, device).eval()
-
-
-def _on_device(model: LlamaForCausalLM, device: str) -> LlamaForCausalLM:
+def on_device(model: LlamaForCausalLM, device: str) -> LlamaForCausalLM:
     torch.nn.Module.to(model, device)  # in place; the decorator of transformers' own `to` hides its type
     return model
-
-
-def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """Return `[sequences, length, vocabulary]` logits of one forward pass without cache or mask tensors."""
-    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
-    return F.linear(hidden, model.lm_head.weight)
 
 
 @torch.no_grad()

@@ -16,18 +16,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
-from cluster.tools.training.models import logits_of
 from parallel.training.checkpoints import save_whole
-from parallel.training.losses import forward_kl
 from parallel.whole_files import append_text, write_text
-
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Mean loss per token, in nats, of `[sequences, length]` tokens and the expected result at each of them."""
 
 STATE = "state.pt"
 """File of a run's folder that it goes on from."""
@@ -91,29 +84,6 @@ def average_over_participants(
             parameter.grad = torch.zeros_like(parameter)
         add_up(parameter.grad)
         parameter.grad /= count
-
-
-def cross_entropy(model: LlamaForCausalLM) -> Loss:
-    """Return the loss against the true successor of each token, given as `[sequences, length]` tokens."""
-
-    def loss_of(tokens: torch.Tensor, successors: torch.Tensor) -> torch.Tensor:
-        logits = logits_of(model, tokens).flatten(0, 1).float()
-        return F.cross_entropy(logits, successors.flatten())
-
-    return loss_of
-
-
-def distillation(student: LlamaForCausalLM, teacher: LlamaForCausalLM) -> Loss:
-    """Return the loss KL(teacher || student) over the whole vocabulary.
-
-    The teacher's distribution is given by its last hidden states, `[sequences, length, teacher's hidden size]`.
-    """
-    head = teacher.lm_head.weight.detach()
-
-    def loss_of(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return forward_kl(F.linear(hidden, head.to(hidden.dtype)), logits_of(student, tokens)).mean()
-
-    return loss_of
 
 
 class TrainingBudget:

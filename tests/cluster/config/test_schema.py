@@ -282,11 +282,6 @@ def test_loading_twice_is_independent():
     assert load_config().target.tp == 1
 
 
-def test_training_needs_no_bundled_pair(bundled: SimpleNamespace):
-    (bundled.TARGET / "config.json").unlink()
-    assert load_config(["job=train"]).job.name == "train"
-
-
 def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(["target=hf", "target.path=target", "job.prompts=prompts.jsonl"])

@@ -24,7 +24,7 @@ from cluster.config.compose import typed_record
 from cluster.config.jobs import TrainConfig
 from cluster.io.pictures import add_grid, picture
 from cluster.io.prompts import read_prompts
-from cluster.tools.training.batches import spread_rows
+from cluster.io.text import load_tokenizer
 from cluster.tools.training.continuations import (
     TextRows,
     joined,
@@ -33,15 +33,14 @@ from cluster.tools.training.continuations import (
     write_rows,
     written_rows,
 )
-from cluster.tools.training.corpus import load_corpus
+from cluster.tools.training.corpus import library_sources, load_corpus
 from cluster.tools.training.models import grouped
 from cluster.tools.training.parts import parts_of
 from cluster.tools.training.prompts import choose_prompts
 from cluster.tools.training.speculators.distill import DistilledDrafter
 from cluster.tools.training.speculators.frozen_target import FrozenTarget, load_target, shape_of
 from cluster.tools.training.speculators.recipes import RECIPES, SpeculatorRecipe
-from cluster.tools.training.stages import library_sources
-from cluster.tools.training.tokenizer import load_tokenizer, pack
+from cluster.tools.training.token_stream import pack, spread_rows
 from cluster.tools.training.trainer import Ranks, Recipe, StepOutcome, TrainingBudget, fit
 from parallel.ranges import require
 from parallel.training.interface import Speculator, TargetBatch, TrainingOptions
@@ -74,7 +73,7 @@ class Course:
         """The chosen row. ValueError, one line, if there is none."""
         name = self.config.recipe
         if name not in RECIPES:
-            raise ValueError(f"job.recipe={name}: is unknown; choose one of pair, {', '.join(RECIPES)}")
+            raise ValueError(f"job.recipe={name}: is unknown; choose one of {', '.join(RECIPES)}")
         return RECIPES[name]
 
     def options(self) -> TrainingOptions:

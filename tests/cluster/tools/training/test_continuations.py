@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer
 
 from cluster import pocket
+from cluster.io.text import load_tokenizer
 from cluster.tools.training import continuations
 from cluster.tools.training.continuations import load_rows, prompts_of_text, write_rows, written_rows
 from cluster.tools.training.models import drafter_config, initialised
-from cluster.tools.training.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.tools.training.models import drafter_config, initialised, save_model
+from cluster.tools.training.models import drafter_config, initialised
 from cluster.tools.training.speculators.pard import MaskRows, PardDrafter, PardOptions, dropped_rows
+from docs.measurements.pocket.models import save_model
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
 from parallel.speculators.pard import PardRunner, filling_masks

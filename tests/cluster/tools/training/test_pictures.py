@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from cluster.tools.training.report import draw_losses
 from cluster.tools.training.speculators.run import draw_curves
+from docs.measurements.pocket.report import draw_losses
 
 
 @pytest.fixture

@@ -13,17 +13,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from cluster import pocket
 from cluster.config.compose import load_config
-from cluster.config.jobs import TrainConfig
+from cluster.io.text import load_tokenizer
 from cluster.jobs import generate
-from cluster.tools.training.batches import spread_rows
 from cluster.tools.training.corpus import load_corpus
-from cluster.tools.training.evaluation import (
+from cluster.tools.training.token_stream import pack, spread_rows
+from docs.measurements.pocket.config import PairConfig
+from docs.measurements.pocket.evaluation import (
     acceptance_length,
     agreement_rate,
     greedy_matches,
     mean_loss,
 )
-from cluster.tools.training.tokenizer import load_tokenizer, pack
 
 FOLDERS = {"target": pocket.TARGET, "drafter": pocket.DRAFTER, "deep": pocket.DEEP_DRAFTER}
 SHAPES = {
@@ -128,7 +128,7 @@ def test_transformers_generates_with_the_pair(pair: dict[str, LlamaForCausalLM])
 def test_readme_and_report_tell_of_this_pair():
     report = json.loads((pocket.TARGET.parent / "report.json").read_text())
     readme = (pocket.TARGET.parent / "README.md").read_text()
-    assert report["seed"] == TrainConfig().seed
+    assert report["seed"] == PairConfig().seed
     assert report["corpus_sha256"] in readme
     assert f"Acceptance length {report['acceptance_length']['5']:.2f}" in readme
     assert "PSF" in readme

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from cluster import pocket
+from cluster.io.text import load_tokenizer
 from cluster.tools.training.corpus import HELD_OUT, Source
 from cluster.tools.training.prompts import FEWEST_TOKENS, MOST_TOKENS, choose_prompts, cut_prompts
-from cluster.tools.training.tokenizer import load_tokenizer
 
 DOCSTRING = '''"""Return something long enough for a prompt, with a few more words than necessary.
 

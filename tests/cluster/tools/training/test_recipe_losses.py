@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.tools.training.models import drafter_config, initialised, save_model
+from cluster.tools.training.models import drafter_config, initialised
 from cluster.tools.training.speculators import distill, pard
+from docs.measurements.pocket.models import save_model
 from parallel.speculators.block import training as block
 from parallel.speculators.chimera import training as chimera
 from parallel.speculators.config import FINAL

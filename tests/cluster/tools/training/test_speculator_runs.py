@@ -15,16 +15,17 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from cluster import pocket
 from cluster.config.schema import LaunchConfig
+from cluster.io.text import load_tokenizer
 from cluster.jobs import train
 from cluster.tools.training import corpus
 from cluster.tools.training.continuations import TextRows, written_rows
-from cluster.tools.training.models import drafter_config, initialised, save_model
+from cluster.tools.training.models import drafter_config, initialised
 from cluster.tools.training.speculators import run as training
 from cluster.tools.training.speculators.distill import DistilledDrafter
 from cluster.tools.training.speculators.frozen_target import FrozenTarget, load_target, shape_of
 from cluster.tools.training.speculators.recipes import RECIPES
-from cluster.tools.training.tokenizer import load_tokenizer
 from cluster.tools.training.trainer import Ranks, Recipe
+from docs.measurements.pocket.models import save_model
 from parallel.speculators.config import FINAL
 from tests.cluster.config.quick_loading import load_quickly
 

@@ -12,14 +12,8 @@ from transformers import AutoTokenizer
 
 from cluster import pocket
 from cluster.tools.training.corpus import Source
-from cluster.tools.training.tokenizer import (
-    END_OF_TEXT,
-    END_OF_TEXT_ID,
-    load_tokenizer,
-    pack,
-    save_tokenizer,
-    train_tokenizer,
-)
+from cluster.tools.training.token_stream import END_OF_TEXT_ID, pack
+from docs.measurements.pocket.models import END_OF_TEXT, load_tokenizer, save_tokenizer, train_tokenizer
 
 SOURCES = [Source(f"{name}.py", f"def {name}(x):\n    return x + 1\n" * 20) for name in ("first", "second")]
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.tools.training.batches import DistillationSet, StreamBatches
 from cluster.tools.training.models import drafter_config, initialised
 from cluster.tools.training.trainer import Ranks, Recipe, StepOutcome, TrainingBudget, fit, optimizers, rate_factor
+from docs.measurements.pocket.batches import DistillationSet, StreamBatches
 
 
 def test_rate_rises_holds_and_falls_to_zero():

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from cluster.tools.training import trainer as module
-from cluster.tools.training.batches import StreamBatches, spread_rows
+from cluster.tools.training.token_stream import spread_rows
 from cluster.tools.training.trainer import Recipe, StepOutcome, TrainingBudget, fit, rate_factor
+from docs.measurements.pocket.batches import StreamBatches
 
 
 @pytest.fixture

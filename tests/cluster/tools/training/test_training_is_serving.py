@@ -18,11 +18,12 @@ from torch import Tensor
 from actors.protocol.messages import SamplingParams
 from actors.verification.features import FeatureReader
 from actors.verification.verifier import VerifyInput
-from cluster.tools.training.models import drafter_config, initialised, save_model
+from cluster.tools.training.models import drafter_config, initialised
 from cluster.tools.training.speculators.distill import DistillOptions, read_exits
 from cluster.tools.training.speculators.layerskip import LayerSkipOptions
 from cluster.tools.training.speculators.pard import PardOptions
 from cluster.tools.training.speculators.recipes import RECIPES
+from docs.measurements.pocket.models import save_model
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan

@@ -12,17 +12,15 @@ from typing import Any
 
 import torch
 
-from cluster.config.jobs import TrainConfig
 from cluster.io.pictures import add_grid, picture
-from cluster.tools.training.batches import spread_rows
 from cluster.tools.training.corpus import HELD_OUT, TEST_MEGABYTES, Corpus
-from cluster.tools.training.evaluation import acceptance_length, agreement_rate, greedy_matches, mean_loss, overlap
-from cluster.tools.training.models import load_model
-from cluster.tools.training.stages import RECIPE, SHORT_FRACTION
-from cluster.tools.training.tokenizer import load_tokenizer, pack
+from cluster.tools.training.token_stream import pack, spread_rows
+from docs.measurements.pocket.config import RECIPE, SHORT_FRACTION, PairConfig
+from docs.measurements.pocket.evaluation import acceptance_length, agreement_rate, greedy_matches, mean_loss, overlap
+from docs.measurements.pocket.models import load_model, load_tokenizer
 from parallel.whole_files import write_text
 
-TEMPLATE = Path(__file__).with_name("pair_readme.md")
+TEMPLATE = Path(__file__).with_name("readme.template")
 MAX_DRAFT_TOKENS = 8
 """Acceptance length is reported for 1 to this many draft tokens per round."""
 DRAFT_DEPTH = 5
@@ -31,7 +29,7 @@ START = 32
 """Tokens at the start of a continuation, measured apart because small models soon repeat themselves when greedy."""
 
 
-def measure(config: TrainConfig, corpus: Corpus, out: Path) -> dict[str, Any]:
+def measure(config: PairConfig, corpus: Corpus, out: Path) -> dict[str, Any]:
     """Measure the pair in `out` on held-out text, in float32 from the written weights; losses in nats per token.
 
     FileNotFoundError without a model or the prompts.
@@ -58,7 +56,7 @@ def measure(config: TrainConfig, corpus: Corpus, out: Path) -> dict[str, Any]:
     }
 
 
-def describe_run(config: TrainConfig, corpus: Corpus, out: Path, work: Path) -> dict[str, Any]:
+def describe_run(config: PairConfig, corpus: Corpus, out: Path, work: Path) -> dict[str, Any]:
     """Return where the pair came from: corpus, seed, versions, and what each training run recorded in `work`."""
     tokenizer = load_tokenizer(out / "target")
     records = {}
@@ -97,8 +95,8 @@ def _row(role: str, parameters: int, record: dict[str, Any]) -> str:
     return f"| {role} | {parameters / 1e6:.1f} M | {spent} | {record['final_loss']:.3f} |"
 
 
-def write_readme(config: TrainConfig, report: dict[str, Any], path: Path) -> None:
-    """Fill `pair_readme.md` with the numbers of `measure` and `describe_run`."""
+def write_readme(config: PairConfig, report: dict[str, Any], path: Path) -> None:
+    """Fill `readme.template` with the numbers of `measure` and `describe_run`."""
     lengths = report["acceptance_length"]
     runs = "\n".join(_row(role, report["parameters"][role], record) for role, record in report["training"].items())
     quality = "\n".join(

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from cluster import pocket
 from cluster.io.prompts import read_prompts
 from cluster.tools.training.corpus import HELD_OUT, Source
-from cluster.tools.training.workloads import (
+from docs.measurements.pocket.workloads import (
     NUM_PROMPTS,
     NUM_SESSIONS,
     SYSTEM,
@@ -24,6 +24,7 @@ from cluster.tools.training.workloads import (
     edit_prompt,
     held_out_sources,
 )
+from tests.cluster.conftest import one_free_thread as one_free_thread  # noqa: PLC0414 (a fixture)
 
 BODY = "\n".join(f"        self.assertEqual(add({i}, {i + 1}), {2 * i + 1})" for i in range(8))
 SOURCE = Source(

@@ -93,11 +93,3 @@ class DistillationSet:
         with torch.autocast(device.type, torch.bfloat16):
             hidden = self._teacher.model(input_ids=rows.to(device), use_cache=False).last_hidden_state
         return hidden.to("cpu", torch.bfloat16)
-
-
-def spread_rows(stream: torch.Tensor, length: int, num_tokens: int) -> torch.Tensor:
-    """Return about `num_tokens` tokens of a stream as rows of `length` + 1, evenly spread over it."""
-    starts = torch.arange(0, len(stream) - length, length)
-    keep = max(1, min(len(starts), num_tokens // length))
-    chosen = starts[torch.linspace(0, len(starts) - 1, keep).long()]
-    return stream[chosen[:, None] + torch.arange(length + 1)]

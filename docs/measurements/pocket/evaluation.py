@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from cluster.tools.training.models import continue_text, logits_of
-from cluster.tools.training.tokenizer import END_OF_TEXT_ID
+from cluster.tools.training.models import continue_text
+from cluster.tools.training.token_stream import END_OF_TEXT_ID
+from docs.measurements.pocket.models import logits_of
 
 
 @torch.inference_mode()

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.config.jobs import TrainConfig
-from cluster.tools.training import report as module
+from docs.measurements.pocket import report as module
+from docs.measurements.pocket.config import PairConfig
 
-CONFIG = TrainConfig(
+CONFIG = PairConfig(
     vocab_size=300,
     sequence_length=8,
     held_out_tokens=16,

@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from cluster.tools.training.batches import DistillationSet, spread_rows
-from cluster.tools.training.evaluation import (
+from cluster.tools.training.models import continue_text, drafter_config, grouped
+from cluster.tools.training.token_stream import spread_rows
+from docs.measurements.pocket.batches import DistillationSet
+from docs.measurements.pocket.evaluation import (
     acceptance_length,
     agreement_rate,
     count_rounds,
@@ -17,8 +19,7 @@ from cluster.tools.training.evaluation import (
     mean_loss,
     overlap,
 )
-from cluster.tools.training.models import continue_text, drafter_config, grouped
-from cluster.tools.training.trainer import cross_entropy, distillation
+from docs.measurements.pocket.make import cross_entropy, distillation
 
 VOCABULARY = 64
 

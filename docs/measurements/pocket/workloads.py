@@ -2,7 +2,7 @@
 
 Cut from the held-out modules and their tests. A small target copies some functions and not others, so its answers
 decide: the candidates whose answers copy the prompt most, without repeating themselves, are kept. The caller passes the
-function that completes prompts. `python -m cluster.tools.training.workloads DIR` writes both files with the bundled
+function that completes prompts. `python -m docs.measurements.pocket.workloads DIR` writes both files with the bundled
 target.
 """
 

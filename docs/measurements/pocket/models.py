@@ -1,6 +1,6 @@
-"""The tokenizer: byte-level BPE learnt from sources, and the packing of sources into one token stream.
+"""The models of the bundled pair and their tokenizer: shapes, folders, and logits of whole texts.
 
-It must not know models or training; what it writes is an ordinary Hugging Face tokenizer.
+It must not know corpus, losses or optimizers.
 """
 
 from __future__ import annotations
@@ -10,14 +10,41 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cluster.tools.training.corpus import Source
+from cluster.tools.training.models import SPECIAL_TOKENS, llama_config, on_device, save_rounded
 from parallel.whole_files import write_text
 
 END_OF_TEXT = "<|endoftext|>"
-"""The one special token: separates sources, ends a generation, pads a batch. Its id is 0."""
-END_OF_TEXT_ID = 0
+"""The one special token: separates sources, ends a generation, pads a batch. Its id is `END_OF_TEXT_ID`."""
+
+
+def target_config(vocab_size: int) -> LlamaConfig:
+    """The target: 6 layers of 384, 10.4 M parameters at 4096 entries."""
+    return llama_config(vocab_size, hidden=384, layers=6, heads=8, kv_heads=4, intermediate=896)
+
+
+def save_model(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write config, greedy generation config and bfloat16 weights; `model` keeps its own precision."""
+    model.generation_config = GenerationConfig(**SPECIAL_TOKENS, do_sample=False)
+    save_rounded(model, folder)
+
+
+def load_model(folder: Path, device: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Read a model written by `save_model`, ready for inference. FileNotFoundError if `folder` holds no weights."""
+    if not (folder / "model.safetensors").exists():
+        raise FileNotFoundError(f"no model.safetensors in {folder}; run the stage that trains it first")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    return on_device(model, device).eval()
+
+
+def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """Return `[sequences, length, vocabulary]` logits of one forward pass without cache or mask tensors."""
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    return F.linear(hidden, model.lm_head.weight)
 
 
 def train_tokenizer(sources: Iterable[Source], vocab_size: int) -> Tokenizer:
@@ -63,12 +90,3 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not path.exists():
         raise FileNotFoundError(f"no tokenizer.json in {folder}; run the tokenizer stage first")
     return Tokenizer.from_file(str(path))
-
-
-def pack(tokenizer: Tokenizer, sources: Iterable[Source]) -> torch.Tensor:
-    """Return one int64 stream of all sources' tokens, each source preceded by the end-of-text token."""
-    stream: list[int] = []
-    for encoding in tokenizer.encode_batch([source.text for source in sources]):
-        stream.append(END_OF_TEXT_ID)
-        stream.extend(encoding.ids)
-    return torch.tensor(stream, dtype=torch.long)
