@@ -21,7 +21,7 @@ from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.prefill import prefill
 from cluster.config.jobs import LengthsConfig
 from cluster.config.schema import LaunchConfig
-from cluster.io.console import Terminal
+from cluster.io.console import Terminal, figure
 from cluster.observability.report import write_json
 from cluster.tools.bench.chain_lengths import (
     Outcome,
@@ -86,12 +86,10 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         f"{sum(map(len, recorded)):,} drafts; a draft pass takes {draft:.2f} of a pass of the target, "
         f"a pass over {longest} draft tokens {verify:.2f}"
     )
-    if values.doubt:
-        terminal.line(f"warning: {values.doubt}: this machine was busy, and the speeds may be wrong; measure again")
-    terminal.line(f"{'rule':<16}{'over plain':>11}{'tokens a round':>16}{'mean length':>13}{'accepted':>10}")
-    for name, one in found.items():
-        numbers = f"{one['speedup']:>11.3f}{one['tokens_per_round']:>16.2f}{one['mean_length']:>13.2f}"
-        terminal.line(f"{name:<16}{numbers}{one['accepted']:>10.2f}")
+    if wrong := values.contradiction:
+        terminal.line(f"warning: {wrong}: this machine was busy, and the speeds may be wrong; measure again")
+    rows = [[name, figure(one["speedup"], 3), *map(figure, list(one.values())[1:])] for name, one in found.items()]
+    terminal.table("rules", ["rule", "over plain", "tokens a round", "mean length", "accepted"], rows)
 
 
 def _again(target: DecoderRunner, written: Context, request_id: int) -> Context:

@@ -66,7 +66,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         "acceptance": again.chances,
         "pass_share": again.pass_share,
         "plain_pass_s": values.costs.verify_s[0],
-        "doubt": values.doubt,
+        "contradiction": values.contradiction,
         "verify": str(config.verify.rule),
         "sampling": asdict(config.sampling),
     }
@@ -82,8 +82,8 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         f"expected {again.speedup:.2f} times plain decoding with {again.num_draft_tokens} draft tokens, "
         f"a draft pass in {again.pass_share:.2f} of a pass of the target, without [{','.join(skipped)}]"
     )
-    if values.doubt:
-        terminal.line(f"warning: {values.doubt}: this machine was busy, and the choice may be wrong; search again")
+    if wrong := values.contradiction:
+        terminal.line(f"warning: {wrong}: this machine was busy, and the choice may be wrong; search again")
     terminal.line(f"written to {out}; curves in {run_dir / 'search.png'}:")
     terminal.line(f"drafter=self drafter.layers={out} drafter.num_draft_tokens={again.num_draft_tokens}")
 

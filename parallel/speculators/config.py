@@ -67,7 +67,7 @@ class SpeculatorConfig:
 
     method: str
     vocab_size: int
-    """Of the target."""
+    """Tokens of the target's vocabulary."""
     max_positions: int
     target_hidden: int
     """Width of one tap."""
@@ -99,7 +99,7 @@ class SpeculatorConfig:
         return False
 
     def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:  # noqa: ARG002
-        """Of one token, in what one of the ranks keeps of every sequence."""
+        """Bytes of one token in what one of the ranks keeps of every sequence."""
         return 0
 
     @property

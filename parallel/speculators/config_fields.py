@@ -20,13 +20,13 @@ Scale = Annotated[float, Meta(gt=0, le=1e6)]
 Dimension = Size | Annotated[str, Meta(max_length=100)]
 """A number, or a text of one."""
 LayerId = Annotated[int, Meta(ge=-1, le=MOST_LAYERS)]
-"""Of a layer of the target; -1 for its embedding."""
+"""The number of a layer of the target; -1 for its embedding."""
 LayerIds = Annotated[list[LayerId], Meta(min_length=1, max_length=MOST_LAYERS)]
 Tap = Annotated[int, Meta(ge=-MOST_LAYERS - 2, le=STREAMS)]
 
 
 class OwnFields(TypedDict, total=False):
-    """Of all methods."""
+    """The section `speculator` of our own checkpoints, whatever their method."""
 
     method: str
     vocab_size: Tokens
@@ -68,7 +68,7 @@ class OwnFields(TypedDict, total=False):
 
 
 class BlockFields(TypedDict, total=False):
-    """Of published block drafters, at the top or in a section of their own."""
+    """Fields of published block drafters, at the top or in a section of their own."""
 
     target_layer_ids: LayerIds | None
     mask_token_id: TokenId | None
@@ -91,7 +91,7 @@ class EagleFields(TypedDict, total=False):
 
 
 class SpeculatorFields(DecoderFields, BlockFields, EagleFields, total=False):
-    """Of all layouts."""
+    """The fields that any layout reads."""
 
     speculator: OwnFields | None
     dflash_config: BlockFields | None

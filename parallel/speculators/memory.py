@@ -16,7 +16,7 @@ from parallel.speculators.registry import read_speculator
 
 @dataclass(frozen=True, slots=True)
 class SpeculatorMemory:
-    """On one rank."""
+    """What one rank holds of a speculator."""
 
     weight_bytes: int
     bytes_per_slot: int
@@ -24,7 +24,8 @@ class SpeculatorMemory:
 
 
 def speculator_memory(path: str | Path, target_layers: int, ranks: int, dtype: str, weights: str) -> SpeculatorMemory:
-    """Of numbers in `dtype` and matrices in `weights`; ValueError, one line, if no family knows the checkpoint."""
+    """The memory with numbers in `dtype` and matrices in `weights`; ValueError, one line, if no family knows the
+    checkpoint."""
     config, directory = read_speculator(path, target_layers), resolve_checkpoint(str(path))
     per_slot = config.bytes_per_slot(ranks, ITEM_BYTES[dtype])
     sizes = (

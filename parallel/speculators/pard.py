@@ -24,7 +24,7 @@ from parallel.runtime.interface import PassOutput, Runner
 from parallel.transfers import upload
 
 MASK_FIELD, DEPTH_FIELD = "pard_token", "pard_depth"
-"""Of config.json. The depth is ours: a published checkpoint leaves it to the engine."""
+"""Fields of config.json. The depth is ours: a published checkpoint leaves it to the engine."""
 DEPTH = 8
 """That of published checkpoints."""
 
@@ -106,8 +106,8 @@ class PardRunner(Runner):
     def forward(
         self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
     ) -> PassOutput:
-        """Of an exact pass's span that asks for logits, the first row that has them is the root, and those after it are
-        draft tokens; a fuzzy pass feeds draft tokens alone."""
+        """In a span of an exact pass that asks for logits, the first row that has them is the root, and those after it
+        are draft tokens; a fuzzy pass feeds draft tokens alone."""
         assert not taps, "a draft model has no taps"
         roots = {} if fuzzy else self._fill_masks(spans, upload(token_ids, self.decoder.device))
         nodes: list[_MaskNode] = []

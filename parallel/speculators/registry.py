@@ -124,7 +124,8 @@ def open_fuser(
     dtype: torch.dtype,
     weights: torch.dtype | None = None,
 ) -> TapFuser | None:
-    """Of a checkpoint only what fuses taps, for the target's side; None if features leave as they are."""
+    """Load what fuses taps, and nothing else of the checkpoint, for the target's side; None if features leave as they
+    are."""
     directory, config = resolve_checkpoint(str(path)), read_speculator(path, target_layers)
     if config.fuser is None or not config.travels_fused:
         return None

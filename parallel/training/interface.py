@@ -55,7 +55,7 @@ class TargetBatch:
     """At which held-out acceptance is measured: 0 = greedy, the rows then are the target's greedy text."""
 
     def target_logits(self) -> Tensor:
-        """`[rows, length, vocabulary]`; row i is the target's law of token i + 1."""
+        """`[rows, length, vocabulary]`; row i is the target's distribution of token i + 1."""
         return self.head(self.taps[FINAL])
 
 

@@ -1,6 +1,6 @@
-"""Losses of drafters against the target's law, weights over positions, and how they are summed. Knows no module.
+"""Losses of drafters against the target's distribution, weights of positions, and how they are summed. Knows no module.
 
-All take logits `[..., vocabulary]` and give a value per row `[...]`. p is the target's law, q the drafter's.
+All take logits `[..., vocabulary]` and give a value per row `[...]`. p is the target's distribution, q the drafter's.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def jensen_shannon(beta: float = 0.5) -> Divergence:
 
 def total_variation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     """`|p - q| / 2` summed: the probability that the ratio test rejects one draft token."""
-    return 0.5 * (_law(p_logits.detach()) - _law(q_logits)).abs().sum(-1)
+    return 0.5 * (_probs(p_logits.detach()) - _probs(q_logits)).abs().sum(-1)
 
 
 def overlap_log(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     """`-log sum(min(p, q))`: the negative log of the probability of acceptance (LK)."""
-    return -torch.minimum(_law(p_logits.detach()), _law(q_logits)).sum(-1).clamp(min=1e-6).log()
+    return -torch.minimum(_probs(p_logits.detach()), _probs(q_logits)).sum(-1).clamp(min=1e-6).log()
 
 
 def lk_hybrid(p_logits: Tensor, q_logits: Tensor) -> Tensor:
@@ -110,5 +110,5 @@ def _log(logits: Tensor) -> Tensor:
     return F.log_softmax(logits.float(), dim=-1)
 
 
-def _law(logits: Tensor) -> Tensor:
+def _probs(logits: Tensor) -> Tensor:
     return F.softmax(logits.float(), dim=-1)

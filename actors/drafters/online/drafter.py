@@ -2,9 +2,9 @@
 
 Stands around the drafter and drafts nothing itself. It collects what the target said at verified rows, takes
 the learner's steps when the role lets it, and puts new weights into the model only where a draft begins. So all passes
-of a draft, and the distributions that travel with it, are of one version of the weights: q is the law that the tokens
-were drawn from, as the ratio rules need it. KV rows of earlier versions stay: they are an input like any other. What
-draft-ahead prepared with an earlier version stays too, because those tokens are offered without a q (as likeliest
+of a draft, and the distributions that travel with it, are of one version of the weights: q is the distribution that the
+tokens were drawn from, as the ratio rules need it. KV rows of earlier versions stay: they are an input like any other.
+What draft-ahead prepared with an earlier version stays too, because those tokens are offered without a q (as likeliest
 tokens, or drawn with the target's noise).
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from actors.drafters.interface import Context, Draft, Drafter, FeatureRows
 from actors.drafters.online.learner import OnlineLearner
 from actors.drafters.online.window_features import WindowFeatures
-from actors.drafters.online.windows import LawWindow, TextLaws
+from actors.drafters.online.windows import TargetWindow, WindowBuilder
 from actors.protocol.messages import Commit, LearningWork, TopTokens
 from parallel.model.layers.weight import Weight
 from parallel.runtime.interface import Runner
@@ -45,7 +45,7 @@ class OnlineDrafter:
         self.idle_share = idle_share
         self._state = state
         self._num_saved = learner.num_steps
-        self._laws = TextLaws()
+        self._windows_of_text = WindowBuilder()
         self._contexts: dict[int, Context] = {}
         self._served = served
         self._reader = drafter.capabilities.reads_features
@@ -70,11 +70,11 @@ class OnlineDrafter:
         return self.drafter.propose(contexts, budgets)
 
     def observe(self, context: Context, commit: Commit) -> None:
-        self._remember(context.request_id, self._laws.observe(context, commit))
+        self._remember(context.request_id, self._windows_of_text.observe(context, commit))
         self.drafter.observe(context, commit)
 
     def release(self, request_id: int) -> None:
-        self._remember(request_id, self._laws.release(self._contexts.pop(request_id)))
+        self._remember(request_id, self._windows_of_text.release(self._contexts.pop(request_id)))
         for window in [] if self._features is None else self._features.release(request_id):
             self.learner.memory.add(window)
         self.drafter.release(request_id)
@@ -82,7 +82,7 @@ class OnlineDrafter:
     # --- learning -----------------------------------------------------------------------------------------------------
 
     def read_top_tokens(self, top_tokens: TopTokens) -> None:
-        for request_id, window in self._laws.read(top_tokens, self._contexts):
+        for request_id, window in self._windows_of_text.read(top_tokens, self._contexts):
             self._remember(request_id, window)
 
     @property
@@ -96,7 +96,7 @@ class OnlineDrafter:
         for window in self._features.read(features):
             self.learner.memory.add(window)
 
-    def _remember(self, request_id: int, window: LawWindow | None) -> None:
+    def _remember(self, request_id: int, window: TargetWindow | None) -> None:
         if window is None:
             return
         for complete in [window] if self._features is None else self._features.add(request_id, window):

@@ -2,14 +2,14 @@
 2310.07177, with the rule of R-Adapter, arXiv 2408.05749).
 
 Adapters A are trained live; their average A_bar is what is served: weights (I + strength * A_bar) W. The loss is the
-cross entropy with the target's law: its likeliest tokens, and the mass of the others as one event. While it trains, an
-adapter is left out with probability `DROPPED` and the others are scaled up.
+cross entropy with the target's distribution: its likeliest tokens, and the mass of the others as one event. While it
+trains, an adapter is left out with probability `DROPPED` and the others are scaled up.
 
 Every window is also a test before it is learned: the share of its positions at which a draft token of the shipped
-model, and of A_bar, would be accepted (greedy: their first choices agree; else the overlap of the laws). Positions of a
-text are all tested, whatever was drafted for them, so that the two means compare the models without bias and without
-rounds drafted by the worse of them. Where A_bar falls below the shipped model, strength goes to 0: the shipped weights
-are served again, what was learned is dropped, and learning starts anew. Knows no requests and no clock.
+model, and of A_bar, would be accepted (greedy: their first choices agree; else the overlap of the distributions).
+Positions of a text are all tested, whatever was drafted for them, so that the two means compare the models without bias
+and without rounds drafted by the worse of them. Where A_bar falls below the shipped model, strength goes to 0: the
+shipped weights are served again, what was learned is dropped, and learning starts anew. Knows no requests and no clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from actors.drafters.online.saved_state import SavedCounts, read_state, write_state
-from actors.drafters.online.windows import LawWindow, WindowMemory
+from actors.drafters.online.windows import TargetWindow, WindowMemory
 from actors.policy.estimators import Ewma
 from parallel.model.adapted import AdaptedModel, Adapter
 
@@ -58,7 +58,7 @@ class OnlineLearner:
         self.memory = WindowMemory(num_positions, seed)
         self._random = random.Random(seed)
         self._staged: list[Tensor] | None = None
-        self._to_train: LawWindow | None = None  # tested, and to be learned next
+        self._to_train: TargetWindow | None = None  # tested, and to be learned next
         self._num_new = 0
         self.version = 0
         """How often the weights that are served were replaced."""
@@ -121,7 +121,7 @@ class OnlineLearner:
         known = self._num_tests >= FEWEST_TESTS
         return known and self.adapted_share.mean < self.shipped_share.mean - WORSE
 
-    def _test(self, window: LawWindow) -> None:
+    def _test(self, window: TargetWindow) -> None:
         with torch.no_grad():
             shares = [self._accepted_share(window, adapters) for adapters in (None, self._average)]
         self.shipped_share.update(shares[0])
@@ -136,30 +136,30 @@ class OnlineLearner:
         self._staged = self._model.weights if self.serves else None
         self._begin(self._model.zero_adapters(self._seed + self.num_rollbacks))
 
-    def _accepted_share(self, window: LawWindow, adapters: Sequence[Adapter] | None) -> float:
+    def _accepted_share(self, window: TargetWindow, adapters: Sequence[Adapter] | None) -> float:
         logits = self._logits(window, adapters, [self._strength] * len(self._model.weights))
-        likely, probs = self._law_of(window)
+        likely, probs = self._likely_of(window)
         if window.greedy:
             return float((logits.argmax(-1) == likely[:, 0]).float().mean())
         known = likely < logits.shape[-1]
         own = logits.softmax(-1).gather(1, likely.clamp(max=logits.shape[-1] - 1))
         return float((torch.minimum(own, probs) * known).sum(1).mean())
 
-    def _add_gradients(self, window: LawWindow) -> None:
+    def _add_gradients(self, window: TargetWindow) -> None:
         kept = [self._random.random() >= DROPPED for _ in self._live]
         scales = [one / (1 - DROPPED) for one in kept]
-        loss = law_loss(self._logits(window, self._live, scales), *self._law_of(window))
+        loss = likely_loss(self._logits(window, self._live, scales), *self._likely_of(window))
         (loss / WINDOWS_PER_STEP).backward()
         self.loss.update(float(loss.detach()))
         self.num_positions += len(window)
         self._num_gradients += 1
 
-    def _logits(self, window: LawWindow, adapters: Sequence[Adapter] | None, scales: Sequence[float]) -> Tensor:
+    def _logits(self, window: TargetWindow, adapters: Sequence[Adapter] | None, scales: Sequence[float]) -> Tensor:
         tokens = window.token_ids.to(self._device)[None]
         features = None if window.features is None else window.features.to(self._device)[None]
         return self._model.logits(tokens, len(window), adapters, scales, features)
 
-    def _law_of(self, window: LawWindow) -> tuple[Tensor, Tensor]:
+    def _likely_of(self, window: TargetWindow) -> tuple[Tensor, Tensor]:
         """The columns of the likely tokens and their probabilities, [n, k] each."""
         return self._model.columns(window.likely.to(self._device)), window.probs.to(self._device)
 
@@ -205,9 +205,9 @@ class OnlineLearner:
         return f"{self._model.rank} {shapes} {zlib.crc32(first):08x}"
 
 
-def law_loss(logits: Tensor, likely: Tensor, probs: Tensor) -> Tensor:
-    """Mean cross entropy of laws logits [n, V] with those whose `likely` tokens [n, k] have `probs`; the other tokens
-    are one event. Tokens beyond V count among the others."""
+def likely_loss(logits: Tensor, likely: Tensor, probs: Tensor) -> Tensor:
+    """Mean cross entropy of distributions with logits [n, V] with those whose `likely` tokens [n, k] have `probs`; the
+    other tokens are one event. Tokens beyond V count among the others."""
     known = likely < logits.shape[-1]
     log_q = logits.log_softmax(-1).gather(1, likely.clamp(max=logits.shape[-1] - 1))
     p = probs * known

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from actors.drafters.interface import FeatureRows
 from actors.drafters.online import windows
-from actors.drafters.online.windows import LawWindow
+from actors.drafters.online.windows import TargetWindow
 from parallel.speculators.features import TextFeatures
 
 KEPT = 4 * (windows.POSITIONS + windows.READ_BEFORE)
@@ -22,12 +22,12 @@ class WindowFeatures:
 
     def __init__(self) -> None:
         self._texts: dict[int, TextFeatures] = {}
-        self._waiting: dict[int, list[LawWindow]] = {}
+        self._waiting: dict[int, list[TargetWindow]] = {}
 
     def open(self, request_id: int) -> None:
         self._texts[request_id], self._waiting[request_id] = TextFeatures(), []
 
-    def read(self, features: FeatureRows) -> list[LawWindow]:
+    def read(self, features: FeatureRows) -> list[TargetWindow]:
         """Keep them; returns the windows that have all theirs now."""
         text = self._texts[features.request_id]
         text.append(features.start, features.rows)
@@ -35,14 +35,14 @@ class WindowFeatures:
         waiting, self._waiting[features.request_id] = self._waiting[features.request_id], []
         return [found for window in waiting for found in self.add(features.request_id, window)]
 
-    def add(self, request_id: int, window: LawWindow) -> list[LawWindow]:
+    def add(self, request_id: int, window: TargetWindow) -> list[TargetWindow]:
         """The window with its features, if they are there; else it waits for them."""
         if window.start + len(window.token_ids) - 1 > self._texts[request_id].end:
             self._waiting[request_id].append(window)
             return []
         return self._paired(request_id, window)
 
-    def release(self, request_id: int) -> list[LawWindow]:
+    def release(self, request_id: int) -> list[TargetWindow]:
         """The request ended: what is left of the windows that wait."""
         text, waiting = self._texts[request_id], self._waiting.pop(request_id)
         cut = [_without_last(window, window.start + len(window.token_ids) - 1 - text.end) for window in waiting]
@@ -50,7 +50,7 @@ class WindowFeatures:
         del self._texts[request_id]
         return found
 
-    def _paired(self, request_id: int, window: LawWindow) -> list[LawWindow]:
+    def _paired(self, request_id: int, window: TargetWindow) -> list[TargetWindow]:
         """A text's first token has nothing before it, and is left out."""
         text, tokens = self._texts[request_id], window.token_ids
         first = max(1, window.start)
@@ -61,8 +61,8 @@ class WindowFeatures:
         return [replace(window, token_ids=tokens, start=first, features=rows.clone())]
 
 
-def _without_last(window: LawWindow, count: int) -> LawWindow:
+def _without_last(window: TargetWindow, count: int) -> TargetWindow:
     if count <= 0:
         return window
-    laws = window.likely[:-count], window.probs[:-count]
-    return replace(window, token_ids=window.token_ids[:-count], likely=laws[0], probs=laws[1])
+    likeliest = window.likely[:-count], window.probs[:-count]
+    return replace(window, token_ids=window.token_ids[:-count], likely=likeliest[0], probs=likeliest[1])

@@ -1,4 +1,4 @@
-"""What online learning keeps: windows of text with the target's law at their last positions, bounded in number.
+"""What online learning keeps: windows of text with the target's distributions at their last positions, not too many.
 
 Every position of a text is verified once: the accepted rows of a round, its first rejected one and the root of the next
 follow each other without a gap. So the rows of one request are joined to windows, of which one pass of the draft model
@@ -32,7 +32,7 @@ USES = 3
 
 
 @dataclass(slots=True, eq=False)
-class LawWindow:
+class TargetWindow:
     """token_ids [T]; the target's `likely` tokens [n, k] and their `probs` after each of the last n of them.
 
     `start` is the position of the first token in its text. `features` [T, F] are the target's one place before each
@@ -53,14 +53,14 @@ class LawWindow:
 
 @dataclass(slots=True)
 class _TextRows:
-    """Laws at consecutive positions of a text; the first is that of the token after `start` tokens."""
+    """Distributions at consecutive positions of a text; the first is that of the token after `start` tokens."""
 
     start: int
     likely: list[np.ndarray] = field(default_factory=list)
     probs: list[np.ndarray] = field(default_factory=list)
 
 
-class TextLaws:
+class WindowBuilder:
     """Joins the rows of every request to windows. Rows of a pass may come before its verdict or after it."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class TextLaws:
         self._verdicts: dict[int, dict[int, tuple[list[int], list[int]]]] = {}  # text -> (accepted rows, their tokens)
         self._rows: dict[int, _TextRows] = {}
 
-    def read(self, top_tokens: TopTokens, known: Mapping[int, Context]) -> list[tuple[int, LawWindow]]:
+    def read(self, top_tokens: TopTokens, known: Mapping[int, Context]) -> list[tuple[int, TargetWindow]]:
         """The rows of a pass, of known requests; windows that are full now, each with its request."""
         windows = []
         tokens = np.frombuffer(top_tokens.contexts, np.int32)[1::2]
@@ -84,7 +84,7 @@ class TextLaws:
             start += size
         return windows
 
-    def observe(self, context: Context, commit: Commit) -> LawWindow | None:
+    def observe(self, context: Context, commit: Commit) -> TargetWindow | None:
         """The verdict on the verified rows of a request, whose text is not extended yet; a window if one is full."""
         path = [0, *commit.path][: len(commit.token_ids)]  # rows of the tree's nodes are in their order
         read = [context.token_ids[-1], *commit.token_ids][: len(path)]
@@ -94,7 +94,7 @@ class TextLaws:
             del verdicts[min(verdicts)]
         return self._join(context, [*context.token_ids, *commit.token_ids])
 
-    def _join(self, context: Context, text: list[int]) -> LawWindow | None:
+    def _join(self, context: Context, text: list[int]) -> TargetWindow | None:
         """If rows and verdict of a pass over the request are there, the rows of its text; `text` ends behind them."""
         request_id = context.request_id
         verdicts = self._verdicts.get(request_id, {})
@@ -112,7 +112,7 @@ class TextLaws:
         rows.probs += list(probs[path])
         return self._window(context, text, POSITIONS) if len(rows.likely) >= POSITIONS else None
 
-    def release(self, context: Context) -> LawWindow | None:
+    def release(self, context: Context) -> TargetWindow | None:
         """The request ended: what is left of its rows, if it is worth a pass."""
         self._verified.pop(context.request_id, None)
         self._verdicts.pop(context.request_id, None)
@@ -122,7 +122,7 @@ class TextLaws:
         self._rows.pop(context.request_id, None)
         return window
 
-    def _window(self, context: Context, text: list[int], size: int) -> LawWindow:
+    def _window(self, context: Context, text: list[int], size: int) -> TargetWindow:
         """The first `size` rows of the request, which are dropped."""
         rows = self._rows.pop(context.request_id)
         end = rows.start + size - 1  # tokens of the text that the last row has read
@@ -130,8 +130,8 @@ class TextLaws:
         self._rows[context.request_id] = _TextRows(rows.start + size, rows.likely[size:], rows.probs[size:])
         likely, probs = np.stack(rows.likely[:size]).astype(np.int64), np.stack(rows.probs[:size])
         is_greedy = context.sampling.temperature == 0
-        laws = torch.from_numpy(likely), torch.from_numpy(probs)
-        return LawWindow(torch.tensor(text[start:end]), *laws, is_greedy, start=start)
+        likeliest = torch.from_numpy(likely), torch.from_numpy(probs)
+        return TargetWindow(torch.tensor(text[start:end]), *likeliest, is_greedy, start=start)
 
 
 class WindowMemory:
@@ -140,8 +140,8 @@ class WindowMemory:
     def __init__(self, num_positions: int, seed: int = 0) -> None:
         self._num_positions = num_positions
         self._random = random.Random(seed)
-        self._used: deque[LawWindow] = deque()
-        self._fresh: deque[LawWindow] = deque()
+        self._used: deque[TargetWindow] = deque()
+        self._fresh: deque[TargetWindow] = deque()
 
     @property
     def num_positions(self) -> int:
@@ -150,12 +150,12 @@ class WindowMemory:
     def __len__(self) -> int:
         return len(self._used) + len(self._fresh)
 
-    def add(self, window: LawWindow) -> None:
+    def add(self, window: TargetWindow) -> None:
         self._fresh.append(window)
         while self.num_positions > self._num_positions:
             (self._used or self._fresh).popleft()
 
-    def take(self) -> LawWindow:
+    def take(self) -> TargetWindow:
         """The next window to learn: the newest that was not learned yet, then others at random."""
         if self._fresh:
             window = self._fresh.pop()  # where time is short, what is served now

@@ -80,7 +80,7 @@ class LayerValues:
         kinds = [(self._whole, 1 + k) for k in range(longest + 1)] + [(part, 1) for part in parts]
         *verify_s, ends_s, attention_s, mlp_s = self._pass_times(kinds)
         self.costs = LayerCosts.of(verify_s, ends_s, attention_s, mlp_s, num_layers)
-        self.doubt = contradiction(verify_s, self.costs.pass_s(self._whole))
+        self.contradiction = contradiction(verify_s, self.costs.pass_s(self._whole))
         """How the measured times contradict each other; empty: they do not."""
 
     def _pass_times(self, kinds: Sequence[tuple[LayerPlan, int]]) -> list[float]:

@@ -85,8 +85,8 @@ def continue_text(
     for _ in range(length - prompts.shape[1]):
         logits = model(input_ids=rows[-1], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         if temperature:
-            law = (logits.cpu().float() / temperature).softmax(-1)
-            rows.append(torch.multinomial(law, 1, generator=generator).to(model.device))
+            probs = (logits.cpu().float() / temperature).softmax(-1)
+            rows.append(torch.multinomial(probs, 1, generator=generator).to(model.device))
         else:
             rows.append(logits.argmax(-1, keepdim=True))
     return torch.cat(rows, dim=1).cpu()

@@ -19,7 +19,7 @@ from parallel.model.families.registry import read_config
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Of a model of transformers."""
+    """The modules of a model of transformers."""
 
     config: DecoderConfig
     trunk: nn.Module

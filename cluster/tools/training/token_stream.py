@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from cluster.tools.training.corpus import Source
 
 END_OF_TEXT_ID = 0
-"""Of the bundled tokenizer: what separates sources, ends a generation and pads a batch."""
+"""The bundled tokenizer's token that separates sources, ends a generation and pads a batch."""
 
 
 def pack(tokenizer: Tokenizer, sources: Iterable[Source]) -> torch.Tensor:

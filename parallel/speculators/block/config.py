@@ -17,7 +17,7 @@ class BlockConfig(SpeculatorConfig):
     """One class of drafters; the methods are choices of its fields."""
 
     layers: DecoderConfig
-    """Of the draft layers; its vocabulary and positions are the target's."""
+    """The shape of the draft layers; its vocabulary and positions are the target's."""
     block_size: int
     """Rows of a block, the anchor's included."""
     mask_token_id: int | None

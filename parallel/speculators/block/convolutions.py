@@ -14,7 +14,7 @@ class Convolution(Protocol):
     """Around one sublayer, before and after it, with weights that depend on its input."""
 
     def weights(self, x: Tensor) -> Tensor:
-        """Of the sublayer's input [..., N, H]: what is added to the weights, [..., N, 2, taps, groups], by side."""
+        """The sublayer's input [..., N, H] -> what is added to the weights, [..., N, 2, taps, groups], by side."""
         ...
 
     def __call__(self, x: Tensor, added: Tensor, side: int) -> Tensor:

@@ -188,7 +188,7 @@ class GruCorrector(Corrector):
 
 
 class SelectorCorrector(Corrector):
-    """All other tokens have logits of minus infinity: the law over the candidates is what tokens are drawn from."""
+    """All other tokens have logits of minus infinity: tokens are drawn from the candidates alone."""
 
     BEFORE, AFTER = "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"
     PROJECT = "candidate_selector.hidden_projection.weight"

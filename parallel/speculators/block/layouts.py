@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from parallel.speculators.block.runner import BlockRunner
 
 METHODS = ("dflash", "dspark", "dflash2", "domino")
-"""Of our own layout."""
+"""The methods of our own layout."""
 _NAMES = CheckpointNames(blocks="layers", final_norm="norm")
 
 

@@ -140,8 +140,8 @@ class BlockRunner(SpeculatorRunner):
         return True
 
     def _forward(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> PassOutput:
-        """Of an exact pass's span that asks for logits, the first row that has them is the root, and those after it are
-        draft tokens; a fuzzy pass feeds draft tokens alone."""
+        """In a span of an exact pass that asks for logits, the first row that has them is the root, and those after it
+        are draft tokens; a fuzzy pass feeds draft tokens alone."""
         roots: dict[SeqId, BlockNode] = {}
         if not fuzzy:
             roots = self._start_blocks(spans, token_ids)

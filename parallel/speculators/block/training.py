@@ -38,7 +38,7 @@ class BlockOptions(TrainingOptions):
     layers: Annotated[int, Range(1)] = 2
     """Draft layers, with the target's heads."""
     intermediate_size: Annotated[int, Range(1)] = 512
-    """Of their MLPs."""
+    """Width of their MLPs."""
     taps: Annotated[int, Range(1)] = 3
     """Layers of the target whose outputs are read, evenly spaced from the first to the last but one."""
     block_size: Annotated[int, Range(2)] = 8
@@ -66,7 +66,7 @@ class BlockOptions(TrainingOptions):
     cross_entropy: Annotated[float, Range(0)] = 1.0
     """Weight of the cross-entropy of the text's tokens."""
     variation: Annotated[float, Range(0)] = 0.0
-    """Weight of the L1 distance to the target's law."""
+    """Weight of the L1 distance to the target's distribution."""
     base_steps: Annotated[int, Range(0, zero="none")] = 0
     """Steps in which the loss moves from the logits without the corrector to those with it."""
 

@@ -46,7 +46,7 @@ TRIGRAM = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChimeraConfig(SpeculatorConfig):
     block: DecoderConfig
-    """Of the layer."""
+    """The shape of the layer."""
 
     def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
         return kv_bytes_per_slot(self.block, ranks, item_bytes) + 8  # and its token

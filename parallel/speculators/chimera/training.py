@@ -29,13 +29,13 @@ class ChimeraOptions(TrainingOptions):
     """Settings of Chimera and its losses."""
 
     intermediate_size: Annotated[int, Range(0)] = 0
-    """Of the layer's MLP; 0 for the target's."""
+    """Width of the layer's MLP; 0 for the target's."""
     depths: Annotated[int, Range(1)] = 5
     """Draft tokens from every anchor, in training and on held-out text."""
     decay: Annotated[float, Range(above=0, high=1)] = 0.8
     """Weight of a depth relative to that before."""
     divergence: Annotated[str, OneOf(DIVERGENCES)] = "fkl"
-    """Loss against the target's law, as of `distill`."""
+    """Loss against the target's distribution, as of `distill`."""
     feature_weight: Annotated[float, Range(0)] = 1.0
     """Weight of the mean squared distance between the layer's outputs and the target's hidden states."""
 

@@ -45,7 +45,7 @@ class DraftLayerConfig(SpeculatorConfig):
     logits of token j + 1. Behind the text the features are the output of the row before."""
 
     block: DecoderConfig
-    """Of the draft layers."""
+    """The shape of the draft layers."""
     fuses: bool = False
     """A projection of all taps gives the features; without it there is one tap, as wide as the layers."""
     norms_taps: bool = False

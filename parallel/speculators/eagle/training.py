@@ -36,7 +36,7 @@ class DraftLayerOptions(TrainingOptions):
     taps: Annotated[tuple[int, ...], Range(-1)] = ()
     """Taps of the target; none for those of the method."""
     intermediate_size: Annotated[int, Range(0)] = 0
-    """Of the layer's MLP; 0 for the target's."""
+    """Width of the layer's MLP; 0 for the target's."""
     draft_vocab: Annotated[int, Range(0)] = 0
     """Most frequent tokens that an own head may propose; 0 for the target's head."""
     steps: Annotated[int, Range(1)] = 5
@@ -48,7 +48,7 @@ class DraftLayerOptions(TrainingOptions):
     decay: Annotated[float, Range(above=0, high=1)] = 0.8
     """Weight of a step relative to that before."""
     divergence: Annotated[str, OneOf(DIVERGENCES)] = "fkl"
-    """Loss against the target's law, as of `distill`."""
+    """Loss against the target's distribution, as of `distill`."""
     logits_weight: Annotated[float, Range(0)] = 1.0
     """Weight of that loss."""
     feature_weight: Annotated[float, Range(0)] = 0.0
@@ -238,7 +238,7 @@ class ParallelNet(DraftLayerNet):
 
 
 class _Steps:
-    """Of row i over the first step's rows up to i and its own rows of the steps after; called once a step."""
+    """Attention of row i over the first step's rows up to i and its own rows of the steps after; called once a step."""
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []

@@ -43,7 +43,7 @@ _INPUT_NORM, _MLP_NORM = "input_layernorm", "post_attention_layernorm"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitConfig(SpeculatorConfig):
     block: DecoderConfig
-    """Of the layer."""
+    """The shape of the layer."""
 
     @property
     def exit_layer(self) -> int:

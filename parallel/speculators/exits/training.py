@@ -33,7 +33,7 @@ class ExitOptions(TrainingOptions):
     intermediate_size: Annotated[int, Range(0)] = 0
     """eesd: of the layer's MLP; 0 for the target's."""
     divergence: Annotated[str, OneOf(DIVERGENCES)] = "fkl"
-    """Loss against the target's law, as of `distill`."""
+    """Loss against the target's distribution, as of `distill`."""
     depth: Annotated[int, Range(1)] = 5
     """Draft tokens per round for which acceptance is reported."""
 

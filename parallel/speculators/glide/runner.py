@@ -43,7 +43,7 @@ _OWN, _TARGETS = 0, 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlideConfig(SpeculatorConfig):
     block: DecoderConfig
-    """Of the layer, whose heads are as the target's."""
+    """The shape of the layer, whose heads are as the target's."""
 
     @property
     def reads_kv(self) -> bool:

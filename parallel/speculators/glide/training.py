@@ -27,11 +27,11 @@ class GlideOptions(TrainingOptions):
     """Settings of GliDe and its loss."""
 
     intermediate_size: Annotated[int, Range(0)] = 0
-    """Of the layer's MLP; 0 for the target's."""
+    """Width of the layer's MLP; 0 for the target's."""
     depths: Annotated[int, Range(1)] = 5
     """Rows of a block, which see none of the target's keys and values within it."""
     divergence: Annotated[str, OneOf(DIVERGENCES)] = "fkl"
-    """Loss against the target's law, as of `distill`."""
+    """Loss against the target's distribution, as of `distill`."""
 
 
 def build(options: GlideOptions, target: TargetShape) -> GlideNet:

@@ -68,7 +68,7 @@ class HeadsConfig(SpeculatorConfig):
 
 
 class MatrixShape(NamedTuple):
-    """Of one linear layer."""
+    """The matrix of one linear layer, and whether a bias is added."""
 
     outputs: int
     inputs: int
@@ -141,7 +141,7 @@ class HeadCell(ABC):
 
     @abstractmethod
     def _head_name(self, depth: int) -> str:
-        """Of an output layer of its own."""
+        """The name of an output layer of its own."""
 
 
 class MedusaCell(HeadCell):

@@ -32,7 +32,7 @@ SourcesOf = Callable[[Path], Sources]
 
 
 def own_names(_directory: Path) -> Sources:
-    """Of our own checkpoints, and of a published layout that is named as ours."""
+    """The names of our own checkpoints, and of a published layout that has the same."""
     return lambda name: [name]
 
 

@@ -38,12 +38,12 @@ class _Row:
     is_silent: bool = False
     state: Tensor | None = None
     root: _Row | None = None  # that last row with features
-    laws: Tensor | None = None  # logits of all depths after a root, where tokens make no difference
+    logits: Tensor | None = None  # those of all depths after a root, where tokens make no difference
 
 
 @dataclass(slots=True)
 class _SequenceRows:
-    """Of one sequence. The first `exact_len` of its committed rows were text rows."""
+    """The rows of one sequence, of whose committed ones the first `exact_len` were text rows."""
 
     cached_len: int = 0
     exact_len: int = 0
@@ -223,7 +223,9 @@ class HeadsRunner(SpeculatorRunner):
             logits = torch.cat(self._read(parts))
             order = [speaking[i] for chosen in by_depth.values() for i in chosen]
         else:
-            logits = torch.stack([laws[asked[i].depth] for i, laws in zip(speaking, self._laws(asked), strict=True)])
+            logits = torch.stack(
+                [rows[asked[i].depth] for i, rows in zip(speaking, self._root_logits(asked), strict=True)]
+            )
             order = speaking
         if order == list(range(len(asked))):
             return logits
@@ -231,17 +233,17 @@ class HeadsRunner(SpeculatorRunner):
         placed[upload(order, placed.device)] = logits
         return placed
 
-    def _laws(self, asked: Sequence[_Row]) -> list[Tensor]:
-        """Of the rows that are not silent, the logits [depths, V] of their roots: all heads run at once, when the root
-        is fed, and later levels look them up."""
+    def _root_logits(self, asked: Sequence[_Row]) -> list[Tensor]:
+        """The logits [depths, V] of the roots of all rows that are not silent: all heads run at once, when the root is
+        fed, and later levels look them up."""
         roots = [row.root for row in asked if row.root is not None and not row.is_silent]
-        fresh = list({id(root): root for root in roots if root.laws is None}.values())
+        fresh = list({id(root): root for root in roots if root.logits is None}.values())
         if fresh:
             states = torch.stack([_state_of(root) for root in fresh])
-            laws = torch.stack(self._read(dict.fromkeys(range(self.longest_draft), states)), 1)
-            for root, law in zip(fresh, laws.unbind(0), strict=True):
-                root.laws = law
-        return [root.laws for root in roots if root.laws is not None]
+            logits = torch.stack(self._read(dict.fromkeys(range(self.longest_draft), states)), 1)
+            for root, own in zip(fresh, logits.unbind(0), strict=True):
+                root.logits = own
+        return [root.logits for root in roots if root.logits is not None]
 
     def _read(self, states: Mapping[int, Tensor]) -> list[Tensor]:
         """The states at each depth -> their logits; depths of one output layer are multiplied at once."""

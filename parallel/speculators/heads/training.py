@@ -33,7 +33,7 @@ class HeadLossOptions(TrainingOptions):
     decay: Annotated[float, Range(above=0, high=1)] = 0.8
     """Weight of a depth relative to that before."""
     divergence: Annotated[str, OneOf(("ce", *DIVERGENCES))] = "fkl"
-    """ce = the text's own tokens; the others are taken from the target's law, see `job.recipe=distill`."""
+    """ce = the text's own tokens; the others are taken from the target's distribution, see `job.recipe=distill`."""
     anchors: Annotated[int, Range(1)] = 1024
     """Positions of a batch that are drafted after, at most, drawn at random."""
 
@@ -140,9 +140,9 @@ class HeadsNet(Speculator):
         length = batch.tokens.shape[1]
         needed = torch.stack([rows * length + anchors + depth for depth in range(depths)])
         places, order = needed.unique(return_inverse=True)
-        laws = batch.head(batch.taps[FINAL].flatten(0, 1)[places])
+        logits_there = batch.head(batch.taps[FINAL].flatten(0, 1)[places])
         for depth, logits in enumerate(self.unroll(batch, rows, anchors)):
-            goals = laws[order[depth]]
+            goals = logits_there[order[depth]]
             labels = anchors + 1 + depth
             is_label = batch.loss_mask[rows, labels]
             if options.divergence == "ce":

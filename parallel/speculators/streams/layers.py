@@ -38,12 +38,12 @@ class StreamsConfig(HeadsConfig):
     layers: tuple[int, ...]
     """The target's layers that streams run through, from 0, ascending; in the verifying pass, its last ones."""
     rank: int
-    """Of the deltas of every layer; 0 = none."""
+    """Rank of the deltas of every layer; 0 = none."""
     start_rank: int = 0
-    """Of the map from the node's residual stream to what is added to a stream's embedding; 0: a stream begins as its
-    embedding alone, as a mask does."""
+    """Rank of the map from the node's residual stream to what is added to a stream's embedding; 0: a stream begins as
+    its embedding alone, as a mask does."""
     prune_rank: int = 0
-    """Of what is added to the residual stream below the streams' layers for early logits; 0: there are none."""
+    """Rank of what is added to the residual stream below the streams' layers for early logits; 0: there are none."""
     reads_root: bool = False
     """The first row is the newest token's own: the rows run in a draft pass rather than in the target's."""
 

@@ -1,8 +1,8 @@
 """Streams in training: rows behind anchors of a text that run through the frozen target's layers with low-rank deltas.
 
 Each anchor's rows see the target's keys and values up to the anchor and the rows of their own anchor up to themselves;
-row j learns the target's law of the token j + 1 places behind the anchor. The target's own rows are not run again: what
-they left is in the batch. Knows no loop.
+row j learns the target's distribution of the token j + 1 places behind the anchor. The target's own rows are not run
+again: what they left is in the batch. Knows no loop.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class StreamsOptions(HeadLossOptions):
     skip: Annotated[int, Range(0)] = 0
     """s3d: layers in the target's middle that the draft pass skips."""
     rank: Annotated[int, Range(0, zero="none")] = 32
-    """Of the deltas of each layer's attention and MLP."""
+    """Rank of the deltas of each layer's attention and MLP."""
     start_rank: Annotated[int, Range(0, zero="embeddings alone")] = 0
-    """Of the map from a node's residual stream to what its streams begin with."""
+    """Rank of the map from a node's residual stream to what its streams begin with."""
     prune_rank: Annotated[int, Range(0, zero="none")] = 0
-    """streaming: of early logits below the streams' layers, by which the target can give up unlikely nodes."""
+    """streaming: rank of early logits below the streams' layers, by which the target can give up unlikely nodes."""
     sampler: Annotated[int, Range(0, zero="none")] = 0
     """Width of the head that conditions a stream on the token before it."""
 
@@ -118,7 +118,7 @@ class StreamsNet(HeadsNet):
                 nn.init.normal_(self.parameter(name), std=self.parameter(name).shape[1] ** -0.5 / rms)
 
     def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """That of heads, and of the early logits against the target's law of the next token."""
+        """That of heads, and of the early logits against the target's distribution of the next token."""
         loss, metrics = super().loss(batch, generator)
         if not self.config.prune_rank:
             return loss, metrics

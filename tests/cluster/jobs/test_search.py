@@ -75,8 +75,8 @@ def test_times_that_contradict_each_other_are_named(
     report = json.loads((tmp_path / "search.json").read_text())
     assert report["layers"] == str(out) and read_layers(out)[1] == report["skip"]
     assert report["expected_speedup"] < report["num_draft_tokens"] + 1
-    assert report["doubt"] == "a pass of the target over 2 rows took 0.33 of the time of one over fewer"
-    assert f"warning: {report['doubt']}" in capsys.readouterr().out
+    assert report["contradiction"] == "a pass of the target over 2 rows took 0.33 of the time of one over fewer"
+    assert f"warning: {report['contradiction']}" in capsys.readouterr().out
 
 
 def test_files_and_drafters_that_make_no_sense_are_refused(tmp_path):

@@ -1,7 +1,8 @@
 """A plain draft model distilled from the target (DistillSpec): the divergence and the text it is taken on are chosen.
 
-It reads nothing of the target when it drafts; in training it sees the target's law at every position of the text. With
-`prefixes` its first layers, behind the shared norm and head, become draft models too (S2D, arXiv 2407.01955).
+It reads nothing of the target when it drafts; in training it sees the target's distribution at every position of the
+text. With `prefixes` its first layers, behind the shared norm and head, become draft models too (S2D, arXiv
+2407.01955).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class DistillOptions(TrainingOptions):
 
     divergence: Annotated[str, OneOf((*DIVERGENCES, HARD_LABELS))] = "fkl"
     """fkl = KL(p || q), rkl = KL(q || p), jsd, tvd = total variation, lk = fkl while acceptance is low and tvd then,
-    lk_log = the negative log of the acceptance, ce = cross entropy with the text, without the target's law p."""
+    lk_log = the negative log of the acceptance, ce = cross entropy with the text, without the target's distribution
+    p."""
     beta: Annotated[float, Range(above=0, below=1)] = 0.5
     """The target's share of the mixture of jsd."""
     start: str = "pocket"

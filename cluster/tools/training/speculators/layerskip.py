@@ -44,10 +44,10 @@ class LayerSkipOptions(TrainingOptions):
     """Which exits a step trains beside the last: rotational = every `interval`-th, in turn; gradual = from the last
     one down, another after every `interval` steps."""
     interval: Annotated[int, Range(1)] = 3
-    """Of the curriculum."""
+    """Steps of the curriculum."""
     divergence: Annotated[str, OneOf((*DIVERGENCES, HARD_LABELS))] = "fkl"
-    """Loss of every exit: against the law of the target as it was, as of `distill`, which changes the text the least,
-    or ce, cross entropy with the text (the paper)."""
+    """Loss of every exit: against the distribution of the target as it was, as of `distill`, which changes the text the
+    least, or ce, cross entropy with the text (the paper)."""
     repeat: Annotated[int, Range(1)] = 1
     """Times that every layer runs before the next, as layers of their own that each begin with the layer's weights and
     add its share of the residual stream: 2 makes a target of 12 layers from one of 6."""

@@ -1,8 +1,8 @@
 """PARD: a plain draft model that fills several mask tokens behind the text in one pass, one for each further depth.
 
 Trained in one forward pass over rows of text and, behind them, mask rows of all depths: the row of anchor a at depth k
-stands at position a + k, sees the text up to a and the masks of its own anchor up to k, and learns the target's law of
-token a + k + 1. Depths far from the anchor are trained on fewer anchors (conditional drop).
+stands at position a + k, sees the text up to a and the masks of its own anchor up to k, and learns the target's
+distribution of token a + k + 1. Depths far from the anchor are trained on fewer anchors (conditional drop).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MaskRows:
     depths: Tensor
 
     def positions(self, length: int) -> Tensor:
-        """Of the text's rows and these, int64 `[length + rows]`."""
+        """Positions of the text's rows and of these, int64 `[length + rows]`."""
         return torch.cat((torch.arange(length), self.anchors + self.depths))
 
     def visible(self, length: int) -> Tensor:

@@ -42,13 +42,13 @@ class SpeculatorRecipe:
 
 
 def _method(drawer: str, record: str, method: str = "", **settings: Any) -> SpeculatorRecipe:
-    """Of a drawer of `parallel.speculators`; with `method`, one of several of the same modules."""
+    """A recipe of a drawer of `parallel.speculators`; with `method`, one of several of the same modules."""
     named = {"method": method} if method else {}
     return SpeculatorRecipe(f"parallel.speculators.{drawer}.training", record, named | settings)
 
 
 def _whole(module: str, record: str, rates: tuple[float, float], writes: str = "drafter", **settings: Any) -> Any:
-    """Of a model that is tuned as a whole: Muon's rate and AdamW's."""
+    """A recipe that tunes a model as a whole; `rates` are Muon's and AdamW's."""
     return SpeculatorRecipe(f"cluster.tools.training.speculators.{module}", record, settings, *rates, writes)
 
 

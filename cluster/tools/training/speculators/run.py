@@ -87,7 +87,7 @@ class Course:
 
     @property
     def folder(self) -> Path:
-        """Of the run's logs and state."""
+        """Receives the run's logs and state."""
         return Path(self.work) / self.config.recipe
 
 
@@ -99,7 +99,7 @@ class Texts:
     held_out: dict[float, TextRows]
     """By the temperature at which the target wrote them."""
     prompts: list[list[int]]
-    """Of the training rows, for text that the drafter writes itself."""
+    """Those of the training rows, for text that the drafter writes itself."""
 
 
 def prepare(course: Course, say: Callable[[str], None]) -> Texts:

@@ -14,9 +14,9 @@ from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.online import learner as learner_module
 from actors.drafters.online import windows as windows_module
 from actors.drafters.online.idle_time import IdleTime
-from actors.drafters.online.learner import DROPPED, OnlineLearner, law_loss
+from actors.drafters.online.learner import DROPPED, OnlineLearner, likely_loss
 from actors.drafters.online.window_features import KEPT, WindowFeatures
-from actors.drafters.online.windows import LawWindow, TextLaws, WindowMemory
+from actors.drafters.online.windows import TargetWindow, WindowBuilder, WindowMemory
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import Parallel
 from actors.protocol.messages import Admit, Commit, SamplingParams, SparseDistribution, TopTokens
@@ -57,7 +57,7 @@ def short_windows(monkeypatch):
 
 
 def test_rows_of_accepted_paths_and_first_rejections_become_windows(short_windows):
-    laws, context = TextLaws(), context_of([1, 2, 3])
+    laws, context = WindowBuilder(), context_of([1, 2, 3])
     # a tree: root 3, children 4 and 5, below 5 the token 6; 5 and 6 are accepted, the target adds 9
     rows = [(3, (5, 50)), (4, (40, 41)), (5, (6, 60)), (6, (9, 90))]
     laws.read(TopTokens(2, *law_of(rows), ((7, 3, 4), (8, 3, 0))), {7: context})
@@ -74,7 +74,7 @@ def test_rows_may_come_after_their_verdict(short_windows):
     """As the target sends them, a pass later."""
     found = []
     for is_late in (False, True):
-        laws, context, windows = TextLaws(), context_of([1, 2, 3]), []
+        laws, context, windows = WindowBuilder(), context_of([1, 2, 3]), []
         passes = [([(3, (5, 50)), (5, (6, 60))], (1,), (5, 6)), ([(6, (7, 70))], (), (7,)), ([(7, (8, 80))], (), (8,))]
         for rows, path, tokens in passes:
             top_tokens = TopTokens(2, *law_of(rows), ((7, len(context.token_ids), len(rows)),))
@@ -90,7 +90,7 @@ def test_rows_may_come_after_their_verdict(short_windows):
 
 
 def test_rows_of_another_text_are_dropped_and_a_gap_starts_a_new_window(short_windows):
-    laws, context = TextLaws(), context_of([1, 2, 3])
+    laws, context = WindowBuilder(), context_of([1, 2, 3])
     laws.read(TopTokens(2, *law_of([(3, (5, 50))]), ((7, 2, 1),)), {7: context})
     assert laws.observe(context, verdict(context, (), (5,))) is None
     context.extend((5,))
@@ -110,7 +110,7 @@ def test_rows_of_another_text_are_dropped_and_a_gap_starts_a_new_window(short_wi
 
 def test_requests_of_a_pass_have_their_own_rows_and_others_none(short_windows):
     """A request that has no drafter stands between two that have; all are of one length and begin alike."""
-    laws, contexts, windows = TextLaws(), {one: context_of([1, 2, 3], one) for one in (7, 9)}, {}
+    laws, contexts, windows = WindowBuilder(), {one: context_of([1, 2, 3], one) for one in (7, 9)}, {}
     for step in range(4):
         rows, spans = [], []
         for request, mark in ((7, 10), (8, 20), (9, 30)):
@@ -128,7 +128,7 @@ def test_requests_of_a_pass_have_their_own_rows_and_others_none(short_windows):
 
 
 def window_of(length, tag):
-    return LawWindow(
+    return TargetWindow(
         torch.full((length,), tag), torch.zeros(length, 2, dtype=torch.int64), torch.zeros(length, 2), True
     )
 
@@ -148,12 +148,12 @@ def test_memory_is_bounded_and_each_window_is_learned_a_few_times():
 def test_the_loss_is_least_at_the_target_s_law():
     likely, probs = torch.tensor([[2, 4]]), torch.tensor([[0.5, 0.3]])
     right = torch.log(torch.tensor([[0.1, 0.05, 0.5, 0.05, 0.3]]))
-    at_best = law_loss(right, likely, probs)
+    at_best = likely_loss(right, likely, probs)
     expected = -(0.5 * np.log(0.5) + 0.3 * np.log(0.3) + 0.2 * np.log(0.2))
     assert float(at_best) == pytest.approx(expected, abs=1e-5)
     for _ in range(20):
-        assert law_loss(right + 0.3 * torch.randn_like(right), likely, probs) > at_best
-    beyond = law_loss(right[:, :4], likely, probs)
+        assert likely_loss(right + 0.3 * torch.randn_like(right), likely, probs) > at_best
+    beyond = likely_loss(right[:, :4], likely, probs)
     assert torch.isfinite(beyond), "a token that the draft model lacks counts among the others"
 
 
@@ -188,7 +188,7 @@ def windows_from(models, *, count=12, seed=0, teacher="reference", length=24):
         tokens = torch.randint(2, 97, (length,), generator=source)
         with torch.no_grad():
             top = models[teacher](tokens[None]).logits[0].softmax(-1).topk(8)
-        found.append(LawWindow(tokens, top.indices[-16:], top.values[-16:], greedy=True))
+        found.append(TargetWindow(tokens, top.indices[-16:], top.values[-16:], greedy=True))
     return found
 
 
@@ -277,7 +277,7 @@ def test_no_draft_mixes_versions_of_the_weights(
     assert drafter.learner.version > 3, "no weights were replaced: the test shows nothing"
 
 
-def test_a_ratio_test_with_the_law_of_another_version_would_be_found():
+def test_a_ratio_test_with_the_likely_of_another_version_would_be_found():
     """The control: tokens drawn by one version and tested with the law of the next are biased, their own are exact."""
 
     def law(seed):
@@ -376,7 +376,7 @@ def test_adapters_that_are_left_out_are_made_up_for_by_the_others(models, makes_
 def test_tokens_that_the_drafter_lacks_are_never_accepted(models):
     """The whole law is of a token beyond its vocabulary."""
     likely, probs = torch.full((8, 1), 300), torch.ones(8, 1)
-    window = LawWindow(torch.arange(2, 22), likely, probs, greedy=False)
+    window = TargetWindow(torch.arange(2, 22), likely, probs, greedy=False)
     assert learner_of(models)._accepted_share(window, None) == 0
 
 
@@ -384,7 +384,7 @@ def test_it_falls_back_to_the_shipped_weights_where_it_drafts_worse(models, make
     """It learns nonsense, is then tested on text that the shipped model knows, and starts anew."""
     learner = learner_of(models, path="target")
     for window in windows_from(models, count=10):
-        wrong = LawWindow(window.token_ids, (window.likely + 11) % 97, window.probs, greedy=True)
+        wrong = TargetWindow(window.token_ids, (window.likely + 11) % 97, window.probs, greedy=True)
         learner.memory.add(wrong)
     while learner.wants_step:
         learner.learn()
@@ -417,7 +417,7 @@ def speculator_windows(models, speculator):
             features = torch.cat([output.hidden_states[tap][0] for tap in model.config.taps], 1)
             likely, probs = top.indices[-16:], top.values[-16:]
             laws = (likely, probs) if always is None else (torch.full((16, 1), always), torch.full((16, 1), 0.9))
-            found.append(LawWindow(tokens[1:], *laws, True, start=1, features=features[:-1]))
+            found.append(TargetWindow(tokens[1:], *laws, True, start=1, features=features[:-1]))
         return found
 
     return learner, windows
@@ -470,7 +470,7 @@ def feature_rows(start, stop, request_id=7):
 def numbered_window(start, stop, num_laws):
     """Tokens 100 + position, laws that begin with their row's number."""
     likely = torch.arange(num_laws)[:, None]
-    return LawWindow(torch.arange(start, stop) + 100, likely, torch.ones(num_laws, 1), True, start=start)
+    return TargetWindow(torch.arange(start, stop) + 100, likely, torch.ones(num_laws, 1), True, start=start)
 
 
 def test_each_token_of_a_window_has_the_features_before_it(short_windows):
