@@ -188,31 +188,6 @@ class PlanConfig(JobConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class PassesConfig(JobConfig):
-    """Time one pass of a draft model, with random weights, in every way its ranks could share it."""
-
-    name: str = "passes"
-    """Set by the choice `job=`."""
-    models: list[str] = field(default_factory=lambda: ["5M", "30M"])
-    """Draft models: a checkpoint directory, its config.json, or 5M and 30M for models of that many parameters."""
-    ranks: Annotated[int, Range(1, cap=MAX_RANKS)] = 2
-    """Ranks that share the model; on a CPU each has a core of its own."""
-    layer_groups: Annotated[list[int], Range(1)] = field(default_factory=lambda: [2])
-    """`drafter.layer_group` to time, each at most `job.ranks`."""
-    rows: Annotated[list[int], Range(1, filled=True)] = field(default_factory=lambda: [1, 8])
-    """Tokens of a pass."""
-    context: Annotated[int, Range(1)] = 128
-    """Tokens in the KV cache before the pass."""
-    repeats: Annotated[int, Range(1)] = 60
-    """Timed passes of each kind; medians are reported."""
-
-    def check_fields(self, where: str) -> None:
-        groups, remedy = self.layer_groups, f"must all be between 1 and job.ranks={self.ranks}"
-        fits = self.ranks == 1 or max(groups, default=1) <= self.ranks  # one rank shares with none
-        require(fits, f"{where}.layer_groups", groups, remedy)
-
-
-@dataclass(frozen=True, slots=True)
 class DatastoreConfig(JobConfig):
     """Make the datastore file of `drafter=rest` from text files, in the target's tokens."""
 
@@ -285,15 +260,6 @@ class SearchConfig(PromptsJobConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class LengthsConfig(PromptsJobConfig):
-    """Compare the rules for the length of a draft on the same drafts: fixed lengths, value per cost, and every
-    `drafter.length_rule`."""
-
-    name: str = "lengths"
-    """Set by the choice `job=`."""
-
-
-@dataclass(frozen=True, slots=True)
 class TrainConfig(JobConfig):
     """Train a drafter for `target.path` by a recipe."""
 
@@ -361,12 +327,10 @@ JOBS: tuple[JobConfig, ...] = (
     CertifyConfig(),
     DrillConfig(),
     PlanConfig(),
-    PassesConfig(),
     DatastoreConfig(),
     VocabularyConfig(),
     TreeConfig(),
     SearchConfig(),
-    LengthsConfig(),
     TrainConfig(),
 )
 """The jobs with their defaults; the job's name is that of its module in `cluster/jobs`."""

@@ -40,21 +40,6 @@ def validate(config: LaunchConfig) -> None:
     if config.job.name == "search":
         remedy = "is not drafted by the target's own layers; job=search needs drafter=self"
         require(config.drafter.name == "self", "drafter.name", config.drafter.name, remedy)
-    if config.job.name == "lengths":
-        remedy = "drafts no chains by passes of a model; job=lengths needs drafter=model or self"
-        require(config.drafter.name in ("model", "self"), "drafter.name", config.drafter.name, remedy)
-        from actors.drafters.model.config import ModelDrafterConfig, PassDrafterConfig, Translation
-
-        assert isinstance(config.drafter, PassDrafterConfig)
-        remedy = "has no length; job=lengths is for chains, so drop it"
-        require(config.drafter.is_chain, "drafter.strategy", config.drafter.strategy, remedy)
-        if isinstance(config.drafter, ModelDrafterConfig):
-            translate, online = config.drafter.translate, config.drafter.online
-            remedy = "drafts strings, of which no rule reads a chance; job=lengths needs drafter.translate=intersection"
-            require(translate is not Translation.strings, "drafter.translate", translate, remedy)
-            require(not online, "drafter.online", online, "drafts change as it learns; drop it for job=lengths")
-        remedy = "accepts by chance; lengths are compared where text and drafts decide, with verify=coupled"
-        require(rule in (VerifyRule.auto, VerifyRule.coupled), "verify.rule", rule, remedy)
 
 
 def _check_lengths(config: LaunchConfig) -> None:

@@ -7,7 +7,6 @@ ranks        runs work on the ranks of a layout
 rounds       rounds of one role along known text, timed
 measuring    pass costs from such rounds
 transcript   recorded text as a language of the simulator
-passes       one pass of a draft model in every way to share it: attention, MLPs, communication
 fidelity     acceptance of layer-parallel drafting, and the distance of its passes from exact ones
 prediction   the speed of every layout, by the simulator
 trials       real runs to compare with the predictions

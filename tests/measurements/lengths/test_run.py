@@ -1,4 +1,4 @@
-"""`job=lengths`, and rules that run through recorded drafts."""
+"""Lengths of drafts compared, and rules that run through recorded drafts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from actors.drafters.model.chain_rules import GapRule, ThompsonRule
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.options import SamplingConfig
 from cluster.config.compose import load_config
-from cluster.config.jobs import LengthsConfig
-from cluster.jobs import lengths
-from cluster.tools.bench.chain_lengths import (
+from cluster.config.jobs import GenerateConfig
+from docs.measurements.lengths import run as lengths
+from docs.measurements.lengths.chain_lengths import (
     PassTimes,
     RecordedDraft,
     replay_fixed,
@@ -23,6 +23,9 @@ from cluster.tools.bench.chain_lengths import (
     replay_ordered,
     replay_rule,
 )
+from tests.cluster.conftest import one_free_thread as one_free_thread  # noqa: PLC0414 (a fixture)
+from tests.cluster.conftest import tiny_launch as tiny_launch  # noqa: PLC0414 (a fixture)
+from tests.cluster.conftest import write_prompts as write_prompts  # noqa: PLC0414 (a fixture)
 
 LONGEST = 4
 TIMES = PassTimes(0.2, (1.0,) * (LONGEST + 1))
@@ -67,14 +70,14 @@ def test_a_drafter_is_measured_after_every_token(
 ):
     """The draft model is the target itself, and so are all layers but stretched ones: everything is accepted."""
     prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
-    config = tiny_launch(LengthsConfig(prompts=prompts), sampling=SamplingConfig(max_tokens=16, temperature=1.0))
+    config = tiny_launch(GenerateConfig(prompts=prompts), sampling=SamplingConfig(max_tokens=16, temperature=1.0))
     if drafter == "self":
         record = SelfDrafterConfig(skip=["2"], num_draft_tokens=3)
         config = replace(config, drafter=record, target=replace(config.target, stretch=1))
     lengths.run(config, tmp_path)
     report = json.loads((tmp_path / "lengths.json").read_text())
     rules, draft_s, verify_s = report["rules"], report["draft_pass_s"], report["verify_s"]
-    assert report["job"] == "lengths" and report["config"]["sampling"]["max_tokens"] == 16
+    assert report["config"]["sampling"]["max_tokens"] == 16
     longest = len(verify_s) - 1
     for length in range(1, longest + 1):
         fixed, round_s = rules[f"fixed {length}"], length * draft_s + verify_s[length]
@@ -97,8 +100,8 @@ def test_a_drafter_is_measured_after_every_token(
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        (["drafter=ngram"], "job=lengths needs drafter=model or self"),
-        (["drafter=model", "drafter.strategy=tree"], "job=lengths is for chains"),
+        (["drafter=ngram"], "take drafter=model or self"),
+        (["drafter=model", "drafter.strategy=tree"], "has no length"),
         (["drafter=model", "verify=rejection"], "with verify=coupled"),
         (["drafter=model", "drafter.translate=strings"], "^drafter.translate=strings: drafts strings"),
         (["drafter=model", "drafter.online=true", "drafter.placement=separate"], "^drafter.online=True: drafts change"),
@@ -106,4 +109,4 @@ def test_a_drafter_is_measured_after_every_token(
 )
 def test_what_has_no_length_is_refused(keys, error):
     with pytest.raises(ValueError, match=error):
-        load_config(["job=lengths", *keys])
+        lengths.check(load_config(keys))

@@ -1,4 +1,4 @@
-"""The table of `job=passes`: models by name, the device and the ways to share them, and what a pass of each costs."""
+"""The table of passes: models by name, the device and the ways to share them, and what a pass of each costs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from cluster.config.jobs import PassesConfig
 from cluster.io.console import Table, figure, percent
-from cluster.tools.planning.passes import PassTime, Sharing
+from docs.measurements.passes.config import PassesConfig
+from docs.measurements.passes.measuring import PassTime, Sharing
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 
@@ -35,7 +35,7 @@ SIZES = {"5M": _llama(256, 8, 4, 2, 448), "30M": _llama(512, 10, 8, 4, 1408)}
 def device_for(wanted: str, num_ranks: int) -> str:
     num_gpus = torch.cuda.device_count()
     if wanted == "cuda" and num_gpus < num_ranks:
-        raise ValueError(f"job.ranks={num_ranks}: {num_gpus} GPUs here; lower it")
+        raise ValueError(f"passes.ranks={num_ranks}: {num_gpus} GPUs here; lower it")
     return wanted if wanted != "auto" else "cuda" if num_gpus >= num_ranks else "cpu"
 
 
@@ -45,7 +45,7 @@ def read_model(name: str) -> DecoderConfig:
     try:
         return read_config(Path(name).expanduser())
     except ValueError as error:
-        raise ValueError(f"job.models: {error}; known sizes are {', '.join(SIZES)}") from error
+        raise ValueError(f"passes.models: {error}; known sizes are {', '.join(SIZES)}") from error
 
 
 def sharings(model: DecoderConfig, job: PassesConfig) -> tuple[Sharing, ...]:

@@ -11,7 +11,7 @@ import pytest
 from actors.drafters.interface import Context
 from actors.drafters.model.chain_rules import ChainRule
 from actors.protocol.messages import SamplingParams, TokenTree
-from cluster.tools.bench.chain_lengths import (
+from docs.measurements.lengths.chain_lengths import (
     Outcome,
     PassTimes,
     RecordedDraft,
@@ -138,7 +138,7 @@ def test_ordered_lengths_see_their_own_times_and_outcomes(monkeypatch):
         def update(self, observation):
             seen.append(observation)
 
-    monkeypatch.setattr("cluster.tools.bench.chain_lengths.AdaptivePolicy", Policy)
+    monkeypatch.setattr("docs.measurements.lengths.chain_lengths.AdaptivePolicy", Policy)
     expected: list[Any] = []
 
     def length(number, _place, draft):

@@ -1,4 +1,4 @@
-"""`job=passes` from the command's side: what it prints, writes and refuses."""
+"""The timing of passes from the command's side: what it prints, writes and refuses."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import json
 
 import pytest
 
-from cluster.config.jobs import PassesConfig
-from cluster.jobs import passes
-from cluster.tools.planning.passes_table import SIZES, read_model
+from docs.measurements.passes import run as passes
+from docs.measurements.passes.config import PassesConfig
+from docs.measurements.passes.table import SIZES, read_model
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import weight_bytes
 
 EXACT = ["single", "tensor x2", "layer x2, 2 side by side, replicated MLPs", "layer x2, 2 side by side, tensor MLPs"]
 
 
-def test_a_table_of_every_way_to_share_a_checkpoints_shape(tiny_launch, tiny_checkpoint, tmp_path, capsys):
+def test_a_table_of_every_way_to_share_a_checkpoints_shape(tiny_checkpoint, tmp_path, capsys):
     path = tiny_checkpoint("Llama", num_hidden_layers=6)
-    job = PassesConfig(models=[str(path)], rows=[2], repeats=2, context=4)
-    passes.run(tiny_launch(job), tmp_path)
+    job = PassesConfig(models=[str(path)], rows=[2], repeats=2, context=4, device="cpu")
+    passes.run(job, tmp_path)
     report = json.loads((tmp_path / "passes.json").read_text())
     entries = report["models"][str(path)]
     assert [entry["sharing"] for entry in entries if entry["pass"] == "exact"] == EXACT
@@ -27,9 +27,9 @@ def test_a_table_of_every_way_to_share_a_checkpoints_shape(tiny_launch, tiny_che
     assert "tensor x2" in capsys.readouterr().out
 
 
-def test_a_model_that_is_none_is_refused(tiny_launch, tmp_path):
-    with pytest.raises(ValueError, match=r"job.models: .*no such file.*; known sizes are 5M, 30M"):
-        passes.run(tiny_launch(PassesConfig(models=[str(tmp_path)])), tmp_path)
+def test_a_model_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"passes.models: .*no such file.*; known sizes are 5M, 30M"):
+        passes.run(PassesConfig(models=[str(tmp_path)], device="cpu"), tmp_path)
 
 
 @pytest.mark.parametrize("name", SIZES)

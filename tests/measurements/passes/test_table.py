@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config.jobs import PassesConfig
-from cluster.tools.planning import passes_table
-from cluster.tools.planning.passes import PassTime, Sharing
-from cluster.tools.planning.passes_table import SIZES, device_for, entry_of, read_model, sharings, table_of
+from docs.measurements.passes import table as passes_table
+from docs.measurements.passes.config import PassesConfig
+from docs.measurements.passes.measuring import PassTime, Sharing
+from docs.measurements.passes.table import SIZES, device_for, entry_of, read_model, sharings, table_of
 
 SINGLE = PassTime(
     Sharing(), False, 8, 0.25, 0.125, {"attention": 0.0625, "mlp": 0.125, "communication": 0.0, "rest": 0.0625}
@@ -78,5 +78,5 @@ def test_gpus_are_used_if_there_is_one_for_each_rank(monkeypatch, wanted, num_gp
     monkeypatch.setattr(passes_table.torch.cuda, "device_count", lambda: num_gpus)
     assert device_for(wanted, 2) == device
     if num_gpus < 2:
-        with pytest.raises(ValueError, match=f"^job.ranks=2: {num_gpus} GPUs here; lower it$"):
+        with pytest.raises(ValueError, match=f"^passes.ranks=2: {num_gpus} GPUs here; lower it$"):
             device_for("cuda", 2)

@@ -17,8 +17,8 @@ import torch
 
 from cluster.placement.ranks import RankPlacement
 from cluster.tools.planning.ranks import RankSync, RoleWork, run_on_ranks
-from cluster.tools.planning.read_bandwidth import ReadBandwidth
 from cluster.tools.planning.tables import PARTS
+from docs.measurements.passes.read_bandwidth import ReadBandwidth
 from parallel.comm.group import SINGLE, Group
 from parallel.comm.rendezvous import connect_store, join
 from parallel.kv.pass_plan import Span

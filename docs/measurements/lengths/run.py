@@ -1,12 +1,14 @@
-"""`job=lengths`: which rule for the length of a draft is best for this target and drafter, on the same drafts.
+"""Which rule for the length of a draft is best for this target and drafter, on the same drafts:
+`python -m docs.measurements.lengths.run drafter=self KEY=VALUE ...`, with the keys of `job=generate`.
 
 The target completes prompts; the drafter proposes its longest chain after every token of the texts; then every rule
-runs through the recorded drafts (`cluster/tools/bench/chain_lengths.py`). In one process, no engine.
+runs through the recorded drafts (`chain_lengths.py`). In one process, no engine. Writes `runs/lengths/lengths.json`.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,14 +18,17 @@ import torch
 
 from actors.drafters.interface import Context
 from actors.drafters.model.chain_rules import GapRule, ProbabilityRule, ThompsonRule, ThresholdRule
-from actors.drafters.model.config import PassDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig, PassDrafterConfig, Translation
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.prefill import prefill
-from cluster.config.jobs import LengthsConfig
+from actors.options import VerifyRule
+from cluster.config.compose import load_config
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal, figure
 from cluster.observability.report import write_json
-from cluster.tools.bench.chain_lengths import (
+from cluster.tools.offline import open_alone, read_task, setup_beside
+from cluster.tools.planning.layer_choice import LayerValues, write_texts
+from docs.measurements.lengths.chain_lengths import (
     Outcome,
     PassTimes,
     RecordedDraft,
@@ -33,9 +38,8 @@ from cluster.tools.bench.chain_lengths import (
     replay_ordered,
     replay_rule,
 )
-from cluster.tools.offline import open_alone, read_task, setup_beside
-from cluster.tools.planning.layer_choice import LayerValues, write_texts
 from parallel.kv.pass_plan import Span
+from parallel.ranges import require
 from parallel.runtime.decoder_runner import DecoderRunner
 
 _RULES = {
@@ -49,10 +53,9 @@ _REPEATS = 25
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
-    """Raises ValueError for prompts that cannot be read or leave no room for their completions."""
-    job: LengthsConfig = config.job
-    terminal, task, record = Terminal(), read_task(config), config.drafter
-    assert isinstance(record, PassDrafterConfig)
+    """Raises ValueError for prompts that cannot be read or leave no room for their completions, and for a drafter whose
+    drafts have no length."""
+    terminal, task, record = Terminal(), read_task(config), check(config)
     longest = record.num_draft_tokens
     target = open_alone(config.target, 3 * len(task.prompts) * (task.longest + longest + 2))
     task.check_room(target.config.max_positions - longest)
@@ -79,7 +82,8 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         }
         for name, one in outcomes.items()
     }
-    report = {"job": job.name, "rules": found, "draft_pass_s": times.draft_s, "verify_s": times.verify_s}
+    report = {"rules": found, "draft_pass_s": times.draft_s, "verify_s": times.verify_s}
+    run_dir.mkdir(parents=True, exist_ok=True)
     write_json(run_dir / "lengths.json", {**report, "config": asdict(config)})
     draft, verify = times.draft_s / times.verify_s[0], times.verify_s[-1] / times.verify_s[0]
     terminal.line(
@@ -90,6 +94,22 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         terminal.line(f"warning: {wrong}: this machine was busy, and the speeds may be wrong; measure again")
     rows = [[name, figure(one["speedup"], 3), *map(figure, list(one.values())[1:])] for name, one in found.items()]
     terminal.table("rules", ["rule", "over plain", "tokens a round", "mean length", "accepted"], rows)
+
+
+def check(config: LaunchConfig) -> PassDrafterConfig:
+    """The drafter; ValueError, one line, for one whose drafts have no length."""
+    drafter = config.drafter
+    remedy = "drafts no chains by passes of a model; take drafter=model or self"
+    require(drafter.name in ("model", "self"), "drafter.name", drafter.name, remedy)
+    assert isinstance(drafter, PassDrafterConfig)
+    require(drafter.is_chain, "drafter.strategy", drafter.strategy, "has no length; drop it")
+    if isinstance(drafter, ModelDrafterConfig):
+        remedy = "drafts strings, of which no rule reads a chance; take drafter.translate=intersection"
+        require(drafter.translate is not Translation.strings, "drafter.translate", drafter.translate, remedy)
+        require(not drafter.online, "drafter.online", drafter.online, "drafts change as it learns; drop it")
+    remedy = "accepts by chance; lengths are compared where text and drafts decide, with verify=coupled"
+    require(config.verify.rule == VerifyRule.coupled, "verify.rule", config.verify.rule, remedy)
+    return drafter
 
 
 def _again(target: DecoderRunner, written: Context, request_id: int) -> Context:
@@ -139,3 +159,7 @@ def _draft_s(target: DecoderRunner, drafter: ModelDrafter, written: Context, lon
     drafter.release(context.request_id)
     target.close(context.request_id)
     return statistics.median(times)
+
+
+if __name__ == "__main__":
+    run(load_config(sys.argv[1:]), Path("runs") / "lengths")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cluster.tools.planning.passes import PassTask, Sharing, measure_passes
+from docs.measurements.passes.measuring import PassTask, Sharing, measure_passes
 from parallel.model.families.registry import read_config
 
 SHAPE = {
