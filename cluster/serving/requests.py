@@ -44,7 +44,7 @@ MOST_CHOICES = 128
 """As OpenAI."""
 LONGEST_SEED = 2**63
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion, as OpenAI; a chat runs to the end of the context."""
+"""Tokens of a completion that names no limit, as OpenAI has it; a chat runs to the end of the context."""
 NO_TEXT = "has half of a surrogate pair, which is no text"
 _RANDOM_SEED_BITS = 48
 """A seed that is drawn has an exact value in every client: JavaScript's numbers have 53 bits."""
