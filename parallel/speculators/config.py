@@ -133,6 +133,20 @@ class SpeculatorConfig:
             raise ValueError(f"reads layer {deepest} of a target that has {num_layers}; use one of its own")
 
 
+def method_of(hf: Mapping[str, Any]) -> str:
+    """The method that the section `speculator` of our own config.json names; empty for another layout."""
+    return (hf.get("speculator") or {}).get("method", "")
+
+
+def beside(target: DecoderConfig) -> dict[str, Any]:
+    """The fields of a record that are those of a target of this vocabulary, length and width."""
+    return {
+        "vocab_size": target.vocab_size,
+        "max_positions": target.max_positions,
+        "target_hidden": target.hidden_size,
+    }
+
+
 R = TypeVar("R", bound=SpeculatorConfig)
 
 

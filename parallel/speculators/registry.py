@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from parallel.model.weights import load_weights
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.speculators.block import layouts as block
 from parallel.speculators.chimera import runner as chimera
-from parallel.speculators.config import STREAMS, TARGET_LAYERS, SpeculatorConfig
+from parallel.speculators.config import STREAMS, TARGET_LAYERS, SpeculatorConfig, method_of
 from parallel.speculators.config_fields import SpeculatorFields
 from parallel.speculators.eagle import layouts as eagle
-from parallel.speculators.eagle.config import is_own, is_own_parallel, read_own
+from parallel.speculators.eagle.config import METHODS as DRAFT_LAYERS
+from parallel.speculators.eagle.config import read_own
 from parallel.speculators.exits import runner as exits
 from parallel.speculators.fusing import TapFuser
 from parallel.speculators.glide import runner as glide
@@ -61,13 +62,18 @@ def _heads(
     )
 
 
+def _own(methods: Collection[str]) -> Callable[[HfConfig], bool]:
+    """Whether a config.json is our own of one of these methods."""
+    return lambda hf: method_of(hf) in methods
+
+
 LAYOUTS: dict[str, CheckpointLayout] = {
-    "draft layers": CheckpointLayout(is_own, read_own, eagle.open_draft_layer),
-    "P-EAGLE": CheckpointLayout(is_own_parallel, read_own, eagle.open_parallel_eagle),
-    "chimera": CheckpointLayout(chimera.is_own, chimera.read_own, chimera.open_chimera),
-    "glide": CheckpointLayout(glide.is_own, glide.read_own, glide.open_glide),
-    "exits": CheckpointLayout(exits.is_own, exits.read_own, exits.open_exit),
-    "block": CheckpointLayout(block.is_own, block.read_own, block.open_block),
+    "draft layers": CheckpointLayout(_own(DRAFT_LAYERS.keys() - {"p_eagle"}), read_own, eagle.open_draft_layer),
+    "P-EAGLE": CheckpointLayout(_own(["p_eagle"]), read_own, eagle.open_parallel_eagle),
+    "chimera": CheckpointLayout(_own(["chimera"]), chimera.read_own, chimera.open_chimera),
+    "glide": CheckpointLayout(_own(["glide"]), glide.read_own, glide.open_glide),
+    "exits": CheckpointLayout(_own(exits.METHODS), exits.read_own, exits.open_exit),
+    "block": CheckpointLayout(_own(block.METHODS), block.read_own, block.open_block),
     "dflash": CheckpointLayout(block.is_dflash, block.read_dflash, block.open_block),
     "dspark": CheckpointLayout(block.is_dspark, block.read_dspark, block.open_block),
     "domino": CheckpointLayout(block.is_domino, block.read_domino, block.open_block),
@@ -80,12 +86,12 @@ LAYOUTS: dict[str, CheckpointLayout] = {
     "MTP of MiMo": CheckpointLayout(eagle.is_native_mtp, eagle.read_native_mtp, eagle.open_draft_layer),
     "EAGLE-1": CheckpointLayout(eagle.is_eagle, eagle.read_eagle, eagle.open_draft_layer),
     "streams": CheckpointLayout(
-        streams.is_own,
+        _own(streams.METHODS),
         streams.read_own,
         streams.open_streams,
         lambda _directory, config, target: streams.tensor_shapes(config, target),
     ),
-    "heads": _heads(heads.is_own, heads.read_own, heads.own_names),
+    "heads": _heads(_own(heads.CELLS), heads.read_own, heads.own_names),
     **{name: _heads(*functions) for name, functions in heads.PUBLISHED.items()},
 }
 """Name -> layout; the first that recognises a config.json reads it."""

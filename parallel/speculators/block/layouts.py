@@ -10,7 +10,7 @@ from parallel.model.config import CheckpointNames
 from parallel.model.families.fields import HfConfig, refuse, require
 from parallel.model.families.registry import read_config
 from parallel.speculators.block.config import BlockConfig
-from parallel.speculators.config import record_of
+from parallel.speculators.config import beside, record_of
 from parallel.speculators.place import SpeculatorPlace
 
 if TYPE_CHECKING:
@@ -108,17 +108,7 @@ def _dflash_fields(hf: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _read(hf: HfConfig, /, **fields: Any) -> BlockConfig:
     layers = read_config({**hf, "architectures": ["Qwen3ForCausalLM"]})
-    of_layers = {
-        "vocab_size": layers.vocab_size,
-        "max_positions": layers.max_positions,
-        "target_hidden": layers.hidden_size,
-        "layers": replace(layers, names=_NAMES),
-    }
-    return record_of(BlockConfig, fields | of_layers)
-
-
-def is_own(hf: HfConfig) -> bool:
-    return (hf.get("speculator") or {}).get("method") in METHODS
+    return record_of(BlockConfig, fields | beside(layers) | {"layers": replace(layers, names=_NAMES)})
 
 
 def is_dflash(hf: HfConfig) -> bool:

@@ -33,7 +33,7 @@ from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope
 from parallel.model.layers.weight import Layer, Shard, TensorOptions
 from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.config import FINAL, SpeculatorConfig
+from parallel.speculators.config import FINAL, SpeculatorConfig, beside
 from parallel.speculators.fusing import WholeRowsLinear
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
@@ -176,18 +176,12 @@ def _trigram(num_rows: int, pending: PendingRows, row: int) -> list[int]:
     return path
 
 
-def is_own(hf: HfConfig) -> bool:
-    return (hf.get("speculator") or {}).get("method") == "chimera"
-
-
 def read_own(hf: HfConfig) -> ChimeraConfig:
     """The record of a checkpoint that `job=train job.recipe=chimera` made."""
     block = read_config(hf)
     return ChimeraConfig(
         method="chimera",
-        vocab_size=block.vocab_size,
-        max_positions=block.max_positions,
-        target_hidden=block.hidden_size,
+        **beside(block),
         taps=(FINAL,),
         block=block,
     )

@@ -15,7 +15,7 @@ from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.config import FINAL, FuserShape, SpeculatorConfig
+from parallel.speculators.config import FINAL, FuserShape, SpeculatorConfig, beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,19 +189,6 @@ METHODS: dict[str, dict[str, Any]] = {
 """Method of our own checkpoints -> the fields that make it."""
 
 
-def is_own(hf: HfConfig) -> bool:
-    return _method(hf) in METHODS and not is_own_parallel(hf)
-
-
-def is_own_parallel(hf: HfConfig) -> bool:
-    """Whether a pass gives several depths."""
-    return _method(hf) == "p_eagle"
-
-
-def _method(hf: HfConfig) -> str:
-    return (hf.get("speculator") or {}).get("method", "")
-
-
 def read_own(hf: HfConfig) -> DraftLayerConfig:
     """The record of a checkpoint that `job=train` made."""
     ours: dict[str, Any] = hf["speculator"]
@@ -212,12 +199,4 @@ def read_own(hf: HfConfig) -> DraftLayerConfig:
 
 def draft_layer(method: str, block: DecoderConfig, taps: tuple[int, ...], **fields: Any) -> DraftLayerConfig:
     """The record of `method` over a target of the same vocabulary and width; `fields` replace those of the method."""
-    return DraftLayerConfig(
-        method=method,
-        vocab_size=block.vocab_size,
-        max_positions=block.max_positions,
-        target_hidden=fields.pop("target_hidden", block.hidden_size),
-        taps=taps,
-        block=block,
-        **METHODS.get(method, {}) | fields,
-    )
+    return DraftLayerConfig(method=method, taps=taps, block=block, **beside(block) | METHODS.get(method, {}) | fields)

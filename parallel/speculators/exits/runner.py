@@ -31,7 +31,7 @@ from parallel.model.layers.rope import Rope
 from parallel.model.layers.weight import Layer, Shard, TensorOptions
 from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.self_speculation.runner import SelfDraftRunner
-from parallel.speculators.config import SpeculatorConfig
+from parallel.speculators.config import SpeculatorConfig, beside
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 
@@ -174,18 +174,12 @@ class ExitRunner(PooledRunner):
         return streams.split([span.num_tokens for span in spans])
 
 
-def is_own(hf: HfConfig) -> bool:
-    return (hf.get("speculator") or {}).get("method") in METHODS
-
-
 def read_own(hf: HfConfig) -> ExitConfig:
     """The record of a checkpoint that `job=train job.recipe=kangaroo` or `eesd` made."""
     block, ours = read_config(hf), hf["speculator"]
     return ExitConfig(
         method=ours["method"],
-        vocab_size=block.vocab_size,
-        max_positions=block.max_positions,
-        target_hidden=block.hidden_size,
+        **beside(block),
         taps=(ours["exit"],),
         block=block,
     )

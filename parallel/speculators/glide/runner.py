@@ -31,7 +31,7 @@ from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, rotate
 from parallel.model.layers.weight import Layer, Shard, TensorOptions
 from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.config import SpeculatorConfig, kv_tap
+from parallel.speculators.config import SpeculatorConfig, beside, kv_tap
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 from parallel.transfers import upload
@@ -189,18 +189,12 @@ class GlideRunner(PooledRunner):
         return read.flatten(0, 1).transpose(0, 1).flatten(1)
 
 
-def is_own(hf: HfConfig) -> bool:
-    return (hf.get("speculator") or {}).get("method") == "glide"
-
-
 def read_own(hf: HfConfig) -> GlideConfig:
     """The record of a checkpoint that `job=train job.recipe=glide` made."""
     block = read_config(hf)
     return GlideConfig(
         method="glide",
-        vocab_size=block.vocab_size,
-        max_positions=block.max_positions,
-        target_hidden=block.hidden_size,
+        **beside(block),
         taps=(kv_tap(hf["speculator"]["kv_layer"]),),
         block=block,
     )

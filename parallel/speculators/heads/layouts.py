@@ -55,10 +55,6 @@ def open_heads(names: SourcesOf, directory: Path, config: HeadsConfig, place: Sp
 # --- our own ----------------------------------------------------------------------------------------------------------
 
 
-def is_own(hf: HfConfig) -> bool:
-    return (hf.get("speculator") or {}).get("method") in CELLS
-
-
 def read_own(hf: HfConfig) -> HeadsConfig:
     """The record that training wrote, field by field. ValueError, one line, for another."""
     given = hf["speculator"]

@@ -106,10 +106,6 @@ class StreamsDraftRunner(HeadsRunner):
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def is_own(hf: HfConfig) -> bool:
-    return (hf.get("speculator") or {}).get("method") in METHODS
-
-
 def read_own(hf: HfConfig) -> StreamsConfig:
     """The record of a checkpoint that `job=train job.recipe=streaming`, `mask_lora` or `s3d` made."""
     return record_of(StreamsConfig, hf["speculator"])
