@@ -15,12 +15,13 @@ from itertools import count
 from actors.drafters.adjacency.config import AdedDrafterConfig, TreeConstruction
 from actors.drafters.adjacency.tree_search import search_tree
 from actors.drafters.adjacency.trigrams import WINDOW, TrigramTable
+from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.scoped import ScopedMemory
 from actors.protocol.messages import Commit, TokenTree, TopTokens
 
 
-class AdedDrafter:
+class AdedDrafter(RequestwiseDrafter):
     """Keeps nothing of a request; those of a client share a table."""
 
     def __init__(self, config: AdedDrafterConfig, corpus: Sequence[Sequence[int]] = ()) -> None:
@@ -34,18 +35,9 @@ class AdedDrafter:
         """The tri-grams of a prompt are known before the first draft."""
         self.tables.of(context.scope).nudge(context.token_ids)
 
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
-
     def observe(self, context: Context, commit: Commit) -> None:
         """The target emitted these tokens."""
         self.tables.of(context.scope).nudge([*context.token_ids[-WINDOW:], *commit.token_ids][-WINDOW:])
-
-    def truncate(self, context: Context) -> None:
-        """Nothing to do: no text is kept."""
-
-    def release(self, request_id: int) -> None:
-        """Nothing to do."""
 
     def read_top_tokens(self, top_tokens: TopTokens) -> None:
         for scope, rows in top_tokens.by_scope():

@@ -12,16 +12,16 @@ the measured share of rows at which the target's next token has a given rank; so
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from actors.drafters.adjacency.config import RecyclingDrafterConfig
+from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.scoped import ScopedMemory
-from actors.protocol.messages import Commit, TokenTree, TopTokens
+from actors.protocol.messages import TokenTree, TopTokens
 
 RANK_SHARES = (0.47, 0.095, 0.045, 0.027, 0.018, 0.015, 0.012, 0.010)
 """Share of verified rows at which the target's likeliest token had rank 0, 1, ... among the candidates of the row's
@@ -80,28 +80,13 @@ class CandidateMatrix:
         self.rows[tokens, :width] = candidates
 
 
-class RecyclingDrafter:
+class RecyclingDrafter(RequestwiseDrafter):
     """Keeps nothing of a request."""
 
     def __init__(self, config: RecyclingDrafterConfig) -> None:
         self.capabilities = Capabilities(truncates=self, reads_top_tokens=self)
         self._width = config.width
         self.matrices = ScopedMemory(lambda: CandidateMatrix(config.width), config.share)
-
-    def open(self, context: Context) -> None:
-        """Nothing to do: the requests of a client share the matrix."""
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
-
-    def observe(self, context: Context, commit: Commit) -> None:
-        """Nothing to do: top tokens arrive by `read_top_tokens`."""
-
-    def truncate(self, context: Context) -> None:
-        """Nothing to do: no text is kept."""
-
-    def release(self, request_id: int) -> None:
-        """Nothing to do."""
 
     def read_top_tokens(self, top_tokens: TopTokens) -> None:
         for scope, rows in top_tokens.by_scope():

@@ -12,11 +12,11 @@ those tokens are missed. Under other rules the guess is the likeliest token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.jacobi.proposed_rows import ProposedRows, Rows
 from actors.protocol.messages import Commit, TokenTree, TopTokens
@@ -32,7 +32,7 @@ class _Guesses:
     token_ids: list[int]
 
 
-class JacobiDrafter:
+class JacobiDrafter(RequestwiseDrafter):
     """Keeps the guesses of each request. `guesses_draws`: sampled tokens are guessed with the noise of their draw."""
 
     def __init__(self, *, guesses_draws: bool) -> None:
@@ -44,9 +44,6 @@ class JacobiDrafter:
     def open(self, context: Context) -> None:
         """A request arrived: nothing is guessed yet."""
         self.release(context.request_id)
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def observe(self, context: Context, commit: Commit) -> None:
         """Replace the guesses for the positions that the target's rows are about."""

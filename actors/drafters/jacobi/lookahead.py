@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 
+from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.jacobi.config import LookaheadDrafterConfig
 from actors.drafters.jacobi.proposed_rows import ProposedRows
@@ -115,7 +116,7 @@ class _Lookahead:
         self.last_row: list[int] = []
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(RequestwiseDrafter):
     """Keeps a window and a pool for each request; n-grams of text that is taken back stay in the pool."""
 
     def __init__(self, config: LookaheadDrafterConfig, eos_token_ids: Sequence[int]) -> None:
@@ -129,14 +130,6 @@ class LookaheadDrafter:
         """A request arrived; its prompt is read in `prefill`, or at the first proposal if that comes earlier."""
         self.release(context.request_id)
         self._requests[context.request_id] = _Lookahead(self._config, context, self._ends)
-
-    def prefill(self, contexts: Sequence[Context]) -> None:
-        """Read prompts and what was generated before a preemption."""
-        for context in contexts:
-            self._read_text(self._requests[context.request_id], context.token_ids)
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def observe(self, context: Context, commit: Commit) -> None:
         """The rows of the window in the last draft have come, or were lost: then the window stays."""
@@ -162,7 +155,7 @@ class LookaheadDrafter:
     def _propose(self, context: Context, budget: int) -> Draft:
         """Guesses first, which a rule that tests siblings in turn then meets first; the window if it fits as well."""
         config, request = self._config, self._requests[context.request_id]
-        self._read_text(request, context.token_ids)
+        self._read(context)
         root, window = context.token_ids[-1], request.window
         runs_window = budget >= window.num_nodes + config.ngram - 1
         most = budget - window.num_nodes if runs_window else budget
@@ -176,11 +169,11 @@ class LookaheadDrafter:
         self._rows.proposed(context, proposed)
         return Draft.chosen(proposed)
 
-    def _read_text(self, request: _Lookahead, token_ids: Sequence[int]) -> None:
+    def _read(self, context: Context) -> None:
         """Enter the n-grams that end in tokens that came since the last time, if text is read."""
         if not self._config.reads_text:
             return
-        size = self._config.ngram
+        request, token_ids, size = self._requests[context.request_id], context.token_ids, self._config.ngram
         start = max(0, request.num_read - size + 1)
         for ngram in zip(*(token_ids[start + i :] for i in range(size)), strict=False):
             request.pool.add(ngram[0], ngram[1:])

@@ -8,13 +8,13 @@ the same request. Reads no output but to find its place in the prompt, and knows
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft
-from actors.protocol.messages import Commit, TokenTree
+from actors.protocol.messages import TokenTree
 from parallel.ranges import Range
 
 
@@ -37,7 +37,7 @@ class CopyDrafterConfig(PlacedDrafterConfig):
         return CopyDrafter(self.trigger_len), {}
 
 
-class CopyDrafter:
+class CopyDrafter(RequestwiseDrafter):
     """Keeps a place in the prompt for each request.
 
     Entering a prompt takes time and memory linear in its length, once. A proposal takes time linear in the tokens
@@ -54,25 +54,13 @@ class CopyDrafter:
         """A request arrived; its prompt is entered in `prefill`, or at the first proposal if that comes earlier."""
         self._requests.pop(context.request_id, None)
 
-    def prefill(self, contexts: Sequence[Context]) -> None:
-        """Enter prompts and what was generated before a preemption."""
-        for context in contexts:
-            self._place(context)
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        """Chains of the prompt's next tokens, shorter than the budget where the prompt ends; empty without a place."""
-        drafts = []
-        for context, budget in zip(contexts, budgets, strict=True):
-            place = self._place(context)
-            if place < 0:
-                drafts.append(Draft.nothing(context))
-                continue
-            tokens = context.token_ids[place : min(place + budget, context.prompt_len)]
-            drafts.append(Draft.chosen(TokenTree.chain(context.token_ids[-1], tokens)))
-        return drafts
-
-    def observe(self, context: Context, commit: Commit) -> None:
-        """Nothing to do: the next proposal reads the committed tokens in the context."""
+    def _propose(self, context: Context, budget: int) -> Draft:
+        """A chain of the prompt's next tokens, shorter than the budget where the prompt ends; empty without a place."""
+        place = self._read(context)
+        if place < 0:
+            return Draft.nothing(context)
+        tokens = context.token_ids[place : min(place + budget, context.prompt_len)]
+        return Draft.chosen(TokenTree.chain(context.token_ids[-1], tokens))
 
     def truncate(self, context: Context) -> None:
         """Provisional output was taken back: return to the place of that time."""
@@ -83,7 +71,7 @@ class CopyDrafter:
     def release(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
 
-    def _place(self, context: Context) -> int:
+    def _read(self, context: Context) -> int:
         """Position in the prompt of the token to copy next; negative: none."""
         copying = self._requests.get(context.request_id)
         if copying is None:

@@ -10,15 +10,15 @@ Speculative Drafting (arXiv 2312.11462), whose bigrams come from a corpus instea
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated
 
+from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.scoped import ScopedMemory, Share
-from actors.protocol.messages import Commit, TokenTree
+from actors.protocol.messages import TokenTree
 from parallel.ranges import Range
 
 _LONGEST = 64
@@ -104,7 +104,7 @@ class _TokenPlaces:
         return None if place == _NOWHERE else self.tokens[place + 1]
 
 
-class MaxgramDrafter:
+class MaxgramDrafter(RequestwiseDrafter):
     """Drafts a chain of the budget's length, shorter where no bigram is known."""
 
     def __init__(self, config: MaxgramDrafterConfig) -> None:
@@ -117,15 +117,8 @@ class MaxgramDrafter:
     def open(self, context: Context) -> None:
         self._texts[context.request_id] = _TokenPlaces(context, context.readmitted_len)
 
-    def prefill(self, contexts: Sequence[Context]) -> None:
-        for context in contexts:
-            self._texts[context.request_id].extend()
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
-
-    def observe(self, context: Context, commit: Commit) -> None:
-        """Nothing to do: the next proposal enters the text's new tokens."""
+    def _read(self, context: Context) -> None:
+        self._texts[context.request_id].extend()
 
     def truncate(self, context: Context) -> None:
         self._texts[context.request_id].truncate(len(context.token_ids))

@@ -8,13 +8,13 @@ of it the latest occurrence. Source: Saxena, "Prompt Lookup Decoding" (2023).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft
-from actors.protocol.messages import Commit, TokenTree
+from actors.protocol.messages import TokenTree
 from parallel.ranges import Range, require
 
 
@@ -74,7 +74,7 @@ class _NgramTable:
             self._token_ids.pop()
 
 
-class NgramDrafter:
+class NgramDrafter(RequestwiseDrafter):
     """Drafts a chain of the tokens that followed the current n-gram before."""
 
     def __init__(self, config: NgramDrafterConfig) -> None:
@@ -85,15 +85,8 @@ class NgramDrafter:
     def open(self, context: Context) -> None:
         self._tables[context.request_id] = _NgramTable(self._sizes)
 
-    def prefill(self, contexts: Sequence[Context]) -> None:
-        for context in contexts:
-            self._tables[context.request_id].extend(context.token_ids)
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
-
-    def observe(self, context: Context, commit: Commit) -> None:
-        """Nothing to do: the next proposal extends the table from the text."""
+    def _read(self, context: Context) -> None:
+        self._tables[context.request_id].extend(context.token_ids)
 
     def truncate(self, context: Context) -> None:
         self._tables[context.request_id].truncate(len(context.token_ids))

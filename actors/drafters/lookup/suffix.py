@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Annotated
 
+from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.config import DraftSetup
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.lookup.corpus_config import CorpusDrafterConfig
 from actors.drafters.lookup.suffix_automaton import SuffixAutomaton
 from actors.drafters.scoped import ScopedMemory, Share
-from actors.protocol.messages import Commit, TokenTree
+from actors.protocol.messages import TokenTree
 from parallel.ranges import Range
 
 _REACH = 32
@@ -96,7 +97,7 @@ class History:
         self.generations[0].add_text(kept)
 
 
-class SuffixDrafter:
+class SuffixDrafter(RequestwiseDrafter):
     """Drafts a chain, or a small tree, of what followed the longest match."""
 
     def __init__(self, config: SuffixDrafterConfig, corpus: Sequence[Sequence[int]] = ()) -> None:
@@ -113,16 +114,6 @@ class SuffixDrafter:
         own = SuffixAutomaton(self._num_revocable)
         self._texts[context.request_id] = _RequestText(context, own, context.readmitted_len or context.prompt_len)
 
-    def prefill(self, contexts: Sequence[Context]) -> None:
-        for context in contexts:
-            self._follow(context)
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
-
-    def observe(self, context: Context, commit: Commit) -> None:
-        """Nothing to do: the next proposal extends the automaton from the text."""
-
     def truncate(self, context: Context) -> None:
         """Take tokens back; an automaton that cannot go back so far is built again, with a longer memory."""
         text = self._texts[context.request_id]
@@ -138,7 +129,7 @@ class SuffixDrafter:
             self._histories.of(text.context.scope).add(settled[max(0, text.shared_len - _REACH) :])
 
     def _propose(self, context: Context, budget: int) -> Draft:
-        config, text = self._config, self._follow(context)
+        config, text = self._config, self._read(context)
         best, best_score = None, 0.0
         for matched, source, state in self._matches(text):
             length = min(budget, int(config.tokens_per_match * matched))
@@ -178,7 +169,7 @@ class SuffixDrafter:
         matches += [(match.matched, source, match.state) for source, match in text.matches.items()]
         return sorted(matches, key=itemgetter(0), reverse=True)
 
-    def _follow(self, context: Context) -> _RequestText:
+    def _read(self, context: Context) -> _RequestText:
         """Bring the request's automaton and its matches in the others up to the text."""
         text, token_ids = self._texts[context.request_id], context.token_ids
         for position in range(text.own.num_tokens, len(token_ids)):

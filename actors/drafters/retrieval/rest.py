@@ -7,38 +7,22 @@ mapped, not read, so that processes share one copy. Source: He et al., "REST: Re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.retrieval.config import RestDrafterConfig
 from actors.drafters.retrieval.datastore import SEPARATOR, Datastore
-from actors.protocol.messages import Commit, TokenTree
+from actors.protocol.messages import TokenTree
 
 
-class RestDrafter:
+class RestDrafter(RequestwiseDrafter):
     """Drafts the most frequent continuations, merged to a tree."""
 
     def __init__(self, config: RestDrafterConfig, store: Datastore) -> None:
         self.capabilities = Capabilities(truncates=self)
         self._config = config
         self._store = store
-
-    def open(self, context: Context) -> None:
-        """Nothing to do: nothing is kept of requests."""
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
-
-    def observe(self, context: Context, commit: Commit) -> None:
-        """Nothing to do."""
-
-    def truncate(self, context: Context) -> None:
-        """Nothing to do."""
-
-    def release(self, request_id: int) -> None:
-        """Nothing to do."""
 
     def _propose(self, context: Context, budget: int) -> Draft:
         config, store = self._config, self._store
