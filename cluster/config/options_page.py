@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -48,6 +49,10 @@ MOST_SET = (
 """The keys that are set most often, whatever the groups; those of the drafter and of the job follow them."""
 
 
+_CONDITION = r"(\w+)=(\w+(?:(?:, | or )\w+\b(?!=))*)"
+_CONDITIONS = re.compile(rf"{_CONDITION}(?:, {_CONDITION})*:")
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One key of the command line, as the records declare it."""
@@ -56,6 +61,15 @@ class Option:
     default: str
     accepts: str
     text: str
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        """Whether these values of all keys fulfil the conditions with which the text begins, as `strategy=tree: ...`,
+        on keys of the same section or on the choice of a group."""
+        conditions = _CONDITIONS.match(self.text)
+        found = re.findall(_CONDITION, conditions[0]) if conditions else []
+        section = self.key.partition(".")[0]
+        given = [(values.get(f"{section}.{name}", values.get(f"{name}.name")), words) for name, words in found]
+        return all(_written(value) in re.split(", | or ", words) for value, words in given)
 
     def __str__(self) -> str:
         text = textwrap.fill(self.text, 100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
@@ -83,8 +97,11 @@ def config_help(config: Mapping[str, Mapping[str, Any]]) -> str:
         lines += [f"{shown:<28} {textwrap.shorten(chosen[key].text, 90, placeholder=' ...')}"] if shown else []
     for section in ("drafter", "job"):
         lines += ["", f"of {section}={config[section]['name']}:"]
-        others = (key for key in chosen if key.startswith(f"{section}.") and key not in MOST_SET)
-        lines += [f"  {key}={_written(values[key])}" for key in others]
+        others = [one for key, one in chosen.items() if key.startswith(f"{section}.") and key not in MOST_SET]
+        shown = [one.key for one in others if one.holds(values)]
+        lines += [f"  {key}={_written(values[key])}" for key in shown]
+        if more := len(others) - len(shown):
+            lines.append(f"  and {more} for other values of these, by --help {section}")
     return "\n".join(lines)
 
 

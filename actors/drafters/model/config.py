@@ -113,9 +113,10 @@ class PassDrafterConfig(PlacedDrafterConfig):
     num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 5
     """Draft tokens a round, at most."""
     depth: Annotated[int, Range(1, cap=128)] = 5
-    """Longest path of a tree, in tokens: one pass of the draft model for each."""
+    """strategy=tree, beam, best_first, dynamic or cape: longest path, in tokens; one draft pass for each."""
     width: Annotated[int, Range(1, cap=64)] = 2
-    """Children per node of a tree, of a dynamic one at most; paths of a beam. strategy=tree: children of the root."""
+    """strategy=tree, beam, best_first or dynamic: children per node of a tree that grows, at most; children of the root
+    of a fixed one; paths of a beam."""
     branching: Annotated[list[int], Range(1, cap=64)] = field(default_factory=list)
     """strategy=tree: children of every node by its depth, as [4,2,1,1]; empty = `width` at the root and 1 below it,
     `depth` levels."""
@@ -147,10 +148,10 @@ class PassDrafterConfig(PlacedDrafterConfig):
     """length_rule=probability: a draft ends with the first token that the drafter gives less than this (Kangaroo: 0.6);
     0 = a threshold that is steered to where nine of ten tokens are accepted (Draft & Verify)."""
     fan_out: Annotated[int, Range(1, cap=1024)] = 6
-    """Asynchronous pipelines: likely next tokens kept for every node, of which a verdict picks one."""
+    """pipeline=pearl, branches or tree: likely next tokens kept for every node, of which a verdict picks one."""
     ahead_width: Annotated[int, Range(1)] = 8
-    """Asynchronous pipelines: nodes fed in one pass of draft-ahead. pipeline.adaptive=true: of each request, at most;
-    how many is chosen from the measured cost of passes. false: always so many, over all requests."""
+    """pipeline=pearl, branches or tree: nodes fed in one pass of draft-ahead. pipeline.adaptive=true: of each request,
+    at most; how many is chosen from the measured cost of passes. false: always so many, over all requests."""
     calibration_policy: CalibrationPolicy = CalibrationPolicy.every
     """When KV rows of accepted draft tokens that were computed from nearly right inputs (parallel=layer, or a
     speculator's own features) are replaced by exact ones: every (`calibrate_every` rounds), mismatch (when a draft

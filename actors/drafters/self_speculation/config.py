@@ -48,11 +48,11 @@ class SelfDrafterConfig(PassDrafterConfig):
     the prompt's hidden states), exit (the exit with the most tokens for its weights, DEL); none: as `exit`, `skip` and
     `layers` say."""
     skip_share: Annotated[float, Range(above=0, below=1)] = 0.45
-    """search=swift: share of the sublayers that are skipped; clasp: of the layers."""
+    """search=swift or clasp: share that is skipped, of the sublayers by swift, of the layers by clasp."""
     search_every: Annotated[int, Range(1)] = 8
     """search=swift, clasp or exit: rounds from one look at the text to the next."""
     search_window: Annotated[int, Range(8, cap=1024)] = 32
-    """search=swift or exit: generated tokens on which layers are compared; fly: tokens of a prompt."""
+    """search=swift, exit or fly: generated tokens on which layers are compared; fly: tokens of a prompt."""
     search_trials: Annotated[int, Range(1, cap=10_000)] = 120
     """search=swift: masks to try, at most; it ends earlier once a mask reproduces 95 % of three texts in a row, or
     after a third of them without a better one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -16,6 +16,7 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import SamplingConfig, SchedulerConfig
 from cluster.config import options_page
+from cluster.config.compose import load_config
 from cluster.config.options_page import SECTIONS, help_text, page
 from cluster.config.schema import CHOICES
 from cluster.config.server import ServerConfig
@@ -209,6 +210,27 @@ def test_help_of_a_launch_shows_what_is_set_most_often_and_the_keys_of_what_is_c
         f"job.{name}" for name in ("workload", "concurrency", "baseline", "resume", "trace")
     }
     assert "  job.resume=false" in rest
+
+
+@pytest.mark.parametrize(
+    ("keys", "shown", "hidden"),
+    [
+        ([], "length_rule path", "width branching tree fan_out rejection_threshold online_rate layer_group"),
+        (["drafter.strategy=tree"], "width branching tree merge_ngram", "length_rule batch_nodes min_gain"),
+        (["drafter.length_rule=gap"], "rejection_threshold", "least_probability"),
+        (["pipeline=branches"], "fan_out ahead_width", "length_rule"),
+        (["drafter.online=true", "drafter.placement=separate"], "online_rate online_state", "layer_group"),
+    ],
+)
+def test_help_shows_the_keys_of_what_is_chosen(keys, shown, hidden):
+    """Those whose text begins with a condition that does not hold are counted alone."""
+    config = asdict(load_config(["drafter=model", *keys]))
+    lines = options_page.config_help(config).splitlines()
+    own = {line.strip().partition("=")[0].removeprefix("drafter.") for line in lines if line.startswith("  drafter.")}
+    assert set(shown.split()) <= own and own.isdisjoint(hidden.split())
+    (more,) = (line for line in lines if line.startswith("  and "))
+    count = sum(option.key.startswith("drafter.") for option in options_page._chosen("drafter", "model"))
+    assert more == f"  and {count - len(own)} for other values of these, by --help drafter"
 
 
 @pytest.mark.parametrize("section", SECTIONS)
