@@ -14,7 +14,7 @@ import torch
 
 from cluster.tools.training.speculators import distill, layerskip
 from cluster.tools.training.speculators.recipes import RECIPES
-from cluster.tools.training.speculators.recipes_page import page
+from docs.recipes_page import page
 from parallel.speculators.block import training as block
 from parallel.speculators.chimera import training as chimera
 from parallel.speculators.eagle import training as eagle
@@ -128,7 +128,7 @@ def test_the_settings_of_every_kind_of_recipe_are_changed():
 
 
 def test_the_page_of_recipes_is_as_the_registry_says():
-    """If not: python -m cluster.tools.training.speculators.recipes_page > docs/recipes.md"""
+    """If not: python -m docs.recipes_page > docs/recipes.md"""
     assert (Path(__file__).parents[4] / "docs" / "recipes.md").read_text() == page()
 
 
