@@ -66,7 +66,8 @@ class TargetConfig(Section):
     tp: Annotated[int, Range(1, cap=MAX_RANKS)] = 1
     """Tensor-parallel ranks, each on a device of its own."""
     dtype: Annotated[str, OneOf(DTYPES)] = "auto"
-    """float32, bfloat16, float16, or auto: the checkpoint's on a GPU, float32 on a CPU."""
+    """float32, bfloat16, float16, or auto: the checkpoint's on a GPU, float32 on a CPU. bfloat16 on a CPU reads half of
+    the bytes and multiplies by the processor's own dot products where it has them."""
     weights: Annotated[str, OneOf(WEIGHTS)] = "auto"
     """How matrices are stored: fewer bytes are read faster. CPU: bfloat16 or int8 (a factor for every output) beside
     float32 activations; the output is that of the rounded model. CUDA: packed, the codes of a quantised checkpoint,

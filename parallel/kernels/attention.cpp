@@ -4,6 +4,9 @@
 // ones. Scores, softmax and the weighted sum take them in the order of their positions, in chunks of CHUNK positions that
 // are merged in order. So a row's result depends only on its own query and the keys it sees, to the bit: not on the other
 // rows of the pass, on threads, or on whether its ancestors are pending or committed, a chain or a path of a tree.
+//
+// Numbers are float32 or bfloat16. Of bfloat16 the queries are rounded like the keys, and a score takes two numbers of a
+// head at a time; scores, weights and sums are float32.
 
 #include <atomic>
 #include <cmath>
@@ -19,7 +22,7 @@ constexpr int BLOCKS = 4, KEYS = BLOCKS * WIDTH;   // keys whose scores are comp
 constexpr int ROWS = REGISTERS == 32 ? 6 : 2;      // queries whose scores are computed together
 constexpr int64_t GROUP = 128;                      // rows of one task
 constexpr int PARTS = REGISTERS == 32 ? 4 : 2;     // vectors of a head that are summed together
-constexpr int64_t LINE = 16;                        // floats of a cache line
+constexpr int64_t LINE = 64;                        // bytes of a cache line
 constexpr int64_t WORTH_THREADS = 1 << 15;         // multiplications; fewer take less time than to wake a thread
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
@@ -36,8 +39,8 @@ struct Span {
 }  // namespace
 
 struct Layer {
-    float *keys, *values;  // [slots, num_kv_heads, head_dim]
-    const float *q_norm, *k_norm;
+    void *keys, *values;  // [slots, num_kv_heads, head_dim]
+    const void *q_norm, *k_norm;
     int64_t num_heads, num_kv_heads, head_dim, window;  // window 0: none
     float scale, softcap, norm_eps, norm_offset;        // softcap 0: none
 };
@@ -49,8 +52,6 @@ struct Pass {
 };
 
 namespace {
-
-inline Floats all(float value) { return value - Floats{}; }  // not + 0, which a compiler may not leave out
 
 template <int First>
 inline Floats interleaved(Floats a, Floats b) {  // a[First], b[First], a[First + 1], ...
@@ -78,32 +79,16 @@ inline void transpose(Floats (&square)[WIDTH]) {
     }
 }
 
-// e to the power of x <= 0, zero below 1e-37: Cody and Waite's reduction, then the polynomial of Cephes' expf.
-inline Floats exponential(Floats x) {
-    const Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
-    Floats r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const Integers power = (__builtin_convertvector(n, Integers) + 127) << 23;
-    return x < -85.0f ? Floats{} : p * (Floats)power;
-}
-
 inline Floats capped(Floats x, float cap) {  // cap * tanh(x / cap), by e to the power of -2 |x / cap|
     const Floats size = (x < 0.0f ? -x : x) * (1.0f / cap), power = exponential(size * -2.0f);
     const Floats bounded = (1.0f - power) / (1.0f + power) * cap;
     return x < 0.0f ? -bounded : bounded;
 }
 
-inline Floats load_some(const float *from, int64_t count) { return count >= WIDTH ? load(from) : load_part(from, count); }
-
 // --- before attention: norms of heads, rotation, new keys and values ---------------------------------------------------
 
-void normalize_head(float *x, const float *weight, int64_t length, float eps, float offset) {
+template <class Number>
+void normalize_head(float *x, const Number *weight, int64_t length, float eps, float offset) {
     Floats squares = {};
     int64_t i = 0;
     for (; i + WIDTH <= length; i += WIDTH) squares += load(x + i) * load(x + i);
@@ -112,55 +97,71 @@ void normalize_head(float *x, const float *weight, int64_t length, float eps, fl
         squares += rest * rest;
     }
     const float factor = 1.0f / std::sqrt(sum(squares) / length + eps);
-    for (i = 0; i < length; i++) x[i] = x[i] * factor * (weight[i] + offset);
+    for (i = 0; i < length; i++) x[i] = x[i] * factor * (as_float(weight[i]) + offset);
 }
 
-// x and `to` may be the same; the sign of the rotation is in sin.
-inline void rotate(const float *x, const float *cos, const float *sin, float *to, int64_t length) {
+// In place; the sign of the rotation is in sin.
+template <class Number>
+inline void rotate(float *x, const Number *cos, const Number *sin, int64_t length) {
     const int64_t half = length / 2;
     for (int64_t i = 0; i < half; i++) {
         const float low = x[i], high = x[i + half];
-        to[i] = low * cos[i] + high * sin[i];
-        to[i + half] = high * cos[i + half] + low * sin[i + half];
+        x[i] = low * as_float(cos[i]) + high * as_float(sin[i]);
+        x[i + half] = high * as_float(cos[i + half]) + low * as_float(sin[i + half]);
     }
 }
 
-void prepare_row(const Layer &layer, float *heads, const float *cos, const float *sin, int64_t slot) {
+template <class Number>
+struct Rotation {
+    const Number *cos, *sin;  // null: none
+};
+
+// `to` may be the head itself; `x` is room for its numbers.
+template <class Number>
+void prepare_head(const Layer &layer, const Number *head, const void *norm, Rotation<Number> rotation, Number *to, float *x) {
+    const int64_t size = layer.head_dim;
+    for (int64_t i = 0; i < size; i += WIDTH) store_some(x + i, load_some(head + i, size - i), size - i);
+    if (norm) normalize_head(x, static_cast<const Number *>(norm), size, layer.norm_eps, layer.norm_offset);
+    if (rotation.cos) rotate(x, rotation.cos, rotation.sin, size);
+    for (int64_t i = 0; i < size; i += WIDTH) store_some(to + i, load_some(x + i, size - i), size - i);
+}
+
+template <class Number>
+void prepare_row(const Layer &layer, Number *heads, Rotation<Number> rotation, int64_t slot) {
+    static thread_local std::vector<float> room;
     const int64_t size = layer.head_dim, row = layer.num_kv_heads * size;
-    for (int64_t h = 0; h < layer.num_heads; h++, heads += size) {
-        if (layer.q_norm) normalize_head(heads, layer.q_norm, size, layer.norm_eps, layer.norm_offset);
-        if (cos) rotate(heads, cos, sin, heads, size);
-    }
-    float *keys = layer.keys + slot * row;
-    for (int64_t h = 0; h < layer.num_kv_heads; h++, heads += size, keys += size) {
-        if (layer.k_norm) normalize_head(heads, layer.k_norm, size, layer.norm_eps, layer.norm_offset);
-        if (cos) rotate(heads, cos, sin, keys, size);
-        else std::memcpy(keys, heads, size * sizeof(float));
-    }
-    std::memcpy(layer.values + slot * row, heads, row * sizeof(float));
+    room.resize(size);
+    for (int64_t h = 0; h < layer.num_heads; h++, heads += size)
+        prepare_head(layer, heads, layer.q_norm, rotation, heads, room.data());
+    Number *keys = static_cast<Number *>(layer.keys) + slot * row;
+    for (int64_t h = 0; h < layer.num_kv_heads; h++, heads += size, keys += size)
+        prepare_head(layer, heads, layer.k_norm, rotation, keys, room.data());
+    std::memcpy(static_cast<Number *>(layer.values) + slot * row, heads, row * sizeof(Number));
 }
 
 // --- attention ---------------------------------------------------------------------------------------------------------
 
 // One KV head's keys and values of one sequence, by the index in the sequence's table of slots.
+template <class Number>
 struct Table {
-    const float *keys, *values;
+    const Number *keys, *values;
     const int64_t *slots;  // null: a run, whose first slot the pointers are at
     int64_t stride;
 
-    const float *key(int64_t index) const { return keys + (slots ? slots[index] : index) * stride; }
-    const float *value(int64_t index) const { return values + (slots ? slots[index] : index) * stride; }
+    const Number *key(int64_t index) const { return keys + (slots ? slots[index] : index) * stride; }
+    const Number *value(int64_t index) const { return values + (slots ? slots[index] : index) * stride; }
 };
 
 // Rows of a table that are read next. A row of a head is a few lines, apart from the next one: the processor would
 // find their order out too late, so memory is asked for them while the head before is computed.
+template <class Number>
 struct Ahead {
-    Table table;
+    Table<Number> table;
     int64_t at, end, size;
 
     void fetch(int64_t count) {
         for (const int64_t stop = end - at < count ? end : at + count; at < stop; at++)
-            for (int64_t i = 0; i < size; i += LINE) {
+            for (int64_t i = 0; i < size; i += LINE / sizeof(Number)) {
                 __builtin_prefetch(table.key(at) + i, 0, 2);
                 __builtin_prefetch(table.value(at) + i, 0, 2);
             }
@@ -168,56 +169,69 @@ struct Ahead {
 };
 
 // A row of the pass with one query head: it sees the table's rows first .. shared, then those of its path.
+template <class Number>
 struct Query {
-    const float *q;
+    const Number *q;
     float *out;             // its result of this chunk [head_dim], the maximum and the total of its weights
     float *scores;          // of the chunk's positions, then their weights
     int64_t first, end;     // positions that it sees
     const int64_t *path;    // path[d]: index in the table of its ancestor of depth d
 };
 
-// scores[r][k] for `Rows` queries and keys in `turned` [head_dim][KEYS]
-template <int Rows>
-inline void score_tile(const float *const *q, const float *turned, int64_t size, float *const *scores) {
+// A head as it is multiplied: [head_dim] numbers, or half as many pairs of bfloat16.
+inline const float *steps_of(const float *head) { return head; }
+inline const Pair *steps_of(const Bfloat *head) { return reinterpret_cast<const Pair *>(head); }
+inline Floats load_steps(const float *turned, const float *) { return load(turned); }
+inline Words load_steps(const float *turned, const Pair *) { return (Words)load(turned); }
+
+// scores[r][k] for `Rows` queries and keys in `turned` [steps][KEYS]
+template <int Rows, class Step>
+inline void score_tile(const Step *const *q, const float *turned, int64_t steps, float *const *scores) {
     Floats total[Rows][BLOCKS] = {};
-    for (int64_t i = 0; i < size; i++) {
-        Floats keys[BLOCKS];
-        for (int b = 0; b < BLOCKS; b++) keys[b] = load(turned + i * KEYS + b * WIDTH);
-        for (int r = 0; r < Rows; r++)
-            for (int b = 0; b < BLOCKS; b++) total[r][b] += q[r][i] * keys[b];
+    for (int64_t i = 0; i < steps; i++) {
+        decltype(load_steps(turned, q[0])) keys[BLOCKS];
+        for (int b = 0; b < BLOCKS; b++) keys[b] = load_steps(turned + i * KEYS + b * WIDTH, q[0]);
+        for (int r = 0; r < Rows; r++) {
+            const auto value = in_every_lane(q[r][i]);
+            for (int b = 0; b < BLOCKS; b++) total[r][b] = add_product(total[r][b], value, keys[b]);
+        }
     }
     for (int r = 0; r < Rows; r++)
         for (int b = 0; b < BLOCKS; b++) store(scores[r] + b * WIDTH, total[r][b]);
 }
 
 // Writes scores of the table's rows first .. last to to[query] + 0, rounded up to KEYS.
-void score(const Table &table, int64_t size, std::vector<Query> &queries, int64_t first, int64_t last, float *turned,
-           float *to, int64_t to_stride, Ahead &ahead) {
+template <class Number>
+void score(const Table<Number> &table, int64_t size, std::vector<Query<Number>> &queries, int64_t first, int64_t last,
+           float *turned, float *to, int64_t to_stride, Ahead<Number> &ahead) {
+    using Step = std::remove_cv_t<std::remove_pointer_t<decltype(steps_of(table.keys))>>;
+    const int64_t steps = size * sizeof(Number) / sizeof(Step);
     for (int64_t start = first; start < last; start += KEYS) {
-        const float *keys[KEYS];
-        for (int64_t k = 0; k < KEYS; k++) keys[k] = table.key(start + k < last ? start + k : last - 1);
+        const float *keys[KEYS];  // a step has the size of a float
+        for (int64_t k = 0; k < KEYS; k++)
+            keys[k] = reinterpret_cast<const float *>(table.key(start + k < last ? start + k : last - 1));
         for (int block = 0; block < BLOCKS && start + block * WIDTH < last; block++) {
             ahead.fetch(WIDTH);
-            for (int64_t i = 0; i < size; i += WIDTH) {
+            for (int64_t i = 0; i < steps; i += WIDTH) {
                 Floats square[WIDTH];
-                for (int k = 0; k < WIDTH; k++) square[k] = load_some(keys[block * WIDTH + k] + i, size - i);
+                for (int k = 0; k < WIDTH; k++) square[k] = load_some(keys[block * WIDTH + k] + i, steps - i);
                 transpose(square);
-                for (int k = 0; k < WIDTH && i + k < size; k++)
+                for (int k = 0; k < WIDTH && i + k < steps; k++)
                     store(turned + (i + k) * KEYS + block * WIDTH, square[k]);
             }
         }
         const int64_t count = queries.size();
         float *base = to + (start - first);
         for (int64_t r = 0; r < count; r += ROWS) {
-            const float *q[ROWS];
+            const Step *q[ROWS];
             float *scores[ROWS];
             for (int64_t k = 0; k < ROWS; k++) {
                 const int64_t row = r + k < count ? r + k : count - 1;
-                q[k] = queries[row].q, scores[k] = base + row * to_stride;
+                q[k] = steps_of(queries[row].q), scores[k] = base + row * to_stride;
             }
-            if (count - r == 1) score_tile<1>(q, turned, size, scores);
-            else if (ROWS > 2 && count - r == 2) score_tile<2>(q, turned, size, scores);
-            else score_tile<ROWS>(q, turned, size, scores);
+            if (count - r == 1) score_tile<1>(q, turned, steps, scores);
+            else if (ROWS > 2 && count - r == 2) score_tile<2>(q, turned, steps, scores);
+            else score_tile<ROWS>(q, turned, steps, scores);
         }
     }
 }
@@ -225,14 +239,14 @@ void score(const Table &table, int64_t size, std::vector<Query> &queries, int64_
 // Adds weights[r][k] * value k to out[r], for the values that `at(k)` gives, in the order of k.
 template <int Rows, int Parts, bool Whole, class At>
 inline void add_tile(float *const *out, const float *const *weights, int64_t count, At at, int64_t left) {
-    auto loaded = [left](const float *from, int p) {
+    auto loaded = [left](const auto *from, int p) {
         return Whole || p + 1 < Parts ? load(from + p * WIDTH) : load_part(from + p * WIDTH, left - p * WIDTH);
     };
     Floats total[Rows][Parts];
     for (int r = 0; r < Rows; r++)
-        for (int p = 0; p < Parts; p++) total[r][p] = loaded(out[r], p);
+        for (int p = 0; p < Parts; p++) total[r][p] = loaded(static_cast<const float *>(out[r]), p);
     for (int64_t k = 0; k < count; k++) {
-        const float *value = at(k);
+        const auto *value = at(k);
         Floats values[Parts];
         for (int p = 0; p < Parts; p++) values[p] = loaded(value, p);
         for (int r = 0; r < Rows; r++)
@@ -264,11 +278,12 @@ void add(float *const *out, const float *const *weights, int64_t count, At at, i
 }
 
 // Scores of the chunk's positions -> weights, with their maximum and total. `first`, `end` are relative to the chunk.
-void soften(const Layer &layer, Query &query, int64_t first, int64_t end) {
+template <class Number>
+void soften(const Layer &layer, Query<Number> &query, int64_t first, int64_t end) {
     const int64_t start = first / WIDTH * WIDTH, stop = (end + WIDTH - 1) / WIDTH * WIDTH;
     for (int64_t i = start; i < first; i++) query.scores[i] = NONE;
     for (int64_t i = end; i < stop; i++) query.scores[i] = NONE;
-    Floats most = all(NONE);
+    Floats most = in_every_lane(NONE);
     for (int64_t i = start; i < stop; i += WIDTH) {
         Floats score = load(query.scores + i) * layer.scale;
         if (layer.softcap > 0) {
@@ -290,8 +305,9 @@ void soften(const Layer &layer, Query &query, int64_t first, int64_t end) {
 }
 
 // What a thread needs besides its results; grows, and is kept for the next call.
+template <class Number>
 struct Workspace {
-    std::vector<Query> queries;
+    std::vector<Query<Number>> queries;
     std::vector<float> scores, pending, turned, parts;
     std::vector<int64_t> paths;
 };
@@ -302,28 +318,30 @@ struct Task {
     int64_t partial;  // where the chunk's results go among the partial ones; -1: `out` receives the result
 };
 
+template <class Number>
 struct Call {
     const Layer &layer;
     const Pass &pass;
-    float *heads;  // [num_rows, num_heads + 2 num_kv_heads, head_dim]
-    float *out;    // [num_rows, num_heads, head_dim]
+    const Number *heads;  // [num_rows, num_heads + 2 num_kv_heads, head_dim]
+    Number *out;          // [num_rows, num_heads, head_dim]
     float *partial;
 
     // Where a result of the task goes: they are numbered by KV head, row, and query head of the KV head.
-    float *place(const Task &task, int64_t index) const {
+    Number *place(const Task &task, int64_t index) const {
         const int64_t group = layer.num_heads / layer.num_kv_heads, row = index / group % task.num_rows;
         const int64_t head = (task.kv_head + index / group / task.num_rows) * group + index % group;
         return out + ((pass.spans[task.span].first + task.row + row) * layer.num_heads + head) * layer.head_dim;
     }
 
-    Table table(const Span &span, int64_t kv_head) const {
+    Table<Number> table(const Span &span, int64_t kv_head) const {
         const int64_t stride = layer.num_kv_heads * layer.head_dim, column = kv_head * layer.head_dim;
-        if (span.run < 0) return {layer.keys + column, layer.values + column, pass.slots + span.slots, stride};
+        const auto *keys = static_cast<const Number *>(layer.keys), *values = static_cast<const Number *>(layer.values);
+        if (span.run < 0) return {keys + column, values + column, pass.slots + span.slots, stride};
         const int64_t start = span.run * stride + column;
-        return {layer.keys + start, layer.values + start, nullptr, stride};
+        return {keys + start, values + start, nullptr, stride};
     }
 
-    Ahead ahead(const Task &task, int64_t kv_head, int64_t chunk) const {
+    Ahead<Number> ahead(const Task &task, int64_t kv_head, int64_t chunk) const {
         const Span &span = pass.spans[task.span];
         const int64_t rows = span.context + span.num_pending, end = (chunk + 1) * CHUNK;
         return {table(span, kv_head), chunk * CHUNK, end < rows ? end : rows, layer.head_dim};
@@ -334,7 +352,7 @@ struct Call {
 void merge(const float *part, float *so_far, int64_t size) {
     const float max = part[size], before = so_far[size], most = max > before ? max : before;
     if (max == NONE) return;
-    const float weight = exponential(all(max - most))[0], kept = exponential(all(before - most))[0];
+    const float weight = exponential(in_every_lane(max - most))[0], kept = exponential(in_every_lane(before - most))[0];
     for (int64_t i = 0; i < size; i++) so_far[i] = so_far[i] * kept + part[i] * weight;
     so_far[size] = most, so_far[size + 1] = so_far[size + 1] * kept + part[size + 1] * weight;
 }
@@ -344,20 +362,22 @@ void clear(float *so_far, int64_t size) {
     so_far[size] = NONE;
 }
 
-void finish(const float *so_far, float *out, int64_t size) {
+template <class Number>
+void finish(const float *so_far, Number *out, int64_t size) {
     const float factor = 1.0f / so_far[size + 1];
-    for (int64_t i = 0; i < size; i++) out[i] = so_far[i] * factor;
+    for (int64_t i = 0; i < size; i += WIDTH) store_some(out + i, load_some(so_far + i, size - i) * factor, size - i);
 }
 
 // The results of a chunk go to parts[row * group + query head of the KV head].
-void attend_head(const Call &call, const Task &task, int64_t kv_head, int64_t chunk, Ahead ahead, Workspace &space,
-                 float *parts) {
+template <class Number>
+void attend_head(const Call<Number> &call, const Task &task, int64_t kv_head, int64_t chunk, Ahead<Number> ahead,
+                 Workspace<Number> &space, float *parts) {
     const Layer &layer = call.layer;
     const Span &span = call.pass.spans[task.span];
     const int64_t size = layer.head_dim, group = layer.num_heads / layer.num_kv_heads;
     const int64_t lo = chunk * CHUNK, hi = lo + CHUNK;
     const bool chain = span.parents < 0;
-    const Table table = call.table(span, kv_head);
+    const Table<Number> table = call.table(span, kv_head);
 
     // the paths of tree rows, as indices in the table: path[depth]
     const int64_t fed = span.num_pending - span.num_rows;
@@ -387,12 +407,12 @@ void attend_head(const Call &call, const Task &task, int64_t kv_head, int64_t ch
                                      position < hi ? position + 1 : hi, path});
         }
     }
-    std::vector<Query> &queries = space.queries;
+    std::vector<Query<Number>> &queries = space.queries;
     if (queries.empty()) return;
 
     const int64_t shared = chain ? span.context + span.num_pending : span.context;
     int64_t first = hi, end = lo;
-    for (const Query &query : queries) {
+    for (const Query<Number> &query : queries) {
         first = query.first < first ? query.first : first;
         end = query.end > end ? query.end : end;
     }
@@ -411,13 +431,13 @@ void attend_head(const Call &call, const Task &task, int64_t kv_head, int64_t ch
         score(table, size, queries, shared, shared + span.num_pending, space.turned.data(), space.pending.data(),
               pending_stride, ahead);
         for (size_t r = 0; r < queries.size(); r++) {
-            const Query &query = queries[r];
+            const Query<Number> &query = queries[r];
             const float *found = space.pending.data() + r * pending_stride;
             for (int64_t at = query.first > shared ? query.first : shared; at < query.end; at++)
                 query.scores[at - lo] = found[query.path[at - shared] - shared];
         }
     }
-    for (Query &query : queries) soften(layer, query, query.first - lo, query.end - lo);
+    for (Query<Number> &query : queries) soften(layer, query, query.first - lo, query.end - lo);
 
     for (size_t r = 0; r < queries.size(); r += ROWS) {
         const size_t count = queries.size() - r < ROWS ? queries.size() - r : ROWS;
@@ -427,7 +447,7 @@ void attend_head(const Call &call, const Task &task, int64_t kv_head, int64_t ch
             to = queries[k].end < to ? queries[k].end : to;
         }
         if (count < 2 || from > to) from = to = lo;
-        auto one = [&](Query &query, int64_t start, int64_t stop) {
+        auto one = [&](Query<Number> &query, int64_t start, int64_t stop) {
             const float *weights = query.scores + (start - lo);
             if (start < stop)
                 add<1>(&query.out, &weights, stop - start, [&](int64_t k) { return table.value(start + k); }, size);
@@ -436,7 +456,7 @@ void attend_head(const Call &call, const Task &task, int64_t kv_head, int64_t ch
             float *out[ROWS];
             const float *weights[ROWS];
             for (size_t k = 0; k < ROWS; k++) {  // where fewer are left, the last is repeated
-                Query &query = queries[r + (k < count ? k : count - 1)];
+                Query<Number> &query = queries[r + (k < count ? k : count - 1)];
                 if (k < count) one(query, query.first, from);
                 out[k] = query.out, weights[k] = query.scores + (from - lo);
             }
@@ -445,7 +465,7 @@ void attend_head(const Call &call, const Task &task, int64_t kv_head, int64_t ch
             else add<ROWS>(out, weights, to - from, at, size);
         }
         for (size_t k = r; k < r + count; k++) {
-            Query &query = queries[k];
+            Query<Number> &query = queries[k];
             const int64_t done = from < to ? to : query.first;
             one(query, done, query.end < last ? query.end : last);
             if (!chain && query.end > shared) {
@@ -459,7 +479,9 @@ void attend_head(const Call &call, const Task &task, int64_t kv_head, int64_t ch
 }
 
 // All heads of a chunk one after the other: their keys are neighbours in memory. `after` follows the last of them.
-void attend_chunk(const Call &call, const Task &task, int64_t chunk, const Ahead &after, Workspace &space, float *parts) {
+template <class Number>
+void attend_chunk(const Call<Number> &call, const Task &task, int64_t chunk, const Ahead<Number> &after,
+                  Workspace<Number> &space, float *parts) {
     const int64_t group = call.layer.num_heads / call.layer.num_kv_heads, last = task.kv_head + task.num_kv_heads - 1;
     for (int64_t head = task.kv_head; head <= last; head++) {
         attend_head(call, task, head, chunk, head < last ? call.ahead(task, head + 1, chunk) : after, space, parts);
@@ -468,7 +490,8 @@ void attend_chunk(const Call &call, const Task &task, int64_t chunk, const Ahead
 }
 
 // `after` is what this thread does next.
-void attend_task(const Call &call, const Task &task, const Ahead &after, Workspace &space) {
+template <class Number>
+void attend_task(const Call<Number> &call, const Task &task, const Ahead<Number> &after, Workspace<Number> &space) {
     const Layer &layer = call.layer;
     const int64_t size = layer.head_dim;
     const int64_t count = task.num_rows * task.num_kv_heads * (layer.num_heads / layer.num_kv_heads);
@@ -477,27 +500,25 @@ void attend_task(const Call &call, const Task &task, const Ahead &after, Workspa
     float *so_far = space.parts.data(), *parts = so_far + count * (size + 2);
     for (int64_t r = 0; r < count; r++) clear(so_far + r * (size + 2), size);
     for (int64_t chunk = task.chunk; chunk < task.last_chunk; chunk++) {
-        const Ahead next = chunk + 1 < task.last_chunk ? call.ahead(task, task.kv_head, chunk + 1) : after;
+        const Ahead<Number> next = chunk + 1 < task.last_chunk ? call.ahead(task, task.kv_head, chunk + 1) : after;
         attend_chunk(call, task, chunk, next, space, parts);
         for (int64_t i = 0; i < count * (size + 2); i += size + 2) merge(parts + i, so_far + i, size);
     }
     for (int64_t r = 0; r < count; r++) finish(so_far + r * (size + 2), call.place(task, r), size);
 }
 
-}  // namespace
-
-extern "C" {
-
 // heads [num_rows, num_heads + 2 num_kv_heads, head_dim]: queries, keys and values as the projection gave them. Queries are
 // normalised and rotated in place, keys and values go to their slots, and `out` [num_rows, num_heads * head_dim] receives
 // the attention of the rows of all spans. cos, sin [num_rows, head_dim], or null.
-void attend_rows(const Layer *layer, const Pass *pass, float *heads, const float *cos, const float *sin, float *out) {
+template <class Number>
+void attend(const Layer *layer, const Pass *pass, Number *heads, Rotation<Number> rotation, Number *out) {
     const int64_t size = layer->head_dim, group = layer->num_heads / layer->num_kv_heads;
     const int64_t row = (layer->num_heads + 2 * layer->num_kv_heads) * size;
     share_out(pass->num_rows, pass->num_rows * row * 8 >= WORTH_THREADS, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; i++)
-            prepare_row(*layer, heads + i * row, cos ? cos + i * size : nullptr, cos ? sin + i * size : nullptr,
-                        pass->written[i]);
+        for (int64_t i = first; i < last; i++) {
+            const Number *cos = rotation.cos ? rotation.cos + i * size : nullptr;
+            prepare_row(*layer, heads + i * row, {cos, rotation.sin + (cos ? i * size : 0)}, pass->written[i]);
+        }
     });
 
     static thread_local std::vector<Task> tasks;
@@ -538,16 +559,16 @@ void attend_rows(const Layer *layer, const Pass *pass, float *heads, const float
         }
     }
     partial.resize(num_partial);
-    const Call call = {*layer, *pass, heads, out, partial.data()};
+    const Call<Number> call = {*layer, *pass, heads, out, partial.data()};
     std::atomic<int64_t> next{0};
     const int64_t num_tasks = tasks.size();
     const Task *todo = tasks.data();  // `tasks` is another vector in another thread
     share_out(num_tasks, work >= WORTH_THREADS, [&](int64_t, int64_t) {
-        static thread_local Workspace space;
+        static thread_local Workspace<Number> space;
         for (int64_t i = next++, after; i < num_tasks; i = after) {
             after = next++;
             const bool is_last = after >= num_tasks;
-            attend_task(call, todo[i], is_last ? Ahead{} : call.ahead(todo[after], todo[after].kv_head, todo[after].chunk),
+            attend_task(call, todo[i], is_last ? Ahead<Number>{} : call.ahead(todo[after], todo[after].kv_head, todo[after].chunk),
                         space);
         }
     });
@@ -560,5 +581,23 @@ void attend_rows(const Layer *layer, const Pass *pass, float *heads, const float
         for (int64_t r = 0; r < count; r++) finish(so_far + r * (size + 2), call.place(todo[i], r), size);
         i += todo[i].last_chunk - todo[i].chunk - 1;
     }
+}
+
+template <class Number>
+void attend(const Layer *layer, const Pass *pass, void *heads, const void *cos, const void *sin, void *out) {
+    attend(layer, pass, static_cast<Number *>(heads),
+           Rotation<Number>{static_cast<const Number *>(cos), static_cast<const Number *>(sin)}, static_cast<Number *>(out));
+}
+
+}  // namespace
+
+extern "C" {
+
+// As `attend` above; every pointer, those of the layer included, is of bfloat16 or of float32 numbers. An odd `head_dim`
+// is for float32 alone.
+void attend_rows(const Layer *layer, const Pass *pass, void *heads, const void *cos, const void *sin, void *out,
+                 int is_bfloat) {
+    if (is_bfloat) attend<Bfloat>(layer, pass, heads, cos, sin, out);
+    else attend<float>(layer, pass, heads, cos, sin, out);
 }
 }

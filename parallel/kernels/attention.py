@@ -5,7 +5,7 @@ Its records are those of the C++ source, field by field. Knows no layers and no 
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_float, c_int64, c_void_p
+from ctypes import Structure, byref, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -35,7 +35,7 @@ class _PassRecord(Structure):
 
 @cache
 def _kernel() -> Any:
-    return function("attend_rows", *[c_void_p] * 6)
+    return function("attend_rows", *[c_void_p] * 6, c_int)
 
 
 def has_attention() -> bool:
@@ -43,9 +43,15 @@ def has_attention() -> bool:
     return _kernel() is not None
 
 
+def takes_heads(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernel multiplies numbers of this type: of bfloat16 it takes two of a head at a time."""
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0)
+
+
 class LayerCall:
     """One layer's attention: `keys` and `values` [slots, num_kv_heads, head_dim], its query heads, and the weights of
-    the heads' norms, which scale by weight + `norm_offset`. `window` 0 and `softcap` 0 are none."""
+    the heads' norms, which scale by weight + `norm_offset`: all of one type that `takes_heads`. `window` 0 and
+    `softcap` 0 are none."""
 
     def __init__(
         self,
@@ -62,6 +68,9 @@ class LayerCall:
     ) -> None:
         self._tensors = keys, values, norms  # whose addresses the record has
         _, num_kv_heads, head_dim = keys.shape
+        assert takes_heads(keys.dtype, head_dim), f"heads of {head_dim} numbers of {keys.dtype}"
+        assert all(norm.dtype == keys.dtype for norm in norms or ())
+        self._is_bfloat = keys.dtype == torch.bfloat16
         q_norm, k_norm = (norm.data_ptr() for norm in norms) if norms else (None, None)
         self._record = _LayerRecord(
             keys.data_ptr(),
@@ -81,13 +90,13 @@ class LayerCall:
         self._width = num_heads * head_dim
 
     def attend(self, rows: PassRows, projected: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        """projected [T, (num_heads + 2 num_kv_heads) * head_dim] -> [T, num_heads * head_dim].
+        """projected [T, (num_heads + 2 num_kv_heads) * head_dim] -> [T, num_heads * head_dim], in the type of the keys.
 
         Keys and values go to their slots; queries are normalised and rotated in place. Rows of no span are not set.
         """
-        out = torch.empty(projected.shape[0], self._width)
+        out = projected.new_empty(projected.shape[0], self._width)
         cos, sin = (None, None) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
-        _kernel()(self._pointer, rows.pointer, projected.data_ptr(), cos, sin, out.data_ptr())
+        _kernel()(self._pointer, rows.pointer, projected.data_ptr(), cos, sin, out.data_ptr(), self._is_bfloat)
         return out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -14,12 +14,12 @@ from parallel.kernels.library import function
 
 @cache
 def _rms() -> Any:
-    return function("normalize_rms", *[c_void_p] * 3, *[c_int64] * 2, *[c_float] * 2)
+    return function("normalize_rms", *[c_void_p] * 3, *[c_int64] * 2, *[c_float] * 2, c_int)
 
 
 @cache
 def _layer() -> Any:
-    return function("normalize_layer", *[c_void_p] * 4, *[c_int64] * 2, c_float)
+    return function("normalize_layer", *[c_void_p] * 4, *[c_int64] * 2, c_float, c_int)
 
 
 def has_norms() -> bool:
@@ -28,17 +28,22 @@ def has_norms() -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """x / rms(x) * (weight + offset) along the last axis; float32."""
+    """x / rms(x) * (weight + offset) along the last axis; all float32 or all bfloat16, computed in float32."""
     x, size = x.contiguous(), len(weight)
     out = torch.empty_like(x)
-    _rms()(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, offset)
+    _rms()(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, offset, _is_bfloat(x, weight))
     return out
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean(x)) / deviation(x) * weight + bias along the last axis; float32."""
+    """(x - mean(x)) / deviation(x) * weight + bias along the last axis; all float32 or all bfloat16, in float32."""
     x, size = x.contiguous(), len(weight)
     out = torch.empty_like(x)
     pointers = x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr()
-    _layer()(*pointers, x.numel() // size, size, eps)
+    _layer()(*pointers, x.numel() // size, size, eps, _is_bfloat(x, weight))
     return out
+
+
+def _is_bfloat(x: Tensor, weight: Tensor) -> bool:
+    assert x.dtype == weight.dtype, f"rows of {x.dtype} for weights of {weight.dtype}"
+    return x.dtype == torch.bfloat16

@@ -36,6 +36,15 @@ struct Bfloat {
     uint16_t bits;
 };
 
+inline float as_float(float value) { return value; }
+inline float as_float(int8_t value) { return value; }
+inline float as_float(Bfloat value) {
+    const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof(result));
+    return result;
+}
+
 inline Floats load(const float *from) { return *reinterpret_cast<const FloatsAt *>(from); }
 
 // Widening: GCC takes the general form apart into many instructions where x86 has one.
@@ -70,12 +79,91 @@ inline Floats load(const int8_t *from) { return __builtin_convertvector(widen(fr
 
 inline void store(float *to, Floats values) { *reinterpret_cast<FloatsAt *>(to) = values; }
 
+// Rounded to the nearest, of two equally near ones to the even one.
+inline void store(Bfloat *to, Floats values) {
+    typedef uint16_t At __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+    const Words bits = (Words)values, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Words kept = values == values ? rounded : Words{} + 0x7fc0;
+#if defined(__AVX512F__)
+    *reinterpret_cast<At *>(to) = (At)_mm512_cvtepi32_epi16((__m512i)kept);
+#else
+    *reinterpret_cast<At *>(to) = __builtin_convertvector(kept, At);
+#endif
+}
+
 // The first `count` values, zeros after them.
 template <class Stored>
 inline Floats load_part(const Stored *from, int64_t count) {
     Stored values[WIDTH] = {};
     std::memcpy(values, from, count * sizeof(Stored));
     return load(values);
+}
+
+template <class Stored>
+inline Floats load_some(const Stored *from, int64_t count) {
+    return count >= WIDTH ? load(from) : load_part(from, count);
+}
+
+// The first `count` values, which may be more than there are.
+template <class Stored>
+inline void store_some(Stored *to, Floats values, int64_t count) {
+    if (count >= WIDTH) return store(to, values);
+    Stored stored[WIDTH];
+    store(stored, values);
+    std::memcpy(to, stored, count * sizeof(Stored));
+}
+
+// e to the power of x <= 0, zero below 1e-37: Cody and Waite's reduction, then the polynomial of Cephes' expf.
+inline Floats exponential(Floats x) {
+    const Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+    Floats r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const Integers power = (__builtin_convertvector(n, Integers) + 127) << 23;
+    return x < -85.0f ? Floats{} : p * (Floats)power;
+}
+
+// x / (1 + e to the power of -x), with no power that overflows
+inline Floats silu(Floats x) {
+    const Floats power = exponential(x < 0.0f ? x : -x), share = 1.0f / (1.0f + power);
+    return x * (x < 0.0f ? power * share : share);
+}
+
+// --- products that are added to a sum --------------------------------------------------------------------------------
+
+// Two neighbours: of a row, or of what it is multiplied by.
+struct Pair {
+    Bfloat first, second;
+};
+
+inline Words load(const Pair *from) {
+    typedef uint32_t At __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+    return *reinterpret_cast<const At *>(from);
+}
+
+inline Floats in_every_lane(float value) { return value - Floats{}; }
+inline Words in_every_lane(Pair value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits - Words{};
+}
+
+inline Floats add_product(Floats total, Floats x, Floats weights) { return total + x * weights; }
+
+// The second product is added, then the first, each sum rounded to the nearest; products of two bfloat16 are exact. The
+// instruction takes numbers below 2^-126 for zero, and its place is taken by two others where the processor lacks it.
+inline Floats add_product(Floats total, Words x, Words weights) {
+#if defined(__AVX512BF16__)
+    return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)weights);
+#else
+    total += (Floats)(x & 0xffff0000u) * (Floats)(weights & 0xffff0000u);
+    return total + (Floats)(x << 16) * (Floats)(weights << 16);
+#endif
 }
 
 // The sum over the lanes, in the same order wherever the vector was computed.

@@ -47,10 +47,10 @@ from parallel.transfers import upload
 class ModelRunner(DecoderRunner):
     """Passes of one model over one pool.
 
-    `backend` is "ragged", in float32 on CPU where its kernel can be had, "triton", on CUDA where Triton can be had,
-    "padded", on CUDA elsewhere, or "sdpa"; None or "auto" is the first that can be had. `graphs` captures passes of
-    "triton" and "padded" on CUDA, by default except for mixtures of experts, whose passes depend on which experts the
-    rows use.
+    `backend` is "ragged", on CPU in float32 and bfloat16 where its kernel can be had, "triton", on CUDA where Triton
+    can be had, "padded", on CUDA elsewhere, or "sdpa"; None or "auto" is the first that can be had. `graphs` captures
+    passes of "triton" and "padded" on CUDA, by default except for mixtures of experts, whose passes depend on which
+    experts the rows use.
     """
 
     _passes: CapturedPasses | None = None
@@ -227,7 +227,9 @@ def make_backend(
         return SdpaBackend(pool, shape)
     if name == "ragged":
         if not RaggedBackend.runs(pool):
-            raise ValueError("backend='ragged' needs float32, KV rows too, a CPU and a C++ compiler; use 'sdpa'")
+            raise ValueError(
+                "backend='ragged' needs float32 or bfloat16, KV rows too, a CPU and a C++ compiler; use 'sdpa'"
+            )
         return RaggedBackend(pool, shape)
     raise ValueError(f"attention backend {name!r} is not known; known are 'ragged', 'triton', 'sdpa' and 'padded'")
 

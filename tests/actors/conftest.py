@@ -235,10 +235,18 @@ def open_bridge():
         end.close()
 
 
+def in_type(config: Any, dtype: str) -> Any:
+    """The drafter with its models in this type, as far as it has models of its own."""
+    if isinstance(config, AutoDrafterConfig):
+        return replace(config, drafters=tuple(in_type(one, dtype) for one in config.drafters))
+    return replace(config, dtype=dtype) if hasattr(config, "dtype") else config
+
+
 @pytest.fixture
 def open_room(models, speculator, open_bridge):
     """Room for a drafter config (None for none); `path` is the draft model, the smaller one unless said otherwise, and
-    `weights` and `kv_dtype` the types in which the target's matrices and KV rows are stored."""
+    `weights` and `kv_dtype` the types in which the target's matrices and KV rows are stored; target and drafter compute
+    in `dtype`."""
 
     def open_(
         config: Any = None,
@@ -251,13 +259,15 @@ def open_room(models, speculator, open_bridge):
         wrap=None,
         weights=None,
         kv_dtype=None,
+        dtype="float32",
         attached=False,
     ):
         limits = limits or SchedulerConfig()
         reader = config and TopTokensReader.of(
             config.target_top_k, reads_prompts=config.reads_prompts, is_late=config.learns_later
         )
-        runner = open_model(models["target"], num_slots=slots, weights=weights, kv_dtype=kv_dtype)
+        types = dict(dtype=getattr(torch, dtype), weights=weights, kv_dtype=kv_dtype)
+        runner = open_model(models["target"], num_slots=slots, **types)
         draft = on_target = features = bridge = None
         if config is not None:
             if isinstance(config, AutoDrafterConfig):
@@ -274,8 +284,9 @@ def open_room(models, speculator, open_bridge):
                 config = replace(config, path=str(path or models["drafter"]), tokenizer=tokenizer, kv_slots=4096)
             elif isinstance(config, SpeculatorDrafterConfig):
                 config = replace(config, path=str(speculator(config.path)), kv_slots=4096)
+            config = in_type(config, dtype)
             runner = config.on_target(runner)
-            target_config = TargetConfig(path=str(models["target"]))
+            target_config = TargetConfig(path=str(models["target"]), dtype=dtype)
             verify, on_its_ranks = VerifyConfig(rule, law_size=16), runner if attached else None
             setup = DraftSetup(verify, pipeline, limits, SINGLE, "cpu", (EOS,), target_config, on_its_ranks)
             drafter, _ = config.build(setup)

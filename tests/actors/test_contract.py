@@ -12,6 +12,7 @@ import re
 import textwrap
 from dataclasses import replace
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ from actors.policy.decision import Mode
 from actors.policy.policy import PIPELINES
 from actors.protocol.messages import PLAIN_DECODING, SamplingParams, TokenTree
 from actors.verification.compatibility import is_exact
+from parallel.kernels.attention import has_attention
 from parallel.kv.pool import FP8
 from parallel.speculators.streams.target_pass import StreamingRunner
 from tests.actors.drafters.model.small_trees import small_trees
@@ -428,6 +430,38 @@ def test_drafters_on_the_target_survive_preemption_and_chunked_prefill(
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
+
+
+def everything_in_bfloat16():
+    """Every drafter of its own in a pipeline, in turn, and every one on the target's ranks, of which by default a
+    third; one of the usual samplings."""
+    pipelines = [pipeline for pipeline in PIPELINES if pipeline != "plain"]
+    for i, (drafter, pipeline) in enumerate(
+        [
+            *((name, pipelines[i % len(pipelines)]) for i, name in enumerate(DRAFTERS)),
+            *((name, None) for name in ON_TARGET),
+        ]
+    ):
+        marks = [] if pipeline or i // len(USUAL) % 3 == 0 else pytest.mark.slow
+        yield pytest.param(drafter, pipeline, USUAL[i % len(USUAL)], marks=marks)
+
+
+@pytest.mark.skipif(not has_attention(), reason="PyTorch's products in bfloat16 depend on the rows beside")
+@pytest.mark.parametrize(("drafter", "pipeline", "sampling"), list(everything_in_bfloat16()))
+def test_tokens_in_bfloat16_are_those_of_its_plain_decoding(
+    open_room, make_requests, plain_tokens, drafter, pipeline, sampling
+):
+    requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
+    if ("bfloat16", sampling) not in plain_tokens:
+        alone = [open_room(pipeline="plain", dtype="bfloat16").serve([one]) for one in requests]
+        plain_tokens["bfloat16", sampling] = [{k: v for one in alone for k, v in part(one).items()} for part in PARTS]
+    attached = dict(attached=True) if pipeline is None else dict(pipeline=pipeline)
+    room = open_room((DRAFTERS | ON_TARGET)[drafter], dtype="bfloat16", **attached).serve(requests)
+    assert room.target.runner.pool.dtype == torch.bfloat16
+    assert [room.tokens, room.ends] == plain_tokens["bfloat16", sampling]
+
+
+PARTS = attrgetter("tokens"), attrgetter("ends")
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])

@@ -55,7 +55,7 @@ class VocabTable(Layer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> [T, vocab] on every rank; this rank's columns unless it `gathers`."""
-        logits = self.weight.multiply(hidden)
+        logits = self.weight.scores(hidden)
         if not self.gathers:
             return logits[:, : self.num_real]
         logits = self.group.all_gather(logits)

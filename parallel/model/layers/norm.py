@@ -82,8 +82,11 @@ class LayerNorm(Layer):
         yield Shard(f"{name}.bias", (EVERY,), self.bias)
 
 
+_KERNEL_TYPES = (torch.float32, torch.bfloat16)
+
+
 def _has_kernel(options: TensorOptions) -> bool:
-    return torch.device(options["device"]).type == "cpu" and options["dtype"] == torch.float32 and has_norms()
+    return torch.device(options["device"]).type == "cpu" and options["dtype"] in _KERNEL_TYPES and has_norms()
 
 
 Norm = RMSNorm | LayerNorm

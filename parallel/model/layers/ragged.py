@@ -1,4 +1,4 @@
-"""Attention of all sequences in one call per layer, on CPU in float32: the default there.
+"""Attention of all sequences in one call per layer, on CPU in float32 and bfloat16: the default there.
 
 The kernel (`parallel/kernels/attention.cpp`) also normalises and rotates queries and keys and stores the new rows. It
 reads keys where they are: no gathering, no mask, no padding. A row's result is the same to the bit alone, in a batch,
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.attention import LayerCall, PassRows, has_attention
+from parallel.kernels.attention import LayerCall, PassRows, has_attention, takes_heads
 from parallel.kv.pass_plan import SpanRows
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
@@ -54,7 +54,8 @@ class RaggedBackend:
     @staticmethod
     def runs(pool: KVPool) -> bool:
         """Whether this backend can serve the pool on this machine."""
-        return pool.keys.device.type == "cpu" and pool.keys.dtype == torch.float32 and has_attention()
+        keys = pool.keys
+        return keys.device.type == "cpu" and takes_heads(keys.dtype, keys.shape[-1]) and has_attention()
 
     def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
         """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""

@@ -166,8 +166,8 @@ class Weight(Layer):
     def pack(self) -> None:
         """Change to the order of the kernel, if it can run; call it after loading."""
         on_cpu = self._codes is None and self.plain.device.type == "cpu"
-        if on_cpu and self.dtype == torch.float32 and has_products():
-            self._panels = Panels(self.plain, self.scales)
+        if on_cpu and self.dtype in (torch.float32, torch.bfloat16) and has_products():
+            self._panels = Panels(self.plain, self.scales, self.dtype)
             self.packed = self._panels.weights
             self.plain = self.plain.new_empty(0)
 
@@ -201,6 +201,10 @@ class Weight(Layer):
         if self._codes is not None:
             return self._codes.multiply(x, bias)
         return F.linear(x, self._widened(self.plain, self.scales), bias)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """x [T, inputs] -> [T, outputs]: logits, in float32 where the kernel can leave its sums unrounded."""
+        return self.multiply(x) if self._panels is None else self._panels.multiply(x, wide=True)
 
     def multiply_gated(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] -> silu of the first half of the outputs times the second half, [T, outputs / 2]."""

@@ -4,7 +4,7 @@ row's result is the same to the bit wherever it stands."""
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -55,6 +55,12 @@ class Case:
     projected: Tensor
     rotation: tuple[Tensor, Tensor] | None
 
+    def rounded(self) -> Case:
+        """With bfloat16 numbers, and rotations whose products need no further bits, so that they round in one way."""
+        quarters = self.rotation and tuple((part * 2).round().clamp(-4, 4).div(4).bfloat16() for part in self.rotation)
+        numbers = {name: getattr(self, name).bfloat16() for name in ("keys", "values", "projected")}
+        return replace(self, **numbers, rotation=quarters)
+
     @property
     def spans(self) -> list[slice]:
         """The rows of every sequence."""
@@ -100,7 +106,8 @@ class Case:
         rotated, v = rows.split([self.num_heads + num_kv_heads, num_kv_heads], 1)
         if self.rotation is not None:
             cos, sin = (part[:, None] for part in self.rotation)
-            rotated = rotated * cos + rotated.roll(self.head_dim // 2, -1) * sin
+            rotated, cos, sin = rotated.float(), cos.float(), sin.float()
+            rotated = (rotated * cos + rotated.roll(self.head_dim // 2, -1) * sin).to(keys.dtype)
         q, k = rotated.split([self.num_heads, num_kv_heads], 1)
         results = []
         for sequence, span in zip(self.sequences, self.spans, strict=True):
@@ -113,7 +120,7 @@ class Case:
                 if self.softcap:
                     scores = torch.tanh(scores / self.softcap) * self.softcap
                 results.append(torch.einsum("kgl,lkd->kgd", scores.softmax(-1), values[seen].double()).flatten())
-        return torch.stack(results).float(), keys, values
+        return torch.stack(results), keys, values
 
 
 def random_case(seed: int) -> Case:
@@ -147,20 +154,31 @@ def random_case(seed: int) -> Case:
     )
 
 
+def numbers_of(case: Case, dtype: torch.dtype) -> Case:
+    return case.rounded() if dtype == torch.bfloat16 else case
+
+
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@TYPES
 @pytest.mark.parametrize("seed", range(12))
-def test_every_row_attends_to_what_it_sees(seed):
-    case = random_case(seed)
+def test_every_row_attends_to_what_it_sees(seed, dtype):
+    case = numbers_of(random_case(seed), dtype)
     expected, keys, values = case.expected()
     result = case.attend(case.sequences, slice(None))
-    torch.testing.assert_close(result, expected, atol=2e-5, rtol=0)
-    torch.testing.assert_close(case.keys, keys, atol=1e-5, rtol=0)
+    rounding = 2**-8 if dtype == torch.bfloat16 else 0
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), expected, atol=2e-5, rtol=rounding)
+    torch.testing.assert_close(case.keys, keys, atol=0 if rounding else 1e-5, rtol=0)
     torch.testing.assert_close(case.values, values, atol=0, rtol=0)
 
 
+@TYPES
 @pytest.mark.parametrize("seed", range(12))
-def test_a_row_is_the_same_to_the_bit_alone_and_in_company(seed):
+def test_a_row_is_the_same_to_the_bit_alone_and_in_company(seed, dtype):
     """In a batch, in its sequence's pass, and as the last row of a chain whose other rows are committed."""
-    case = random_case(100 + seed)
+    case = numbers_of(random_case(100 + seed), dtype)
     together = case.attend(case.sequences, slice(None))
     for sequence, span in zip(case.sequences, case.spans, strict=True):
         assert torch.equal(case.attend([sequence], span), together[span])
@@ -170,9 +188,10 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_company(seed):
             assert torch.equal(case.attend([alone], slice(at, at + 1))[0], together[at]), f"row {row}"
 
 
+@TYPES
 @pytest.mark.parametrize("seed", range(4))
-def test_threads_change_no_bit(seed):
-    case = random_case(200 + seed)
+def test_threads_change_no_bit(seed, dtype):
+    case = numbers_of(random_case(200 + seed), dtype)
     num_threads = torch.get_num_threads()
     results = []
     try:
@@ -185,9 +204,10 @@ def test_threads_change_no_bit(seed):
     assert torch.equal(results[0], results[2])
 
 
-def test_other_rows_of_the_pool_do_not_matter():
+@TYPES
+def test_other_rows_of_the_pool_do_not_matter(dtype):
     """Not even where they are no numbers: slots of other sequences, and tree rows that are no ancestors."""
-    case = random_case(7)
+    case = numbers_of(random_case(7), dtype)
     expected = case.attend(case.sequences, slice(None))
     seen = {slot for one in case.sequences for row in range(one.num_rows) for slot in one.seen(row)}
     unseen = sorted(set(range(NUM_SLOTS)) - seen)

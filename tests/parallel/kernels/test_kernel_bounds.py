@@ -46,73 +46,87 @@ class Guarded:
 
 @pytest.mark.parametrize("size", [1, 3, 15, 16, 17, 31, 33, 100])
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_norms_stay_within_their_rows(size, num_rows):
-    x, weight, bias = (between_nans(torch.randn(*shape)) for shape in ((num_rows, size), (size,), (size,)))
-    out = Guarded(num_rows, size)
-    rms = function("normalize_rms", *[c_void_p] * 3, *[c_int64] * 2, *[c_float] * 2)
-    rms(x.data_ptr(), weight.data_ptr(), out.inside.data_ptr(), num_rows, size, 0.1, 1.0)
-    expected = x / (x.pow(2).mean(-1, keepdim=True) + 0.1).sqrt() * (weight + 1)
-    torch.testing.assert_close(out.result(), expected, atol=1e-5, rtol=1e-5)
-    out = Guarded(num_rows, size)
-    layer = function("normalize_layer", *[c_void_p] * 4, *[c_int64] * 2, c_float)
-    layer(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.inside.data_ptr(), num_rows, size, 0.1)
-    torch.testing.assert_close(out.result(), F.layer_norm(x, (size,), weight, bias, 0.1), atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_stay_within_their_rows(size, num_rows, dtype):
+    shapes, is_bfloat = ((num_rows, size), (size,), (size,)), dtype == torch.bfloat16
+    x, weight, bias = (between_nans(torch.randn(*shape).to(dtype)) for shape in shapes)
+    rounding = dict(atol=1e-5, rtol=2**-8 if is_bfloat else 1e-5)
+    out = Guarded(num_rows, size, dtype=dtype)
+    rms = function("normalize_rms", *[c_void_p] * 3, *[c_int64] * 2, *[c_float] * 2, c_int)
+    rms(x.data_ptr(), weight.data_ptr(), out.inside.data_ptr(), num_rows, size, 0.1, 1.0, is_bfloat)
+    wide = x.float()
+    expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 0.1).sqrt() * (weight.float() + 1)
+    torch.testing.assert_close(out.result().float(), expected, **rounding)
+    out = Guarded(num_rows, size, dtype=dtype)
+    layer = function("normalize_layer", *[c_void_p] * 4, *[c_int64] * 2, c_float, c_int)
+    layer(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.inside.data_ptr(), num_rows, size, 0.1, is_bfloat)
+    expected = F.layer_norm(wide, (size,), weight.float(), bias.float(), 0.1)
+    torch.testing.assert_close(out.result().float(), expected, **rounding)
 
 
 SHAPES = [(1, 1), (15, 3), (16, 5), (17, 4), (33, 7), (64, 385), (65, 33), (96, 800)]
 
 
-def packed(matrix):
+STORED = [torch.float32, torch.bfloat16, torch.int8, "pairs"]
+
+
+def packed(matrix, stored):
     """As `pack_panels` lays it out, between numbers that are none."""
     outputs, inputs = matrix.shape
-    size = -(-outputs // PANEL) * PANEL
-    stored = [torch.float32, torch.bfloat16, torch.int8].index(matrix.dtype)
+    size, step = -(-outputs // PANEL) * PANEL, 2 if STORED[stored] == "pairs" else 1
     room = Guarded(size * inputs, dtype=matrix.dtype)
     pack = function("pack_panels", *[c_void_p] * 2, *[c_int64] * 2, c_int)
     pack(between_nans(matrix).data_ptr(), room.inside.data_ptr(), inputs, outputs, stored)
-    panels = room.result().view(-1, inputs, PANEL).transpose(1, 2).reshape(size, inputs)
+    panels = room.result().view(-1, inputs // step, PANEL, step).transpose(1, 2).reshape(size, inputs)
     assert torch.equal(panels[:outputs], matrix) and not panels[outputs:].any(), "the last panel is filled with zeros"
-    return between_nans(room.inside), stored
+    return between_nans(room.inside)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_products_stay_within_their_matrix(shape, dtype):
+@pytest.mark.parametrize("stored", range(4))
+def test_products_stay_within_their_matrix(shape, stored):
     torch.manual_seed(0)
     outputs, inputs = shape
-    matrix = torch.randn(shape).mul(9).to(dtype)
-    panels, stored = packed(matrix)
-    scales, bias = (between_nans(torch.rand(outputs) + 0.5) for _ in range(2))
+    in_pairs = STORED[stored] == "pairs"
+    rows = torch.bfloat16 if in_pairs else torch.float32
+    inputs += inputs % 2 if in_pairs else 0
+    matrix = torch.randn(outputs, inputs).mul(9).to(torch.bfloat16 if in_pairs else STORED[stored])
+    panels = packed(matrix, stored)
+    scales, bias = between_nans(torch.rand(outputs) + 0.5), between_nans((torch.rand(outputs) + 0.5).to(rows))
     numbers = (matrix.float() * scales[:, None]).double()
-    multiply = function("multiply_rows", *[c_void_p] * 5, *[c_int64] * 3, c_int, c_int)
+    multiply = function("multiply_rows", *[c_void_p] * 5, *[c_int64] * 3, *[c_int] * 3)
     for num_rows in (1, 7, 25, 49):
-        x, out = between_nans(torch.randn(num_rows, inputs)), Guarded(num_rows, outputs)
+        x, out = between_nans(torch.randn(num_rows, inputs).to(rows)), Guarded(num_rows, outputs)
         pointers = (one.data_ptr() for one in (x, panels, scales, bias, out.inside))
-        multiply(*pointers, num_rows, inputs, outputs, stored, 0)
-        expected = x.double() @ numbers.T + bias
+        multiply(*pointers, num_rows, inputs, outputs, stored, 0, 1)
+        expected = x.double() @ numbers.T + bias.double()
         torch.testing.assert_close(out.result().double(), expected, atol=2e-3, rtol=1e-4)
     gather = function("gather_rows", *[c_void_p] * 4, *[c_int64] * 3, c_int)
-    ids, out = torch.tensor([outputs - 1, 0, outputs // 2]), Guarded(3, inputs)
+    ids, out = torch.tensor([outputs - 1, 0, outputs // 2]), Guarded(3, inputs, dtype=rows)
+    scales = torch.ones(outputs) if in_pairs else scales
     pointers = (one.data_ptr() for one in (panels, scales, ids, out.inside))
     gather(*pointers, 3, inputs, outputs, stored)
-    assert torch.equal(out.result(), matrix[ids].float() * scales[ids, None])
+    assert torch.equal(out.result().float(), matrix[ids].float() * scales[ids, None])
 
 
 @pytest.mark.skipif(not has_products(), reason="no C++ compiler")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_many_rows_and_inputs_are_those_of_each_row_alone(dtype, num_threads):
+def test_many_rows_and_inputs_are_those_of_each_row_alone(stored, num_threads):
     """More inputs than a block, more rows than a chunk, and gates."""
     torch.manual_seed(0)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        matrix, x = torch.randn(96, 1000).mul(9).to(dtype), torch.randn(101, 1000)
+        rows, dtype = (torch.bfloat16,) * 2 if stored == "pairs" else (torch.float32, stored)
+        matrix, x = torch.randn(96, 1000).mul(9).to(dtype), torch.randn(101, 1000).to(rows)
         scales = torch.rand(96) if dtype == torch.int8 else None
-        panels = Panels(matrix, scales)
+        panels = Panels(matrix, scales, rows)
         for gated in (False, True):
-            together = panels.multiply(x, gated=gated)
-            assert torch.equal(together, torch.cat([panels.multiply(row, gated=gated) for row in x.split(1)]))
+            together = panels.multiply(x, gated=gated, wide=True)
+            assert torch.equal(
+                together, torch.cat([panels.multiply(row, gated=gated, wide=True) for row in x.split(1)])
+            )
             numbers = matrix.double() if scales is None else matrix.double() * scales[:, None]
             plain = x.double() @ numbers.T
             expected = F.silu(plain[:, :48]) * plain[:, 48:] if gated else plain

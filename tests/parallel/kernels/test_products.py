@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from parallel.kernels import library, products
 from parallel.kernels.products import Panels, has_products
 
 pytestmark = pytest.mark.skipif(not has_products(), reason="needs a C++ compiler; apt-get install g++")
@@ -40,13 +44,64 @@ def test_every_kind_of_weight_and_what_follows_the_product(num_threads, shape):
             close(Panels(matrix).multiply(x, bias, gated=True), F.silu(gate) * up)
 
 
+def summed_in_pairs(x, matrix):
+    """x @ matrix.T as `products.py` defines it for bfloat16, addition by addition."""
+    x, matrix = (F.pad(one, (0, one.shape[1] % 2)).float() for one in (x, matrix))
+    total = torch.zeros(len(x), len(matrix))
+    for i in range(0, x.shape[1], 2):
+        total = total + x[:, i + 1, None] * matrix[:, i + 1]
+        total = total + x[:, i, None] * matrix[:, i]
+    return total
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8])
+def test_rows_of_bfloat16_are_multiplied_as_defined_to_the_bit(num_threads, shape):
+    torch.manual_seed(0)
+    matrix, bias, x = (torch.randn(size).bfloat16() for size in (shape, shape[0], (50, shape[1])))
+    panels, expected = Panels(matrix, rows=torch.bfloat16), summed_in_pairs(x, matrix)
+    assert torch.equal(panels.multiply(x, wide=True), expected)
+    assert torch.equal(panels.multiply(x, bias), (expected + bias.float()).bfloat16()), "rounded once"
+    # every addition rounds by at most 2^-24 of a sum that is not larger than that of all sizes
+    wide, sizes = x.double() @ matrix.double().T, x.double().abs() @ matrix.double().abs().T
+    assert ((expected - wide).abs() <= 1.01 * shape[1] * 2**-24 * sizes).all()
+    if shape[0] % 32 == 0:
+        gate, up = expected.chunk(2, -1)
+        close(panels.multiply(x, gated=True, wide=True), F.silu(gate) * up)
+        assert torch.equal(panels.multiply(x, gated=True), panels.multiply(x, gated=True, wide=True).bfloat16())
+
+
+HAS_INSTRUCTION = "avx512_bf16" in (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "")
+
+
+@pytest.mark.skipif(not HAS_INSTRUCTION, reason="this processor has no dot products of bfloat16")
+def test_without_the_instruction_the_bits_are_the_same(monkeypatch, tmp_path):
+    torch.manual_seed(0)
+    matrix, x = torch.randn(80, 301).bfloat16(), torch.randn(9, 301).bfloat16()
+    expected = Panels(matrix, rows=torch.bfloat16).multiply(x, wide=True)
+    flags = library._flags()
+    monkeypatch.setattr(library, "_flags", lambda: [*flags, "-O1", "-mno-avx512bf16"])
+    other = ctypes.CDLL(str(library.build(tmp_path)))
+    monkeypatch.setattr(library, "library", lambda: other)
+    monkeypatch.setattr(products, "_kernels", products._kernels.__wrapped__)
+    assert torch.equal(Panels(matrix, rows=torch.bfloat16).multiply(x, wide=True), expected)
+
+
+@pytest.mark.parametrize("values", [torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, -3e38])])
+def test_what_no_number_holds_is_rounded_as_torch_rounds_it(values):
+    """Sums are stored as bfloat16 with infinities, NaN and overflow."""
+    matrix, x = torch.ones(1, 2).bfloat16(), torch.stack((values, values), 1).bfloat16()
+    panels = Panels(matrix, rows=torch.bfloat16)
+    torch.testing.assert_close(panels.multiply(x), panels.multiply(x, wide=True).bfloat16(), equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8, "pairs"])
 def test_a_row_does_not_depend_on_the_rows_beside_it(num_threads, shape, stored):
     torch.manual_seed(0)
-    matrix, x = torch.randn(shape).mul(50).to(stored), torch.randn(64, shape[1])
+    rows, stored = (torch.bfloat16,) * 2 if stored == "pairs" else (torch.float32, stored)
+    matrix, x = torch.randn(shape).mul(50).to(stored), torch.randn(64, shape[1]).to(rows)
     scales = torch.rand(shape[0]) if stored == torch.int8 else None
-    panels = Panels(matrix, scales)
+    panels = Panels(matrix, scales, rows)
     alone = torch.cat([panels.multiply(row) for row in x.split(1)])
     for num_rows in range(1, 65):
         assert torch.equal(panels.multiply(x[-num_rows:]), alone[-num_rows:])
@@ -62,5 +117,8 @@ def test_rows_are_read_back(shape):
     assert torch.equal(Panels(matrix).rows(ids), matrix[ids])
     assert torch.equal(Panels(matrix.bfloat16()).rows(ids), matrix.bfloat16()[ids].float())
     assert torch.equal(Panels(codes, scales).rows(ids), codes[ids] * scales[ids, None])
+    pairs = Panels(matrix.bfloat16(), rows=torch.bfloat16)
+    assert torch.equal(pairs.rows(ids), matrix.bfloat16()[ids])
+    assert pairs.rows(torch.tensor([-1, shape[0]])).isnan().all()
     unknown = Panels(matrix).rows(torch.tensor([-1, shape[0]]))
     assert unknown.isnan().all(), "nothing outside of the matrix is read"

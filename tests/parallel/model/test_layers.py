@@ -34,12 +34,23 @@ def test_a_packed_weight_is_the_same_weight(shape, with_bias):
         torch.testing.assert_close(weight.multiply(x, bias), F.linear(x, plain, bias), atol=1e-3, rtol=0)
 
 
-def test_only_float32_is_packed():
-    for dtype in (torch.bfloat16, torch.float16):
-        weight = filled(8, 8, dtype)
-        plain = weight.plain
-        weight.pack()
-        assert weight.plain is plain
+def test_float16_is_not_packed():
+    weight = filled(8, 8, torch.float16)
+    plain = weight.plain
+    weight.pack()
+    assert weight.plain is plain
+
+
+@pytest.mark.skipif(not has_products(), reason="needs a C++ compiler")
+def test_bfloat16_is_packed_and_its_scores_are_not_rounded():
+    weight, x = filled(32, 9, torch.bfloat16), torch.randn(3, 9).bfloat16()
+    plain = weight.plain.clone()
+    weight.pack()
+    assert weight.plain.numel() == 0 and torch.equal(weight.look_up(torch.tensor([3])), plain[3:4])
+    exact = x.double() @ plain.double().T
+    torch.testing.assert_close(weight.scores(x).double(), exact, atol=1e-5, rtol=1e-5)
+    assert weight.scores(x).dtype == torch.float32
+    assert torch.equal(weight.multiply(x), weight.scores(x).bfloat16())
 
 
 @pytest.mark.parametrize("kernels", [True, False])
