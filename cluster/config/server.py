@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from parallel.ranges import Range, Section, require
+from parallel.ranges import OneOf, Range, Section, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class ServerConfig(Section):
     It can be read in the process list and in the run directory: prefer a file."""
     api_key_file: str = ""
     """File with such keys, one in each line."""
+    metrics_alias: Annotated[str, OneOf(("none", "vllm"))] = "none"
+    """vllm: /metrics also has the names of vLLM, `vllm:...`, for gateways, dashboards and benchmarks."""
     max_body_mb: Annotated[float, Range(above=0)] = 16.0
     """MiB that the body of a request may have."""
     max_waiting: Annotated[int, Range(0)] = 256

@@ -22,6 +22,26 @@ from cluster.observability.metrics import COUNTERS, ENGINE_LABELS, GAUGES, HISTO
 
 _AT_COORDINATOR = ("request_queue_time_seconds",)
 """Times that a client does not see."""
+_ALIAS = "vllm:"
+_OF_VLLM = frozenset(
+    [
+        "e2e_request_latency_seconds",
+        "generation_tokens",
+        "kv_cache_usage_perc",
+        "num_preemptions",
+        "num_requests_running",
+        "num_requests_waiting",
+        "prompt_tokens",
+        "request_success",
+        "request_time_per_output_token_seconds",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_drafts",
+        "time_to_first_token_seconds",
+    ]
+)
+"""Metrics that vLLM has too, with the same meaning."""
 _MADE_AT = "_created"
 """A further series for each one, of the time when it began, which Prometheus reads as a metric."""
 
@@ -74,11 +94,19 @@ class MetricsPage:
     ready: Iterable[Ready]
     labels: Mapping[str, str]
     histograms: RequestHistograms
+    has_alias: bool = False
 
     def text(self) -> bytes:
         return generate_latest(self)  # pyright: ignore[reportArgumentType]  (only `collect` is called)
 
     def collect(self) -> Iterable[Metric]:
+        """All metrics, and with `has_alias` those of vLLM a second time under its names."""
+        for metric in self._metrics():
+            yield metric
+            if self.has_alias and metric.name.removeprefix(PREFIX) in _OF_VLLM:
+                yield _aliased(metric)
+
+    def _metrics(self) -> Iterable[Metric]:
         counters: Any = SimpleNamespace(**self.report.counters)
         for counted in COUNTERS:
             labels = [counted.label] if counted.label else []
@@ -100,3 +128,9 @@ class MetricsPage:
         for own, value in values.items():
             family.add_metric([*self.labels.values(), *own], value)
         return family
+
+
+def _aliased(metric: Metric) -> Metric:
+    alias = Metric(metric.name.replace(PREFIX, _ALIAS, 1), metric.documentation, metric.type)
+    alias.samples = [sample._replace(name=sample.name.replace(PREFIX, _ALIAS, 1)) for sample in metric.samples]
+    return alias

@@ -40,6 +40,7 @@ class ServedModel:
         self._longest = min(self.max_model_len, int(facts["kv_slots"]))
         self.histograms = RequestHistograms(metric_labels(config))
         self._labels = metric_labels(config)
+        self._has_alias = config.server.metrics_alias != "none"
         self._client = client
         self._tokenizer = client.tokenizer
         self._template = ChatTemplate.read(checkpoint)
@@ -55,7 +56,7 @@ class ServedModel:
     def metrics(self) -> bytes:
         """What Prometheus reads; asks the coordinator, so call it off the event loop and one at a time."""
         client, report = self._client, self._client.report(spans=False)
-        return MetricsPage(report, list(client.ready.values()), self._labels, self.histograms).text()
+        return MetricsPage(report, list(client.ready.values()), self._labels, self.histograms, self._has_alias).text()
 
     def check_name(self, name: str | None) -> None:
         if name not in (None, self.name):

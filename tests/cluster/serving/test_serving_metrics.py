@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.observability.metrics import COUNTERS, ENGINE_LABELS, GAUGES, HISTOGRAMS, PREFIX, RANK_GAUGES
-from tests.cluster.serving.conftest import RunningServer
+from tests.cluster.serving.conftest import RunningServer, serving
 
 
 def scrape(server: RunningServer) -> dict[str, dict[tuple[str, ...], float]]:
@@ -49,3 +49,20 @@ def test_the_numbers_are_those_of_the_engine_and_grow_with_requests(server: Runn
         assert after[f"{name}_sum"][()] > before[f"{name}_sum"][()]
     assert (after["num_requests_running"][()], after["num_requests_waiting"][()]) == (0, 0)
     assert after["weight_bytes"][("0", "target")] > 0
+
+
+def test_the_names_of_vllm_have_the_same_values(chat_checkpoint, half_agreeing_drafter):
+    with serving(chat_checkpoint, half_agreeing_drafter, metrics_alias="vllm") as server:
+        server.ask("/v1/completions", {"prompt": "abc", "max_tokens": 9, "ignore_eos": True})
+        _, _, text = server.ask("/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    aliases = [name for name in families if name.startswith("vllm:")]
+    assert {"vllm:num_requests_running", "vllm:spec_decode_num_drafts", "vllm:e2e_request_latency_seconds"} <= {
+        *aliases
+    }
+    assert len(aliases) == 14
+    for name in aliases:
+        own = families[name.replace("vllm:", PREFIX)]
+        assert families[name].type == own.type and own.samples
+        values = [(sample.labels, sample.value) for sample in families[name].samples]
+        assert values == [(sample.labels, sample.value) for sample in own.samples]
