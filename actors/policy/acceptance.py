@@ -14,7 +14,7 @@ _FIRST_CHANCE = 0.7
 """Acceptance per draft token that is expected before anything was measured."""
 _LEAST_CHANCE = 1e-6
 _MEMORY = 0.98
-"""About the last 50 drafts count, of n requests the last 50 / sqrt(n) rounds."""
+"""About the last 50 drafts count, and of a large batch the last eight rounds."""
 _LONG_MEMORY = 0.99
 """The same for ways to draft, which differ alike in all texts."""
 _UNOFFERED_DECAY = 0.995

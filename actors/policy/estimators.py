@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import sqrt
 
 MEMORY = 0.97
 """Default weight of the past per observation: about the last 30 observations count."""
+ROUND_MEMORY = 0.875
+"""Least weight that the past keeps in a round: a large batch would else be judged by its last round alone."""
 OUTLIER = 2.0
 """A time above this many means is counted as this many: the machine paused, the cost did not change."""
 _CLAMP_FROM = 4.0
@@ -40,12 +41,9 @@ class Ewma:
         self.mean += (value - self.mean) * count / self.weight
 
     def update_round(self, values: Collection[float]) -> None:
-        """Observe the requests of a round, which are forgotten as the square root of so many.
-
-        By each of them a large batch would remember a round or less, and by rounds drift as slowly as a single request.
-        """
+        """Observe the requests of a round: the past is forgotten with each of them, but by at most an eighth."""
         count = len(values)
-        self.weight *= self.memory ** (sqrt(count) - 1)
+        self.weight *= max(self.memory**count, ROUND_MEMORY) / self.memory
         self.update(sum(values) / count, count)
 
     def decay(self, share: float) -> None:

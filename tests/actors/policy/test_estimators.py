@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.policy.estimators import Ewma, LinearFit
+from actors.policy.estimators import ROUND_MEMORY, Ewma, LinearFit
 
 values = st.floats(0.5, 1.0)  # within the bound of outliers, however they are mixed
 
@@ -70,11 +70,9 @@ def test_an_outlier_counts_as_two_means_in_a_line_whenever_it_came():
     assert early.mean_y == pytest.approx((2 + 1) / 2), "once there is an ordinary one, the first shows as an outlier"
 
 
-@pytest.mark.parametrize("count", [1, 4, 9])
-def test_the_requests_of_a_round_are_forgotten_as_the_root_of_so_many(count):
-    estimate, one = Ewma(0.9, mean=2.0, weight=5.0), Ewma(0.9, mean=2.0, weight=5.0)
+@pytest.mark.parametrize(("count", "kept"), [(1, 0.98), (4, 0.98**4), (64, ROUND_MEMORY)])
+def test_a_round_is_forgotten_with_each_of_its_requests_but_by_no_more_than_an_eighth(count, kept):
+    estimate = Ewma(0.98, mean=2.0, weight=5.0)
     estimate.update_round(range(count))
-    one.decay(0.9 ** (count**0.5 - 1))
-    one.update((count - 1) / 2, count)
-    assert (estimate.mean, estimate.weight) == pytest.approx((one.mean, one.weight))
-    assert estimate.weight == pytest.approx(5 * 0.9**count**0.5 + count)
+    assert estimate.weight == pytest.approx(5 * kept + count)
+    assert estimate.total == pytest.approx(10 * kept + sum(range(count)))
