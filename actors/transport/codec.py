@@ -1,14 +1,13 @@
 """Records to bytes and back: a frozen dataclass as msgpack behind one byte that names its type.
 
-msgpack carries a record, msgspec checks it against the annotations of its type: a value of another type, a boolean
-where an integer belongs or a missing field is refused while it is read. Knows nothing of what the records mean.
+msgspec checks a record against the annotations of its type while it reads the bytes: a value of another type, a boolean
+where an integer belongs or a missing field is refused. Knows nothing of what the records mean.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgpack
 import msgspec
 
 from parallel.typed_json import prepare
@@ -26,23 +25,15 @@ class Codec:
         self._tags = {record_type: bytes([tag]) for tag, record_type in enumerate(record_types)}
         for record_type in record_types:
             prepare(record_type)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoders = [msgspec.msgpack.Decoder(record_type) for record_type in record_types]
 
     def encode(self, record: Any) -> bytes:
-        payload = msgpack.Packer().pack(msgspec.to_builtins(record, builtin_types=(bytes,)))
-        return self._tags[type(record)] + payload
+        return self._tags[type(record)] + self._encoder.encode(record)
 
     def decode(self, payload: bytes | memoryview) -> Any:
         """Raises CodecError for anything but a whole record of a known type."""
         try:
-            fields = msgpack.unpackb(memoryview(payload)[1:])
-            return msgspec.convert(fields, self.record_types[payload[0]])
-        except (
-            msgspec.ValidationError,
-            msgpack.UnpackException,
-            ValueError,
-            IndexError,
-            TypeError,
-            RecursionError,
-            MemoryError,
-        ) as error:
+            return self._decoders[payload[0]].decode(memoryview(payload)[1:])
+        except (msgspec.MsgspecError, ValueError, IndexError, TypeError, RecursionError, MemoryError) as error:
             raise CodecError(f"not a record: {error}") from error
