@@ -83,7 +83,7 @@ def trained(target: Path, recipe: str, out: Path, options: str = "{}") -> dict[s
     words = [f"target.path={target}", f"job.text={text}", f"job.work={target / 'work'}", f"job.options={options}"]
     words += ["job=train", f"job.recipe={recipe}", "job.threads=1", "job.minutes=60", "job.steps=2"]
     words += ["job.batch_tokens=60", f"job.continuation_length={LENGTH}", "job.temperatures=[0.0]"]
-    return train.make_drafter(load_quickly(words), out)
+    return train.run(load_quickly(words), out)
 
 
 def held_out_rows(target: Path) -> TextRows:

@@ -162,7 +162,7 @@ def test_the_rates_of_a_run_are_scaled(target: Path, text: Path, tmp_path: Path,
     monkeypatch.setattr(training, "fit", lambda *a, **_: seen.append(a[2]) or (_ for _ in ()).throw(Killed))
     recipe = RECIPES["layerskip"]
     with pytest.raises(Killed):
-        train.make_drafter(small(small_target(tmp_path / "three", 3), text, recipe="layerskip", rate=3), tmp_path)
+        train.run(small(small_target(tmp_path / "three", 3), text, recipe="layerskip", rate=3), tmp_path)
     assert seen[0].matrix_learning_rate == pytest.approx(3 * recipe.matrix_learning_rate)
     assert seen[0].other_learning_rate == pytest.approx(3 * recipe.other_learning_rate)
 
@@ -207,23 +207,23 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         return loss(self, *arguments)
 
     config = small(target, text, data="mixed")
-    whole = train.make_drafter(config, tmp_path / "whole")
+    whole = train.run(config, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(DistilledDrafter, "loss", dies_at_step_six)
         with pytest.raises(Killed):
-            train.make_drafter(config, tmp_path / "killed")
+            train.run(config, tmp_path / "killed")
     log = tmp_path / "killed" / "work" / "distill" / "loss.jsonl"
     with log.open("a") as file:
         file.write('{"step": 6, "loss": 0.1}\n{"st')  # lines behind the state, the last one cut
     steps = 0
-    outcome = train.make_drafter(small(target, text, data="mixed", resume=True), tmp_path / "killed")
+    outcome = train.run(small(target, text, data="mixed", resume=True), tmp_path / "killed")
     assert outcome["held_out"] | {"seconds": 0} == whole["held_out"] | {"seconds": 0}
     lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in (log, whole_log(tmp_path))]
     assert [line["step"] for line in lines[0]] == list(range(1, 9))
     assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
     files = [(tmp_path / name / "drafter" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert files[0] == files[1]
-    again = train.make_drafter(small(target, text, data="mixed", resume=True), tmp_path / "killed")
+    again = train.run(small(target, text, data="mixed", resume=True), tmp_path / "killed")
     assert again["training"]["steps"] == 8, "a finished run has nothing to go on with"
 
 
@@ -236,7 +236,7 @@ def test_a_tuned_target_is_a_target(text: Path, tmp_path: Path):
     target = small_target(tmp_path / "untuned", 3)
     before = (target / "model.safetensors").read_bytes()
     config = small(target, text, recipe="layerskip", options="{interval: 1}")
-    outcome = train.make_drafter(replace(config, job=replace(config.job, steps=16)), tmp_path)
+    outcome = train.run(replace(config, job=replace(config.job, steps=16)), tmp_path)
     assert outcome["held_out"]["loss"] < outcome["held_out_before"]["loss"]
     assert outcome["held_out_before"]["agreement"] > 0.95  # with itself, but for bfloat16
     assert outcome["held_out"]["length_at_0.8"] > outcome["held_out_before"]["length_at_0.8"]
@@ -247,7 +247,7 @@ def test_a_tuned_target_is_a_target(text: Path, tmp_path: Path):
 
 def test_prefixes_of_a_draft_model_learn_together(target: Path, text: Path, tmp_path: Path):
     config = small(target, text, recipe="sorted", options="{start: '', prefixes: [1]}", rate=10)
-    outcome = train.make_drafter(replace(config, job=replace(config.job, steps=16)), tmp_path)
+    outcome = train.run(replace(config, job=replace(config.job, steps=16)), tmp_path)
     before, after = outcome["held_out_before"], outcome["held_out"]
     assert after["loss"] < before["loss"]
     assert {"length", "length_of_1", "length_at_0.8", "length_of_1_at_0.8"} <= set(after)
@@ -260,7 +260,7 @@ SLOW = [pytest.param(data, marks=pytest.mark.slow) for data in ("fixed", "on_pol
 def test_distillation_brings_the_drafter_nearer(target: Path, text: Path, tmp_path: Path, data: str):
     config = small(target, text, data=data, options="{start: '', divergence: jsd}", rate=10)
     config = replace(config, job=replace(config.job, steps=16))
-    outcome = train.make_drafter(config, tmp_path)
+    outcome = train.run(config, tmp_path)
     before, after = outcome["held_out_before"], outcome["held_out"]
     assert after["loss"] < before["loss"] and after["loss_at_0.8"] < before["loss_at_0.8"]
     assert 1.0 <= before["length"] <= 6.0
@@ -280,7 +280,7 @@ def test_every_recipe_is_tried_on_the_target_before_the_text_is_written(text: Pa
 @pytest.mark.parametrize(
     ("named", "line"),
     [
-        ({"recipe": "magic"}, "job.recipe=magic: is unknown; choose one of pair, "),
+        ({"recipe": "magic"}, "job.recipe=magic: is unknown; choose one of eagle, "),
         ({"options": "{divergance: fkl}"}, "job.options.divergance"),
         ({"options": "{divergence: l2}"}, "job.options.divergence=l2"),
         ({"options": "{start: /nowhere}"}, "job.options.start=/nowhere: is no checkpoint"),
@@ -298,4 +298,4 @@ def test_wrong_settings_are_one_line_before_the_target_writes(
 ):
     monkeypatch.setattr(training, "write_rows", lambda *_: pytest.fail("text was written"))
     with pytest.raises(ValueError, match=f"^{line}"):
-        train.make_drafter(small(target, **{"text": text, **named}), tmp_path)
+        train.run(small(target, **{"text": text, **named}), tmp_path)

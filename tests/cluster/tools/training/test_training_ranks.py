@@ -17,16 +17,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 def test_two_ranks_train_a_prefix_each(target: Path, text: Path, tmp_path: Path):
     """The second one has a layer less, whose gradients are the first one's alone."""
     options = "{start: '', prefixes: [1]}"
-    both = train.make_drafter(
-        small(target, text, recipe="sorted", options=options, ranks=2, average="participants"), tmp_path
-    )
+    both = train.run(small(target, text, recipe="sorted", options=options, ranks=2, average="participants"), tmp_path)
     before, after = both["held_out_before"], both["held_out"]
     assert both["ranks"] == 2 and after["loss"] < before["loss"]
 
 
 def test_two_ranks_share_the_batches_of_one(target: Path, text: Path, tmp_path: Path):
-    alone = train.make_drafter(small(target, text), tmp_path / "alone")
-    both = train.make_drafter(small(target, text, ranks=2), tmp_path / "both")
+    alone = train.run(small(target, text), tmp_path / "alone")
+    both = train.run(small(target, text, ranks=2), tmp_path / "both")
     assert both["ranks"] == 2
     assert both["training"]["steps"] == alone["training"]["steps"] == 8
     assert both["training"]["tokens"] == alone["training"]["tokens"]
