@@ -199,9 +199,9 @@ class SamplingConfig(Section):
     frequency_penalty: Annotated[float, ADDED_PENALTY] = 0.0
     """Subtracted from the logits of tokens in the output, once per occurrence; 0 = off."""
     logit_bias: dict[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids, as `{42: -5.0}`: at most 1024, each between -100 and 100."""
+    """Added to the logits of these token ids, as `{42: -5.0}`: at most 300, each between -100 and 100."""
     bad_words: list[str] = field(default_factory=list)
-    """Texts that must not be generated: at most 1024 words of tokens, 8192 tokens in all."""
+    """Texts that must not be generated: at most 300 words of tokens, 8192 tokens in all."""
     stop: list[str] = field(default_factory=list)
     """Texts that end the output; they are not part of it. At most 64, of 8192 characters in all."""
     stop_token_ids: Annotated[list[int], Range(0)] = field(default_factory=list)
