@@ -100,7 +100,9 @@ def test_a_job_may_compose_other_configurations(launched, paths: list[str]):
     """As `job=bench` does for its axes, while Hydra's own application is running."""
     seen: list[Any] = []
     pair = [path for path in paths if not path.startswith("hydra")]
-    code, lines = launched(lambda config, run_dir: seen.append(load_config(["drafter.width=7", *pair])))
+    code, lines = launched(
+        lambda config, run_dir: seen.append(load_config(["drafter=model", "drafter.width=7", *pair]))
+    )
     assert (code, lines) == (0, [])
     assert seen[0].drafter.width == 7
 
@@ -256,7 +258,7 @@ def test_the_configuration_can_be_shown_from_anywhere(tmp_path: Path):
 def test_help_names_groups_keys_and_examples(entered):
     code, out, err = entered("--help")
     assert (code, err) == (0, "")
-    for word in ("drafter.num_draft_tokens=5", "== Examples ==", "--cfg job --resolve", "explained by --help KEY"):
+    for word in ("drafter.num_draft_tokens=0", "== Examples ==", "--cfg job --resolve", "explained by --help KEY"):
         assert word in out
     groups = out.partition("== Groups")[2].partition("== Keys")[0]
     named = {word for line in groups.splitlines() for word in line.replace(",", " ").split()}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineConfig, PipelineName, SamplingConfig, TargetConfig
@@ -133,7 +134,8 @@ def test_an_engine_says_what_it_starts_waits_as_its_weights_need_and_closes_what
     monkeypatch.setattr(module, "Supervisor", Watching)
     monkeypatch.setattr(module, "load_allowance_s", lambda places, sizes: 7.0 * len(places) * len(sizes))
     cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True, startup_timeout_s=50.0, wait_s=30.0)
-    config = tiny_launch(GenerateConfig(), drafter=NgramDrafterConfig(), cluster=cluster)
+    separate = NgramDrafterConfig(placement=Placement.separate)
+    config = tiny_launch(GenerateConfig(), drafter=separate, cluster=cluster)
     begun = set(threading.enumerate())
     with Engine(config, progress=said.append, log_dir=tmp_path) as engine:
         assert waits == {"startup": 64.0, "silence": 94.0}, "14 s for the weights of the target, beside two ranks"

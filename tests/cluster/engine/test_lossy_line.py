@@ -24,6 +24,7 @@ from actors.protocol.messages import (
 from actors.transport import channel
 from actors.worker import heartbeat
 from cluster import client as client_module
+from cluster.runtime import inprocess
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
 SAMPLING = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, frequency_penalty=0.2)
@@ -65,7 +66,8 @@ class LossyLine:
 
 @pytest.fixture
 def lossy(monkeypatch):
-    """Losses on every connection of this process; heartbeats are faster, so that what is lost is soon missed."""
+    """Losses on every connection of this process, which are those between processes: what threads hand over cannot be
+    lost. Heartbeats are faster, so that what is lost is soon missed."""
     lossy = LossyLine(seed=1, worst=0.015)
 
     def link_send(self, record):
@@ -77,6 +79,10 @@ def lossy(monkeypatch):
             for packed in lossy.carry((self, identity), channel.CODEC.encode(record)):
                 self._post(identity, packed)
 
+    def with_sockets(*arguments, **options):
+        return channel.Hub(*arguments, **(options | {"near": False}))
+
+    monkeypatch.setattr(inprocess, "Hub", with_sockets)
     monkeypatch.setattr(channel.Link, "send", link_send)
     monkeypatch.setattr(channel.Hub, "send", hub_send)
     monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.03)
