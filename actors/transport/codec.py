@@ -1,13 +1,14 @@
 """Records to bytes and back: a frozen dataclass as msgpack behind one byte that names its type.
 
-msgspec checks a record against the annotations of its type while it reads the bytes: a value of another type, a boolean
-where an integer belongs or a missing field is refused. Knows nothing of what the records mean.
+The msgpack package writes; msgspec reads, and checks a record against the annotations of its type meanwhile: a value of
+another type, a boolean where an integer belongs or a missing field is refused. Knows nothing of what the records mean.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgpack
 import msgspec
 
 from parallel.typed_json import prepare
@@ -25,11 +26,11 @@ class Codec:
         self._tags = {record_type: bytes([tag]) for tag, record_type in enumerate(record_types)}
         for record_type in record_types:
             prepare(record_type)
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoders = [msgspec.msgpack.Decoder(record_type) for record_type in record_types]
 
     def encode(self, record: Any) -> bytes:
-        return self._tags[type(record)] + self._encoder.encode(record)
+        fields = msgspec.to_builtins(record, builtin_types=(bytes,))
+        return self._tags[type(record)] + msgpack.Packer().pack(fields)
 
     def decode(self, payload: bytes | memoryview) -> Any:
         """Raises CodecError for anything but a whole record of a known type."""
