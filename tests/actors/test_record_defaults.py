@@ -107,7 +107,11 @@ SAYS_SOMETHING: dict[str, dict[str, float]] = {
     },
     "actors.protocol.draft_tree": {"DraftNode.row": -1},
     "actors.protocol.membership": {"Alive.waiting": True},
-    "actors.protocol.messages": {"DraftBatch.works_ahead": True, "VerifyBatch.may_draft": True},
+    "actors.protocol.messages": {
+        "DraftBatch.works_ahead": True,
+        "ReportOrder.spans": True,
+        "VerifyBatch.may_draft": True,
+    },
     "actors.protocol.sampling_params": {
         "SamplingParams.top_p": 1.0,
         "SamplingParams.repetition_penalty": 1.0,

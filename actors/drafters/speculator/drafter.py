@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from actors.drafters.config import DraftSetup, ModelOptions
     from actors.drafters.online.drafter import OnlineDrafter
     from actors.drafters.speculator.config import SpeculatorDrafterConfig
+    from parallel.runtime.decoder_runner import DecoderRunner
     from parallel.speculators.fusing import TapFuser
 
 
@@ -82,11 +83,11 @@ def build_speculator_drafter(
 ) -> tuple[SpeculatorDrafter | AheadSpeculatorDrafter | OnlineDrafter, dict[str, object]]:
     """The drafter beside the target's own tables if it is attached, else beside its own copy of them."""
     device, target, target_runner = setup.device, setup.target, setup.target_runner
-    dtype, weights = _types(config, device)
+    dtype, weights = _types(config if target_runner is None else _as_target(config, target_runner), device)
     if target_runner is not None:
         tables = target_runner.decoder
     else:
-        tables_weights = choose_weights(target.weights, target.dtype, device, target.path)
+        tables_weights = choose_weights(target.weights, config.dtype, device, target.path)
         tables = open_tables(target.path, setup.group, device, dtype, tables_weights)
     num_layers = read_config(resolve_checkpoint(target.path)).num_layers
     record = read_speculator(config.path, num_layers)
@@ -141,6 +142,17 @@ def _learning(
 def open_feature_fuser(config: SpeculatorDrafterConfig, target_layers: int, device: str) -> TapFuser | None:
     """As the drafter itself would compute with it on this device."""
     return open_fuser(config.path, target_layers, device, *_types(config, device))
+
+
+def _as_target(config: SpeculatorDrafterConfig, target: DecoderRunner) -> SpeculatorDrafterConfig:
+    """In the type of the target whose embedding and head it shares."""
+    dtype = str(target.decoder.dtype).removeprefix("torch.")
+    if config.dtype not in ("auto", dtype):
+        raise ValueError(
+            f"drafter.dtype={config.dtype}: shares the target's embedding and head, which compute in {dtype}; "
+            "drop it, or use drafter.placement=separate"
+        )
+    return replace(config, dtype=dtype)
 
 
 def _types(config: SpeculatorDrafterConfig, device: str) -> tuple[torch.dtype, torch.dtype]:

@@ -78,8 +78,8 @@ DRAFTERS = {
     "recycling": (RecyclingDrafterConfig(), {"adjacency", "lookup", "scoped"}),
     "model": (ModelDrafterConfig(), {"model", "online", "vocabulary"}),
 }
-SHARED = {"config", "interface", "draft_ahead"}
-"""The port of all drafters: records, the contract, and how far ahead of a verdict to draft."""
+SHARED = {"config", "interface", "draft_ahead", "by_request"}
+"""The port of all drafters: records, the contract, how far ahead of a verdict to draft, requests one by one."""
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

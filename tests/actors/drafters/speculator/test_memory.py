@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from actors.drafters.config import DraftSetup
 from actors.drafters.model.config import CalibrationPolicy
@@ -15,6 +16,7 @@ from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
 from parallel.comm.group import SINGLE
 from parallel.model.layers.weight import Weight
 from parallel.runtime.kv_sizing import fit_slots
+from parallel.runtime.runner import open_model
 
 
 @pytest.fixture
@@ -52,6 +54,19 @@ def test_a_separate_one_takes_what_is_free(setup, speculator, monkeypatch):
     monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match="do not fit the 0.00 GiB free on cpu"):
         config.build(setup)
+
+
+@pytest.mark.parametrize("target_type", ["float32", "bfloat16"])
+def test_an_attached_one_computes_in_the_type_of_the_tables_that_it_shares(setup, speculator, target_type):
+    dtype = getattr(torch, target_type)
+    setup = replace(setup, target_runner=open_model(setup.target.path, dtype=dtype, num_slots=64))
+    config = SpeculatorDrafterConfig(path=str(speculator("eagle3")))
+    for one in (config, replace(config, dtype=target_type)):
+        weights = [each for each in runner_of(one, setup).layers.walk() if isinstance(each, Weight)]
+        assert weights and {each.dtype for each in weights} == {dtype}
+    other = "bfloat16" if target_type == "float32" else "float32"
+    with pytest.raises(ValueError, match=f"^drafter.dtype={other}: shares the target's .* compute in {target_type}; "):
+        runner_of(replace(config, dtype=other), setup)
 
 
 def test_an_attached_one_takes_room_from_the_targets_pool(setup, speculator, monkeypatch):

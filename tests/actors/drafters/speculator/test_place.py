@@ -61,8 +61,9 @@ def test_what_a_method_cannot_do_is_refused_by_its_field(models, speculator):
     assert refusal(replace(eagle, calibration_policy=CalibrationPolicy.never), places) == ""
     assert refusal(replace(eagle, prune_below=0.1), places).startswith("drafter.prune_below=0.1: its checkpoint has")
     learns = replace(eagle, online=True)
-    assert refusal(learns, places).startswith("drafter.online=True: needs a rank that idles")
-    assert refusal(replace(learns, placement=Placement.separate), places) == ""
+    attached = replace(learns, placement=Placement.attached)
+    assert refusal(attached, places).startswith("drafter.online=True: needs a rank that idles")
+    assert refusal(learns, places) == "", "by itself it has a rank of its own"
     medusa = replace(learns, path=str(speculator("medusa")), placement=Placement.separate)
     assert refusal(medusa, places).startswith("drafter.online=True: ")
     assert refusal(replace(medusa, online=False), places) == ""

@@ -20,7 +20,9 @@ def subject(*overrides: str) -> dict[str, str]:
 
 
 def test_a_subject_names_what_was_configured_and_no_more():
-    config = load_quickly(["job=certify", "verify=coupled", "sampling.top_k=5", "sampling.max_tokens=9", "target.tp=2"])
+    config = load_quickly(
+        ["job=certify", "drafter=model", "verify=coupled", "sampling.top_k=5", "sampling.max_tokens=9", "target.tp=2"]
+    )
     assert describe_subject(config) == {
         "target": f"{config.target.path}, tp=2",
         "drafter": f"model {config.drafter.path} chain, 5 draft tokens",
@@ -76,7 +78,7 @@ def test_how_much_is_drafted_is_said(overrides, drafted):
 @pytest.mark.parametrize(
     ("overrides", "drafts"),
     [
-        (["verify=rejection"], f"draft tokens drawn as {SamplingKind.WITHOUT_REPLACEMENT.name}"),
+        (["verify=rejection", "drafter=model"], f"draft tokens drawn as {SamplingKind.WITHOUT_REPLACEMENT.name}"),
         (["verify=rejection", "drafter=ngram"], "draft tokens drawn as DETERMINISTIC"),
         (["verify=rejection", "drafter=none"], "draft tokens drawn as DETERMINISTIC"),
     ],
@@ -106,7 +108,7 @@ def test_the_model_that_is_read_is_that_of_the_last_drafter(monkeypatch):
         module._draft_reader(load_quickly(["job=certify", "verify=coupled", *overrides]), 7)
         return list(read)
 
-    assert of("drafter.num_draft_tokens=4") == [(4, 7)] and of("drafter=ngram") == []
+    assert of("drafter=model", "drafter.num_draft_tokens=4") == [(4, 7)] and of("drafter=ngram") == []
     model = "{name: model, num_draft_tokens: 3}"
     assert of("drafter=cascade", f"drafter.levels=[ngram,{model}]") == [(3, 7)]
     assert of("drafter=auto", f"drafter.drafters=[model,{model},suffix]") == [(3, 7)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig
-from cluster.tools.simulation import Language, PassCost, Scenario, SimulationResult, power_law, simulate
+from cluster.tools.simulation import Disturbances, Language, PassCost, Scenario, SimulationResult, power_law, simulate
 
 LANGUAGE = Language((0.75, 0.5), power_law(0.8))
 BASE = Scenario(
@@ -39,6 +39,7 @@ CHANGES: dict[str, Any] = {
     "coordinator_s": 2e-4,
     "exact": PassCost.flat(4e-3),
     "adaptive": True,
+    "disturbances": Disturbances(slowest=0.5),
 }
 LANGUAGES: dict[str, Any] = {
     "acceptance": (0.75, 0.25),
