@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
@@ -20,8 +21,10 @@ def test_no_draft_is_longer_than_its_request_allows(open_engine, pipeline):
     free = engine.generate(PROMPTS, SAMPLING)
     bound = engine.generate(PROMPTS, SAMPLING, num_draft_tokens=1)
     assert [c.token_ids for c in plain] == [c.token_ids for c in free] == [c.token_ids for c in bound]
-    assert any(c.stats.num_draft_tokens > c.stats.num_spec_steps for c in free)
-    assert all(0 < c.stats.num_draft_tokens <= c.stats.num_spec_steps for c in bound)
+    assert all(c.stats.num_draft_tokens <= c.stats.num_spec_steps for c in bound)
+    if pipeline not in AHEAD:  # whose target goes on without a draft that is not there yet
+        assert any(c.stats.num_draft_tokens > c.stats.num_spec_steps for c in free)
+        assert all(c.stats.num_draft_tokens > 0 for c in bound)
 
 
 def test_it_holds_for_drafts_made_beside_the_target(open_engine):
