@@ -76,7 +76,8 @@ def packed(matrix, stored):
     size, step = -(-outputs // PANEL) * PANEL, 2 if STORED[stored] == "pairs" else 1
     room = Guarded(size * inputs, dtype=matrix.dtype)
     pack = function("pack_panels", *[c_void_p] * 2, *[c_int64] * 2, c_int)
-    pack(between_nans(matrix).data_ptr(), room.inside.data_ptr(), inputs, outputs, stored)
+    given = between_nans(matrix)
+    pack(given.data_ptr(), room.inside.data_ptr(), inputs, outputs, stored)
     panels = room.result().view(-1, inputs // step, PANEL, step).transpose(1, 2).reshape(size, inputs)
     assert torch.equal(panels[:outputs], matrix) and not panels[outputs:].any(), "the last panel is filled with zeros"
     return between_nans(room.inside)
