@@ -106,8 +106,9 @@ class Connection:
 class Client:
     """Requests and completions over one `Connection`, which a reader thread serves until `close`.
 
-    `ready` holds what each rank measured at its start, by identity. With `silence_s`, the client fails after so many
-    seconds without a record from the coordinator, which sends a heartbeat four times a second.
+    `ready` holds what each rank measured at its start, by identity; `sampling` is that of requests without their own.
+    With `silence_s`, the client fails after so many seconds without a record from the coordinator, which sends a
+    heartbeat four times a second.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Client:
         self.tokenizer = tokenizer
         self.ready = ready or {}
         self.trace = ""
-        self._sampling = sampling
+        self.sampling = sampling
         self._silence_s = silence_s
         self._ids = itertools.count(1)
         self._live: dict[int, Completion] = {}
@@ -162,7 +163,7 @@ class Client:
         completion has failed.
         """
         token_ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
-        params = sampling or self._sampling
+        params = sampling or self.sampling
         request = Request(next(self._ids), tuple(token_ids), params, drafter, num_draft_tokens=num_draft_tokens)
         facts = self.ready[_LEAD].facts
         completion = Completion(request, prompt, self.tokenizer, self._abort)

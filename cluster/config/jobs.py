@@ -104,6 +104,16 @@ class ServeConfig(JobConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class ChatConfig(JobConfig):
+    """Chat with the target in the terminal, by its checkpoint's chat template and as `sampling.*` say."""
+
+    name: str = "chat"
+    """Set by the choice `job=`."""
+    system: str = ""
+    """Message of the role `system` before the chat; empty = none."""
+
+
+@dataclass(frozen=True, slots=True)
 class CertifyConfig(PromptsJobConfig):
     """Prove that speculation leaves the output of this target unchanged."""
 
@@ -324,6 +334,7 @@ JOBS: tuple[JobConfig, ...] = (
     GenerateConfig(),
     BenchConfig(),
     ServeConfig(),
+    ChatConfig(),
     CertifyConfig(),
     DrillConfig(),
     PlanConfig(),

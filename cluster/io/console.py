@@ -91,6 +91,10 @@ class Terminal:
     def line(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
 
+    def text(self, text: str) -> None:
+        """A part of a line, as it comes."""
+        self._console.print(Text(text), end="", soft_wrap=True)
+
     def completion(self, prompt: str, text: str, ending: str) -> None:
         """The end of a prompt and the beginning of its completion."""
         shown = Text("… " + " ".join(prompt.split())[-PROMPT_SHOWN:], style="dim")

@@ -45,6 +45,7 @@ PUBLIC_CHOICES = {
     "job": {
         "generate",
         "serve",
+        "chat",
         "bench",
         "certify",
         "drill",
@@ -94,6 +95,7 @@ PUBLIC_KEYS = {
     "bad_words stop stop_token_ids min_tokens max_tokens ignore_eos seed",
     "server": "host port model_name api_key api_key_file metrics_alias max_body_mb max_waiting timeout_s drain_s",
     "job=serve": "name",
+    "job=chat": "name system",
     "job=generate": "name prompts workload limit concurrency baseline resume trace",
     "job=certify": "name prompts workload limit concurrency temperatures seeds contexts draws always_draft "
     "significance power",
