@@ -41,7 +41,7 @@ def scope_of(client: str) -> int:
 
 def num_tokens(request: Request) -> int:
     """Tokens that the coordinator keeps of a request from its arrival on."""
-    return len(request.prompt) + len(request.generated)
+    return len(request.prompt) + len(request.generated) + len(request.reference)
 
 
 @dataclass(slots=True)

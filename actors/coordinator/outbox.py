@@ -38,6 +38,7 @@ class Outbox:
                 sequence.num_admissions,
                 sequence.request.drafter,
                 sequence.request.scope,
+                sequence.request.reference,
             )
         )
         sequence.num_admissions += 1

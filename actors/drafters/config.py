@@ -128,6 +128,11 @@ class DrafterConfig(Choice):
         return () if pipeline == PipelineName.plain else self.member_names
 
     @property
+    def copying_names(self) -> tuple[str, ...]:
+        """Those whose drafts may copy from the reference that a request brings."""
+        return ()
+
+    @property
     def paces_ms(self) -> list[Any]:
         """`pace_ms` of those of its models that have one."""
         return []

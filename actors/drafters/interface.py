@@ -55,6 +55,7 @@ class Context:
     vocab_size: int | None = None  # of the drafter; tokens beyond it are clamped
     drafter: str | None = None  # the one that the request names, of those that the drafter consists of
     scope: int = 0  # of the client; what is remembered of ended requests is kept apart by it
+    reference: tuple[int, ...] = ()  # a text of the request that its output may follow
 
     @classmethod
     def admitted(cls, admit: Admit, vocab_size: int | None) -> Context:
@@ -70,6 +71,7 @@ class Context:
             vocab_size=vocab_size,
             drafter=admit.drafter,
             scope=admit.scope,
+            reference=_clamped(admit.reference, vocab_size),
         )
         context.extend(admit.token_ids)
         return context
@@ -101,9 +103,12 @@ class Context:
         Models of one family pad their vocabularies differently. A proposal whose root is such a
         clamped token does not match the committed text and is dropped as stale; later drafts are a little worse.
         """
-        last = self.vocab_size
-        self.token_ids.extend(token_ids if last is None else [min(token, last - 1) for token in token_ids])
+        self.token_ids.extend(_clamped(token_ids, self.vocab_size))
         self.prefix_hash = extend_hash(self.prefix_hash, token_ids)
+
+
+def _clamped(token_ids: tuple[int, ...] | list[int], vocab_size: int | None) -> tuple[int, ...]:
+    return tuple(token_ids if vocab_size is None else [min(token, vocab_size - 1) for token in token_ids])
 
 
 def _without_tokens_beyond(sampling: SamplingParams, vocab_size: int | None) -> SamplingParams:

@@ -157,6 +157,7 @@ class Verdict:
 class Request:
     """A prompt and how to continue it. `drafter` is the name of one of the engine's drafters or `PLAIN_DECODING`; None
     leaves the choice to the engine. `num_draft_tokens` bounds every draft for it; None: the engine's own bound alone.
+    `reference` is a text that the output may follow, from which drafters that copy may draft.
 
     A client that misses tokens sends the request again, with those it has: `generated`. A repetition does no harm.
     `request_id` is a number of the client's own; the coordinator replaces it by one of its own, and sets `scope`, the
@@ -170,6 +171,7 @@ class Request:
     generated: tuple[int, ...] = ()
     scope: int = 0
     num_draft_tokens: int | None = None
+    reference: tuple[int, ...] = ()
 
     @property
     def speculates(self) -> bool:
@@ -195,6 +197,7 @@ class Request:
         named = (
             ("prompt", self.prompt),
             ("generated", self.generated),
+            ("reference", self.reference),
             ("sampling.logit_bias", [token for token, _ in self.sampling.logit_bias]),
             ("sampling.bad_words", [token for word in self.sampling.bad_words for token in word]),
             ("sampling.stop_token_ids", self.sampling.stop_token_ids),
@@ -211,6 +214,8 @@ class Request:
             return f"prompt: {size} tokens do not fit the context of {max_model_len}; {remedy}"
         if (size := size + len(self.generated)) > max_model_len:
             return f"generated: {size} tokens with the prompt do not fit the context of {max_model_len}; {remedy}"
+        if len(self.reference) > max_model_len:
+            return f"reference: {len(self.reference)} tokens do not fit the context of {max_model_len}; {remedy}"
         return None
 
 
@@ -343,7 +348,8 @@ class Admit:
     """Open a request at a role, at first or again: its committed tokens, the first `prompt_len` of them the prompt.
 
     `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice. `drafter`
-    is that of the request. Requests of one client have one `scope`, which roles do not know otherwise.
+    and `reference` are those of the request. Requests of one client have one `scope`, which roles do not know
+    otherwise.
     """
 
     request_id: int
@@ -354,6 +360,7 @@ class Admit:
     admission: int = 0
     drafter: str | None = None
     scope: int = 0
+    reference: tuple[int, ...] = ()
 
     @property
     def speculates(self) -> bool:

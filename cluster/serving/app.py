@@ -71,14 +71,14 @@ class Api:
         self._model.check_name(body.model)
         prompts = [await self._prompt_tokens(prompt) for prompt in body.prompts]
         texts = [p if isinstance(p, str) else self._model.decode(p) for p in body.prompts if body.echo]
-        generation = self._submit(body, prompts, body.limit, "prompt")
+        generation = await self._submit(body, prompts, body.limit, "prompt")
         echoes = {choice.index: texts[choice.index // body.n] for choice in generation.choices if body.echo}
         return await self._answer(body, request, generation, CompletionForm(echoes))
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         self._model.check_name(body.model)
         prompt = await self._chat_tokens(body)
-        generation = self._submit(body, [prompt], body.limit, "messages")
+        generation = await self._submit(body, [prompt], body.limit, "messages")
         return await self._answer(body, request, generation, ChatForm())
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
@@ -137,22 +137,23 @@ class Api:
             options=body.chat_template_kwargs,
         )
 
-    def _submit(
+    async def _submit(
         self, body: GenerationRequest, prompts: Sequence[Sequence[int]], limit: int | None, field: str
     ) -> Generation:
         """Send the request to the engine, if there is place for all of it."""
         num = len(prompts) * body.n
         if not num:
             raise ApiError(400, f"{field}: is empty; give at least one", param=field)
+        prediction = await asyncio.to_thread(self._model.encode_prediction, body) if body.prediction else []
         self._limit.enter(num)
         try:
-            choices = self._model.submit(body, prompts, limit, field)
+            choices = self._model.submit(body, prompts, limit, field, prediction)
         except BaseException as error:
             self._limit.leave(num)
             if isinstance(error, ValueError):
                 raise bad_request(error) from error
             raise
-        return Generation(choices, sum(map(len, prompts)), lambda: self._end(choices))
+        return Generation(choices, sum(map(len, prompts)), lambda: self._end(choices), prediction)
 
     def _end(self, choices: Sequence[RequestedText]) -> None:
         self._limit.leave(len(choices))

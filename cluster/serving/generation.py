@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from actors.drafters.lookup.copy import num_followed
 from actors.protocol.messages import RequestStats
 from cluster.completion import Completion, Piece, follow
 
@@ -25,8 +26,15 @@ class RequestedText:
 class Generation:
     """The choices of one request; `close` it in the end, which aborts what still runs."""
 
-    def __init__(self, choices: Sequence[RequestedText], num_prompt_tokens: int, release: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        choices: Sequence[RequestedText],
+        num_prompt_tokens: int,
+        release: Callable[[], None],
+        prediction: Sequence[int] = (),
+    ) -> None:
         self.choices = choices
+        self._prediction = prediction
         self.num_prompt_tokens = num_prompt_tokens
         self.num_tokens = 0  # of all pieces so far
         self._release: Callable[[], None] | None = release
@@ -37,6 +45,15 @@ class Generation:
             async for index, piece in pieces:
                 self.num_tokens += len(piece.token_ids)
                 yield self.choices[index], piece
+
+    @property
+    def num_predicted(self) -> tuple[int, int] | None:
+        """Tokens of the prediction that the choices followed, and the others, in all; None without one."""
+        if not self._prediction:
+            return None
+        outputs = [choice.completion.token_ids for choice in self.choices]
+        followed = sum([num_followed(self._prediction, output) for output in outputs])
+        return followed, len(outputs) * len(self._prediction) - followed
 
     @property
     def stats(self) -> RequestStats | None:

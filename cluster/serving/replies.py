@@ -21,12 +21,20 @@ from cluster.serving.generation import Generation, RequestedText
 DONE = b"data: [DONE]\n\n"
 
 
+class CompletionDetails(Struct):
+    """What became of a prediction's tokens, in all choices together."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class TokenUsage(Struct):
     """`usage` of a reply."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class TextChoice(Struct):
@@ -164,7 +172,7 @@ class ReplyWriter:
             self._form.whole(choice, choice.completion.text, choice.completion.finish_reason)
             for choice in generation.choices
         ]
-        usage, metrics = usage_of(generation), self._metrics(generation)
+        usage, metrics = final_usage_of(generation), self._metrics(generation)
         return self._encoder.encode(self._reply(self._form.object, choices, usage, metrics))
 
     def opening(self, generation: Generation, usage: TokenUsage | UnsetType | None) -> bytes:
@@ -177,7 +185,7 @@ class ReplyWriter:
 
     def closing(self, generation: Generation) -> bytes:
         """The chunk with the usage of the whole request, which has no choice."""
-        return self._event([], usage_of(generation), self._metrics(generation))
+        return self._event([], final_usage_of(generation), self._metrics(generation))
 
     def _metrics(self, generation: Generation) -> dict[str, Any] | None:
         stats = generation.stats
@@ -207,6 +215,14 @@ def usage_of(generation: Generation) -> TokenUsage:
     """Tokens so far; a prompt counts once, however many choices it has."""
     prompt, completion = generation.num_prompt_tokens, generation.num_tokens
     return TokenUsage(prompt, completion, prompt + completion)
+
+
+def final_usage_of(generation: Generation) -> TokenUsage:
+    """That of all that was generated, with what became of a prediction."""
+    usage, counts = usage_of(generation), generation.num_predicted
+    if counts is not None:
+        usage.completion_tokens_details = CompletionDetails(*counts)
+    return usage
 
 
 def random_id() -> str:

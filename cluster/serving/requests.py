@@ -96,6 +96,24 @@ class SpeculationOptions(ApiRequest):
         return self.drafter if self.enabled else PLAIN_DECODING
 
 
+class TextPart(ApiRequest):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PredictedText(ApiRequest):
+    """A text that the reply may follow, as a file that it edits: drafts are copied from it."""
+
+    type: Literal["content"] = "content"
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return joined(self.content)
+
+
 class GenerationRequest(ApiRequest):
     """What completions and chats have in common."""
 
@@ -119,6 +137,7 @@ class GenerationRequest(ApiRequest):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative: SpeculationOptions = SpeculationOptions()
+    prediction: PredictedText | None = None
     user: str | None = None
 
     @model_validator(mode="after")
@@ -185,13 +204,6 @@ class CompletionRequest(GenerationRequest):
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
 
-class TextPart(ApiRequest):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
 class ChatMessage(ApiRequest):
     """One message of a chat."""
 
@@ -201,8 +213,7 @@ class ChatMessage(ApiRequest):
 
     def for_template(self) -> dict[str, str]:
         """As chat templates read it."""
-        parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": parts} | ({} if self.name is None else {"name": self.name})
+        return {"role": self.role, "content": joined(self.content)} | ({} if self.name is None else {"name": self.name})
 
 
 class ChatRequest(GenerationRequest):
@@ -248,6 +259,11 @@ class DetokenizeRequest(ApiRequest):
 
     model: str | None = None
     tokens: list[int]
+
+
+def joined(content: str | list[TextPart]) -> str:
+    """The text of a content, whole or in parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def is_text(text: str) -> bool:

@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from actors.drafters.config import NoDrafterConfig
 from actors.options import PipelineName
 from actors.protocol.messages import SamplingParams, check_tokens
 from cluster.config.schema import LaunchConfig
@@ -37,6 +39,7 @@ class ServedModel:
         self.max_model_len = int(facts["max_model_len"])
         self.vocab_size = int(facts["vocab_size"])
         self.num_spec_tokens = 0 if config.pipeline.name == PipelineName.plain else config.drafter.num_draft_tokens
+        self._drafter = config.drafter if self.num_spec_tokens else NoDrafterConfig()
         self._longest = min(self.max_model_len, int(facts["kv_slots"]))
         self.histograms = RequestHistograms(metric_labels(config))
         self._labels = metric_labels(config)
@@ -99,17 +102,36 @@ class ServedModel:
         except ValueError as error:
             raise bad_request(error) from error
 
+    def encode_prediction(self, request: GenerationRequest) -> list[int]:
+        """Tokens of the text that the reply may follow; none without one. Refused where no drafter would copy it."""
+        if request.prediction is None:
+            return []
+        chosen, copying = request.speculative.chosen, self._drafter.copying_names
+        if not copying or chosen not in (None, *copying):
+            remedy = f"name drafter {' or '.join(copying)}" if copying else "start the server with drafter=copy"
+            line = f"prediction: nothing would be drafted from it; {remedy}, or leave it out"
+            raise ApiError(400, line, param="prediction", code="unsupported_field")
+        return self.encode(request.prediction.text, field="prediction", adds_special_tokens=False)
+
     def submit(
-        self, request: GenerationRequest, prompts: Sequence[Sequence[int]], limit: int | None, field: str
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[Sequence[int]],
+        limit: int | None,
+        field: str,
+        prediction: Sequence[int],
     ) -> list[RequestedText]:
         """Start every choice of every prompt, with at most `limit` tokens each (None: to the end of the context)."""
+        if len(prediction) > self._longest:
+            raise self._too_long(f"prediction: {len(prediction)} tokens", "prediction")
         sampling = [request.sampling(self._tokenizer, self._max_tokens(prompt, limit, field)) for prompt in prompts]
         options = request.speculative
         self._check_draft_length(options.num_draft_tokens)
-        how, choices = {"drafter": options.chosen, "num_draft_tokens": options.num_draft_tokens}, []
+        how: dict[str, Any] = {"drafter": options.chosen, "num_draft_tokens": options.num_draft_tokens}
+        choices: list[RequestedText] = []
         for prompt, params in zip(prompts, sampling, strict=True):
             for seed in request.seeds():
-                completion = self._client.submit(prompt, replace(params, seed=seed), **how)
+                completion = self._client.submit(prompt, replace(params, seed=seed), reference=prediction, **how)
                 choices.append(RequestedText(len(choices), completion, seed))
         return choices
 

@@ -88,6 +88,11 @@ class AutoDrafterConfig(PlacedDrafterConfig):
         names = [one.name for one in self.drafters]
         return tuple(name if names.count(name) == 1 else f"{i}-{name}" for i, name in enumerate(names))
 
+    @property
+    def copying_names(self) -> tuple[str, ...]:
+        named = zip(self.member_names, self.drafters, strict=True)
+        return tuple(name for name, one in named if one.copying_names)
+
     # --- where they run, and what they read of the target -------------------------------------------------------------
 
     @property

@@ -208,6 +208,7 @@ class ChildLevel:
                 context.sampling,
                 admission,
                 scope=context.scope,
+                reference=context.reference,
             )
         elif text.valid < text.length:
             record = _commit(context, text.valid, (), token_ids)

@@ -265,6 +265,10 @@ class CascadeDrafterConfig(DrafterConfig):
         return left_out or (bool(self.tails) and all(self.tails[1:]))
 
     @property
+    def copying_names(self) -> tuple[str, ...]:
+        return (self.name,) if any(one.copying_names for one in self.levels) else ()
+
+    @property
     def is_chain(self) -> bool:
         passed_on = [level for level in self._reaching() if self.width(level) > 1]
         return not (self.merge or passed_on) and (self.levels[0].is_chain or not self._forwards_first_level())

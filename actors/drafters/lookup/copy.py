@@ -1,44 +1,52 @@
-"""`drafter=copy`: copies from the prompt, on from where the output last agreed with it.
+"""`drafter=copy`: copies from the prompt or a reference, on from where the output last agreed with it.
 
 Input-guided copying as in LLMA ("Inference with Reference", arXiv 2304.04487), for answers
-that repeat much of their prompt in its order: edits, corrections, extracts, quotes. The only reference is the prompt of
-the same request. Reads no output but to find its place in the prompt, and knows nothing of models or other requests.
+that repeat much of their prompt in its order: edits, corrections, extracts, quotes. A request may bring a further
+reference, such as the file that it asks to edit: it is a text behind the prompt, and copying starts at its beginning.
+Reads no output but to find its place in the prompt, and knows nothing of models or other requests.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft
-from actors.protocol.messages import TokenTree
+from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from parallel.ranges import Range
+
+_TRIGGER_LEN = 2
 
 
 @dataclass(frozen=True, slots=True)
 class CopyDrafterConfig(PlacedDrafterConfig):
-    """Tokens that follow in the prompt where the output last agreed with it."""
+    """Tokens that follow in the prompt, or in the request's reference, where the output last agreed with it."""
 
     name: str = "copy"
     """Set by the choice `drafter=`."""
     num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 10
     """Draft tokens a round, at most."""
-    trigger_len: Annotated[int, Range(1)] = 2
+    trigger_len: Annotated[int, Range(1)] = _TRIGGER_LEN
     """Last tokens of the output that a place of the prompt must agree with before copying starts there."""
 
     @property
     def is_chain(self) -> bool:
         return True
 
+    @property
+    def copying_names(self) -> tuple[str, ...]:
+        return (self.name,)
+
     def build(self, setup: DraftSetup) -> tuple[CopyDrafter, dict[str, object]]:
         return CopyDrafter(self.trigger_len), {}
 
 
 class CopyDrafter(RequestwiseDrafter):
-    """Keeps a place in the prompt for each request.
+    """Keeps a place in the prompt, with the reference behind it, for each request.
 
     Entering a prompt takes time and memory linear in its length, once. A proposal takes time linear in the tokens
     committed since the last one and in the draft, whatever the lengths of prompt and output; only the search after a
@@ -56,11 +64,8 @@ class CopyDrafter(RequestwiseDrafter):
 
     def _propose(self, context: Context, budget: int) -> Draft:
         """A chain of the prompt's next tokens, shorter than the budget where the prompt ends; empty without a place."""
-        place = self._read(context)
-        if place < 0:
-            return Draft.nothing(context)
-        tokens = context.token_ids[place : min(place + budget, context.prompt_len)]
-        return Draft.chosen(TokenTree.chain(context.token_ids[-1], tokens))
+        tokens = self._read(context).next_tokens(budget)
+        return Draft.chosen(TokenTree.chain(context.token_ids[-1], tokens)) if tokens else Draft.nothing(context)
 
     def truncate(self, context: Context) -> None:
         """Provisional output was taken back: return to the place of that time."""
@@ -71,16 +76,16 @@ class CopyDrafter(RequestwiseDrafter):
     def release(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
 
-    def _read(self, context: Context) -> int:
-        """Position in the prompt of the token to copy next; negative: none."""
+    def _read(self, context: Context) -> _Copying:
         copying = self._requests.get(context.request_id)
         if copying is None:
             copying = self._requests[context.request_id] = _Copying(context, self._trigger_len)
-        return copying.read(context)
+        copying.read(context)
+        return copying
 
 
 class _Copying:
-    """The place in the prompt after every length of one request's output.
+    """The place in the source, which is prompt and reference, after every length of one request's output.
 
     A place is a function of the text alone: reading an output token by token, in rounds, or again after a preemption
     gives the same places, and a cut forgets those of the tokens that were cut.
@@ -88,29 +93,38 @@ class _Copying:
 
     def __init__(self, context: Context, trigger_len: int) -> None:
         self._trigger_len = trigger_len
-        # trigger -> positions of the tokens that follow it in the prompt, ascending
+        self._source = [*context.prompt, *context.reference]
+        # trigger -> positions of the tokens that follow it in the source, ascending
         self._followers: dict[tuple[int, ...], list[int]] = {}
-        prompt = context.prompt
-        # the last trigger of the prompt is left out, since nothing follows it there
-        triggers = zip(*(prompt[start:-1] for start in range(trigger_len)), strict=False)
+        # the last trigger of the source is left out, since nothing follows it there
+        triggers = zip(*(self._source[start:-1] for start in range(trigger_len)), strict=False)
         for follower, trigger in enumerate(triggers, start=trigger_len):
             self._followers.setdefault(trigger, []).append(follower)
-        # places[i]: after i output tokens. p >= 0: copy on from prompt[p]; ~p: disagreed with prompt[p], no other found
-        self._places = [~context.prompt_len]
+        # places[i]: after i output tokens. p >= 0: copy on from source[p]; ~p: disagreed with source[p], no other found
+        self._places = [context.prompt_len if context.reference else ~context.prompt_len]
 
-    def read(self, context: Context) -> int:
-        """The place after the whole text; reads the tokens that came since the last call."""
-        token_ids, prompt_len = context.token_ids, context.prompt_len
+    def read(self, context: Context) -> None:
+        """Find the places of the tokens that came since the last call."""
+        token_ids, source = context.token_ids, self._source
         place = self._places[-1]
-        for end in range(prompt_len + len(self._places), len(token_ids) + 1):
-            if place >= 0 and token_ids[place] == token_ids[end - 1]:
+        for end in range(context.prompt_len + len(self._places), len(token_ids) + 1):
+            if place >= 0 and source[place] == token_ids[end - 1]:
                 place += 1
-                if place == prompt_len:
-                    place = self._search(context, end, prompt_len)
+                if place == len(source):
+                    place = self._search(context, end, place)
             else:
                 place = self._search(context, end, max(place, ~place))
             self._places.append(place)
-        return place
+
+    @property
+    def place(self) -> int:
+        """Where the token to copy next is in the source; negative: nowhere."""
+        return self._places[-1]
+
+    def next_tokens(self, num: int) -> list[int]:
+        """At most so many tokens of the source at the last place; none without a place."""
+        place = self.place
+        return self._source[place : place + num] if place >= 0 else []
 
     def cut(self, context: Context) -> None:
         """Forget the places behind the text."""
@@ -118,7 +132,7 @@ class _Copying:
 
     def _search(self, context: Context, end: int, left: int) -> int:
         """The follower of the trigger that ends the first `end` tokens: the nearest at or after `left`, where copying
-        stopped, since edits move forward; else the latest. `~left` if the prompt lacks the trigger."""
+        stopped, since edits move forward; else the latest. `~left` if the source lacks the trigger."""
         start = end - self._trigger_len
         if start < context.prompt_len:
             return ~left
@@ -127,3 +141,18 @@ class _Copying:
             return ~left
         nearest = bisect_left(followers, left)
         return followers[nearest] if nearest < len(followers) else followers[-1]
+
+
+def num_followed(reference: Sequence[int], output: Sequence[int]) -> int:
+    """Tokens of the reference that copying from it alone foresees in the output, each counted once.
+
+    A function of the two texts, in linear time: it does not depend on whether or how drafts were made.
+    """
+    context = Context(0, 0, [NO_TOKEN], 1, SamplingParams(), reference=tuple(reference))
+    copying, foreseen = _Copying(context, _TRIGGER_LEN), set[int]()
+    for token in output:
+        context.token_ids.append(token)
+        if (place := copying.place) >= 0 and copying.next_tokens(1) == [token]:
+            foreseen.add(place)
+        copying.read(context)
+    return len(foreseen)

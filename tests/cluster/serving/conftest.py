@@ -16,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 
+from actors.drafters.config import DrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, SamplingConfig, SchedulerConfig, TargetConfig, VerifyConfig
 from cluster.config.jobs import ServeConfig
@@ -77,10 +78,14 @@ def chat_checkpoint(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pyte
 
 
 @contextmanager
-def serving(checkpoint: Path, drafter: Path, *, pace_ms: float = 0.0, **server: object) -> Iterator[RunningServer]:
+def serving(
+    checkpoint: Path, drafter: Path | DrafterConfig, *, pace_ms: float = 0.0, **server: object
+) -> Iterator[RunningServer]:
+    if isinstance(drafter, Path):
+        drafter = ModelDrafterConfig(path=str(drafter), num_draft_tokens=NUM_DRAFT_TOKENS, device="cpu")
     config = LaunchConfig(
         target=TargetConfig(path=str(checkpoint), device="cpu", pace_ms=pace_ms),
-        drafter=ModelDrafterConfig(path=str(drafter), num_draft_tokens=NUM_DRAFT_TOKENS, device="cpu"),
+        drafter=drafter,
         verify=VerifyConfig(),
         pipeline=PipelineConfig(adaptive=False),
         placement=PlacementConfig(PlacementName.colocated),

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from actors.drafters.interface import Context
-from actors.drafters.lookup.copy import CopyDrafter
-from actors.protocol.messages import SamplingParams
+from actors.drafters.lookup.copy import CopyDrafter, num_followed
+from actors.protocol.messages import Admit, SamplingParams
 
 
 class CountedTokens(list):
@@ -141,3 +141,53 @@ def test_a_long_prompt_is_read_once():
             assert len(proposed(drafter, context, budget=8)) == (0 if tokens[-1] == 99 else 8)
         num_read[repeats] = context.token_ids.num_read
     assert num_read[1] == num_read[1000]
+
+
+# --- references -------------------------------------------------------------------------------------------------------
+
+
+def referring(drafter, prompt, reference, output=()):
+    params = SamplingParams(max_tokens=100)
+    context = Context.admitted(Admit(0, 0, (*prompt, *output), len(prompt), params, reference=tuple(reference)), None)
+    drafter.open(context)
+    return context
+
+
+def test_copying_starts_with_the_reference_and_comes_back_to_it():
+    drafter = CopyDrafter(trigger_len=2)
+    context = referring(drafter, [1, 2, 3], [7, 8, 9, 10, 11])
+    assert proposed(drafter, context, budget=3) == [7, 8, 9]
+    context.extend([7, 50])
+    assert proposed(drafter, context) == []
+    context.extend([9, 10])
+    assert proposed(drafter, context) == [11]
+
+
+def test_prompt_and_reference_are_one_text_to_copy_from():
+    drafter = CopyDrafter(trigger_len=2)
+    context = referring(drafter, [1, 2, 3], [7, 8])
+    context.extend([1, 2])
+    assert proposed(drafter, context) == [3, 7, 8]
+    assert proposed(drafter, referring(drafter, [1, 2, 3], [7, 8], output=[1, 2])) == [3, 7, 8], "after a preemption"
+    context.cut(3)
+    drafter.truncate(context)
+    assert proposed(drafter, context) == [7, 8]
+
+
+def test_a_reference_knows_the_tokens_of_the_drafter_only():
+    context = Context.admitted(Admit(0, 0, (1, 9), 2, SamplingParams(), reference=(2, 9)), 5)
+    assert (context.token_ids, context.reference) == ([1, 4], (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("reference", "output", "num"),
+    [
+        ([1, 2, 3, 4], [1, 2, 3, 4], 4),
+        ([1, 2, 3, 4], [1, 2, 3, 4, 1, 2, 3, 4], 4),  # each token counts once
+        ([1, 2, 3, 4, 5, 6], [1, 9, 3, 4, 5, 6], 3),  # two tokens find the place again
+        ([1, 2], [5, 6, 7], 0),
+        ([1, 2], [], 0),
+    ],
+)
+def test_what_an_output_followed_is_counted(reference, output, num):
+    assert num_followed(reference, output) == num
