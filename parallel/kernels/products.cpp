@@ -3,9 +3,9 @@
 //
 // A tile is the products of up to ROWS rows with up to PANELS panels: an accumulator for every output and row, to which
 // the steps are added in order. Weights come from memory once, as up to four sequential streams; where rows make more
-// than a tile, blocks of steps stay in the second cache for all of them. A result does not depend on its tile, so neither
-// on the other rows nor on the threads. Register tiles and panels: Goto and van de Geijn, "Anatomy of High-Performance
-// Matrix Multiplication", 2008.
+// than a tile, blocks of steps stay in the second cache for all of them, and the next block is asked for meanwhile. A
+// result does not depend on its tile, so neither on the other rows nor on the threads. Register tiles and panels: Goto
+// and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008.
 
 #include <sys/mman.h>
 
@@ -47,10 +47,11 @@ struct Job {
     bool is_gated, is_wide;  // wide: the results are floats, else of the type of x
 };
 
-// results[row][column] of `Rows` rows of x and `Panels` panels, `stride` steps apart; added to them, or in their place
+// results[row][column] of `Rows` rows of x and `Panels` panels, `stride` steps apart; added to them, or in their place.
+// At every step memory is asked for that step `ahead` of each panel.
 template <class Stored, int Panels, int Rows, class Step>
 void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t x_stride, int64_t steps, bool is_added,
-                   float *results) {
+                   float *results, const Stored *const *ahead) {
     Floats total[Rows][Panels * VECTORS];
     for (int r = 0; r < Rows; r++)
         for (int n = 0; n < Panels * VECTORS; n++)
@@ -68,7 +69,7 @@ void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t 
     constexpr int LINE = 4 / sizeof(Stored);  // steps in a cache line of a panel
     int64_t i = 0;
     for (; i + LINE <= steps; i += LINE) {
-        for (int p = 0; p < Panels; p++) __builtin_prefetch(panels + (p * stride + i) * PANEL + AHEAD / sizeof(Stored));
+        for (int p = 0; p < Panels; p++) __builtin_prefetch(ahead[p] + i * PANEL, 0, 2);
         for (int j = 0; j < LINE; j++) add(i + j);
     }
     for (; i < steps; i++) add(i);
@@ -76,45 +77,56 @@ void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t 
         for (int n = 0; n < Panels * VECTORS; n++) store(results + r * COLUMNS + n * WIDTH, total[r][n]);
 }
 
-// The same for any number of rows, in tiles of nearly equal height.
-template <class Stored, int Panels, int Rows = ROWS, class Step>
+// The same for up to `Rows` rows.
+template <class Stored, int Panels, int Rows = ROWS, class... Rest>
+void multiply_tile_of(int64_t rows, const Rest &...rest) {
+    if constexpr (Rows > 1) {
+        if (rows < Rows) return multiply_tile_of<Stored, Panels, Rows - 1>(rows, rest...);
+    }
+    multiply_tile<Stored, Panels, Rows>(rest...);
+}
+
+// The same for any number of rows, in tiles of nearly equal height. One tile waits for memory from its first step on;
+// where there are more, each asks for its share of the block `next`, so that reading and multiplying overlap.
+template <class Stored, int Panels, class Step>
 void multiply_tiles(const Stored *panels, int64_t stride, const Step *x, int64_t x_stride, int64_t steps, bool is_added,
-                    float *results, int64_t rows) {
-    const int64_t tiles = (rows + Rows - 1) / Rows;
+                    float *results, int64_t rows, const Stored *next) {
+    const int64_t tiles = (rows + ROWS - 1) / ROWS;
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t row = rows * tile / tiles, height = rows * (tile + 1) / tiles - row;
-        const Step *from = x + row * x_stride;
-        float *to = results + row * COLUMNS;
-        if constexpr (Rows > 1) {
-            if (height < Rows) {
-                multiply_tiles<Stored, Panels, Rows - 1>(panels, stride, from, x_stride, steps, is_added, to, height);
-                continue;
-            }
+        const Stored *ahead[Panels];
+        for (int64_t p = 0; p < Panels; p++) {
+            const Stored *panel = panels + p * stride * PANEL;
+            const bool is_due = p * tiles / Panels == tile;
+            ahead[p] = tiles == 1 ? panel + AHEAD / sizeof(Stored) : is_due ? next + p * stride * PANEL : panel;
         }
-        multiply_tile<Stored, Panels, Rows>(panels, stride, from, x_stride, steps, is_added, to);
+        multiply_tile_of<Stored, Panels>(height, panels, stride, x + row * x_stride, x_stride, steps, is_added,
+                                         results + row * COLUMNS, ahead);
     }
 }
 
-// results[row][column] of a chunk of rows, scaled, with the bias
+// results[row][column] of a chunk of rows, scaled, with the bias. The panels from the column `after` on are read next.
 template <class Stored, int Panels>
-void multiply_chunk(const Job<Stored> &job, const Stored *matrix, int64_t column, int64_t row, int64_t rows,
-                    float *results) {
+void multiply_chunk(const Job<Stored> &job, const Stored *matrix, int64_t column, int64_t after, int64_t row,
+                    int64_t rows, float *results) {
     const Stored *panels = matrix + column * job.steps;
     const auto *x = job.x + row * job.steps;
     const int64_t length = rows <= ROWS ? job.steps : BLOCK;
     for (int64_t i = 0; i < job.steps || i == 0; i += length) {
         const int64_t steps = job.steps - i < length ? job.steps - i : length;
+        const Stored *next = i + length < job.steps ? panels + (i + length) * PANEL : matrix + after * job.steps;
         if constexpr (sizeof(Stored) < sizeof(float)) {
             if (rows >= WORTH_WIDENING) {
                 float floats[Panels * BLOCK * PANEL];
                 for (int p = 0; p < Panels; p++)
                     for (int64_t n = 0; n < steps * PANEL; n += WIDTH)
                         store(floats + p * BLOCK * PANEL + n, load(panels + (p * job.steps + i) * PANEL + n));
-                multiply_tiles<float, Panels>(floats, BLOCK, x + i, job.steps, steps, i > 0, results, rows);
+                multiply_tiles<float, Panels>(floats, BLOCK, x + i, job.steps, steps, i > 0, results, rows, floats);
                 continue;
             }
         }
-        multiply_tiles<Stored, Panels>(panels + i * PANEL, job.steps, x + i, job.steps, steps, i > 0, results, rows);
+        multiply_tiles<Stored, Panels>(panels + i * PANEL, job.steps, x + i, job.steps, steps, i > 0, results, rows,
+                                       next);
     }
     const int64_t valid = job.outputs - column < Panels * PANEL ? job.outputs - column : Panels * PANEL;
     for (int64_t r = 0; r < rows; r++) {
@@ -133,8 +145,9 @@ void multiply_panels(const Job<Stored> &job, const Stored *matrix, int64_t first
     for (int64_t row = 0; row < job.num_rows; row += CHUNK) {
         const int64_t rows = job.num_rows - row < CHUNK ? job.num_rows - row : CHUNK;
         float results[CHUNK * COLUMNS], others[CHUNK * COLUMNS];
-        multiply_chunk<Stored, Panels>(job, matrix, first, row, rows, results);
-        if (job.is_gated) multiply_chunk<Stored, Panels>(job, matrix, first + columns, row, rows, others);
+        const int64_t after = first + Panels * PANEL < columns ? first + Panels * PANEL : first;
+        multiply_chunk<Stored, Panels>(job, matrix, first, job.is_gated ? first + columns : after, row, rows, results);
+        if (job.is_gated) multiply_chunk<Stored, Panels>(job, matrix, first + columns, after, row, rows, others);
         const auto put = [&](auto *out) {
             for (int64_t r = 0; r < rows; r++)
                 for (int64_t n = 0; n < valid; n += WIDTH) {
