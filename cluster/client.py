@@ -155,18 +155,24 @@ class Client:
         drafter: str | None = None,
         num_draft_tokens: int | None = None,
         reference: Sequence[int] = (),
+        priority: int = 0,
     ) -> Completion:
         """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`.
 
         `drafter` names one of `drafters`, or is "none" for plain decoding; None leaves the choice to the engine.
         `num_draft_tokens` bounds every draft. `reference` are tokens of a text that the output may follow, such as the
-        file that it edits: `drafter=copy` drafts from it. Raises ValueError for an invalid token, sampling parameter,
-        name or bound, EngineError once the engine has failed. A prompt that does not fit the target's context is not
-        sent: its completion has failed.
+        file that it edits: `drafter=copy` drafts from it. Of the requests of this client that wait, one of lower
+        `priority` comes first; 10 s of waiting make up for 1. Raises ValueError for an invalid token, sampling
+        parameter, name or bound, EngineError once the engine has failed. A prompt that does not fit the target's
+        context is not sent: its completion has failed.
         """
         token_ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
         params = sampling or self.sampling
-        how: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "reference": tuple(reference)}
+        how: dict[str, Any] = {
+            "num_draft_tokens": num_draft_tokens,
+            "reference": tuple(reference),
+            "priority": priority,
+        }
         request = Request(next(self._ids), tuple(token_ids), params, drafter, **how)
         facts = self.ready[_LEAD].facts
         completion = Completion(request, prompt, self.tokenizer, self._abort)

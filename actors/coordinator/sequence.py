@@ -29,6 +29,8 @@ from actors.protocol.token_tree import TokenTree
 
 ENTRIES_PER_PLACE = 64
 """Biases and bad words whose cost, in every role and pass, is about that of one more request."""
+AGEING_S = 10.0
+"""Seconds of waiting that make up for a priority that is worse by one: none waits without end."""
 PROBATION = 3
 """Verdicts: the first passes after a failure read the text again, without a draft."""
 
@@ -138,6 +140,11 @@ class Sequence:
             len(request.generated) << 16
         )  # an earlier coordinator counted from fewer generated tokens: no number repeats
         return sequence
+
+    @property
+    def due(self) -> float:
+        """The time as whose arrival it is served among the requests of its client."""
+        return self.arrived_at + AGEING_S * self.request.priority
 
     @property
     def prefix_len(self) -> int:

@@ -1,15 +1,21 @@
-"""Requests that wait for a place in the batch: clients take turns, and within a client the first come is first served.
+"""Requests that wait for a place in the batch: clients take turns, and within a client the first due is first served.
 
-A client with many waiting requests delays another's by at most one of its own for each of the other's. Requests that
-lost their place come before all that never had one, the oldest first. Knows nothing of places.
+A request is due at its arrival, later or earlier by its priority (`Sequence.due`), so that those that wait overtake in
+the end whatever comes after them. A client with many waiting requests delays another's by at most one of its own for
+each of the other's. Requests that lost their place come before all that never had one, the oldest first. Knows nothing
+of places.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
+from operator import attrgetter
 
 from actors.coordinator.sequence import Sequence
+
+_DUE = attrgetter("due")
 
 
 class WaitingQueue:
@@ -17,7 +23,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._returned: deque[Sequence] = deque()
-        self._queues: OrderedDict[int, OrderedDict[int, Sequence]] = OrderedDict()  # the next in turn first
+        self._queues: OrderedDict[int, list[Sequence]] = OrderedDict()  # the next in turn first; each as they are due
         self._len = 0
 
     def __len__(self) -> int:
@@ -26,7 +32,7 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """In the order in which they are served, if none is added."""
         yield from self._returned
-        turns = deque(iter(queue.values()) for queue in self._queues.values())
+        turns = deque(iter(queue) for queue in self._queues.values())
         while turns:
             queue = turns.popleft()
             if (sequence := next(queue, None)) is not None:
@@ -35,7 +41,7 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         """A request arrived; that of a client with none waiting is after one of every other client."""
-        self._queues.setdefault(sequence.request.scope, OrderedDict())[sequence.request_id] = sequence
+        insort(self._queues.setdefault(sequence.request.scope, []), sequence, key=_DUE)
         self._len += 1
 
     def put_back(self, sequences: Iterable[Sequence]) -> None:
@@ -57,21 +63,30 @@ class WaitingQueue:
             if sequence.request.scope not in full:
                 return sequence
         scope = next((scope for scope in self._queues if scope not in full), None)
-        return None if scope is None else next(iter(self._queues[scope].values()))
+        return None if scope is None else self._queues[scope][0]
 
     def take(self, sequence: Sequence) -> None:
         """It is served: take it out; if it never had a place, the turn passes to the next client."""
-        if sequence.request_id in self._queues.get(sequence.request.scope, ()):
+        if self._place(sequence) is not None:
             self._queues.move_to_end(sequence.request.scope)
         self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """It ended, if it was here."""
-        queue = self._queues.get(sequence.request.scope, {})
-        if queue.pop(sequence.request_id, None) is not None:
+        if (place := self._place(sequence)) is not None:
+            queue = self._queues[sequence.request.scope]
+            del queue[place]
             self._len -= 1
             if not queue:
                 del self._queues[sequence.request.scope]
         elif sequence in self._returned:
             self._returned.remove(sequence)
             self._len -= 1
+
+    def _place(self, sequence: Sequence) -> int | None:
+        """Where it is in the queue of its client, if it is there and never had a place in the batch."""
+        queue = self._queues.get(sequence.request.scope, [])
+        place = bisect_left(queue, sequence.due, key=_DUE)
+        while place < len(queue) and queue[place] is not sequence:
+            place = place + 1 if queue[place].due == sequence.due else len(queue)
+        return place if place < len(queue) else None

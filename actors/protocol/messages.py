@@ -67,6 +67,8 @@ def check_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None
         raise ValueError(f"{name}: names token {token}, but the target has {vocab_size} tokens")
 
 
+MOST_PRIORITY = 100
+"""The largest of a request, and the least is its negative: it bounds the wait for others that came later."""
 PLAIN_DECODING = "none"
 """In place of a drafter's name: decode plainly, whatever the engine's pipeline is."""
 
@@ -157,7 +159,8 @@ class Verdict:
 class Request:
     """A prompt and how to continue it. `drafter` is the name of one of the engine's drafters or `PLAIN_DECODING`; None
     leaves the choice to the engine. `num_draft_tokens` bounds every draft for it; None: the engine's own bound alone.
-    `reference` is a text that the output may follow, from which drafters that copy may draft.
+    `reference` is a text that the output may follow, from which drafters that copy may draft. While it waits, a request
+    of lower `priority` comes first, among those of its client.
 
     A client that misses tokens sends the request again, with those it has: `generated`. A repetition does no harm.
     `request_id` is a number of the client's own; the coordinator replaces it by one of its own, and sets `scope`, the
@@ -172,6 +175,7 @@ class Request:
     scope: int = 0
     num_draft_tokens: int | None = None
     reference: tuple[int, ...] = ()
+    priority: int = 0
 
     @property
     def speculates(self) -> bool:
@@ -188,6 +192,8 @@ class Request:
         if self.num_draft_tokens is not None and not 1 <= self.num_draft_tokens <= LARGEST:
             remedy = f"must be at least 1; for none choose the drafter {PLAIN_DECODING}"
             raise ValueError(f"num_draft_tokens: {self.num_draft_tokens} {remedy}")
+        if abs(self.priority) > MOST_PRIORITY:
+            raise ValueError(f"priority: {self.priority} must be between {-MOST_PRIORITY} and {MOST_PRIORITY}")
         self.sampling.check()
         if len(self.generated) > self.sampling.max_tokens:
             remedy = f"give at most sampling.max_tokens={self.sampling.max_tokens}"

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tokenizers import Tokenizer
 
-from actors.protocol.messages import PLAIN_DECODING
+from actors.protocol.messages import MOST_PRIORITY, PLAIN_DECODING
 from actors.protocol.sampling_params import SamplingParams
 from cluster.io.text import bad_word_tokens
 
@@ -26,7 +26,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "priority": (0,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
@@ -138,6 +137,7 @@ class GenerationRequest(ApiRequest):
     stream_options: StreamOptions | None = None
     speculative: SpeculationOptions = SpeculationOptions()
     prediction: PredictedText | None = None
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
     user: str | None = None
 
     @model_validator(mode="after")

@@ -128,10 +128,11 @@ class ServedModel:
         options = request.speculative
         self._check_draft_length(options.num_draft_tokens)
         how: dict[str, Any] = {"drafter": options.chosen, "num_draft_tokens": options.num_draft_tokens}
+        how |= {"reference": prediction, "priority": request.priority}
         choices: list[RequestedText] = []
         for prompt, params in zip(prompts, sampling, strict=True):
             for seed in request.seeds():
-                completion = self._client.submit(prompt, replace(params, seed=seed), reference=prediction, **how)
+                completion = self._client.submit(prompt, replace(params, seed=seed), **how)
                 choices.append(RequestedText(len(choices), completion, seed))
         return choices
 

@@ -375,3 +375,17 @@ def test_a_client_has_an_even_share_of_the_rows_of_text():
     arrive(scheduler, 1, 8)
     rows = {sequence.request_id: num_rows for sequence, num_rows, _ in scheduler.plan().rows}
     assert rows == {0: 10, 3: 8}
+
+
+def test_requests_join_by_priority_and_age():
+    scheduler = Scheduler(SchedulerConfig(1, 64, 64), Capacity(200, 64))
+    for number, (priority, at) in enumerate(((0, 0.0), (2, 1.0), (0, 2.0), (0, 30.0)), start=1):
+        sequence = Sequence.start(Request(number, (5,) * 3, SamplingParams(max_tokens=2), priority=priority), 64)
+        sequence.arrived_at = at
+        scheduler.add(sequence)
+    joined = []
+    while scheduler.waiting or scheduler.running:
+        (sequence,) = scheduler.plan().admitted
+        joined.append(sequence.request_id)
+        scheduler.remove(sequence)
+    assert joined == [1, 3, 2, 4], "20 s of waiting make up for a priority of 2"

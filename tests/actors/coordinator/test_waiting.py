@@ -9,7 +9,7 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.coordinator.sequence import Sequence
+from actors.coordinator.sequence import AGEING_S, Sequence
 from actors.coordinator.waiting import WaitingQueue
 from actors.protocol.messages import Request
 
@@ -142,3 +142,52 @@ def test_none_starves_though_the_others_send_without_end(scopes, data):
             queue.add(sequence_of(next(late), other))
     place = scopes[:number].count(scope)
     assert served[scope] == place - 1 and max(served.values(), default=0) <= place
+
+
+# --- priorities, on a virtual clock -----------------------------------------------------------------------------------
+
+
+def arrived(number: int, priority: int = 0, at: float = 0.0, scope: int = 0) -> Sequence:
+    sequence = Sequence.start(Request(number, (5,), scope=scope, priority=priority), 64)
+    sequence.arrived_at = at
+    return sequence
+
+
+def test_a_lower_priority_comes_first_and_equal_ones_as_they_came():
+    queue = WaitingQueue()
+    for number, priority in enumerate((5, 0, -3, 0, 5, -3), start=1):
+        queue.add(arrived(number, priority))
+    assert drained(queue) == [3, 6, 2, 4, 1, 5]
+
+
+def test_a_priority_is_no_claim_on_the_turns_of_another_client():
+    queue = WaitingQueue()
+    queue.add(arrived(1, scope=1, priority=3))
+    for number in (2, 3):
+        queue.add(arrived(number, scope=2, priority=-100))
+    assert drained(queue) == [1, 2, 3]
+
+
+@given(st.integers(-100, 100), st.integers(-100, 100))
+def test_waiting_makes_up_for_a_priority(low, high):
+    """With urgent requests that come as fast as they are served, the other is served after the time that makes up."""
+    queue, now, number = WaitingQueue(), 0.0, 0
+    queue.add(arrived(0, low, at=now))
+    while True:
+        number += 1
+        queue.add(arrived(number, high, at=now))
+        if pop(queue).request_id == 0:
+            break
+        now += 1.0
+    longest = AGEING_S * max(0, low - high)
+    assert longest - 1 <= now <= longest + 1
+
+
+def test_one_that_ends_while_it_waits_leaves_the_others_in_order():
+    queue = WaitingQueue()
+    waiting = [arrived(number, number % 2) for number in range(1, 7)]
+    for sequence in waiting:
+        queue.add(sequence)
+    queue.remove(waiting[2])
+    queue.remove(waiting[2])
+    assert len(queue) == 5 and drained(queue) == [2, 4, 6, 1, 5]

@@ -59,6 +59,8 @@ def test_a_field_that_asks_for_nothing_is_none(server: RunningServer, field):
         ({"top_p": 0}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"n": 0}, "n"),
+        ({"priority": 101}, "priority"),
+        ({"priority": 1.5}, "priority"),
         ({"n": 129}, "n"),
         ({"n": True}, "n"),
         ({"max_tokens": 0}, "max_tokens"),

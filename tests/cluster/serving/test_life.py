@@ -55,6 +55,30 @@ def test_it_is_ready_once_a_token_was_generated(slow: RunningServer):
     assert slow.ask("/ready")[0] == 200
 
 
+def test_what_waits_leaves_by_priority(slow: RunningServer):
+    """Four requests have all the places; of those that wait, the later one of lower value is served first."""
+    running = [start(slow, LONG) for _ in range(4)]
+    until(lambda: slow.service.num_in_flight == 4)
+    ends: list[str] = []
+
+    def ask(name: str, priority: int) -> None:
+        assert slow.ask("/v1/completions", {"prompt": "a", "max_tokens": 1, "priority": priority})[0] == 200
+        ends.append(name)
+
+    waiting = []
+    for number, (name, priority) in enumerate((("late", 3), ("first", -3)), start=5):
+        waiting.append(threading.Thread(target=ask, args=(name, priority)))
+        waiting[-1].start()
+        until(lambda number=number: slow.service.num_in_flight == number)
+    running[0].close()  # one place
+    for thread in waiting:
+        thread.join()
+    for connection in running:
+        connection.close()
+    until(lambda: slow.service.num_in_flight == 0)
+    assert ends == ["first", "late"]
+
+
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_client_that_disconnects_frees_its_request(slow: RunningServer, stream):
     aborted = num_aborted(slow)
