@@ -24,6 +24,8 @@ from typing import Any, Self
 from tokenizers import Tokenizer
 
 from actors.coordinator.clients import OUT
+from actors.grammars.compiler import GrammarCompiler
+from actors.protocol.grammar import Grammar
 from actors.protocol.membership import Alive, Hello, Ready, Stop, identity_of
 from actors.protocol.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
 from actors.transport.channel import AnyLink, open_link
@@ -124,6 +126,7 @@ class Client:
         self.ready = ready or {}
         self.trace = ""
         self.sampling = sampling
+        self.grammars = GrammarCompiler(tokenizer.to_str)
         self._silence_s = silence_s
         self._ids = itertools.count(1)
         self._live: dict[int, Completion] = {}
@@ -156,15 +159,17 @@ class Client:
         num_draft_tokens: int | None = None,
         reference: Sequence[int] = (),
         priority: int = 0,
+        grammar: Grammar | None = None,
     ) -> Completion:
         """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`.
 
         `drafter` names one of `drafters`, or is "none" for plain decoding; None leaves the choice to the engine.
         `num_draft_tokens` bounds every draft. `reference` are tokens of a text that the output may follow, such as the
         file that it edits: `drafter=copy` drafts from it. Of the requests of this client that wait, one of lower
-        `priority` comes first; 10 s of waiting make up for 1. Raises ValueError for an invalid token, sampling
-        parameter, name or bound, EngineError once the engine has failed. A prompt that does not fit the target's
-        context is not sent: its completion has failed.
+        `priority` comes first; 10 s of waiting make up for 1. The text follows `grammar`, which is compiled here first,
+        if it is new. Raises ValueError for an invalid token, sampling parameter, name, bound or grammar, EngineError
+        once the engine has failed. A prompt that does not fit the target's context is not sent: its completion has
+        failed.
         """
         token_ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
         params = sampling or self.sampling
@@ -172,6 +177,7 @@ class Client:
             "num_draft_tokens": num_draft_tokens,
             "reference": tuple(reference),
             "priority": priority,
+            "grammar": grammar,
         }
         request = Request(next(self._ids), tuple(token_ids), params, drafter, **how)
         facts = self.ready[_LEAD].facts
@@ -180,6 +186,8 @@ class Client:
             completion.fail(misfit)
             return completion
         request.check(int(facts["vocab_size"]), drafters=self.drafters)
+        if grammar is not None:
+            self.grammars.matcher(grammar)
         with self._changed:
             self.check_alive()
             self._live[completion.request_id] = completion
@@ -193,15 +201,15 @@ class Client:
         *,
         drafter: str | None = None,
         num_draft_tokens: int | None = None,
+        grammar: Grammar | None = None,
         on_finished: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """Completions of all prompts; `on_finished` is called with each, in order.
 
         Raises the EngineError of the first that failed, once the others have ended too.
         """
-        completions = [
-            self.submit(prompt, sampling, drafter=drafter, num_draft_tokens=num_draft_tokens) for prompt in prompts
-        ]
+        options: dict[str, Any] = {"drafter": drafter, "num_draft_tokens": num_draft_tokens, "grammar": grammar}
+        completions = [self.submit(prompt, sampling, **options) for prompt in prompts]
         failure: EngineError | None = None
         for completion in completions:
             try:

@@ -39,6 +39,7 @@ ALLOWED_PLACES = {
 
 STDLIB_ONLY = (
     "actors/protocol/sampling_params.py",
+    "actors/protocol/grammar.py",
     "actors/protocol/token_tree.py",
     "actors/protocol/messages.py",
     "actors/protocol/membership.py",

@@ -39,6 +39,7 @@ class Outbox:
                 sequence.request.drafter,
                 sequence.request.scope,
                 sequence.request.reference,
+                sequence.request.grammar,
             )
         )
         sequence.num_admissions += 1

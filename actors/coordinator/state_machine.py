@@ -399,6 +399,7 @@ def _feed(sequence: Sequence, num_tokens: int, proposal: Proposal | None, orders
 
 def _no_token_after(num_tokens: int) -> str:
     return (
-        f"target: no token can follow the first {num_tokens}: the request's sampling rules all out (loosen bad_words, "
-        "or min_tokens with stop_token_ids), or logits are not finite (use another target.dtype or checkpoint)"
+        f"target: no token can follow the first {num_tokens}: the request's sampling or grammar rules all out (loosen "
+        "the grammar, bad_words, or min_tokens with stop_token_ids), or logits are not finite (use another "
+        "target.dtype or checkpoint)"
     )

@@ -31,6 +31,7 @@ from enum import IntEnum
 from math import isfinite
 from typing import Any
 
+from actors.protocol.grammar import Grammar
 from actors.protocol.sampling_params import SamplingParams
 from actors.protocol.token_tree import TokenTree
 from parallel.ranges import LARGEST
@@ -160,7 +161,8 @@ class Request:
     """A prompt and how to continue it. `drafter` is the name of one of the engine's drafters or `PLAIN_DECODING`; None
     leaves the choice to the engine. `num_draft_tokens` bounds every draft for it; None: the engine's own bound alone.
     `reference` is a text that the output may follow, from which drafters that copy may draft. While it waits, a request
-    of lower `priority` comes first, among those of its client.
+    of lower `priority` comes first, among those of its client. What is generated
+    follows the `grammar`, up to the end token with which it ends.
 
     A client that misses tokens sends the request again, with those it has: `generated`. A repetition does no harm.
     `request_id` is a number of the client's own; the coordinator replaces it by one of its own, and sets `scope`, the
@@ -176,6 +178,7 @@ class Request:
     num_draft_tokens: int | None = None
     reference: tuple[int, ...] = ()
     priority: int = 0
+    grammar: Grammar | None = None
 
     @property
     def speculates(self) -> bool:
@@ -195,6 +198,10 @@ class Request:
         if abs(self.priority) > MOST_PRIORITY:
             raise ValueError(f"priority: {self.priority} must be between {-MOST_PRIORITY} and {MOST_PRIORITY}")
         self.sampling.check()
+        if self.grammar is not None:
+            self.grammar.check()
+            if self.sampling.ignore_eos:
+                raise ValueError("sampling.ignore_eos: a grammar ends with an end token; leave one of them out")
         if len(self.generated) > self.sampling.max_tokens:
             remedy = f"give at most sampling.max_tokens={self.sampling.max_tokens}"
             raise ValueError(f"generated: has {len(self.generated)} tokens; {remedy}")
@@ -353,8 +360,8 @@ _WIDEST_FEATURES = 1 << 20
 class Admit:
     """Open a request at a role, at first or again: its committed tokens, the first `prompt_len` of them the prompt.
 
-    `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice. `drafter`
-    and `reference` are those of the request. Requests of one client have one `scope`, which roles do not know
+    `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice. `drafter`,
+    `reference` and `grammar` are those of the request. Requests of one client have one `scope`, which roles do not know
     otherwise.
     """
 
@@ -367,6 +374,7 @@ class Admit:
     drafter: str | None = None
     scope: int = 0
     reference: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     @property
     def speculates(self) -> bool:

@@ -1,6 +1,7 @@
 """The target role: reads prompts, verifies whole batches of proposals in one flat pass, keeps KV by table edits.
 
-Every rank of the role receives the same records and runs the same pass; only rank 0 reads the logits. The outcome of a
+Every rank of the role receives the same records and runs the same pass; only rank 0 reads the logits, and follows the
+grammars of requests. The outcome of a
 verdict (`Commit`) arrives with the next batch, so the ranks agree without messages of their own. What else a pass does
 for the drafter is behind `AfterVerdicts`. Knows one runner and one verification rule; must not know drafters, pipelines
 or sockets.
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from actors.drafters.interface import FeatureRows
+from actors.grammars.masks import GrammarMasks
 from actors.protocol.messages import (
     NO_TOKEN,
     Admit,
@@ -44,6 +46,7 @@ class TargetContext:
     sampling: SamplingParams
     speculates: bool = True
     scope: int = 0
+    is_masked: bool = False
     num_fed: int = 0  # rows of the uncached suffix in the last pass, still pending in the pool
 
 
@@ -60,6 +63,7 @@ class TargetRole:
         top_tokens: TopTokensReader | None = None,
         features: FeatureReader | None = None,
         drafter: AfterVerdicts | None = None,
+        grammars: GrammarMasks | None = None,
     ) -> None:
         self._drafter = drafter or AfterVerdicts()
         self.runner = runner = self._drafter.verifying(runner)
@@ -70,6 +74,7 @@ class TargetRole:
         self._of_last_pass: TopTokens | None = None
         self._features = features
         self._is_lead = is_lead
+        self._grammars = grammars
         self.contexts: dict[int, TargetContext] = {}
 
     @property
@@ -95,6 +100,8 @@ class TargetRole:
         self._drafter.begin(batch)
         for request_id in batch.releases:
             del self.contexts[request_id]
+            if self._grammars is not None:
+                self._grammars.close(request_id)
             self.runner.close(request_id)
         for admit in batch.admits:
             self._admit(admit)
@@ -133,13 +140,23 @@ class TargetRole:
         for request_id in self.contexts:
             self.runner.close(request_id)
         self.contexts.clear()
+        if self._grammars is not None:
+            self._grammars.clear()
         self._of_last_pass = None
 
     def _admit(self, admit: Admit) -> None:
         self.contexts[admit.request_id] = TargetContext(
-            admit.epoch, list(admit.token_ids), admit.prompt_len, admit.sampling, admit.speculates, admit.scope
+            admit.epoch,
+            list(admit.token_ids),
+            admit.prompt_len,
+            admit.sampling,
+            admit.speculates,
+            admit.scope,
+            is_masked=admit.grammar is not None,
         )
         self.runner.open(admit.request_id)
+        if self._grammars is not None:
+            self._grammars.open(admit.request_id, admit.grammar)
 
     def _commit(self, commit: Commit) -> None:
         context = self.contexts[commit.request_id]
@@ -171,10 +188,13 @@ class TargetRole:
             item.proposal,
             drafts_follow=exports or item.num_draft_tokens > 0,
             scope=context.scope,
+            is_masked=context.is_masked,
         )
 
     def _verify(self, inputs: Sequence[VerifyInput], logits: Tensor) -> tuple[Verdict, ...]:
         verified = [one for one in inputs if self._verifier.reaches_root(one)]
+        if self._grammars is not None:
+            logits = self._grammars.masked(verified, logits)
         verdicts = []
         for one, result in zip(verified, self._verifier.verify(verified, logits), strict=True):
             epoch, prefix_len = self.contexts[one.seq_id].epoch, len(one.token_ids)

@@ -38,7 +38,7 @@ from parallel.runtime.interface import Runner
 @dataclass(frozen=True, slots=True)
 class VerifyInput:
     """One sequence of a pass: `num_fed` tokens of its uncached suffix are fed and, once the root is, the proposal. With
-    `drafts_follow`, features of this pass are drafted from."""
+    `drafts_follow`, features of this pass are drafted from; one that `is_masked` needs whole rows."""
 
     seq_id: int
     token_ids: Sequence[int]
@@ -48,6 +48,7 @@ class VerifyInput:
     proposal: Proposal | None = None
     drafts_follow: bool = True
     scope: int = 0
+    is_masked: bool = False
 
     @property
     def tree(self) -> TokenTree:
@@ -128,7 +129,7 @@ class Verifier:
             token_ids += [*fed, *tree.token_ids[1:]]
         reached = [one for one, span in zip(inputs, spans, strict=True) if span.num_logits]
         head = self._split_head
-        if head is not None and reached and all(is_plain(one.sampling) for one in reached):
+        if head is not None and reached and all(is_plain(one.sampling) and not one.is_masked for one in reached):
             with head.ungathered():
                 logits = self._pass(inputs, spans, token_ids, keeps_top_tokens=False)
             return choose_split(logits, _logit_rows(reached), head.first, head.group), len(token_ids)

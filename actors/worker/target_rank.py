@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.drafters.interface import Drafter
+from actors.drafters.vocabulary.tokenizer_file import open_tokenizer
+from actors.grammars.compiler import GrammarCompiler
+from actors.grammars.masks import GrammarMasks
 from actors.logs import log_event, logger_of
 from actors.options import PipelineName
 from actors.roles.bridge import BridgeEnd, FeatureSender
@@ -84,6 +87,7 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
         top_tokens=reader,
         features=features,
         drafter=after,
+        grammars=_grammars(spec) if is_lead else None,
     )
     head, taps = runner.decoder.lm_head, () if features is None else features.streams
     with head.ungathered() if role.splits_choice else nullcontext():
@@ -91,6 +95,12 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
     pace(role.runner, config.pace_ms)
     checkpoint = str(Path(config.path).absolute())
     return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes, **facts}
+
+
+def _grammars(spec: RankSpec) -> GrammarMasks:
+    """Nothing is read before the first grammar."""
+    checkpoint = Path(spec.target.path)
+    return GrammarMasks(GrammarCompiler(lambda: open_tokenizer(checkpoint).to_str(), spec.eos_token_ids))
 
 
 def _attached(drafter: Drafter, group: Group, device: str) -> AttachedDrafter:

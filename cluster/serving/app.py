@@ -37,6 +37,8 @@ from cluster.serving.requests import (
 from cluster.serving.served_model import ServedModel
 from cluster.serving.streams import Disconnected, EventStream, while_connected
 
+_COMPILE_S = 10.0
+"""Limit for one grammar; those of the size that is allowed take a small part of it."""
 _CLIENT_CLOSED = 499
 """Status of a request whose client has gone: for logs alone."""
 
@@ -71,6 +73,7 @@ class Api:
         self._model.check_name(body.model)
         prompts = [await self._prompt_tokens(prompt) for prompt in body.prompts]
         texts = [p if isinstance(p, str) else self._model.decode(p) for p in body.prompts if body.echo]
+        await self._check_grammar(body)
         generation = await self._submit(body, prompts, body.limit, "prompt")
         echoes = {choice.index: texts[choice.index // body.n] for choice in generation.choices if body.echo}
         return await self._answer(body, request, generation, CompletionForm(echoes))
@@ -78,6 +81,7 @@ class Api:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         self._model.check_name(body.model)
         prompt = await self._chat_tokens(body)
+        await self._check_grammar(body)
         generation = await self._submit(body, [prompt], body.limit, "messages")
         return await self._answer(body, request, generation, ChatForm())
 
@@ -136,6 +140,21 @@ class Api:
             add_generation_prompt=body.add_generation_prompt,
             options=body.chat_template_kwargs,
         )
+
+    async def _check_grammar(self, body: GenerationRequest) -> None:
+        """Compile what the text has to follow, if anything, which the engine is given only if that works."""
+        if body.grammar is None:
+            return
+        field = "response_format" if body.structured_outputs is None else "structured_outputs"
+        compiling = asyncio.to_thread(self._model.check_grammar, body.grammar)
+        try:
+            await asyncio.wait_for(compiling, _COMPILE_S)
+        except TimeoutError:
+            line = f"{field}: takes longer than {_COMPILE_S:g} s to compile; use a simpler one"
+            raise ApiError(400, line, param=field) from None
+        except ValueError as error:
+            line = str(error).partition(": ")[2]
+            raise ApiError(400, f"{field}: {line}", param=field, code="invalid_grammar") from error
 
     async def _submit(
         self, body: GenerationRequest, prompts: Sequence[Sequence[int]], limit: int | None, field: str

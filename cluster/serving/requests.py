@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tokenizers import Tokenizer
 
+from actors.protocol.grammar import Grammar
 from actors.protocol.messages import MOST_PRIORITY, PLAIN_DECODING
 from actors.protocol.sampling_params import SamplingParams
 from cluster.io.text import bad_word_tokens
+from cluster.serving.grammars import ResponseFormat, StructuredOutputs
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -26,7 +28,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -138,15 +139,29 @@ class GenerationRequest(ApiRequest):
     speculative: SpeculationOptions = SpeculationOptions()
     prediction: PredictedText | None = None
     priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: is only for stream=true; leave it out")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("ignore_eos: a grammar ends with an end token; leave one of them out")
         if not all(map(is_text, self.stop)):
             raise ValueError(f"stop: {NO_TEXT}")
         return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the text has to follow, if anything."""
+        given = self.response_format.grammar() if self.response_format is not None else None
+        if self.structured_outputs is None:
+            return given
+        if given is not None:
+            raise ValueError("structured_outputs: response_format says something else; leave one of them out")
+        return self.structured_outputs.grammar()
 
     @property
     def includes_usage(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from actors.drafters.config import NoDrafterConfig
 from actors.options import PipelineName
+from actors.protocol.grammar import Grammar
 from actors.protocol.messages import SamplingParams, check_tokens
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Client
@@ -55,6 +56,10 @@ class ServedModel:
     def generate_token(self, timeout_s: float) -> None:
         """The first passes allocate memory and choose kernels."""
         self._client.submit([0], SamplingParams(max_tokens=1)).result(timeout_s)
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Raise ValueError, one line, if it cannot be used; may take long, so call it off the event loop."""
+        self._client.grammars.matcher(grammar)
 
     def metrics(self) -> bytes:
         """What Prometheus reads; asks the coordinator, so call it off the event loop and one at a time."""
@@ -128,7 +133,7 @@ class ServedModel:
         options = request.speculative
         self._check_draft_length(options.num_draft_tokens)
         how: dict[str, Any] = {"drafter": options.chosen, "num_draft_tokens": options.num_draft_tokens}
-        how |= {"reference": prediction, "priority": request.priority}
+        how |= {"reference": prediction, "priority": request.priority, "grammar": request.grammar}
         choices: list[RequestedText] = []
         for prompt, params in zip(prompts, sampling, strict=True):
             for seed in request.seeds():

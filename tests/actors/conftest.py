@@ -21,6 +21,8 @@ from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DraftSetup, Placement
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
+from actors.grammars.compiler import GrammarCompiler
+from actors.grammars.masks import GrammarMasks
 from actors.options import Parallel, SchedulerConfig, TargetConfig, VerifyConfig
 from actors.policy.policy import Policy
 from actors.protocol.membership import Bridge, RoleBack
@@ -185,6 +187,15 @@ def save_tokenizer(path, characters):
     tokenizer.save(str(path / "tokenizer.json"))
 
 
+def byte_level_tokenizer(path):
+    """Its content, with the decoder that matchers of grammars need."""
+    from tokenizers import Tokenizer, decoders
+
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer.to_str()
+
+
 def _deepened(model):
     """The model with four layers put in its middle that change its mind now and then."""
     config = copy.deepcopy(model.config)
@@ -307,6 +318,7 @@ def open_room(models, speculator, open_bridge):
             top_tokens=reader,
             features=features,
             drafter=on_target or (bridge and bridge[0]),
+            grammars=GrammarMasks(GrammarCompiler(lambda: byte_level_tokenizer(models["target"]), (EOS,))),
         )
         num_draft_tokens = config.num_draft_tokens if config else 0
         is_chain = config is not None and config.is_chain and wrap is None

@@ -28,7 +28,6 @@ def refused(server: RunningServer, path: str, body: object, **options) -> tuple[
         {"logprobs": 0},
         {"suffix": "x"},
         {"best_of": 2},
-        {"response_format": {"type": "json_object"}},
         {"tools": [{"type": "function"}]},
         {"guided_json": {}},
         {"prompt_logprobs": 1},

@@ -1,0 +1,171 @@
+"""Masks of a draft's nodes: those of a matcher that reads nothing but the path to the node."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from actors.grammars.compiler import GrammarCompiler
+from actors.grammars.masks import GrammarMasks
+from actors.protocol.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
+from actors.protocol.messages import TokenTree
+from cluster.pocket import TARGET
+
+SCHEMA = Grammar("json_schema", '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
+VOCAB_SIZE = 4096 + 24  # more than the tokenizer has, as in padded models
+EOS = 0
+
+
+@dataclass
+class Text:
+    """As a pass has it."""
+
+    token_ids: list[int]
+    tree: TokenTree
+    seq_id: int = 7
+    prompt_len: int = 2
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return GrammarCompiler((TARGET / "tokenizer.json").read_text, (EOS,))
+
+
+@pytest.fixture(scope="module")
+def allowed_after(compiler):
+    """Tokens that a fresh matcher allows after a text; None if it does not accept the text."""
+
+    def allowed(grammar, token_ids):
+        matcher = compiler.matcher(grammar)
+        if token_ids and not matcher.consume_tokens(list(token_ids)):
+            return None
+        bits = matcher.compute_bitmask()
+        return {token for token in range(8 * len(bits)) if bits[token // 8] >> token % 8 & 1}
+
+    return allowed
+
+
+def written(compiler, allowed_after, choose, grammar, count):
+    """Random tokens that follow the grammar."""
+    text = []
+    while len(text) < count:
+        choices = sorted(allowed_after(grammar, text) - {EOS})
+        if not choices:
+            break
+        text.append(choose.choice(choices))
+    return text
+
+
+def random_tree(choose, root, num_nodes, next_tokens):
+    """Nodes in the order of a search by breadth, by depth or neither; some of their tokens break the grammar."""
+    tokens, parents, paths = [root], [-1], [[]]
+    for _ in range(num_nodes):
+        parent = choose.randrange(len(tokens))
+        allowed = next_tokens(paths[parent])
+        token = choose.choice(sorted(allowed)) if allowed and choose.random() < 0.8 else choose.randrange(4096)
+        if any(parents[i] == parent and tokens[i] == token for i in range(1, len(tokens))):
+            continue
+        tokens.append(token)
+        parents.append(parent)
+        paths.append([*paths[parent], token])
+    return TokenTree(tuple(tokens), tuple(parents)), paths
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_node_has_the_mask_of_its_path(compiler, allowed_after, seed):
+    """Round after round of one request: the text grows, and drafts are taken back. A node that no path reaches, because
+    the grammar rejects it or one above it, keeps its logits."""
+    choose = random.Random(seed)
+    masks, prompt = GrammarMasks(compiler), [5, 6]
+    masks.open(7, SCHEMA)
+    whole = written(compiler, allowed_after, choose, SCHEMA, 12)
+    num_rejected = 0
+    for end in sorted(choose.sample(range(len(whole) + 1), min(4, len(whole)))):
+        text = whole[:end]
+
+        def next_tokens(path, text=text):
+            return allowed_after(SCHEMA, [*text, *path])
+
+        root = [*prompt, *text][-1]
+        tree, paths = random_tree(choose, root, choose.randrange(10), next_tokens)
+        logits = torch.zeros(len(paths), VOCAB_SIZE)
+        found = masks.masked([Text([*prompt, *text], tree)], logits)
+        assert logits.eq(0).all(), "the logits themselves stay for other readers"
+        for row, path in zip(found, paths, strict=True):
+            allowed = next_tokens(path)
+            expected = set(range(VOCAB_SIZE)) if allowed is None else allowed
+            num_rejected += allowed is None
+            assert set(row.isfinite().nonzero()[:, 0].tolist()) == expected
+    assert num_rejected or seed, "no node was rejected"
+
+
+def test_at_the_end_only_the_end_token_is_allowed_and_requests_without_a_grammar_keep_their_logits(compiler):
+    masks, grammar = GrammarMasks(compiler), Grammar("regex", "yes")
+    masks.open(7, grammar)
+    text = [int(token) for token in compiler.matcher(grammar).compute_ff_tokens()]
+    other = Text([5, 6, 9], TokenTree.chain(9, [4, 3]), seq_id=8)
+    logits = torch.randn(4, VOCAB_SIZE)
+    found = masks.masked([other, Text([5, 6, *text], TokenTree.root(text[-1]))], logits)
+    assert found[:3].equal(logits[:3]) and found[3].isfinite().nonzero()[:, 0].tolist() == [EOS]
+    assert found[3, EOS] == logits[3, EOS]
+    assert masks.masked([other], logits[:3]) is not logits and masks.masked([other], logits).data_ptr()
+    masks.close(7)
+    assert masks.masked([Text([5, 6, *text], TokenTree.root(text[-1]))], logits) is logits
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (Grammar("regex", "(("), []),
+        (Grammar("json_schema", '{"type": "foo"}'), []),
+        (Grammar("regex", "yes"), [500]),
+        (Grammar("lark", "start: missing"), []),
+    ],
+)
+def test_a_grammar_that_failed_allows_nothing(compiler, grammar, text):
+    """Also one whose text it does not accept, which a client claimed was generated."""
+    masks = GrammarMasks(compiler)
+    masks.open(7, grammar)
+    for _ in range(2):
+        found = masks.masked([Text([5, 6, *text], TokenTree.chain(3, [4, 5]))], torch.zeros(3, VOCAB_SIZE))
+        assert not found.isfinite().any()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "line"),
+    [
+        (Grammar("regex", "(("), r"^grammar: this regex cannot be used \(.*unclosed group.*\)$"),
+        (Grammar("json_schema", "[1"), r"^grammar: is no json_schema \(.*\)$"),
+        (Grammar("json_schema", '{"not": {}}'), r"^grammar: this json_schema cannot be used \(.*not.*\)$"),
+        (Grammar("lark", "begin: 'a'"), r"^grammar: this lark cannot be used \(.*\)$"),
+        (Grammar("gbnf", "x"), r"^grammar.kind: 'gbnf' is none of json_schema, regex, lark$"),
+        (Grammar("regex", ""), r"^grammar.text: has 0 characters; give 1 to 65536$"),
+        (Grammar("regex", "a" * (MOST_GRAMMAR_CHARACTERS + 1)), r"^grammar.text: has 65537 characters"),
+    ],
+)
+def test_what_is_no_grammar_is_said_in_one_line(compiler, grammar, line):
+    with pytest.raises(ValueError, match=line):
+        compiler.matcher(grammar)
+
+
+def test_a_target_without_an_end_token_has_no_grammars():
+    with pytest.raises(ValueError, match="the target has no end token"):
+        GrammarCompiler((TARGET / "tokenizer.json").read_text, ()).matcher(SCHEMA)
+    with pytest.raises(ValueError, match="the target's tokenizer does not allow any"):
+        GrammarCompiler(lambda: "{}", (1,)).matcher(SCHEMA)
+
+
+def test_a_grammar_is_compiled_once(compiler, monkeypatch):
+    compiled = []
+    monkeypatch.setattr("actors.grammars.compiler._source", lambda grammar: compiled.append(grammar) or "bad")
+    fresh = GrammarCompiler((TARGET / "tokenizer.json").read_text, (EOS,))
+    with pytest.raises(ValueError):
+        fresh.matcher(SCHEMA)
+    monkeypatch.undo()
+    first, second = fresh.matcher(SCHEMA), fresh.matcher(SCHEMA)
+    assert fresh._compiled.cache_info().hits == 1
+    assert first.consume_tokens(first.compute_ff_tokens() or [91]) and second.compute_bitmask() != b""
+    assert second.try_consume_tokens([91]) == 1, "matchers are copies: none has read what another has"
