@@ -1,5 +1,5 @@
-// Normalisation of rows: RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), of float32 or bfloat16 numbers,
-// computed in float32. A row's result does not depend on the other rows of the call.
+// Normalisation of rows: RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), and sums of rows, of float32 or
+// bfloat16 numbers, computed in float32. A row's result does not depend on the other rows of the call.
 
 #include <cmath>
 
@@ -40,6 +40,12 @@ void normalize_layer_row(const Number *x, const Number *weight, const Number *bi
     }
 }
 
+template <class Number>
+void add_row(const Number *x, const Number *added, Number *out, int64_t size) {
+    for (int64_t i = 0; i < size; i += WIDTH)
+        store_some(out + i, load_some(x + i, size - i) + load_some(added + i, size - i), size - i);
+}
+
 // Calls body(x, out) for every row, with numbers of their type.
 template <class Body>
 void for_rows(const void *x, void *out, int64_t num_rows, int64_t size, int is_bfloat, Body body) {
@@ -70,6 +76,13 @@ void normalize_layer(const void *x, const void *weight, const void *bias, void *
     for_rows(x, out, num_rows, size, is_bfloat, [=](auto *from, auto *to) {
         using Rows = decltype(from);
         normalize_layer_row(from, static_cast<Rows>(weight), static_cast<Rows>(bias), to, size, eps);
+    });
+}
+// out = x + added, each [num_rows, size]
+void add_rows(const void *x, const void *added, void *out, int64_t num_rows, int64_t size, int is_bfloat) {
+    for_rows(x, out, num_rows, size, is_bfloat, [=](auto *from, auto *to) {
+        using Rows = decltype(from);
+        add_row(from, static_cast<Rows>(added) + (from - static_cast<Rows>(x)), to, size);
     });
 }
 }

@@ -1,4 +1,4 @@
-"""Normalisation of rows on CPU, by the kernels in `norms.cpp`. Knows no layers."""
+"""Normalisation and sums of rows on CPU, by the kernels in `norms.cpp`. Knows no layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from parallel.kernels.library import function
 
+_SHARED_OUT = 1 << 15
+"""Numbers from which on PyTorch shares a sum out to threads of its own (`at::internal::GRAIN_SIZE`)."""
+
 
 @cache
 def _rms() -> Any:
@@ -20,6 +23,11 @@ def _rms() -> Any:
 @cache
 def _layer() -> Any:
     return function("normalize_layer", *[c_void_p] * 4, *[c_int64] * 2, c_float, c_int)
+
+
+@cache
+def _add() -> Any:
+    return function("add_rows", *[c_void_p] * 3, *[c_int64] * 2, c_int)
 
 
 def has_norms() -> bool:
@@ -47,3 +55,22 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def _is_bfloat(x: Tensor, weight: Tensor) -> bool:
     assert x.dtype == weight.dtype, f"rows of {x.dtype} for weights of {weight.dtype}"
     return x.dtype == torch.bfloat16
+
+
+def add_rows(x: Tensor, added: Tensor) -> Tensor:
+    """x + added [T, H], to the bit as PyTorch adds them, with the kernels' threads.
+
+    PyTorch's are others: on cores where the kernels' threads still wait for their next part, they come late.
+    """
+    if x.numel() < _SHARED_OUT or not x.is_cpu or not _can_add(x, added):
+        return x + added
+    x, added = x.contiguous(), added.contiguous()
+    out, size = torch.empty_like(x), x.shape[-1]
+    _add()(x.data_ptr(), added.data_ptr(), out.data_ptr(), x.numel() // size, size, x.dtype == torch.bfloat16)
+    return out
+
+
+def _can_add(x: Tensor, added: Tensor) -> bool:
+    """Whether the kernel adds these: of one type that it knows, and outside of training."""
+    is_alike = (x.dtype, x.shape) == (added.dtype, added.shape) and x.dtype in (torch.float32, torch.bfloat16)
+    return is_alike and not (x.requires_grad or added.requires_grad) and has_norms()

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
+from parallel.kernels.norms import add_rows
 from parallel.model.config import Activation, DecoderConfig, NormPlacement
 from parallel.model.layers.attention import AttentionPlan, Heads
 from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
@@ -169,14 +170,14 @@ class Block(Layer):
 
     def add(self, x: Tensor, attended: Tensor) -> Tensor:
         """x [T, H] with the attention's part added."""
-        return x + attended
+        return add_rows(x, attended)
 
     def feed(self, x: Tensor) -> Tensor:
         """x [T, H] with the MLP's part added."""
         return self._feed(x, self.norms[1](x))
 
     def _feed(self, x: Tensor, normed: Tensor) -> Tensor:
-        return x + self.mlp(normed)
+        return add_rows(x, self.mlp(normed))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         for name, norm in zip(self.norm_names, self.norms, strict=True):
@@ -201,7 +202,7 @@ class SandwichBlock(Block):
         return self.norms[2](super().attend(x, rope, plan))
 
     def _feed(self, x: Tensor, normed: Tensor) -> Tensor:
-        return x + self.norms[3](self.mlp(normed))
+        return add_rows(x, self.norms[3](self.mlp(normed)))
 
 
 class PostNormBlock(Block):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.kernels import triton_launch
-from parallel.kernels.norms import has_norms, layer_norm, rms_norm
+from parallel.kernels.norms import add_rows, has_norms, layer_norm, rms_norm
 from parallel.model.config import NormKind
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
 
@@ -41,7 +41,7 @@ class RMSNorm(Layer):
         """x + added, and that normalised."""
         if self.uses_triton:
             return triton_launch.rms_norm(x, self.weight, self.eps, self.offset, added)
-        x = x + added
+        x = add_rows(x, added)
         return x, self(x)
 
     def _weighted(self, x: Tensor, normed: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class LayerNorm(Layer):
         return F.layer_norm(x, (self.hidden,), self.weight, self.bias, self._eps)
 
     def after_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + added
+        x = add_rows(x, added)
         return x, self(x)
 
     def shards(self, name: str) -> Iterator[Shard]:

@@ -62,6 +62,10 @@ def test_norms_stay_within_their_rows(size, num_rows, dtype):
     layer(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.inside.data_ptr(), num_rows, size, 0.1, is_bfloat)
     expected = F.layer_norm(wide, (size,), weight.float(), bias.float(), 0.1)
     torch.testing.assert_close(out.result().float(), expected, **rounding)
+    out, added = Guarded(num_rows, size, dtype=dtype), between_nans(torch.randn(num_rows, size).to(dtype))
+    add = function("add_rows", *[c_void_p] * 3, *[c_int64] * 2, c_int)
+    add(x.data_ptr(), added.data_ptr(), out.inside.data_ptr(), num_rows, size, is_bfloat)
+    assert torch.equal(out.result(), x + added)
 
 
 SHAPES = [(1, 1), (15, 3), (16, 5), (17, 4), (33, 7), (64, 385), (65, 33), (96, 800)]

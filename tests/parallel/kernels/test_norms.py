@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel.kernels.norms import has_norms, layer_norm, rms_norm
+from parallel.kernels import norms
+from parallel.kernels.norms import add_rows, has_norms, layer_norm, rms_norm
 
 pytestmark = pytest.mark.skipif(not has_norms(), reason="no C++ compiler")
 
@@ -42,3 +43,23 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_company(dtype):
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((700, 200), 200, 200))
     assert torch.equal(rms_norm(x, weight, 1e-5, 0.0)[650:651], rms_norm(x[650:651], weight, 1e-5, 0.0))
     assert torch.equal(layer_norm(x, weight, bias, 1e-5)[650:651], layer_norm(x[650:651], weight, bias, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("shape", [(43, 768), (2000, 17), (1, 40000), (2, 3)])
+def test_sums_are_those_of_pytorch_to_the_bit(shape, dtype):
+    x, added = (torch.randn(shape).to(dtype) * 1000 for _ in range(2))
+    x[0, 0], x[0, 1], added[0, 1] = float("nan"), float("inf"), float("-inf")
+    torch.testing.assert_close(add_rows(x, added), x + added, rtol=0, atol=0, equal_nan=True)
+
+
+def test_large_sums_are_the_kernels(monkeypatch):
+    calls = []
+    monkeypatch.setattr(norms, "_add", lambda: lambda *arguments: calls.append(arguments))
+    large, small = torch.ones(64, 768), torch.ones(4, 768)
+    add_rows(small, small)
+    add_rows(large.double(), large.double())
+    assert add_rows(large.requires_grad_(), large).requires_grad
+    assert not calls
+    add_rows(large.detach(), large.detach())
+    assert calls
