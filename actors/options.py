@@ -178,6 +178,8 @@ class SchedulerConfig(Section):
     """Rows of one pass in all: prompt chunks, roots and draft tokens."""
     prefill_chunk: Annotated[int, Range(1)] = 512
     """Rows of one prompt in one pass; longer prompts take several passes, between which other sequences go on."""
+    prefix_cache: bool = True
+    """Keep the KV rows of ended requests until their slots are needed, for requests that begin with the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)

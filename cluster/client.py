@@ -160,6 +160,7 @@ class Client:
         reference: Sequence[int] = (),
         priority: int = 0,
         grammar: Grammar | None = None,
+        cache_salt: str = "",
     ) -> Completion:
         """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`.
 
@@ -167,7 +168,8 @@ class Client:
         `num_draft_tokens` bounds every draft. `reference` are tokens of a text that the output may follow, such as the
         file that it edits: `drafter=copy` drafts from it. Of the requests of this client that wait, one of lower
         `priority` comes first; 10 s of waiting make up for 1. The text follows `grammar`, which is compiled here first,
-        if it is new. Raises ValueError for an invalid token, sampling parameter, name, bound or grammar, EngineError
+        if it is new. KV rows of texts that begin alike are shared between this client's requests with the same
+        `cache_salt`. Raises ValueError for an invalid token, sampling parameter, name, bound or grammar, EngineError
         once the engine has failed. A prompt that does not fit the target's context is not sent: its completion has
         failed.
         """
@@ -178,6 +180,7 @@ class Client:
             "reference": tuple(reference),
             "priority": priority,
             "grammar": grammar,
+            "cache_salt": cache_salt,
         }
         request = Request(next(self._ids), tuple(token_ids), params, drafter, **how)
         facts = self.ready[_LEAD].facts

@@ -32,7 +32,7 @@ class AttachedPort(DrafterPort):
     def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
         """Chunks of prompts are read beside the target where drafts follow at once; texts before a trial without
         drafts, so that its rounds cost what later ones will."""
-        reached = [sequence for sequence, num_tokens, _ in rows if num_tokens == sequence.uncached_len]
+        reached = [sequence for sequence, num_tokens, _ in rows if sequence.may_reach_root(num_tokens)]
         self._lengths, reading = self._order(reached), []
         if self._policy.mode is Mode.catch_up:
             reading = [*self._lengths]

@@ -19,6 +19,7 @@ class Outbox:
         self.known: set[int] = set()
         self._admits: list[Admit] = []
         self._commits: dict[int, Commit] = {}
+        self._last: list[Commit] = []
         self._releases: list[int] = []
         self.partial: dict[int, int] = {}
 
@@ -40,6 +41,7 @@ class Outbox:
                 sequence.request.scope,
                 sequence.request.reference,
                 sequence.request.grammar,
+                sequence.request.cache_salt if sequence.shares_rows else None,
             )
         )
         sequence.num_admissions += 1
@@ -74,10 +76,17 @@ class Outbox:
             self._releases.append(request_id)
         self._admits = unsent
 
+    def end(self, request_id: int) -> None:
+        """Release a request, but send its last commit: the rows of its text may serve another."""
+        last = self._commits.get(request_id)
+        self.release(request_id)
+        if last is not None:
+            self._last.append(last)
+
     def flush(self) -> tuple[tuple[Admit, ...], tuple[Commit, ...], tuple[int, ...]]:
         """Everything unsent: (admits, commits, releases)."""
-        unsent = tuple(self._admits), tuple(self._commits.values()), tuple(self._releases)
-        self._admits, self._commits, self._releases = [], {}, []
+        unsent = tuple(self._admits), (*self._last, *self._commits.values()), tuple(self._releases)
+        self._admits, self._commits, self._last, self._releases = [], {}, [], []
         return unsent
 
     @property

@@ -6,7 +6,8 @@ requests, each has at most an even share of the places and of the rows of text, 
 less of one client is faster for the others. A client with more places or slots than another gives some up for a request
 of that one. When the KV pool runs short, sequences first lose their draft tokens, then the youngest of the client with
 the most slots its place, but never the oldest of all: they return to the front of the queue and are recomputed later,
-with the same tokens. A request with which a pass raised is tested in passes of its own, so that the next failure shows
+with the same tokens. A request whose text begins as one does that the target reads now waits until it can share the
+rows. A request with which a pass raised is tested in passes of its own, so that the next failure shows
 whose it is.
 """
 
@@ -58,6 +59,10 @@ class RoundPlan:
 MOST_NEW = 4
 """Requests of one client that join in one pass while others have requests: to read a text, and to open and release a
 request at every role, costs more than a row."""
+
+
+WORTH_WAITING = 64
+"""Rows that a request waits for while another reads them, about what a pass costs by itself."""
 
 
 class Scheduler:
@@ -122,7 +127,7 @@ class Scheduler:
         """Move waiting sequences into the batch while seats, rows and slots last, and none is on probation."""
         is_tested, blocked, least = self.tested is not None, list[int](), inf
         while self.waiting and not is_tested:
-            sequence = self.waiting.first([*self._full(self._places(), plan.admitted), *blocked])
+            sequence = self.waiting.first([*self._full(self._places(), plan.admitted), *blocked], self._is_held)
             if sequence is None or self._held(sequence.request.scope) + _slots_of(sequence) > least:
                 return  # a request that needs many slots is not overtaken by those of clients with more than its own
             is_tested = sequence.probation > 0
@@ -136,6 +141,15 @@ class Scheduler:
             self._vacate(victims, plan)
             self.running.append(sequence)
             plan.admitted.append(sequence)
+
+    def _is_held(self, sequence: Sequence) -> bool:
+        """Whether it could soon share many more rows than now, of a text that the target reads."""
+        alike = [other for other in self.running if _may_share(sequence, other)]
+        if not any(other.uncached_len > 1 for other in alike):
+            return False
+        common = [_num_common(sequence.token_ids, other.token_ids) for other in alike]
+        present = max([min(length, other.cached_len) for length, other in zip(common, alike, strict=True)])
+        return max(common) - present >= WORTH_WAITING
 
     def _places(self) -> Counter[int]:
         """Places in the batch of each client that has requests, running or waiting, by the weight of its requests."""
@@ -229,7 +243,7 @@ class Scheduler:
     def _fit(self, demands: list[Demand], plan: RoundPlan) -> None:
         """Shrink `demands` in place until they fit the pool: the oldest sequence alone always does."""
         free = self.capacity.kv_slots - sum([sequence.cached_len for sequence in self.running])
-        needed = sum([rows + _num_draft_tokens(proposal) for _, rows, proposal in demands])
+        needed = sum([_slots_needed(*demand) for demand in demands])
         for i in range(len(demands) - 1, -1, -1):
             if needed <= free:
                 return
@@ -239,7 +253,7 @@ class Scheduler:
         while needed > free:
             victim = _youngest(self.running[1:], _slots_of)[0]
             self.running.remove(victim)
-            needed -= sum(rows for sequence, rows, _ in demands if sequence is victim)
+            needed -= sum([_slots_needed(*demand) for demand in demands if demand[0] is victim])
             demands[:] = [demand for demand in demands if demand[0] is not victim]
             free += victim.cached_len
             victim.preempt()
@@ -249,6 +263,29 @@ class Scheduler:
 
 def _num_draft_tokens(proposal: Proposal | None) -> int:
     return proposal.tree.num_draft_tokens if proposal else 0
+
+
+def _may_share(one: Sequence, other: Sequence) -> bool:
+    """Whether the rows of their texts' common beginning may be shared, if it is long enough to matter."""
+    if not (one.shares_rows and other.shares_rows):
+        return False
+    mine, theirs = one.request, other.request
+    is_allowed = (mine.scope, mine.cache_salt) == (theirs.scope, theirs.cache_salt)
+    return is_allowed and one.token_ids[:WORTH_WAITING] == other.token_ids[:WORTH_WAITING]
+
+
+def _num_common(one: list[int], other: list[int]) -> int:
+    """Leading tokens that are equal; slices are compared faster than tokens one by one."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
+    return least
+
+
+def _slots_needed(sequence: Sequence, rows: int, proposal: Proposal | None) -> int:
+    """At most; rows that the target has from other requests count as if this one had slots of its own for them."""
+    return (sequence.uncached_len if sequence.may_hit else rows) + _num_draft_tokens(proposal)
 
 
 def _slots_of(sequence: Sequence) -> int:

@@ -127,6 +127,12 @@ class Sequence:
     """Leading positions whose hidden states the target has sent to the drafter; None: not all from the first on."""
     num_unread: int = 0
     """Committed tokens since the drafter last drafted for this request or read its text."""
+    shares_rows: bool = False
+    """The roles may have KV rows of its text from other requests."""
+    is_seen: bool = False
+    """The target has answered since its last admission, and so said how many rows of the text it had."""
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt whose rows the target had at the first admission; None before."""
 
     def __post_init__(self) -> None:
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt)
@@ -154,6 +160,20 @@ class Sequence:
     def uncached_len(self) -> int:
         """Committed tokens that the target has to be fed; 1 if it only lacks the root."""
         return len(self.token_ids) - self.cached_len
+
+    @property
+    def may_hit(self) -> bool:
+        """Whether the target may have rows of it that the coordinator does not know of."""
+        return self.shares_rows and not self.is_seen
+
+    def may_reach_root(self, num_tokens: int) -> bool:
+        """Whether a verdict may follow if the target feeds so many tokens."""
+        return num_tokens == self.uncached_len or self.may_hit
+
+    def found(self, num_rows: int) -> None:
+        """The target had so many rows when it was admitted, and fed what `cached_len` counts after them."""
+        self.is_seen = True
+        self.cached_len = min(self.cached_len + num_rows, self.prefix_len - 1)
 
     @property
     def weight(self) -> int:
@@ -220,7 +240,7 @@ class Sequence:
     def preempt(self) -> None:
         """Drop the target's rows; the text stays, and older records become stale."""
         self.epoch += 1
-        self.cached_len, self.exported_len = 0, None
+        self.cached_len, self.exported_len, self.is_seen = 0, None, False
         self.num_preemptions += 1
 
     def suspect(self) -> None:
@@ -231,7 +251,8 @@ class Sequence:
     def stats(self) -> RequestStats:
         counts, histogram = self.counts, tuple(self.counts.acceptance_histogram)
         drafted, accepted = counts.num_draft_tokens, counts.num_accepted_tokens
-        return RequestStats(counts.num_spec_steps, drafted, accepted, histogram, self.num_preemptions)
+        cached = self.num_cached_tokens or 0
+        return RequestStats(counts.num_spec_steps, drafted, accepted, histogram, self.num_preemptions, cached)
 
     def resume(self, eos_token_ids: frozenset[int]) -> None:
         """Set `finish_reason` if the request was complete when it arrived, with the tokens that its client has."""

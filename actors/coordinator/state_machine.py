@@ -72,6 +72,7 @@ class Coordinator:
         self._sequences: dict[int, Sequence] = {}
         self._has_target = True
         self._target_outbox = Outbox()
+        self._unseen: list[tuple[Sequence, int]] = []  # admitted with the last pass, and their epochs
         self._fed: tuple[int, ...] = ()  # requests of the last pass, until it has failed
         self._verify_round = drafter.round  # of the last batch to the target; both batches of one round have one number
         self._drafter = drafter
@@ -93,6 +94,10 @@ class Coordinator:
             sequence, proposal = self._sequences[verdict.request_id], self._round.verifying[verdict.request_id]
             is_path = proposal.tree.has_path(verdict.path) if proposal is not None else not verdict.path
             if not (sequence.is_prefix_of(verdict) and is_path):
+                return False
+        admitted = {sequence.request_id: sequence for sequence, _ in self._unseen}
+        for request_id, num_rows in batch.hits:
+            if request_id not in admitted or not 0 < num_rows < admitted[request_id].prefix_len:
                 return False
         return len({verdict.request_id for verdict in batch.verdicts}) == len(batch.verdicts)
 
@@ -192,6 +197,7 @@ class Coordinator:
         self._end_outage("target", now)
         speculated = any(proposal is not None for proposal in round_.verifying.values())
         self.stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
+        self._take_hits(batch)
         verifying = round_.verifying
         emitted = [self._commit(verdict, now) for verdict in batch.verdicts if verdict.request_id in verifying]
         self.stats.num_stale += len(batch.verdicts) - len(emitted)  # verdicts of requests that were aborted
@@ -206,6 +212,18 @@ class Coordinator:
             is_used = any(sequence.draft.proposal is not None for sequence in self._sequences.values())
             self._round.add_drafting(batch.drafts, is_used=is_used)
         return emitted
+
+    def _take_hits(self, batch: VerdictBatch) -> None:
+        """The target says of requests that were admitted with this pass how many rows it had."""
+        hits = dict(batch.hits)
+        for sequence, epoch in self._unseen:
+            if sequence.epoch == epoch:
+                num_rows = hits.get(sequence.request_id, 0)
+                sequence.found(num_rows)
+                if sequence.shares_rows and sequence.num_cached_tokens is None:
+                    sequence.num_cached_tokens = min(num_rows, sequence.prompt_len)
+                    self.stats.add_lookup(sequence.prompt_len, sequence.num_cached_tokens)
+        self._unseen = []
 
     def _commit(self, verdict: Verdict, now: float) -> Tokens:
         round_, sequence = self._round, self._sequences[verdict.request_id]
@@ -266,7 +284,7 @@ class Coordinator:
             return []
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
         orders = self._drafter.begin_pass(plan.rows, self._sequences.values())
-        verifying = {one.request_id: proposal for one, num_rows, proposal in plan.rows if num_rows == one.uncached_len}
+        verifying = {one.request_id: proposal for one, num_rows, proposal in plan.rows if one.may_reach_root(num_rows)}
         self._round.begin_pass(verifying, now, serves_drafts=any(orders.lengths.values()))
         items = tuple([_feed(*demand, orders) for demand in plan.rows])
         self._fed = tuple([item.request_id for item in items])
@@ -301,7 +319,7 @@ class Coordinator:
         if sequence.finish_reason is not None:  # only the news of its end was lost
             return [Tokens(request.request_id, len(request.generated), (), sequence.finish_reason, sequence.stats())]
         self._sequences[request.request_id] = sequence
-        sequence.arrived_at = now
+        sequence.arrived_at, sequence.shares_rows = now, self._scheduler.limits.prefix_cache
         self._scheduler.add(sequence)
         self.stats.num_prompt_tokens += sequence.prompt_len
         if self._active_since is None:
@@ -315,6 +333,7 @@ class Coordinator:
         for sequence in sequences:
             sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
             self._target_outbox.admit(sequence)
+            self._unseen.append((sequence, sequence.epoch))
             self._drafter.admit(sequence)
 
     def _abort(self, record: Abort, now: float) -> list[Tokens]:
@@ -335,7 +354,7 @@ class Coordinator:
         self._policy.release(sequence.request_id)
         if self._round.verifying is not None:
             self._round.verifying.pop(sequence.request_id, None)
-        self._target_outbox.release(sequence.request_id)
+        self._target_outbox.end(sequence.request_id)
         self._drafter.release(sequence)
 
     # --- roles --------------------------------------------------------------------------------------------------------
@@ -362,6 +381,7 @@ class Coordinator:
             self._drafter.lose(self._sequences.values())
             return
         self._has_target, self._target_outbox, self._round.verifying = False, Outbox(), None
+        self._unseen = []
         for sequence in self._scheduler.preempt_all():
             self._drafter.release(sequence)
 

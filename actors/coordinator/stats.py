@@ -54,7 +54,16 @@ class RequestCounters:
     num_requests_finished: int = 0
     num_requests_aborted: int = 0
     num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens of prompts that were looked up in the target's prefix tree."""
+    prefix_cache_hits: int = 0
+    """Those of them whose KV rows it had."""
     ended: deque[RequestTimes] = field(default_factory=lambda: deque(maxlen=ENDED_LIMIT))
+
+    def add_lookup(self, num_tokens: int, num_hits: int) -> None:
+        """The target had rows of so many of the tokens of a prompt."""
+        self.prefix_cache_queries += num_tokens
+        self.prefix_cache_hits += num_hits
 
     def add_request(self, sequence: Sequence, now: float) -> None:
         """A request ended."""

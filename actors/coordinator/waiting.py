@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
 from operator import attrgetter
 
 from actors.coordinator.sequence import Sequence
 
 _DUE = attrgetter("due")
+MOST_PASSED = 64
+"""Requests of a client that others of it may overtake."""
 
 
 class WaitingQueue:
@@ -57,13 +60,18 @@ class WaitingQueue:
         counts.update([sequence.request.scope for sequence in self._returned])
         return counts
 
-    def first(self, full: Collection[int] = ()) -> Sequence | None:
-        """The next to be served, those of the clients in `full` left out."""
-        for sequence in self._returned:
-            if sequence.request.scope not in full:
-                return sequence
-        scope = next((scope for scope in self._queues if scope not in full), None)
-        return None if scope is None else self._queues[scope][0]
+    def first(
+        self, full: Collection[int] = (), is_held: Callable[[Sequence], bool] = lambda _: False
+    ) -> Sequence | None:
+        """The next to be served, those of the clients in `full` left out, and those that are held: they are overtaken
+        by others of their client."""
+        able = (queue for scope, queue in self._queues.items() if scope not in full)
+        returned = (sequence for sequence in self._returned if sequence.request.scope not in full)
+        for queue in (returned, *able):
+            for sequence in islice(queue, MOST_PASSED):
+                if not is_held(sequence):
+                    return sequence
+        return None
 
     def take(self, sequence: Sequence) -> None:
         """It is served: take it out; if it never had a place, the turn passes to the next client."""

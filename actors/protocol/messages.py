@@ -70,6 +70,10 @@ def check_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None
 
 MOST_PRIORITY = 100
 """The largest of a request, and the least is its negative: it bounds the wait for others that came later."""
+
+LONGEST_SALT = 128
+"""Characters of a `cache_salt`."""
+
 PLAIN_DECODING = "none"
 """In place of a drafter's name: decode plainly, whatever the engine's pipeline is."""
 
@@ -164,6 +168,8 @@ class Request:
     of lower `priority` comes first, among those of its client. What is generated
     follows the `grammar`, up to the end token with which it ends.
 
+    KV rows are shared with requests of the same client and `cache_salt`.
+
     A client that misses tokens sends the request again, with those it has: `generated`. A repetition does no harm.
     `request_id` is a number of the client's own; the coordinator replaces it by one of its own, and sets `scope`, the
     same number for all requests of a client.
@@ -179,6 +185,7 @@ class Request:
     reference: tuple[int, ...] = ()
     priority: int = 0
     grammar: Grammar | None = None
+    cache_salt: str = ""
 
     @property
     def speculates(self) -> bool:
@@ -197,6 +204,8 @@ class Request:
             raise ValueError(f"num_draft_tokens: {self.num_draft_tokens} {remedy}")
         if abs(self.priority) > MOST_PRIORITY:
             raise ValueError(f"priority: {self.priority} must be between {-MOST_PRIORITY} and {MOST_PRIORITY}")
+        if len(self.cache_salt) > LONGEST_SALT:
+            raise ValueError(f"cache_salt: has {len(self.cache_salt)} characters; give at most {LONGEST_SALT}")
         self.sampling.check()
         if self.grammar is not None:
             self.grammar.check()
@@ -241,6 +250,7 @@ class RequestStats:
     num_accepted_tokens: int = 0
     acceptance_histogram: tuple[int, ...] = ()  # rounds that accepted 0, 1, 2, ... draft tokens
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # leading tokens of the prompt whose KV rows the target had
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +372,7 @@ class Admit:
 
     `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice. `drafter`,
     `reference` and `grammar` are those of the request. Requests of one client have one `scope`, which roles do not know
-    otherwise.
+    otherwise. KV rows are shared between requests with the same scope and `cache_salt`; None: not with any.
     """
 
     request_id: int
@@ -375,10 +385,16 @@ class Admit:
     scope: int = 0
     reference: tuple[int, ...] = ()
     grammar: Grammar | None = None
+    cache_salt: str | None = None
 
     @property
     def speculates(self) -> bool:
         return self.drafter != PLAIN_DECODING
+
+    @property
+    def rows_scope(self) -> tuple[int, str] | None:
+        """That of its text in a prefix tree."""
+        return None if self.cache_salt is None else (self.scope, self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,7 +575,8 @@ class VerdictBatch:
     `started` is when work on the batch began, `committed` when the commits of the round before were done. `top_tokens`
     are those of all its rows, if the drafter asks for them. `drafts` are those of an attached drafter, made after the
     verdicts, for the prefixes that these lead to; `finished` is when it began. `export` is what this batch sends over
-    the bridge that it was given, `exported` (started, finished) of the sending for an earlier one.
+    the bridge that it was given, `exported` (started, finished) of the sending for an earlier one. `hits` are (request,
+    number of leading tokens) of the admitted requests for whose first tokens the target had KV rows.
     """
 
     round: int
@@ -572,6 +589,7 @@ class VerdictBatch:
     drafts: ProposalBatch | None = None
     export: FeatureExport | None = None
     exported: tuple[float, float] | None = None
+    hits: tuple[tuple[int, int], ...] = ()
 
     @property
     def left_at(self) -> float:

@@ -32,6 +32,7 @@ from actors.roles.after_verdicts import AfterVerdicts
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput
+from parallel.kv.prefix_tree import Text
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.device import wait_for
 
@@ -84,8 +85,8 @@ class TargetRole:
 
     def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
         started = time.monotonic()
-        self._update(batch)
-        answer = VerdictBatch(batch.round, (), started, committed := time.monotonic(), committed=committed)
+        hits = self._update(batch)
+        answer = VerdictBatch(batch.round, (), started, committed := time.monotonic(), committed=committed, hits=hits)
         if batch.items:
             answer = self._answer_pass(batch, answer)
         if self._reads_later:
@@ -96,17 +97,18 @@ class TargetRole:
         if self._reads_later and batch.items:
             self._of_last_pass = self._verifier.top_tokens()
 
-    def _update(self, batch: VerifyBatch) -> None:
+    def _update(self, batch: VerifyBatch) -> tuple[tuple[int, int], ...]:
+        """Bring requests and rows up to the batch, last commits before releases: (request, rows it had) of the hits."""
         self._drafter.begin(batch)
+        for commit in batch.commits:
+            self._commit(commit)
         for request_id in batch.releases:
             del self.contexts[request_id]
             if self._grammars is not None:
                 self._grammars.close(request_id)
             self.runner.close(request_id)
-        for admit in batch.admits:
-            self._admit(admit)
-        for commit in batch.commits:
-            self._commit(commit)
+        found = [(admit.request_id, self._admit(admit)) for admit in batch.admits]
+        return tuple([hit for hit in found if hit[1]])
 
     def _answer_pass(self, batch: VerifyBatch, answer: VerdictBatch) -> VerdictBatch:
         """The pass, its verdicts, and what the drafter has of them."""
@@ -142,9 +144,11 @@ class TargetRole:
         self.contexts.clear()
         if self._grammars is not None:
             self._grammars.clear()
+        self.runner.forget_texts()
         self._of_last_pass = None
 
-    def _admit(self, admit: Admit) -> None:
+    def _admit(self, admit: Admit) -> int:
+        """Returns how many rows of the text there are already."""
         self.contexts[admit.request_id] = TargetContext(
             admit.epoch,
             list(admit.token_ids),
@@ -154,9 +158,12 @@ class TargetRole:
             admit.scope,
             is_masked=admit.grammar is not None,
         )
-        self.runner.open(admit.request_id)
+        scope, token_ids = admit.rows_scope, self.contexts[admit.request_id].token_ids
+        may_share = scope is not None and self._features is None
+        self.runner.open(admit.request_id, Text(token_ids, scope) if may_share else None)
         if self._grammars is not None:
             self._grammars.open(admit.request_id, admit.grammar)
+        return self.runner.cached_len(admit.request_id)
 
     def _commit(self, commit: Commit) -> None:
         context = self.contexts[commit.request_id]

@@ -79,6 +79,10 @@ def _fallback(stats: CoordinatorStats) -> dict[str, float]:
 
 COUNTERS = (
     _total("prompt_tokens_total", "Prompt tokens of admitted requests", "num_prompt_tokens"),
+    _total(
+        "prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix tree", "prefix_cache_queries"
+    ),
+    _total("prefix_cache_hits_total", "Of them those whose KV rows the target had", "prefix_cache_hits"),
     _total("generation_tokens_total", "Tokens committed", "num_tokens"),
     _total("rounds_total", "Target passes", "num_rounds"),
     _total("num_preemptions_total", "Sequences preempted for want of KV slots", "num_preemptions"),

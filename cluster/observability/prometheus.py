@@ -31,6 +31,8 @@ _OF_VLLM = frozenset(
         "num_preemptions",
         "num_requests_running",
         "num_requests_waiting",
+        "prefix_cache_hits",
+        "prefix_cache_queries",
         "prompt_tokens",
         "request_success",
         "request_time_per_output_token_seconds",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import groupby
 
 from actors.drafters.lookup.copy import num_followed
 from actors.protocol.messages import RequestStats
@@ -54,6 +55,15 @@ class Generation:
         outputs = [choice.completion.token_ids for choice in self.choices]
         followed = sum([num_followed(self._prediction, output) for output in outputs])
         return followed, len(outputs) * len(self._prediction) - followed
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Tokens of the prompts that the target had read before, for each prompt those of all its choices; None while
+        one grows."""
+        if not all(choice.completion.finished for choice in self.choices):
+            return None
+        of_prompts = groupby([choice.completion for choice in self.choices], key=lambda one: id(one.prompt))
+        return sum([min([one.stats.num_cached_tokens for one in choices]) for _, choices in of_prompts])
 
     @property
     def stats(self) -> RequestStats | None:

@@ -28,13 +28,20 @@ class CompletionDetails(Struct):
     rejected_prediction_tokens: int
 
 
+class PromptDetails(Struct):
+    """How many tokens of the prompt the target had read before."""
+
+    cached_tokens: int
+
+
 class TokenUsage(Struct):
-    """`usage` of a reply."""
+    """`usage` of a reply; the details are known at its end."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    prompt_tokens_details: PromptDetails | UnsetType = UNSET
 
 
 class TextChoice(Struct):
@@ -213,8 +220,9 @@ class ReplyWriter:
 
 def usage_of(generation: Generation) -> TokenUsage:
     """Tokens so far; a prompt counts once, however many choices it has."""
-    prompt, completion = generation.num_prompt_tokens, generation.num_tokens
-    return TokenUsage(prompt, completion, prompt + completion)
+    prompt, completion, cached = generation.num_prompt_tokens, generation.num_tokens, generation.num_cached_tokens
+    details = UNSET if cached is None else PromptDetails(cached)
+    return TokenUsage(prompt, completion, prompt + completion, prompt_tokens_details=details)
 
 
 def final_usage_of(generation: Generation) -> TokenUsage:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tokenizers import Tokenizer
 
 from actors.protocol.grammar import Grammar
-from actors.protocol.messages import MOST_PRIORITY, PLAIN_DECODING
+from actors.protocol.messages import LONGEST_SALT, MOST_PRIORITY, PLAIN_DECODING
 from actors.protocol.sampling_params import SamplingParams
 from cluster.io.text import bad_word_tokens
 from cluster.serving.grammars import ResponseFormat, StructuredOutputs
@@ -142,6 +142,7 @@ class GenerationRequest(ApiRequest):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
+    cache_salt: Annotated[str, Field(max_length=LONGEST_SALT)] = ""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -134,6 +134,7 @@ class ServedModel:
         self._check_draft_length(options.num_draft_tokens)
         how: dict[str, Any] = {"drafter": options.chosen, "num_draft_tokens": options.num_draft_tokens}
         how |= {"reference": prediction, "priority": request.priority, "grammar": request.grammar}
+        how["cache_salt"] = request.cache_salt
         choices: list[RequestedText] = []
         for prompt, params in zip(prompts, sampling, strict=True):
             for seed in request.seeds():

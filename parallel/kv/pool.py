@@ -2,12 +2,15 @@
 
 A slot is the place of one token's key and value in every layer. A sequence's table lists the slots of its committed
 rows, then of its pending ones (reserved, not yet kept). Committing a path of pending rows edits that table on the
-host; no row moves. Knows no tokens, no trees and no attention.
+host; no row moves. Knows no token trees and no attention.
 
     table of a sequence   [ committed rows ........ | pending rows .... ]
                             0           cached_len ^     num_rows ^
 
 A sequence may borrow committed rows: they are rows of another, which owns their slots; rows that it adds are its own.
+One that is opened with its text borrows the rows of the longest beginning of it that the prefix tree has
+(`prefix_tree.py`), and its own committed rows go over to the tree: when it is closed, and when a sequence is opened
+whose text may begin with them. Rows that no open sequence has are free for `reserve`, which takes them from the tree.
 
 Slots are allocated so that a sequence stays one contiguous run as long as possible: it continues after its last row;
 otherwise a run starts in the middle of the largest gap, which leaves room for the sequence before the gap.
@@ -22,6 +25,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
+from parallel.kv.prefix_tree import PrefixTree, RowRun, Text
+
 SeqId = Hashable
 FP8 = torch.float8_e4m3fn
 _LARGEST_FP8 = torch.finfo(FP8).max
@@ -30,11 +35,14 @@ _ROOM = np.zeros(64, dtype=np.int64)
 
 class _SlotTable:
     """Slots of one sequence; `run_len` leading rows are known to lie in one contiguous run, `num_borrowed` are of
-    another sequence, and `first_changed` are as they were when it was last taken."""
+    another sequence or of the tree, and `first_changed` are as they were when it was last taken. `node` is where the
+    rows of `text` that are of the tree end; if there are fewer of them by now, rows were dropped since."""
 
-    __slots__ = ("cached_len", "first_changed", "num_borrowed", "num_rows", "run_len", "slots")
+    __slots__ = ("cached_len", "first_changed", "node", "num_borrowed", "num_rows", "run_len", "slots", "text")
 
     def __init__(self, borrowed: np.ndarray | None = None, run_len: int = 0) -> None:
+        self.text: Text | None = None
+        self.node: RowRun | None = None
         self.slots = np.empty(64, dtype=np.int64) if borrowed is None else np.append(borrowed, _ROOM)
         self.cached_len = self.num_rows = self.num_borrowed = 0 if borrowed is None else len(borrowed)
         self.run_len = run_len
@@ -63,6 +71,13 @@ class _SlotTable:
         self.run_len = min(self.run_len, num_rows)
         self.first_changed = min(self.first_changed, num_rows)
         return dropped
+
+    def may_begin(self, text: Text) -> bool:
+        """Whether rows that the tree has not may be of a beginning of this text: it goes on with the same token."""
+        own, end = self.text, self.num_borrowed
+        if own is None or own.scope != text.scope or not end < min(self.cached_len, len(text.token_ids)):
+            return False
+        return text.token_ids[end : end + 1] == own.token_ids[end : end + 1]
 
     def note_rewritten(self, start: int) -> None:
         """The rows from `start` on were rewritten: recompute the length of the leading run."""
@@ -122,10 +137,13 @@ class KVPool:
         self.num_free = num_slots
         self._free = bytearray(b"\x01" * num_slots)
         self._tables: dict[SeqId, _SlotTable] = {}
+        self._tree = PrefixTree()
 
-    def open(self, seq_id: SeqId) -> None:
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:
+        """A sequence whose committed rows are those of the longest known beginning of `text`, short of its last
+        token; without a text, or if nothing is known, it has none."""
         assert seq_id not in self._tables, f"sequence {seq_id!r} is open already"
-        self._tables[seq_id] = _SlotTable()
+        self._tables[seq_id] = _SlotTable() if text is None else self._table_of(text)
 
     def borrow(self, seq_id: SeqId, owner: SeqId) -> None:
         """Open a sequence whose committed rows are those that `owner` has now; close it before `owner` frees any."""
@@ -135,7 +153,18 @@ class KVPool:
         self._tables[seq_id] = _SlotTable(table.slots[:rows], min(rows, table.run_len))
 
     def close(self, seq_id: SeqId) -> None:
-        self._release(self._tables.pop(seq_id).shorten(0))
+        """Its pending rows are dropped, and the committed ones of a text are known from now on."""
+        table = self._tables.pop(seq_id)
+        if table.text is not None:
+            self._publish(table, table.text)
+            assert table.node is not None
+            self._tree.leave(table.node)
+        self._release(table.shorten(0))
+
+    def forget_texts(self) -> None:
+        """No beginning of a text is known any more. Close all sequences before."""
+        assert not self._tables, "sequences are open"
+        self._release(self._tree.evict(self._tree.num_idle))
 
     def cached_len(self, seq_id: SeqId) -> int:
         return self._tables[seq_id].cached_len
@@ -145,7 +174,7 @@ class KVPool:
         return table.num_rows - table.cached_len
 
     def can_reserve(self, num_rows: int) -> bool:
-        return num_rows <= self.num_free
+        return num_rows <= self.num_free + self._tree.num_idle
 
     def slots(self, seq_id: SeqId) -> np.ndarray:
         """Slots of all rows in order, int64 [num_rows]; a view, valid until the table changes."""
@@ -168,7 +197,9 @@ class KVPool:
 
     def reserve(self, seq_id: SeqId, num_rows: int) -> np.ndarray:
         """Append `num_rows` pending rows; returns their slots, int64 [num_rows]."""
-        assert self.can_reserve(num_rows), f"{num_rows} rows requested, {self.num_free} slots free"
+        if num_rows > self.num_free:
+            assert self.can_reserve(num_rows), f"{num_rows} rows requested, {self.num_free} slots free"
+            self._release(self._tree.evict(num_rows - self.num_free))
         table = self._tables[seq_id]
         first = table.num_rows
         last_slot = int(table.slots[first - 1]) if first else None
@@ -238,6 +269,11 @@ class KVPool:
         """Assert that every slot is free or owned exactly once, no borrowed one is free, and the runs are right."""
         owners = np.frombuffer(self._free, dtype=np.uint8).astype(np.int64)
         assert owners.sum() == self.num_free, "the count of free slots is off"
+        nodes = [*self._tree.nodes()]
+        for node in nodes:
+            np.add.at(owners, node.slots, 1)
+        idle = sum([len(node.slots) for node in nodes if not node.num_owners])
+        assert idle == self._tree.num_idle, f"{idle} rows of the tree have no owner, {self._tree.num_idle} counted"
         for seq_id, table in self._tables.items():
             rows = table.slots[: table.num_rows]
             np.add.at(owners, rows[table.num_borrowed :], 1)
@@ -248,6 +284,51 @@ class KVPool:
             run_len = int(breaks[0]) + 1 if len(breaks) else len(rows)
             assert table.run_len == run_len, f"{seq_id!r}: run of {run_len} rows recorded as {table.run_len}"
         assert (owners == 1).all(), f"slots {np.flatnonzero(owners != 1)[:8].tolist()} are not owned exactly once"
+
+    def _table_of(self, text: Text) -> _SlotTable:
+        """A table that begins with known rows of the text, which it owns from now on beside others. All tables together
+        have at most twice as many rows as there are slots: a mirror of them is of a fixed size."""
+        for table in self._tables.values():
+            if table.text is not None and table.may_begin(text):
+                self._publish(table, table.text)
+        num_owned = self._tree.num_rows - self._tree.num_idle
+        num_shared = sum([table.num_borrowed for table in self._tables.values()]) - num_owned
+        room = max(0, self.num_slots - num_shared)
+        token_ids = np.array(text.token_ids[: min(len(text.token_ids) - 1, room)], dtype=np.int64)
+        node = self._tree.find(self._tree.root, text.scope, token_ids)
+        self._tree.own(node)
+        table = _SlotTable(node.path_slots())
+        table.text, table.node = text, node
+        table.note_rewritten(0)
+        return table
+
+    def _publish(self, table: _SlotTable, text: Text) -> None:
+        """Let the tree have the committed rows of a text; those that it has already replace the sequence's own."""
+        assert table.node is not None
+        tree, last = self._tree, table.node
+        start = last if table.num_borrowed == last.end else tree.root
+        length = min(table.cached_len, len(text.token_ids))
+        if length <= table.num_borrowed:
+            return
+        token_ids = np.array(text.token_ids[start.end : length], dtype=np.int64)
+        node = tree.find(start, text.scope, token_ids)
+        self._replace(table, node)
+        if node.end < length:
+            own = table.slots[node.end : length].copy()
+            node = tree.add(node, text.scope, token_ids[node.end - start.end :], own)
+        tree.own(node)
+        tree.leave(last)
+        table.node, table.num_borrowed = node, node.end
+
+    def _replace(self, table: _SlotTable, node: RowRun) -> None:
+        """The rows up to `node` are those of the tree; the table's own among them are free."""
+        first = table.num_borrowed
+        assert first <= node.end, "rows that are borrowed are in the tree"
+        if first < node.end:
+            own = table.slots[first : node.end].copy()
+            table.slots[first : node.end] = node.path_slots()[first:]
+            table.note_rewritten(first)
+            self._release(own)
 
     def _release(self, slots: np.ndarray) -> None:
         if len(slots):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from parallel.kv.pass_plan import PendingRows, Span, SpanRows, lay_out
 from parallel.kv.pool import KVPool, SeqId
+from parallel.kv.prefix_tree import Text
 
 
 class PooledSequences:
@@ -19,8 +20,8 @@ class PooledSequences:
         self.pool = pool
         self.pending: dict[SeqId, PendingRows] = {}
 
-    def open(self, seq_id: SeqId) -> None:
-        self.pool.open(seq_id)
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:
+        self.pool.open(seq_id, text)
         self.pending[seq_id] = PendingRows()
 
     def borrow(self, seq_id: SeqId, owner: SeqId) -> None:

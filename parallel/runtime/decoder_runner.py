@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import Span, SpanRows, logit_rows
 from parallel.kv.pool import SeqId
+from parallel.kv.prefix_tree import Text
 from parallel.kv.sequences import PooledSequences
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
@@ -36,11 +37,14 @@ class DecoderRunner(Runner):
 
     # --- sequences ---------------------------------------------------------------------------------------------------
 
-    def open(self, seq_id: SeqId) -> None:
-        self.sequences.open(seq_id)
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:
+        self.sequences.open(seq_id, text)
 
     def close(self, seq_id: SeqId) -> None:
         self.sequences.close(seq_id)
+
+    def forget_texts(self) -> None:
+        self.pool.forget_texts()
 
     def cached_len(self, seq_id: SeqId) -> int:
         return self.pool.cached_len(seq_id)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
+from parallel.kv.prefix_tree import Text
 
 if TYPE_CHECKING:
     from parallel.model.decoder import Decoder
@@ -85,12 +86,17 @@ class Runner(Protocol):
     # --- sequences ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def open(self, seq_id: SeqId) -> None:
-        """A sequence without rows."""
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:
+        """A sequence without rows, or, where rows of ended sequences are kept, with those of the longest beginning of
+        `text` that has any, short of its last token (`cached_len`). A runner whose rows do not follow from the text
+        before them alone leaves `text` unread, and says so."""
 
     @abstractmethod
     def close(self, seq_id: SeqId) -> None:
         """Give its rows back."""
+
+    def forget_texts(self) -> None:
+        """Keep no rows of ended sequences; none is open."""
 
     @abstractmethod
     def cached_len(self, seq_id: SeqId) -> int:

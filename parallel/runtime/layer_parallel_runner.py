@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import KVPool, SeqId
+from parallel.kv.prefix_tree import Text
 from parallel.model.layer_parallel import LayerParallelDecoder
 from parallel.model.layers.attention import PassPlan
 from parallel.runtime.interface import PassOutput
@@ -30,6 +31,11 @@ class LayerParallelRunner(ModelRunner):
     def __init__(self, decoder: LayerParallelDecoder, pool: KVPool, **options: Any) -> None:
         super().__init__(decoder, pool, **options)
         self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)  # by slot, so that edits of slot tables need no update
+
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:
+        """Only exact rows of other sequences are taken."""
+        super().open(seq_id, text)
+        self.drop_fuzzy(seq_id)
 
     def plan(self, spans: Sequence[Span], *, fuzzy: bool = False) -> PassPlan:
         plan = super().plan(spans)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import KVPool, SeqId
+from parallel.kv.prefix_tree import Text
 from parallel.model.decoder import Decoder
 from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.interface import PassOutput
@@ -72,7 +73,8 @@ class NestedRunner(ModelRunner):
         """Layers that the next pass of this sequence runs."""
         return self._sequences[seq_id].depth
 
-    def open(self, seq_id: SeqId) -> None:
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
+        """Without rows of other sequences: how many layers wrote them is not known."""
         super().open(seq_id)
         self._sequences[seq_id] = _NestedState(self._depths[-1], dict.fromkeys(self._depths, 0))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import Span, SpanRows
 from parallel.kv.pool import SeqId
+from parallel.kv.prefix_tree import Text
 from parallel.kv.sequences import PooledSequences
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
@@ -67,8 +68,8 @@ class SelfDraftRunner(DecoderRunner):
         self._verifying = ResumingRunner(target)
         return self._verifying
 
-    def open(self, seq_id: SeqId) -> None:
-        """Nothing to set up: a draft begins with its first pass."""
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:
+        """Nothing to set up: a draft begins with its first pass, behind the rows that the target has."""
 
     def close(self, seq_id: SeqId) -> None:
         self._end(self._draft_of(seq_id))

@@ -34,6 +34,8 @@ from actors.protocol.messages import (
     VerifyBatch,
     extend_hash,
 )
+from parallel.kv.pool import KVPool
+from parallel.kv.prefix_tree import Text
 from tests.actors.small_language import EOS, MAX_MODEL_LEN, next_word
 
 
@@ -47,9 +49,13 @@ class Knowledge:
     last_round: int = 0
     speculates: set[int] = field(default_factory=set)
 
-    def learn(self, batch) -> None:
+    def learn(self, batch, *, has_last: bool = False) -> None:
+        """`has_last`: of released requests the last commits are sent too."""
         assert batch.after == self.last_round, "the role has missed a batch"
         self.last_round = batch.round
+        last = [commit for commit in batch.commits if has_last and commit.request_id in batch.releases]
+        for commit in last:
+            self.commit(commit)
         for request_id in batch.releases:
             del self.texts[request_id]
         for admit in batch.admits:
@@ -59,51 +65,71 @@ class Knowledge:
             self.epochs[admit.request_id] = admit.epoch
             self.admitted.add(admit.request_id)
             (self.speculates.add if admit.speculates else self.speculates.discard)(admit.request_id)
-        for commit in batch.commits:
-            text = self.texts[commit.request_id]
-            assert commit.prefix_len == len(text) and commit.epoch == self.epochs[commit.request_id]
-            text += commit.token_ids
+        for commit in [commit for commit in batch.commits if commit not in last]:
+            self.commit(commit)
+
+    def commit(self, commit) -> None:
+        text = self.texts[commit.request_id]
+        assert commit.prefix_len == len(text) and commit.epoch == self.epochs[commit.request_id]
+        text += commit.token_ids
 
 
 class ScriptedTarget:
-    """Walks proposals with the language, and holds the scheduler to the rows that are really there."""
+    """Walks proposals with the language, and holds the scheduler to the rows of a real pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int) -> None:
         self.knows = Knowledge()
-        self.cached: dict[int, int] = {}
+        self.pool = KVPool(1, num_slots, 1, 1)
         self.fed: dict[int, int] = {}
+        self.num_fed = self.num_hits = 0
         self.sent = (0, 0)  # bridge, and number of tensors that were sent over it
 
     def forget(self, last_round: int) -> None:
         """A role that came together anew. It remembers epochs only to check that they grow."""
         self.knows = Knowledge(epochs=self.knows.epochs, last_round=last_round)
-        self.cached, self.fed = {}, {}
+        self.pool, self.fed = KVPool(1, self.pool.num_slots, 1, 1), {}
 
     def answer(self, batch: VerifyBatch) -> VerdictBatch:
-        self.knows.learn(batch)
-        for request_id in batch.releases:
-            del self.cached[request_id]
-        self.cached |= {admit.request_id: 0 for admit in batch.admits}
+        self.knows.learn(batch, has_last=True)
         for commit in batch.commits:
-            self.cached[commit.request_id] += self.fed[commit.request_id] + len(commit.path)
+            fed = self.fed[commit.request_id]
+            self.pool.commit(commit.request_id, [*range(fed), *(fed - 1 + node for node in commit.path)])
+        for request_id in batch.releases:
+            self.pool.close(request_id)
+        hits = self.open(batch)
         verdicts, spans = [], []
         for item in batch.items:
-            text, cached = self.knows.texts[item.request_id], self.cached[item.request_id]
-            assert cached + item.num_tokens <= len(text)
-            self.fed[item.request_id] = item.num_tokens
-            if cached + item.num_tokens < len(text):
+            text, cached = self.knows.texts[item.request_id], self.pool.cached_len(item.request_id)
+            num_tokens = min(item.num_tokens, len(text) - cached)
+            assert num_tokens == item.num_tokens or item.request_id in hits
+            self.fed[item.request_id] = num_tokens
+            num_nodes = item.proposal.tree.num_draft_tokens if item.proposal else 0
+            self.pool.reserve(item.request_id, num_tokens + num_nodes)
+            self.num_fed += num_tokens
+            if cached + num_tokens < len(text):
                 assert item.proposal is None
-                self.cached[item.request_id] += item.num_tokens
-                spans.append((item.request_id, cached, item.num_tokens))
+                self.pool.commit(item.request_id, range(num_tokens))
+                spans.append((item.request_id, cached, num_tokens))
                 continue
             path = self.walk(text, item.proposal.tree) if item.proposal else []
             kept = [item.proposal.tree.token_ids[node] for node in path] if item.proposal else []
-            spans.append((item.request_id, cached, item.num_tokens + len(path)))
+            spans.append((item.request_id, cached, num_tokens + len(path)))
             epoch = self.knows.epochs[item.request_id]
             verdicts.append(Verdict(item.request_id, epoch, len(text), tuple(path), next_word(text + kept)))
-        num_rows = sum(item.num_tokens for item in batch.items)
+        num_rows = sum(self.fed[item.request_id] for item in batch.items)
         spans = [span for span in spans if span[0] in self.knows.speculates]
-        return VerdictBatch(batch.round, tuple(verdicts), 0.0, 0.5, num_rows, export=self.export(batch, spans))
+        export = self.export(batch, spans)
+        return VerdictBatch(batch.round, tuple(verdicts), 0.0, 0.5, num_rows, export=export, hits=(*hits.items(),))
+
+    def open(self, batch: VerifyBatch) -> dict[int, int]:
+        """The admitted requests with rows, and how many. Hidden states are those of rows that a pass computes."""
+        for admit in batch.admits:
+            scope = None if batch.bridge else admit.rows_scope
+            text = None if scope is None else Text(self.knows.texts[admit.request_id], scope)
+            self.pool.open(admit.request_id, text)
+        hits = {admit.request_id: self.pool.cached_len(admit.request_id) for admit in batch.admits}
+        self.num_hits += sum(hits.values())
+        return {request_id: count for request_id, count in hits.items() if count}
 
     def export(self, batch: VerifyBatch, spans) -> FeatureExport | None:
         if not (batch.bridge and spans):
@@ -277,7 +303,7 @@ class World:
         port = open_port(policy, limits.prefill_chunk, drafts=drafts, bridged=bridged)
         self.coordinator: Any = Coordinator(Scheduler(limits, Capacity(slots, MAX_MODEL_LEN)), policy, [EOS], port)
         self.bridged = bridged
-        self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, answers, splits, previews)
+        self.target, self.drafter = ScriptedTarget(slots), ScriptedDrafter(choose, answers, splits, previews)
         self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}
         self.sent: list = []
         self.past: list = []

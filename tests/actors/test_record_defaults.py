@@ -101,6 +101,7 @@ SAYS_SOMETHING: dict[str, dict[str, float]] = {
         "SchedulerConfig.max_num_seqs": 64,
         "SchedulerConfig.max_num_batched_tokens": 2048,
         "SchedulerConfig.prefill_chunk": 512,
+        "SchedulerConfig.prefix_cache": True,
         "SamplingConfig.top_p": 1.0,
         "SamplingConfig.repetition_penalty": 1.0,
         "SamplingConfig.max_tokens": 128,

@@ -211,10 +211,6 @@ class ScriptedTarget:
 
     def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
         started = self._time.now
-        for request_id in batch.releases:
-            del self._requests[request_id]
-        for admit in batch.admits:
-            self._requests[admit.request_id] = _TargetRequest(admit.epoch, len(admit.token_ids))
         for commit in batch.commits:
             request, prefix_len = self._requests[commit.request_id], commit.prefix_len
             assert (prefix_len, commit.epoch) == (request.prefix_len, request.epoch)
@@ -222,6 +218,10 @@ class ScriptedTarget:
             request.prefix_len += len(commit.token_ids)
             written = map(self._text_of(commit.request_id).token, range(prefix_len, request.prefix_len))
             assert commit.token_ids == tuple(written), "a token was changed"
+        for request_id in batch.releases:
+            del self._requests[request_id]
+        for admit in batch.admits:
+            self._requests[admit.request_id] = _TargetRequest(admit.epoch, len(admit.token_ids))
         num_rows = sum(item.num_tokens + _tree(item).num_draft_tokens for item in batch.items)
         if num_rows:
             self._time.now += self._disturbances.seconds(started, self._cost(num_rows) * self._slowdown())

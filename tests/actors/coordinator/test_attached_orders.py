@@ -34,6 +34,7 @@ def sequence(request_id, *, speculates=True, uncached=1, remaining=9, proposal=N
         request_id=request_id,
         request=SimpleNamespace(speculates=speculates),
         uncached_len=uncached,
+        may_reach_root=lambda num_tokens: num_tokens == uncached,
         most_per_round=remaining,
         draft=SimpleNamespace(proposal=proposal),
         is_current=lambda proposal: proposal.prefix_len == 5,

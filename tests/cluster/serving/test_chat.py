@@ -50,7 +50,8 @@ def test_streams_join_to_the_whole_reply(client):
         whole = client.chat.completions.create(**body)
         found, chunks = streamed(client, **body, stream_options={"include_usage": True})
         assert found == {c.index: (["assistant"], c.message.content, [c.finish_reason]) for c in whole.choices}
-        assert chunks[-1].usage == whole.usage and {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+        assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+        assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
 def test_a_chat_runs_to_the_end_of_the_context(client):

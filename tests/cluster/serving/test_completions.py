@@ -70,7 +70,7 @@ def test_every_stream_joins_to_the_reply_that_is_not_streamed(client):
         texts, reasons, chunks = streamed(client, **body, stream_options={"include_usage": True})
         assert texts == {choice.index: choice.text for choice in whole.choices}
         assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
-        assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+        assert chunks[-1].usage.total_tokens == whole.usage.total_tokens and not chunks[-1].choices
         assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
@@ -79,6 +79,24 @@ def test_usage_can_come_with_every_chunk(client):
     texts, _, chunks = streamed(client, prompt=PROMPT, **SAMPLED, stream_options=options)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and 0 < counts[0] < 40 and counts[-1] == counts[-2] == 40 and texts
+
+
+def test_usage_says_how_much_of_the_prompt_was_known(client):
+    """A prompt counts once, and as known if all its choices had it; a salt keeps it apart."""
+    prompt = list(range(3, 43))
+    body = {"prompt": prompt, "max_tokens": 4}
+
+    def cached(**changes):
+        usage = client.completions.create(model="tiny-chat", **body | changes).usage
+        return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+
+    salted, second = {"extra_body": {"cache_salt": "mine"}}, [4, *prompt]
+    assert [cached(), cached(), cached(n=3), cached(**salted), cached(**salted)] == [
+        (40, c) for c in (0, 39, 39, 0, 39)
+    ]
+    assert cached(prompt=[prompt, second], n=2) == (81, 39)
+    _, _, chunks = streamed(client, **body, stream_options={"include_usage": True})
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 39
 
 
 def test_the_last_chunk_has_the_metrics(client):

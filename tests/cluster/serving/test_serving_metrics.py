@@ -60,7 +60,7 @@ def test_the_names_of_vllm_have_the_same_values(chat_checkpoint, half_agreeing_d
     assert {"vllm:num_requests_running", "vllm:spec_decode_num_drafts", "vllm:e2e_request_latency_seconds"} <= {
         *aliases
     }
-    assert len(aliases) == 14
+    assert len(aliases) == 16
     for name in aliases:
         own = families[name.replace("vllm:", PREFIX)]
         assert families[name].type == own.type and own.samples
