@@ -44,7 +44,7 @@ def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[i
     for word in words:
         plain, spaced = (tokenizer.encode(p + word.lstrip(), add_special_tokens=False).ids for p in ("", " "))
         found.append(tuple(plain))
-        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+        if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
             found.append(tuple(spaced))
     return tuple(found)
 

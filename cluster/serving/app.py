@@ -1,5 +1,6 @@
 """The routes of the API: a FastAPI application over one client of an engine.
 
+What turns text into tokens or back runs in threads, so that a long text does not hold up the streams of others.
 It must not know sockets or how the engine was started.
 """
 
@@ -16,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from cluster.completion import EngineError
@@ -34,7 +35,7 @@ from cluster.serving.requests import (
     GenerationRequest,
     TokenizeRequest,
 )
-from cluster.serving.served_model import ServedModel
+from cluster.serving.served_model import NO_TEXTS, ServedModel
 from cluster.serving.streams import Disconnected, EventStream, while_connected
 
 _COMPILE_S = 10.0
@@ -55,7 +56,9 @@ class Api:
 
     def application(self, keys: Collection[str], max_body: int) -> ASGIApp:
         """All of it as an ASGI application."""
-        app = FastAPI(title="specdec", version=str(versions()["specdec"]), docs_url=None, redoc_url=None)
+        refusals: dict[int | str, dict[str, Any]] = {"4XX": {"description": "An error in OpenAI's form"}}
+        version = str(versions()["specdec"])
+        app = FastAPI(title="specdec", version=version, responses=refusals, docs_url=None, redoc_url=None)
         for error in (HTTPException, RequestValidationError, EngineError, Exception):
             app.add_exception_handler(error, answer_refusal)
         app.post("/v1/completions")(self.complete)
@@ -63,16 +66,16 @@ class Api:
         app.post("/tokenize")(self.tokenize)
         app.post("/detokenize")(self.detokenize)
         app.get("/v1/models")(self.models)
-        app.get("/health")(self.health)
-        app.get("/ready")(self.ready)
+        app.get("/health", response_class=Response)(self.health)
+        app.get("/ready", response_class=Response)(self.ready)
         app.get("/version")(self.version)
-        app.get("/metrics")(self.metrics)
+        app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
         return Guard(app, keys, max_body)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         self._model.check_name(body.model)
         prompts = [await self._prompt_tokens(prompt) for prompt in body.prompts]
-        texts = [p if isinstance(p, str) else self._model.decode(p) for p in body.prompts if body.echo]
+        texts = [await self._prompt_text(prompt) for prompt in body.prompts if body.echo]
         await self._check_grammar(body)
         generation = await self._submit(body, prompts, body.limit, "prompt")
         echoes = {choice.index: texts[choice.index // body.n] for choice in generation.choices if body.echo}
@@ -92,13 +95,13 @@ class Api:
             tokens = await asyncio.to_thread(self._model.encode, text, adds_special_tokens=adds)
         else:
             tokens = await self._chat_tokens(body)
-        names = [self._model.token_text(token) for token in tokens] if body.return_token_strs else None
+        names = await asyncio.to_thread(self._model.token_texts, tokens) if body.return_token_strs else None
         count = {"count": len(tokens), "max_model_len": self._model.max_model_len}
         return _json({**count, "tokens": tokens, "token_strs": names})
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         self._model.check_name(body.model)
-        return _json({"prompt": self._model.decode(body.tokens, "tokens")})
+        return _json({"prompt": await asyncio.to_thread(self._model.decode, body.tokens, "tokens")})
 
     async def models(self) -> Response:
         model = self._model
@@ -133,6 +136,9 @@ class Api:
     async def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         return await asyncio.to_thread(self._model.encode, prompt) if isinstance(prompt, str) else prompt
 
+    async def _prompt_text(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else await asyncio.to_thread(self._model.decode, prompt)
+
     async def _chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         return await asyncio.to_thread(
             self._model.encode_chat,
@@ -163,16 +169,18 @@ class Api:
         num = len(prompts) * body.n
         if not num:
             raise ApiError(400, f"{field}: is empty; give at least one", param=field)
-        prediction = await asyncio.to_thread(self._model.encode_prediction, body) if body.prediction else []
+        texts = NO_TEXTS
+        if body.bad_words or body.prediction is not None:
+            texts = await asyncio.to_thread(self._model.encode_texts, body)
         self._limit.enter(num)
         try:
-            choices = self._model.submit(body, prompts, limit, field, prediction)
+            choices = self._model.submit(body, prompts, limit, field, texts)
         except BaseException as error:
             self._limit.leave(num)
             if isinstance(error, ValueError):
                 raise bad_request(error) from error
             raise
-        return Generation(choices, sum(map(len, prompts)), lambda: self._end(choices), prediction)
+        return Generation(choices, sum(map(len, prompts)), lambda: self._end(choices), texts.prediction)
 
     def _end(self, choices: Sequence[RequestedText]) -> None:
         self._limit.leave(len(choices))

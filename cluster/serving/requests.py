@@ -12,12 +12,10 @@ from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from tokenizers import Tokenizer
 
 from actors.protocol.grammar import Grammar
 from actors.protocol.messages import LONGEST_SALT, MOST_PRIORITY, PLAIN_DECODING
-from actors.protocol.sampling_params import SamplingParams
-from cluster.io.text import bad_word_tokens
+from actors.protocol.sampling_params import MOST_BAD_WORDS, SamplingParams
 from cluster.serving.grammars import ResponseFormat, StructuredOutputs
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -127,7 +125,7 @@ class GenerationRequest(ApiRequest):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = Field(default_factory=dict)
-    bad_words: list[str] = Field(default_factory=list)
+    bad_words: Annotated[list[str], Field(max_length=MOST_BAD_WORDS)] = Field(default_factory=list)
     stop: str | list[str] = Field(default_factory=list)
     stop_token_ids: list[int] = Field(default_factory=list)
     min_tokens: int = 0
@@ -150,8 +148,9 @@ class GenerationRequest(ApiRequest):
             raise ValueError("stream_options: is only for stream=true; leave it out")
         if self.grammar is not None and self.ignore_eos:
             raise ValueError("ignore_eos: a grammar ends with an end token; leave one of them out")
-        if not all(map(is_text, self.stop)):
-            raise ValueError(f"stop: {NO_TEXT}")
+        for name, texts in (("stop", self.stop), ("bad_words", self.bad_words)):
+            if not all(map(is_text, texts)):
+                raise ValueError(f"{name}: {NO_TEXT}")
         return self
 
     @property
@@ -177,8 +176,9 @@ class GenerationRequest(ApiRequest):
         first = secrets.randbits(_RANDOM_SEED_BITS) if self.seed is None else self.seed
         return [first + place for place in range(self.n)]
 
-    def sampling(self, tokenizer: Tokenizer, max_tokens: int) -> SamplingParams:
-        """As the engine has it; the seed is left at 0. Raises ValueError, one line, for a value out of range."""
+    def sampling(self, bad_words: tuple[tuple[int, ...], ...], max_tokens: int) -> SamplingParams:
+        """As the engine has it, with `bad_words` in tokens; the seed is left at 0. Raises ValueError, one line, for a
+        value out of range."""
         params = SamplingParams(
             temperature=self.temperature,
             top_k=0 if self.top_k == -1 else self.top_k,  # vLLM has both for all tokens
@@ -188,7 +188,7 @@ class GenerationRequest(ApiRequest):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=tuple([(_token(name), bias) for name, bias in self.logit_bias.items()]),
-            bad_words=bad_word_tokens(tokenizer, self.bad_words),
+            bad_words=bad_words,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             min_tokens=self.min_tokens,

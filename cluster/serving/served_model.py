@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from actors.protocol.grammar import Grammar
 from actors.protocol.messages import SamplingParams, check_tokens
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Client
+from cluster.io.text import bad_word_tokens
 from cluster.observability.metrics import metric_labels
 from cluster.observability.prometheus import MetricsPage, RequestHistograms
 from cluster.pocket import is_bundled
@@ -25,6 +26,16 @@ from cluster.serving.errors import ApiError, bad_request
 from cluster.serving.generation import RequestedText
 from cluster.serving.requests import NO_TEXT, ChatMessage, GenerationRequest, is_text
 
+
+@dataclass(frozen=True, slots=True)
+class EncodedTexts:
+    """Tokens of the texts that a request has beside its prompts."""
+
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prediction: Sequence[int] = ()
+
+
+NO_TEXTS = EncodedTexts()
 _MOST_CHARACTERS_A_TOKEN = 1024
 """A text of more characters for each token of the context is refused before it is tokenised."""
 
@@ -83,9 +94,9 @@ class ServedModel:
         self.check_tokens(token_ids, field)
         return self._tokenizer.decode(token_ids)
 
-    def token_text(self, token_id: int) -> str:
-        """The entry of the vocabulary."""
-        return self._tokenizer.id_to_token(token_id) or ""
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The entries of the vocabulary."""
+        return [self._tokenizer.id_to_token(token) or "" for token in token_ids]
 
     def encode_chat(
         self, messages: Iterable[ChatMessage], *, add_generation_prompt: bool, options: dict[str, object]
@@ -107,7 +118,11 @@ class ServedModel:
         except ValueError as error:
             raise bad_request(error) from error
 
-    def encode_prediction(self, request: GenerationRequest) -> list[int]:
+    def encode_texts(self, request: GenerationRequest) -> EncodedTexts:
+        """Takes long for long texts, as `encode`."""
+        return EncodedTexts(bad_word_tokens(self._tokenizer, request.bad_words), self._prediction_tokens(request))
+
+    def _prediction_tokens(self, request: GenerationRequest) -> list[int]:
         """Tokens of the text that the reply may follow; none without one. Refused where no drafter would copy it."""
         if request.prediction is None:
             return []
@@ -124,16 +139,16 @@ class ServedModel:
         prompts: Sequence[Sequence[int]],
         limit: int | None,
         field: str,
-        prediction: Sequence[int],
+        texts: EncodedTexts,
     ) -> list[RequestedText]:
         """Start every choice of every prompt, with at most `limit` tokens each (None: to the end of the context)."""
-        if len(prediction) > self._longest:
-            raise self._too_long(f"prediction: {len(prediction)} tokens", "prediction")
-        sampling = [request.sampling(self._tokenizer, self._max_tokens(prompt, limit, field)) for prompt in prompts]
+        if (size := len(texts.prediction)) > self._longest:
+            raise self._too_long(f"prediction: {size} tokens", "prediction")
+        sampling = [request.sampling(texts.bad_words, self._max_tokens(prompt, limit, field)) for prompt in prompts]
         options = request.speculative
         self._check_draft_length(options.num_draft_tokens)
         how: dict[str, Any] = {"drafter": options.chosen, "num_draft_tokens": options.num_draft_tokens}
-        how |= {"reference": prediction, "priority": request.priority, "grammar": request.grammar}
+        how |= {"reference": texts.prediction, "priority": request.priority, "grammar": request.grammar}
         how["cache_salt"] = request.cache_salt
         choices: list[RequestedText] = []
         for prompt, params in zip(prompts, sampling, strict=True):

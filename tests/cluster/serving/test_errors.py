@@ -184,3 +184,12 @@ def test_the_document_of_the_api_names_the_fields(server: RunningServer):
     fields = document["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "temperature", "speculative", "stop"} <= set(fields)
     assert json.dumps(document)
+
+
+def test_the_description_names_the_refusals_that_there_are(server: RunningServer):
+    """FastAPI's own would be 422."""
+    _, _, document = server.ask("/openapi.json")
+    answers = {path: set(next(iter(way.values()))["responses"]) for path, way in document["paths"].items()}
+    assert set(map(frozenset, answers.values())) == {frozenset({"200", "4XX"})}
+    kinds = {path: document["paths"][path]["get"]["responses"]["200"].get("content") for path in ("/ready", "/metrics")}
+    assert kinds["/ready"] is None and set(kinds["/metrics"]) == {"text/plain"}
