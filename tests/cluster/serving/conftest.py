@@ -7,7 +7,7 @@ import os
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,12 @@ def chat_checkpoint(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pyte
 
 @contextmanager
 def serving(
-    checkpoint: Path, drafter: Path | DrafterConfig, *, pace_ms: float = 0.0, **server: object
+    checkpoint: Path,
+    drafter: Path | DrafterConfig,
+    *,
+    pace_ms: float = 0.0,
+    keys: Sequence[str] = (KEY,),
+    **server: object,
 ) -> Iterator[RunningServer]:
     if isinstance(drafter, Path):
         drafter = ModelDrafterConfig(path=str(drafter), num_draft_tokens=NUM_DRAFT_TOKENS, device="cpu")
@@ -99,7 +104,7 @@ def serving(
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(os, "sched_setaffinity", lambda pid, cores: None)
         engine = stack.enter_context(Engine(config))
-        service = HttpService(engine, config, [KEY])
+        service = HttpService(engine, config, keys)
         http = HttpServer(service.application, bind("127.0.0.1", 0))
         stack.callback(http.close)
         yield RunningServer(engine, service, http)

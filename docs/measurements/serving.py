@@ -1,0 +1,265 @@
+"""The HTTP server under load: `python docs/measurements/serving.py OUT.jsonl [options] [OVERRIDE ...]`.
+
+Starts `job=serve` as a process for each mode of speculation, lets `--streams` clients at a time ask for one streamed
+completion after another, and appends a line for each setting. Modes: off (`speculative.enabled=false`), on (always, by
+`pipeline.adaptive=false`), auto (while it pays). `--api` also completes the prompts by `Engine.submit`, without a
+server; `--overload` sends three times as many clients as the server takes, which come again after each 429. `--table`
+prints what the file has, medians over starts.
+
+An inter-token latency is a mean over a request; the longest gap between two chunks is what a reader sees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from actors.protocol.messages import SamplingParams
+from cluster import pocket
+from cluster.config import load_config
+from cluster.engine import Engine
+from cluster.io.prompts import Prompt, read_prompts
+from cluster.run_prompts import serve_prompts
+
+COMMON = ("cluster=inprocess",)
+CAPACITY, OVERLOAD = 16, 3
+"""Completions that a small server runs and queues, and how many times as many clients are sent to it."""
+SMALL = (f"scheduler.max_num_seqs={CAPACITY // 2}", f"server.max_waiting={CAPACITY // 2}")
+MODES = {"off": "true", "on": "false", "auto": "true"}
+"""And `pipeline.adaptive` of the server."""
+COLUMNS = (
+    "tokens_per_s",
+    "tokens_per_s_user",
+    "ttft_ms_p50",
+    "ttft_ms_p99",
+    "itl_ms_p50",
+    "itl_ms_p99",
+    "gap_ms_p50",
+    "gap_ms_p99",
+    "acceptance_length",
+    "num_refused",
+    "texts_equal",
+)
+
+
+@dataclass(slots=True)
+class Answered:
+    """One request for `prompt`: when it was sent, when each chunk with text came, and what it said. Times are in
+    seconds."""
+
+    prompt: str
+    sent_at: float
+    status: int = 0
+    chunks_at: list[float] = field(default_factory=list)
+    text: str = ""
+    num_tokens: int = 0
+    speculation: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.chunks_at, self.chunks_at[1:], strict=False)]
+
+
+async def ask(url: str, body: dict[str, Any]) -> Answered:
+    """One streamed completion, on a connection of its own."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    answered = Answered(body["prompt"], time.monotonic())
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        answered.status = int((await reader.readline()).split()[1])
+        async for line in reader:
+            if line.startswith(b"data: {"):
+                _read_chunk(answered, json.loads(line[6:]))
+    finally:
+        writer.close()
+    return answered
+
+
+def _read_chunk(answered: Answered, chunk: dict[str, Any]) -> None:
+    if "error" in chunk:
+        raise RuntimeError(chunk["error"]["message"])
+    for choice in chunk["choices"]:
+        if choice["text"]:
+            answered.chunks_at.append(time.monotonic())
+            answered.text += choice["text"]
+    if (usage := chunk.get("usage")) is not None:
+        answered.num_tokens = usage["completion_tokens"]
+        answered.speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or {}
+
+
+async def drive(
+    url: str, bodies: Sequence[dict[str, Any]], streams: int, retry_s: float | None = None
+) -> list[Answered]:
+    """All answers, with so many requests at a time. One that is refused with 429 is sent again after `retry_s` (None:
+    it is not); its refusals are among the answers."""
+    answers: list[Answered] = []
+    left = iter(bodies)
+
+    async def client() -> None:
+        for body in left:
+            answers.append(await ask(url, body))
+            while answers[-1].status == 429 and retry_s is not None:
+                await asyncio.sleep(retry_s)
+                answers.append(await ask(url, body))
+
+    await asyncio.gather(*(client() for _ in range(streams)))
+    return answers
+
+
+def figures(answers: Sequence[Answered], wall_s: float) -> dict[str, Any]:
+    """Of those that were served."""
+    served = [one for one in answers if one.status == 200 and one.chunks_at]
+    ttft = [one.chunks_at[0] - one.sent_at for one in served]
+    itl = [(one.chunks_at[-1] - one.chunks_at[0]) / max(1, one.num_tokens - 1) for one in served]
+    longest = [max(one.gaps, default=0.0) for one in served]
+    steps = sum([one.speculation.get("num_spec_steps", 0) for one in served])
+    accepted = sum([one.speculation.get("num_accepted_draft_tokens", 0) for one in served])
+    per_user = [one.num_tokens / (one.chunks_at[-1] - one.sent_at) for one in served]
+    found: dict[str, Any] = {
+        "tokens_per_s": sum([one.num_tokens for one in served]) / wall_s,
+        "tokens_per_s_user": median(per_user),
+        "acceptance_length": 1 + accepted / steps if steps else None,
+        "num_refused": sum([one.status == 429 for one in answers]),
+    }
+    for name, values in (("ttft", ttft), ("itl", itl), ("gap", longest)):
+        found |= {f"{name}_ms_p{share}": 1e3 * quantile(values, share / 100) for share in (50, 99)}
+    return found
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+@contextmanager
+def served(overrides: Sequence[str]) -> Iterator[str]:
+    """The address of a server in a process of its own."""
+    command = [sys.executable, "-P", "-m", "cluster.launch", "job=serve", "server.port=0", *overrides]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("serving "):
+                yield line.split()[3].rstrip(",").removesuffix("/v1")
+                break
+        else:
+            raise RuntimeError("the server did not start")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Every start in turn, so that what else the machine does meets all settings alike."""
+    prompts = read_prompts(Path(options.prompts), options.limit)
+    for start in range(options.starts):
+        plain: dict[str, str] = {}
+        for mode in options.modes:
+            with served([*COMMON, f"pipeline.adaptive={MODES[mode]}", *options.overrides]) as url:
+                for streams in options.streams:
+                    _write(options, mode, streams, start, of_server(url, options, mode, prompts, streams, plain))
+        for streams in options.streams if options.api else ():
+            _write(options, "api", streams, start, of_engine(options, prompts, streams))
+        for factor in (1, OVERLOAD) if options.overload else ():
+            with served([*COMMON, *SMALL, *options.overrides]) as url:
+                found = of_server(url, options, "auto", prompts, factor * CAPACITY, plain)
+            _write(options, "overload", factor * CAPACITY, start, found)
+
+
+def of_server(
+    url: str,
+    options: argparse.Namespace,
+    mode: str,
+    prompts: Sequence[Prompt],
+    streams: int,
+    plain: dict[str, str],
+) -> dict[str, Any]:
+    """Each stream asks for `options.each` completions; `plain` collects the text that every prompt is to have."""
+    speculative = {"enabled": mode != "off"}
+    common = {"max_tokens": options.tokens, "temperature": 0, "ignore_eos": True, "speculative": speculative}
+    texts = [prompts[number % len(prompts)].text for number in range(streams * options.each)]
+    asyncio.run(drive(url, [{**common, "prompt": prompts[0].text}], 1))  # the first is slower
+    started = time.monotonic()
+    answers = asyncio.run(drive(url, [{**common, "prompt": text} for text in texts], streams, retry_s=1.0))
+    found = figures(answers, time.monotonic() - started)
+    same = [one.text == plain.setdefault(one.prompt, one.text) for one in answers if one.status == 200]
+    return found | {"texts_equal": all(same)}
+
+
+def of_engine(options: argparse.Namespace, prompts: Sequence[Prompt], streams: int) -> dict[str, Any]:
+    """The same completions by the Python API, with the engine's threads in this process."""
+    overrides = [*COMMON, "pipeline.adaptive=true", *options.overrides]
+    config = load_config(overrides)
+    sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
+    asked = [prompts[number % len(prompts)] for number in range(streams * options.each)]
+    with Engine(config) as engine:
+        engine.generate([prompts[0].text], sampling)
+        run = serve_prompts(engine, asked, sampling, speculate=True, concurrency=streams)
+    return {"tokens_per_s": run.num_tokens / run.wall_s}
+
+
+def table(file: Path) -> str:
+    """Markdown: a row for each setting, medians over starts."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        groups.setdefault((row["mode"], row["streams"]), []).append(row)
+    rows = [f"| mode | streams | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for (mode, streams), lines in groups.items():
+        cells = [_cell([line[name] for line in lines if line.get(name) is not None]) for name in COLUMNS]
+        rows.append(f"| {mode} | {streams} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _cell(values: Sequence[float | bool]) -> str:
+    if not values:
+        return ""
+    if isinstance(values[0], bool):
+        return "yes" if all(values) else "NO"
+    return f"{median(values):.4g}"
+
+
+def _write(options: argparse.Namespace, mode: str, streams: int, start: int, found: dict[str, Any]) -> None:
+    line = {"mode": mode, "streams": streams, "start": start} | found
+    with options.file.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    sys.stderr.write(f"{line}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=96, help="of each completion")
+    parser.add_argument("--each", type=int, default=4, help="completions of each stream, one after the other")
+    parser.add_argument("--prompts", default=str(pocket.PROMPTS))
+    parser.add_argument("--limit", type=int, default=0, help="prompts of the file; 0: all")
+    parser.add_argument("--api", action="store_true", help="also without a server")
+    parser.add_argument("--overload", action="store_true", help="also with more clients than a small server takes")
+    parser.add_argument("--table", action="store_true", help="print what the file has")
+    options = parser.parse_intermixed_args()
+    if options.table:
+        sys.stdout.write(table(options.file) + "\n")
+    else:
+        measure(options)
+
+
+if __name__ == "__main__":
+    main()
