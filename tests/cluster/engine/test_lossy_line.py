@@ -75,9 +75,10 @@ def lossy(monkeypatch):
             self._post(packed)
 
     def hub_send(self, identities, record):
+        packed = channel.CODEC.encode(record)
         for identity in identities:
-            for packed in lossy.carry((self, identity), channel.CODEC.encode(record)):
-                self._post(identity, packed)
+            self._unsent.extend([(identity, part) for part in lossy.carry((self, identity), packed)])
+        self._send_waiting()  # one thread at a time
 
     def with_sockets(*arguments, **options):
         return channel.Hub(*arguments, **(options | {"near": False}))
