@@ -48,10 +48,11 @@ struct Job {
 };
 
 // results[row][column] of `Rows` rows of x and `Panels` panels, `stride` steps apart; added to them, or in their place.
-// At every step memory is asked for that step `ahead` of each panel.
+// At every step one line of each panel is asked for, `ask` bytes from the panel's first step at the first one, and `rate`
+// bytes further on at each step.
 template <class Stored, int Panels, int Rows, class Step>
 void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t x_stride, int64_t steps, bool is_added,
-                   float *results, const Stored *const *ahead) {
+                   float *results, int64_t ask, int64_t rate) {
     Floats total[Rows][Panels * VECTORS];
     for (int r = 0; r < Rows; r++)
         for (int n = 0; n < Panels * VECTORS; n++)
@@ -68,8 +69,9 @@ void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t 
     };
     constexpr int LINE = 4 / sizeof(Stored);  // steps in a cache line of a panel
     int64_t i = 0;
-    for (; i + LINE <= steps; i += LINE) {
-        for (int p = 0; p < Panels; p++) __builtin_prefetch(ahead[p] + i * PANEL, 0, 2);
+    for (; i + LINE <= steps; i += LINE, ask += rate * LINE) {
+        for (int p = 0; p < Panels; p++)
+            __builtin_prefetch(reinterpret_cast<const char *>(panels + p * stride * PANEL) + ask, 0, 2);
         for (int j = 0; j < LINE; j++) add(i + j);
     }
     for (; i < steps; i++) add(i);
@@ -91,17 +93,14 @@ void multiply_tile_of(int64_t rows, const Rest &...rest) {
 template <class Stored, int Panels, class Step>
 void multiply_tiles(const Stored *panels, int64_t stride, const Step *x, int64_t x_stride, int64_t steps, bool is_added,
                     float *results, int64_t rows, const Stored *next) {
+    constexpr int64_t STEP = PANEL * sizeof(Stored);
     const int64_t tiles = (rows + ROWS - 1) / ROWS;
+    const int64_t distance = reinterpret_cast<const char *>(next) - reinterpret_cast<const char *>(panels);
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t row = rows * tile / tiles, height = rows * (tile + 1) / tiles - row;
-        const Stored *ahead[Panels];
-        for (int64_t p = 0; p < Panels; p++) {
-            const Stored *panel = panels + p * stride * PANEL;
-            const bool is_due = p * tiles / Panels == tile;
-            ahead[p] = tiles == 1 ? panel + AHEAD / sizeof(Stored) : is_due ? next + p * stride * PANEL : panel;
-        }
+        const int64_t ask = tiles == 1 ? AHEAD : distance + steps * tile / tiles * STEP;
         multiply_tile_of<Stored, Panels>(height, panels, stride, x + row * x_stride, x_stride, steps, is_added,
-                                         results + row * COLUMNS, ahead);
+                                         results + row * COLUMNS, ask, (STEP + tiles - 1) / tiles);
     }
 }
 
