@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96, help="of each completion")
     parser.add_argument("--each", type=int, default=4, help="completions of each stream, one after the other")

@@ -32,6 +32,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 NUM_DRAFT_TOKENS = 4
+IN_PROCESS = ClusterConfig(ClusterName.inprocess, oversubscribe=True)
+ALWAYS_DRAFTING = PipelineConfig(adaptive=False)
 
 
 @dataclass
@@ -84,6 +86,8 @@ def serving(
     *,
     pace_ms: float = 0.0,
     keys: Sequence[str] = (KEY,),
+    cluster: ClusterConfig = IN_PROCESS,
+    pipeline: PipelineConfig = ALWAYS_DRAFTING,
     **server: object,
 ) -> Iterator[RunningServer]:
     if isinstance(drafter, Path):
@@ -92,9 +96,9 @@ def serving(
         target=TargetConfig(path=str(checkpoint), device="cpu", pace_ms=pace_ms),
         drafter=drafter,
         verify=VerifyConfig(),
-        pipeline=PipelineConfig(adaptive=False),
+        pipeline=pipeline,
         placement=PlacementConfig(PlacementName.colocated),
-        cluster=ClusterConfig(ClusterName.inprocess, oversubscribe=True),
+        cluster=cluster,
         job=ServeConfig(),
         scheduler=SchedulerConfig(max_num_seqs=4),
         sampling=SamplingConfig(),
