@@ -27,7 +27,7 @@ from actors.coordinator.clients import OUT
 from actors.grammars.compiler import GrammarCompiler
 from actors.protocol.grammar import Grammar
 from actors.protocol.membership import Alive, Hello, Ready, Stop, identity_of
-from actors.protocol.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
+from actors.protocol.messages import Abort, Outputs, Report, ReportOrder, Request, SamplingParams, Tokens
 from actors.transport.channel import AnyLink, open_link
 from actors.transport.keys import LinkKey
 from cluster.completion import Completion, EngineError
@@ -309,13 +309,9 @@ class Client:
 
     def _on_record(self, record: Any) -> None:
         match record:
-            case Tokens():
-                completion = self._live.get(record.request_id)
-                if completion is not None and completion.has_gap(record):
-                    self._connection.send(completion.remaining_request())
-                elif completion is not None and completion.append(record):
-                    with self._changed:
-                        self._live.pop(record.request_id, None)
+            case Outputs():
+                for tokens in record.tokens:
+                    self._on_tokens(tokens)
             case Report():
                 with self._changed:
                     self._reports.append(record)
@@ -326,6 +322,14 @@ class Client:
                     self._changed.notify_all()
             case Alive():
                 self._on_heartbeat(record)
+
+    def _on_tokens(self, tokens: Tokens) -> None:
+        completion = self._live.get(tokens.request_id)
+        if completion is not None and completion.has_gap(tokens):
+            self._connection.send(completion.remaining_request())
+        elif completion is not None and completion.append(tokens):
+            with self._changed:
+                self._live.pop(tokens.request_id, None)
 
     def _on_heartbeat(self, alive: Alive) -> None:
         """A successor of the coordinator knows no request: greet it, and send all of them once it serves."""

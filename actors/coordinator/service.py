@@ -43,6 +43,7 @@ from actors.protocol.messages import (
     Abort,
     DraftBatch,
     DraftPreviewBatch,
+    Outputs,
     ProposalBatch,
     Report,
     ReportOrder,
@@ -252,7 +253,8 @@ class CoordinatorService:
         return True
 
     def _refuse(self, link: str, request: Request, reason: str, why: str) -> None:
-        self._hub.send([link.removesuffix(OUT)], Tokens(request.request_id, 0, (), reason, None, why))
+        refusal = Tokens(request.request_id, 0, (), reason, None, why)
+        self._hub.send([link.removesuffix(OUT)], Outputs((refusal,)))
 
     def _dispatch(self, link: str, record: object) -> None:
         match record:
@@ -381,6 +383,8 @@ class CoordinatorService:
             coordinator.stats.add_link_trip(role, now - sent_at, left_at - answer.started)
 
     def _send(self, records: Iterable[Answer]) -> None:
+        """Tokens last, all those of a client in one record: it wakes once a round."""
+        outputs: dict[str, list[Tokens]] = {}
         for record in records:
             if isinstance(record, VerifyBatch | DraftBatch):
                 role = "target" if isinstance(record, VerifyBatch) else "draft"
@@ -390,7 +394,9 @@ class CoordinatorService:
             elif isinstance(record, Tokens):
                 self._event_log.sent(record)
                 client, tokens = self._clients.address(record)
-                self._hub.send([client], tokens)
+                outputs.setdefault(client, []).append(tokens)
+        for client, news in outputs.items():
+            self._hub.send([client], Outputs(tuple(news)))
 
     # --- roles that are lost and return -------------------------------------------------------------------------------
 

@@ -255,7 +255,7 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Coordinator to a client: tokens of one request in order, and, with the last ones, why it ended.
+    """Part of `Outputs`: tokens of one request in order, and, with the last ones, why it ended.
 
     `position` is the index of the first of them among the request's generated tokens, by which a client recognises a
     repetition. `finish_reason` is None, "stop", "length", "abort", "error", or "refused": the client has too many
@@ -268,6 +268,13 @@ class Tokens:
     finish_reason: str | None = None
     stats: RequestStats | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Coordinator to a client: what a round brought its requests, in one record however many there are."""
+
+    tokens: tuple[Tokens, ...]
 
 
 # --- what a drafter may learn from the target ------------------------------------------------------------------------

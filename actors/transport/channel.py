@@ -38,7 +38,7 @@ from actors.transport.keys import HubKeys, LinkKey, is_client, peer_of, public_h
 from actors.transport.near import Exchange, Handle, NearLink, exchange_at
 from actors.transport.work_meter import WorkMeter
 
-_REQUESTS = (messages.Request, messages.Abort, messages.Tokens, messages.ReportOrder, messages.Report)
+_REQUESTS = (messages.Request, messages.Abort, messages.Outputs, messages.ReportOrder, messages.Report)
 _DRAFTS = (messages.DraftBatch, messages.ProposalBatch, messages.DraftPreviewBatch)
 _VERDICTS = (messages.VerifyBatch, messages.VerdictBatch)
 _PROCESSES = (membership.Alive, membership.RankLost, membership.Silent, membership.Hello, membership.Stop)

@@ -16,7 +16,7 @@ import pytest
 
 from actors.coordinator.stats import CoordinatorStats
 from actors.protocol.membership import Alive, Hello, Ready, Stop
-from actors.protocol.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
+from actors.protocol.messages import Abort, Outputs, Report, ReportOrder, Request, SamplingParams, Tokens
 from cluster import client as module
 from cluster import completion as completion_module
 from cluster.client import Client
@@ -58,9 +58,9 @@ class Line:
         self.num_closed += 1
 
     def hear(self, record) -> list[object]:
-        """What the client sends because of this record."""
+        """What the client sends because of this record, tokens as those of a round."""
         self.sent.clear()
-        self._coming.put(record)
+        self._coming.put(Outputs((record,)) if isinstance(record, Tokens) else record)
         self._coming.join()
         return list(self.sent)
 

@@ -23,6 +23,7 @@ from actors.protocol.messages import (
     DraftPreviewBatch,
     FeatureExport,
     LevelWork,
+    Outputs,
     Proposal,
     ProposalBatch,
     Report,
@@ -92,7 +93,11 @@ class Table:
         self.receive(link, Ready(role, 0, FACTS, epoch))
 
     def to(self, name) -> list[object]:
-        return [record for receiver, record in self.sent if receiver == name]
+        """What a link was sent, the tokens of a round one after the other."""
+        found = []
+        for record in [record for receiver, record in self.sent if receiver == name]:
+            found += record.tokens if isinstance(record, Outputs) else [record]
+        return found
 
 
 @pytest.fixture
@@ -193,7 +198,7 @@ REFUSED = {
     "a heartbeat of the coordinator": (CLIENT, Alive("coordinator", 0, 0, 7)),
     "the loss of no rank": (CLIENT, RankLost("target", 1, 0)),
     "the loss of a negative rank": (CLIENT, RankLost("target", -1, 0)),
-    "what only the coordinator sends": (CLIENT, Tokens(1, 0, (3,))),
+    "what only the coordinator sends": (CLIENT, Outputs((Tokens(1, 0, (3,)),))),
     "sizes of another type": ("target-0#0", Ready("target", 0, FACTS | {"kv_slots": "many"}, 1)),
     "a token beyond the vocabulary": (OTHER, Request(2, (3, 10**9))),
     "a negative token": (OTHER, Request(2, (-3,))),
@@ -340,6 +345,10 @@ def test_every_client_numbers_its_requests_by_itself(table):
     table.sent.clear()
     answers = [Verdict(admit.request_id, 0, len(admit.token_ids), (), 8 + i) for i, admit in enumerate(batch.admits)]
     assert table.receive("target-0#0", verdicts(*answers, round=batch.round))
+    news = [record for receiver, record in table.sent if receiver == OTHER]
+    assert news == [Outputs((Tokens(1, 0, (8,)), Tokens(2, 0, (10,))))], (
+        "all that a round brings a client, in one record"
+    )
     assert table.to(OTHER) == [Tokens(1, 0, (8,)), Tokens(2, 0, (10,))] and table.to(CLIENT) == [Tokens(2, 0, (9,))]
     assert table.receive(OTHER, Abort(2)), "ends the client's own request"
     assert table.to(OTHER)[-1].finish_reason == "abort" and table.to(CLIENT)[-1].finish_reason is None

@@ -15,6 +15,7 @@ from actors.protocol.membership import Alive, Hello, Join, RankLost, Ready, Reca
 from actors.protocol.messages import (
     Abort,
     DraftBatch,
+    Outputs,
     ProposalBatch,
     Report,
     ReportOrder,
@@ -58,7 +59,7 @@ def test_every_rank_of_a_role_gets_its_records_and_the_client_the_tokens(open_st
     assert [admit.token_ids for admit in drafts.admits] == [admit.token_ids for admit in first.admits] == [(3, 4)]
     stage.send("draft-0", ProposalBatch(drafts.round, (), 0.0, 0.0))
     stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
-    assert stage.receive(CLIENT) == Tokens(1, 0, (7,))
+    assert stage.receive(CLIENT) == Outputs((Tokens(1, 0, (7,)),))
 
 
 def test_an_error_in_the_thread_of_a_rank_ends_the_service_and_not_the_rank(open_stage, monkeypatch):
@@ -111,7 +112,7 @@ def test_the_scheduler_is_sized_by_what_the_target_measured(open_stage):
     stage = open_stage(draft_ranks=0)
     stage.get_ready()
     stage.send(CLIENT, Request(1, (3,) * FACTS["max_model_len"]))
-    assert "context of 50" in stage.receive(CLIENT).error
+    assert "context of 50" in stage.receive(CLIENT).tokens[0].error
 
 
 def test_a_second_hello_is_answered_and_forgets_no_request(open_stage):
@@ -122,7 +123,7 @@ def test_a_second_hello_is_answered_and_forgets_no_request(open_stage):
     stage.send(CLIENT, Hello())
     assert isinstance(stage.receive(CLIENT), Ready)
     stage.send("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
-    assert stage.receive(CLIENT).token_ids == (7,)
+    assert stage.receive(CLIENT).tokens[0].token_ids == (7,)
 
 
 def test_reports_reach_the_client(open_stage):
@@ -138,7 +139,7 @@ def test_without_its_drafter_the_target_goes_on_and_a_successor_gets_all_texts(o
     stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
     first = stage.receive("target-0")
     stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
-    assert stage.receive(CLIENT) == Tokens(1, 0, (7,))
+    assert stage.receive(CLIENT) == Outputs((Tokens(1, 0, (7,)),))
     stage.send(CLIENT, RankLost("draft", 0, 0))
     second = stage.receive("target-0")
     assert second.items[0].proposal is None and second.after == first.round
@@ -174,7 +175,7 @@ def test_what_a_replaced_process_still_says_is_nobodys_word(open_stage):
     assert stage.receive(CLIENT, 0.2) is None
     late.close()
     stage.send("target-0", VerdictBatch(again.round, (Verdict(1, 1, 2, (), 7),), 0.0, 0.0, 2))
-    assert stage.receive(CLIENT).token_ids == (7,)
+    assert stage.receive(CLIENT).tokens[0].token_ids == (7,)
 
 
 def test_a_successor_gathers_whom_it_hears_and_serves_without_a_drafter(open_stage):
@@ -193,7 +194,7 @@ def test_a_successor_gathers_whom_it_hears_and_serves_without_a_drafter(open_sta
     (admit,) = batch.admits
     assert admit.token_ids == (3, 4, 5, 6) and admit.prompt_len == 2 and batch.after == order.round
     stage.send("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 4, (), 7),), 0.0, 0.0, 4))
-    assert stage.receive(CLIENT) == Tokens(1, 2, (7,))
+    assert stage.receive(CLIENT) == Outputs((Tokens(1, 2, (7,)),))
 
 
 def test_stop_ends_everyone(open_stage):
@@ -219,7 +220,12 @@ def test_a_service_that_raises_leaves_the_ranks_to_its_successor(open_stage, mon
 def test_records_without_a_meaning_here_stop_no_request(open_stage):
     stage = open_stage()
     stage.get_ready()
-    for record in (Tokens(1, 0, ()), Alive("unknown", 0, 0, 1), Ready("unknown", 3, {}), RankLost("unknown", 1, 1)):
+    for record in (
+        Outputs((Tokens(1, 0, ()),)),
+        Alive("unknown", 0, 0, 1),
+        Ready("unknown", 3, {}),
+        RankLost("unknown", 1, 1),
+    ):
         stage.send(CLIENT, record)
     stage.send(CLIENT, ReportOrder())
     assert isinstance(stage.receive(CLIENT), Report)
@@ -258,7 +264,7 @@ def test_link_time_is_the_time_away_beside_the_pass(open_stage):
     batch = stage.receive("target-0")
     time.sleep(0.1)
     stage.send("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 2, (), 7),), 1.0, 1.06, 2))
-    assert stage.receive(CLIENT).token_ids == (7,)
+    assert stage.receive(CLIENT).tokens[0].token_ids == (7,)
     stage.send(CLIENT, ReportOrder())
     counters = stage.receive(CLIENT).counters
     assert counters["num_link_trips"] == {"target": 1} and counters["link_s"]["target"] >= 0.04

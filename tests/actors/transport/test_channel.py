@@ -36,6 +36,7 @@ from actors.protocol.messages import (
     DraftPreview,
     DraftPreviewBatch,
     FeatureExport,
+    Outputs,
     Proposal,
     ProposalBatch,
     Report,
@@ -71,8 +72,7 @@ PROPOSAL = Proposal(
 RECORDS = [
     Request(5, (1, 2, 3), SAMPLING, "none"),
     Abort(5),
-    Tokens(5, 2, (7, 8), "stop", RequestStats(1, 2, 1, (0, 1), 3), "why"),
-    Tokens(5, 0, (7,)),
+    Outputs((Tokens(5, 2, (7, 8), "stop", RequestStats(1, 2, 1, (0, 1), 3), "why"), Tokens(6, 0, (7,)))),
     DraftBatch(
         4, (Admit(5, 1, (1, 2, 3), 2, SAMPLING),), (Commit(5, 1, 3, (1,), (8, 9)),), (3, 4), (DraftOrder(5, 4),)
     ),
@@ -168,10 +168,10 @@ def test_a_slow_reader_loses_nothing(hub, open_link):
         arrived += [record.request_id for _, record in iter(lambda: hub.receive(0.0), None)]
     assert arrived == list(range(count))
     for position in range(count):
-        hub.send(["client"], Tokens(1, position, padding))
+        hub.send(["client"], Outputs((Tokens(1, position, padding),)))
     arrived = []
     while len(arrived) < count:
-        arrived += [record.position for record in iter(lambda: link.receive(0.0), None)]
+        arrived += [record.tokens[0].position for record in iter(lambda: link.receive(0.0), None)]
     assert arrived == list(range(count))
 
 

@@ -26,7 +26,7 @@ import pytest
 from actors.coordinator import clients
 from actors.options import VerifyConfig, VerifyRule
 from actors.protocol.membership import Hello
-from actors.protocol.messages import Abort, ReportOrder, Request, SamplingParams, Tokens
+from actors.protocol.messages import Abort, Outputs, ReportOrder, Request, SamplingParams, Tokens
 from actors.protocol.sampling_params import MOST_BAD_WORDS, MOST_BIASES
 from actors.transport.channel import CODEC, Link
 from actors.transport.keys import LinkKey
@@ -71,8 +71,8 @@ class Attacker:
         while not ends.keys() >= set(numbers):
             assert time.monotonic() < deadline, f"no end of {set(numbers) - ends.keys()}"
             record = self.link.receive(1.0)
-            if isinstance(record, Tokens) and record.finish_reason is not None:
-                ends[record.request_id] = record
+            news = record.tokens if isinstance(record, Outputs) else ()
+            ends |= {tokens.request_id: tokens for tokens in news if tokens.finish_reason is not None}
         return ends
 
     def close(self) -> None:

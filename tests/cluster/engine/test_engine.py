@@ -21,7 +21,7 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineConfig, PipelineName, SamplingConfig, TargetConfig
 from actors.protocol.membership import Ready
-from actors.protocol.messages import SamplingParams, Tokens, VerdictBatch, VerifyBatch
+from actors.protocol.messages import Outputs, SamplingParams, VerdictBatch, VerifyBatch
 from actors.transport.channel import CODEC, Link
 from actors.transport.near import Exchange, NearLink
 from cluster import engine as module
@@ -422,7 +422,7 @@ def test_what_threads_hand_over_is_what_other_processes_would_read(open_engine, 
         method = getattr(Exchange, name)
         monkeypatch.setattr(Exchange, name, lambda *args, method=method: seen.append(args[-1]) or method(*args))
     open_engine(drafter).generate(PROMPTS, GREEDY)
-    assert {VerifyBatch, VerdictBatch, Tokens} <= {type(record) for record in seen}
+    assert {VerifyBatch, VerdictBatch, Outputs} <= {type(record) for record in seen}
     for record in seen:
         assert CODEC.decode(CODEC.encode(record)) == record
 

@@ -9,7 +9,7 @@ from math import nan
 import pytest
 
 from actors.options import VerifyConfig, VerifyRule
-from actors.protocol.messages import Request, SamplingParams, Tokens
+from actors.protocol.messages import Outputs, Request, SamplingParams, Tokens
 from actors.roles.target import TargetRole
 from actors.transport.channel import Link
 from cluster.engine import EngineError
@@ -44,8 +44,8 @@ def send():
         deadline = time.monotonic() + wait_s
         while len(ends) < len(records) and (left_s := deadline - time.monotonic()) > 0:
             record = link.receive(left_s)
-            if isinstance(record, Tokens) and record.finish_reason is not None:
-                ends[record.request_id] = record
+            news = record.tokens if isinstance(record, Outputs) else ()
+            ends |= {tokens.request_id: tokens for tokens in news if tokens.finish_reason is not None}
         assert len(ends) == len(records), "a request got no answer"
         return [ends[record.request_id] for record in records]
 

@@ -14,10 +14,10 @@ from actors.options import PipelineConfig, PipelineName
 from actors.protocol import membership
 from actors.protocol.messages import (
     DraftBatch,
+    Outputs,
     ProposalBatch,
     Request,
     SamplingParams,
-    Tokens,
     VerdictBatch,
     VerifyBatch,
 )
@@ -28,7 +28,7 @@ from cluster.runtime import inprocess
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
 SAMPLING = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, frequency_penalty=0.2)
-ROUNDS = (VerifyBatch, VerdictBatch, DraftBatch, ProposalBatch, Tokens, Request)
+ROUNDS = (VerifyBatch, VerdictBatch, DraftBatch, ProposalBatch, Outputs, Request)
 LIFE = (membership.Join, membership.Recall, membership.Ready, membership.Alive)
 
 
