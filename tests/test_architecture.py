@@ -33,7 +33,12 @@ ALLOWED_PLACES = {
     "ray": ("cluster/", "actors/worker/ray_actors.py", "actors/worker/actor_group.py"),
     "hydra": ("cluster/launch.py", "cluster/config/compose.py", "cluster/config/errors.py"),
     "omegaconf": ("cluster/launch.py", "cluster/config/"),
-    "transformers": ("cluster/tools/training/", "cluster/tools/bench/", "cluster/jobs/bench"),
+    "transformers": (
+        "cluster/tools/training/",
+        "cluster/tools/bench/",
+        "cluster/jobs/bench",
+        "cluster/serving/tools.py",
+    ),
 }
 """Library -> the only paths that may import it."""
 

@@ -37,6 +37,8 @@ from cluster.serving.requests import (
 )
 from cluster.serving.served_model import NO_TEXTS, ServedModel
 from cluster.serving.streams import Disconnected, EventStream, while_connected
+from cluster.serving.tool_replies import ToolForm
+from cluster.serving.tools import NamedTool
 
 _COMPILE_S = 10.0
 """Limit for one grammar; those of the size that is allowed take a small part of it."""
@@ -84,9 +86,10 @@ class Api:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         self._model.check_name(body.model)
         prompt = await self._chat_tokens(body)
+        form = await self._chat_form(body)
         await self._check_grammar(body)
         generation = await self._submit(body, [prompt], body.limit, "messages")
-        return await self._answer(body, request, generation, ChatForm())
+        return await self._answer(body, request, generation, form)
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         self._model.check_name(body.model)
@@ -144,14 +147,29 @@ class Api:
             self._model.encode_chat,
             body.messages or (),
             add_generation_prompt=body.add_generation_prompt,
+            tools=body.offered_tools,
             options=body.chat_template_kwargs,
+        )
+
+    async def _chat_form(self, body: ChatRequest) -> ChatForm:
+        """The form of the replies; with tools, whose calls are looked for."""
+        if not body.offered_tools:
+            return ChatForm()
+        make_reader = self._model.call_reader(body)
+        try:
+            await asyncio.to_thread(make_reader)
+        except ValueError as error:
+            raise bad_request(error) from error
+        end_reason = "stop" if isinstance(body.choice, NamedTool) else "tool_calls"
+        return ToolForm(
+            make_reader=make_reader, end_reason=end_reason, most_calls=None if body.parallel_tool_calls else 1
         )
 
     async def _check_grammar(self, body: GenerationRequest) -> None:
         """Compile what the text has to follow, if anything, which the engine is given only if that works."""
         if body.grammar is None:
             return
-        field = "response_format" if body.structured_outputs is None else "structured_outputs"
+        field = body.grammar_field
         compiling = asyncio.to_thread(self._model.check_grammar, body.grammar)
         try:
             await asyncio.wait_for(compiling, _COMPILE_S)

@@ -26,6 +26,7 @@ class ChatTemplate:
     """Writes chats as the model was trained to read them."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
         self._template = _compile(source)
         self._special_tokens = dict(special_tokens)
 
@@ -39,7 +40,13 @@ class ChatTemplate:
             source = {entry["name"]: entry["template"] for entry in source}.get(_DEFAULT)
         return ChatTemplate(source, _special_tokens(settings)) if source else None
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, **options: Any) -> str:
+    @staticmethod
+    def read_response_template(checkpoint: Path) -> dict[str, Any] | None:
+        """How the text of an answer becomes a message again, where the tokenizer says so, in transformers' form."""
+        found = _settings(checkpoint).get("response_template")
+        return found if isinstance(found, dict) else None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **options: Any) -> str:
         """The text of the chat. Raises ValueError, one line, where the template refuses it."""
         names = {**self._special_tokens, "tools": None, "documents": None, **options}
         try:

@@ -17,13 +17,13 @@ ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 """What `json_object` asks for."""
 
 
-class _Field(BaseModel):
+class BodyPart(BaseModel):
     """A part of a body; null stands for an absent field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
 
-class JsonSchemaFormat(_Field):
+class JsonSchemaFormat(BodyPart):
     """`json_schema` of a response format. A schema is always followed, whatever `strict` says."""
 
     name: str | None = None
@@ -32,7 +32,7 @@ class JsonSchemaFormat(_Field):
     strict: bool | None = None
 
 
-class ResponseFormat(_Field):
+class ResponseFormat(BodyPart):
     """`response_format`, as OpenAI has it."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -52,7 +52,7 @@ class ResponseFormat(_Field):
         return ANY_OBJECT if schema is None else json_grammar(schema)
 
 
-class StructuredOutputs(_Field):
+class StructuredOutputs(BodyPart):
     """`structured_outputs`, as vLLM has it: one of these."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")

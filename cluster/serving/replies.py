@@ -54,12 +54,29 @@ class TextChoice(Struct):
     seed: int | UnsetType = UNSET
 
 
+class FunctionDelta(Struct, omit_defaults=True):
+    """What a called function gained; its name comes first."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(Struct, omit_defaults=True):
+    """What a call gained in a chunk; in a message, a whole call."""
+
+    index: int | UnsetType
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class AssistantMessage(Struct):
     """The answer in a chat."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class MessageDelta(Struct, omit_defaults=True):
@@ -67,6 +84,7 @@ class MessageDelta(Struct, omit_defaults=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class MessageChoice(Struct):

@@ -17,6 +17,7 @@ from actors.protocol.grammar import Grammar
 from actors.protocol.messages import LONGEST_SALT, MOST_PRIORITY, PLAIN_DECODING
 from actors.protocol.sampling_params import MOST_BAD_WORDS, SamplingParams
 from cluster.serving.grammars import ResponseFormat, StructuredOutputs
+from cluster.serving.tools import ToolCall, ToolChoice, ToolDefinition, call_grammar
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -164,6 +165,11 @@ class GenerationRequest(ApiRequest):
         return self.structured_outputs.grammar()
 
     @property
+    def grammar_field(self) -> str:
+        """The field that says it."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -223,13 +229,29 @@ class CompletionRequest(GenerationRequest):
 class ChatMessage(ApiRequest):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
-    def for_template(self) -> dict[str, str]:
-        """As chat templates read it."""
-        return {"role": self.role, "content": joined(self.content)} | ({} if self.name is None else {"name": self.name})
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content: is missing; only a message with tool_calls may have none")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls: are made by the role assistant alone")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id: is for the role tool, which needs it")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it. Raises ValueError, one line, for calls that are none."""
+        message: dict[str, Any] = {"role": self.role, "content": joined(self.content or "")}
+        message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
 
 
 class ChatRequest(GenerationRequest):
@@ -239,6 +261,38 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[ToolDefinition] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: have two functions of one name")
+        if self.offered_tools and super().grammar is not None:
+            raise ValueError("tools: cannot be used with response_format or structured_outputs; set tool_choice=none")
+        return self
+
+    @property
+    def choice(self) -> ToolChoice:
+        """Which tools may or must be called."""
+        return self.tool_choice or "auto"
+
+    @property
+    def offered_tools(self) -> list[ToolDefinition]:
+        """Those that the model may call."""
+        return [] if self.choice == "none" else self.tools
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """That of a forced call, or what else the text has to follow."""
+        forced = call_grammar(self.tools, self.choice, is_parallel=self.parallel_tool_calls)
+        return super().grammar if forced is None else forced
+
+    @property
+    def grammar_field(self) -> str:
+        return "tools" if self.offered_tools else super().grammar_field
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
@@ -260,6 +314,7 @@ class TokenizeRequest(ApiRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    tools: list[ToolDefinition] = Field(default_factory=list)
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
@@ -268,6 +323,11 @@ class TokenizeRequest(ApiRequest):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: give it, or messages, and not both")
         return self
+
+    @property
+    def offered_tools(self) -> list[ToolDefinition]:
+        """Those that the template writes."""
+        return self.tools
 
 
 class DetokenizeRequest(ApiRequest):

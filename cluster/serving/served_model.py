@@ -6,7 +6,7 @@ It must not know HTTP, but for the refusals that a request can earn here.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,15 @@ from cluster.pocket import is_bundled
 from cluster.serving.chat_template import ChatTemplate
 from cluster.serving.errors import ApiError, bad_request
 from cluster.serving.generation import RequestedText
-from cluster.serving.requests import NO_TEXT, ChatMessage, GenerationRequest, is_text
+from cluster.serving.requests import NO_TEXT, ChatMessage, ChatRequest, GenerationRequest, is_text
+from cluster.serving.tools import (
+    ArgumentsReader,
+    CallListReader,
+    CallReader,
+    NamedTool,
+    ToolDefinition,
+    native_reader,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,7 @@ class ServedModel:
         self._client = client
         self._tokenizer = client.tokenizer
         self._template = ChatTemplate.read(checkpoint)
+        self._response_template = ChatTemplate.read_response_template(checkpoint)
 
     def check_alive(self) -> None:
         """Raise EngineError once the engine has failed."""
@@ -99,18 +108,39 @@ class ServedModel:
         return [self._tokenizer.id_to_token(token) or "" for token in token_ids]
 
     def encode_chat(
-        self, messages: Iterable[ChatMessage], *, add_generation_prompt: bool, options: dict[str, object]
+        self,
+        messages: Iterable[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[ToolDefinition] = (),
+        options: dict[str, Any],
     ) -> list[int]:
         """Tokens of a chat, as the checkpoint's template writes it; the template has the special tokens."""
         if self._template is None:
             line = f"messages: {self.name} has no chat template in its tokenizer_config.json; use /v1/completions"
             raise ApiError(400, line, param="messages", code="no_chat_template")
-        written = [message.for_template() for message in messages]
+        options = {"add_generation_prompt": add_generation_prompt, **options}
+        if tools:
+            options["tools"] = [tool.for_template() for tool in tools]
         try:
-            text = self._template.render(written, add_generation_prompt=add_generation_prompt, **options)
+            text = self._template.render([message.for_template() for message in messages], **options)
         except ValueError as error:
             raise bad_request(error) from error
         return self.encode(text, field="messages", adds_special_tokens=False)
+
+    def call_reader(self, request: ChatRequest) -> Callable[[], CallReader]:
+        """Makes a reader of a reply's calls. The first takes seconds, because it loads transformers."""
+        if isinstance(request.choice, NamedTool):
+            name = request.choice.function.name
+            return lambda: ArgumentsReader(name)
+        if request.choice == "required":
+            return CallListReader
+        make = native_reader(self._template.source if self._template else "", self._response_template)
+        if make is None:
+            line = f"tools: {self.name} has no form of calls that this server knows; use tool_choice=required, or none"
+            raise ApiError(400, line, param="tools", code="no_tools")
+        tools = [tool.for_template() for tool in request.offered_tools]
+        return lambda: make(tools)
 
     def check_tokens(self, token_ids: Sequence[int], field: str) -> None:
         try:

@@ -90,6 +90,7 @@ def test_json_object_is_any_object(client):
         ({"structured_outputs": {"regex": "a" * 70000}}, r"structured_outputs: .*70000 characters"),
         ({"structured_outputs": {"grammar": "x"}}, r"structured_outputs: this lark cannot be used"),
         ({"structured_outputs": {"json": "[1"}}, r"structured_outputs: is no json_schema"),
+        ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs: is no regex"),
         ({"structured_outputs": {}}, "structured_outputs: give one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs: give one of"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs: choice: give at least one"),
