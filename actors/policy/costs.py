@@ -83,6 +83,9 @@ class PlainCosts:
     def verify_s(self, mean: float, plain_verify_s: float) -> float:  # noqa: ARG002  as of `DraftedCosts`
         return self.verify.mean
 
+    def round_s(self, longest: int, mean: float, plain_verify_s: float) -> float:  # noqa: ARG002  as of `DraftedCosts`
+        return self.seconds
+
     def update(self, times: MeasuredRound) -> None:
         self.verify.update(times.verify_s)
         self.gap.update(times.gap_s)
@@ -138,6 +141,10 @@ class DraftedCosts:
     def _pass_s(self, mean: float, per_token_s: float, plain_verify_s: float) -> float:
         return max(plain_verify_s, _LEAST_VERIFY * self.verify.mean_y, self.verify.at(mean, per_token_s))
 
+    def round_s(self, longest: int, mean: float, plain_verify_s: float) -> float:
+        """Seconds of a round with drafts of so many tokens, the longest and the mean of the batch."""
+        return self.gap_s(longest, plain_verify_s) + self.verify_s(mean, plain_verify_s)
+
     def gap_s(self, longest: int, plain_verify_s: float) -> float:
         """Seconds outside of the target's pass in a round whose longest draft has so many tokens."""
         return max(0.0, self.gap.at(longest, self.per_token_s(plain_verify_s)[0]))
@@ -170,9 +177,16 @@ class LoadCosts:
             return
         factor = speed.factor
         speed.update(times.verify_s, *self._expected_pass(costs, times, factor))
-        costs.update(times.at(factor))
+        costs.update(self._without_pause(costs, times.at(factor)))
         if is_first:
             costs.fade(UNSETTLED)
+
+    def _without_pause(self, costs: PlainCosts | DraftedCosts, times: MeasuredRound) -> MeasuredRound:
+        """A pass over drafts that is an outlier beside all passes known was a pause, however few these were."""
+        plain = self.plain.verify
+        if not isinstance(costs, DraftedCosts) or plain.weight <= 1:
+            return times
+        return replace(times, verify_s=min(times.verify_s, OUTLIER * max(plain.mean, costs.verify.mean_y)))
 
     def _expected_pass(
         self, costs: PlainCosts | DraftedCosts, times: MeasuredRound, factor: float

@@ -49,12 +49,10 @@ EXPLORED_SHARE = 0.015
 """Share of all rounds that exploration may lose."""
 MOST_BUDGET = 4.0
 """Rounds that may be saved up for exploration."""
-MOST_CHARGED = 8.0
-"""Rounds that a round of a choice never measured counts as at most: the machine may have paused."""
 NEW_COST = 0.5
 """Rounds that must have been saved up before a way to draft that was never tried takes the place of another."""
 MOST_CHARGED_BESIDE = 16.0
-"""The same for what is done for drafts outside of rounds."""
+"""Rounds that what is done for drafts outside of rounds counts as at most: the machine may have paused."""
 TIME_ERROR = 0.12
 """Relative error of the seconds of one round."""
 TOKEN_ERROR = 0.6
@@ -141,8 +139,8 @@ class Decision:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the round that ended shows what rounds of this choice cost."""
-        return self._rounds > SETTLE_ROUNDS
+        """Whether the present round shows what rounds of this choice cost."""
+        return self._rounds >= SETTLE_ROUNDS
 
     @property
     def may_end(self) -> bool:
@@ -159,8 +157,12 @@ class Decision:
         return exp(max(drafting) - plain.log_speed)
 
     def charge(self, seconds: float) -> None:
-        """So much was done for drafts outside of the rounds. It delays the next trial, and ends none."""
-        self._unpaid_s += seconds
+        """So much was done for drafts outside of the rounds. It delays the next trial, and ends none.
+
+        Drafts made behind the verdict that ended speculation are no exploration.
+        """
+        if self.is_settled or self.mode is not Mode.rest:
+            self._unpaid_s += seconds
 
     def _pay(self) -> None:
         best = self.estimates.get(self.best)
@@ -168,15 +170,17 @@ class Decision:
             self.budget -= min(self._unpaid_s / best.seconds, MOST_CHARGED_BESIDE)
             self._unpaid_s = 0.0
 
-    def count(self, tokens: float, seconds: float) -> None:
-        """A round of the present choice took so long; by acceptance it brings a request so many tokens in the mean."""
+    def count(self, tokens: float, expected_s: float, seconds: float) -> None:
+        """A round of the present choice took so long. Rounds like it are expected to take `expected_s`, and to bring a
+        request so many tokens in the mean; what the first one takes beyond that is the price of the change."""
         self._rounds += 1
-        best, one = self.estimates.get(self.best), self.estimates.get(self.choice)
-        if best is None or one is None or not best.is_known:
+        best = self.estimates.get(self.best)
+        if best is None or not best.is_known:
             return
-        most = OUTLIER * one.seconds if one.is_known else MOST_CHARGED * best.seconds
-        took = min(seconds, most) / best.seconds
-        if self._is_trial or self.choice is not self.best or not self.is_settled:
+        took = expected_s / best.seconds
+        if self._rounds <= SETTLE_ROUNDS:
+            self.budget -= max(0.0, min(seconds, OUTLIER * expected_s) - expected_s) / best.seconds
+        if self._is_trial or self.choice is not self.best:
             self.budget -= max(0.0, took - tokens / best.tokens)
         self.budget = min(self.budget + EXPLORED_SHARE * took, MOST_BUDGET)
 
@@ -202,6 +206,8 @@ class Decision:
     def decide(self, estimates: Estimates) -> None:
         """Choose for the next round."""
         self.estimates, self.best = estimates, self._best(estimates)
+        if self._is_trial and self.choice is self.best:
+            self._unpaid_s = 0.0  # the text was not read in vain
         self._pay()
         if self._rounds < _least_rounds(self.choice):
             if self.awaited is None and not self._is_probe and not self.choice.drafts:

@@ -270,15 +270,15 @@ class AdaptivePolicy(Policy):
         self._reads.update(seen.num_prompt_rows > 0)
         self._load = self._costs_of((_batch_class(seen.num_running), seen.samples, seen.num_prompt_rows.bit_length()))
         speculated = any(outcome.num_ordered for outcome in seen.outcomes)
+        is_late = seen.skipped_drafts and not any(one.num_ordered and one.num_tokens for one in seen.outcomes)
         choice = self._choice_of(seen, speculated=speculated)
         self._learn_acceptance(seen, speculated=speculated)
-        if speculated is self._decision.choice.drafts:
-            tokens = self._acceptance.expected_of(self._text_class, seen.outcomes, self._way)
-            self._decision.count(tokens * len(seen.outcomes) / seen.num_running, seen.seconds / self._speed.factor)
-        if choice is not None:
+        if choice is not None and not is_late:
             self._measure(choice, seen)
+        if speculated is self._decision.choice.drafts and not is_late:
+            self._decision.count(*self._expected(seen, speculated=speculated), seen.seconds / self._speed.factor)
         self._decision.charge(seen.unused_s / self._speed.factor)
-        self._notice_late_drafts(seen, late=seen.skipped_drafts and not speculated)
+        self._notice_late_drafts(seen, late=is_late)
         if seen.num_may_speculate and (not seen.num_prompt_rows or self._reads.mean > _STEADY):
             self._decide(seen)
 
@@ -310,6 +310,15 @@ class AdaptivePolicy(Policy):
         times = MeasuredRound(seen.verify_s, gap_s, seen.draft_s, max(lengths), sum(lengths) / len(lengths), served)
         way = choice if choice.drafts else None
         self._load.measure(way, times, self._speed, is_first=not self._decision.is_settled)
+
+    def _expected(self, seen: RoundObservation, *, speculated: bool) -> tuple[float, float]:
+        """Tokens of a request in the mean, and seconds, of rounds like this one."""
+        tokens = self._acceptance.expected_of(self._text_class, seen.outcomes, self._way)
+        costs = self._load.way(self._way) if speculated else self._load.plain
+        lengths = [outcome.num_ordered for outcome in seen.outcomes]
+        plain_s = self._load.plain.verify.mean
+        seconds = costs.round_s(max(lengths), sum(lengths) / len(lengths), plain_s)
+        return tokens * len(seen.outcomes) / seen.num_running, seconds
 
     def _learn_acceptance(self, seen: RoundObservation, *, speculated: bool) -> None:
         key = self._text_class = _text_class(seen)

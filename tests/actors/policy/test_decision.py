@@ -57,10 +57,10 @@ class World:
             choice = self.decision.choice
             self.rounds.append((self.decision.mode, choice))
             tokens, seconds = self.tokens if choice.drafts else 1.0, self.costs[choice] * ROUND_S
-            self.decision.count(tokens, seconds * exp(self.draw.gauss(0, self.noise)))
             self.weights = {one: weight * (0.97 if one is choice else 0.99) for one, weight in self.weights.items()}
             if self.decision.is_settled or not self.weights[choice]:
                 self.weights[choice] += 1
+            self.decision.count(tokens, seconds, seconds * exp(self.draw.gauss(0, self.noise)))
             self.lost += max(0.0, seconds / ROUND_S - tokens * self.costs[PLAIN])
             self.seconds += seconds
             self.decision.decide(self.estimates())
@@ -93,13 +93,36 @@ def test_the_budget_is_bounded():
     assert world.run(1).decision.budget > -100, "one pause is not the end of exploration"
 
 
-def test_noise_of_a_round_in_a_trial_does_not_end_it_but_what_is_expected_does():
-    """A pause of the machine counts as at most twice the estimate of the choice."""
-    decision = Decision(PLAIN)
-    World(decision, in_turn=1.9).run(30)
+def test_a_pause_costs_a_trial_no_budget_but_what_its_rounds_are_expected_to_take_does():
+    known = {PLAIN: Estimate(1.0, ROUND_S, 0, 2.0), IN_TURN: Estimate(2.0, 1.9 * ROUND_S)}
+    decision = Decision(PLAIN, awaited=IN_TURN, estimates=known)
+    assert decision.caught_up() and decision.mode is Mode.trial
+    decision.count(2.0, 1.9 * ROUND_S, 1.9 * ROUND_S)
     before = decision.budget
-    decision.count(2.0, 50 * ROUND_S)
-    assert decision.budget > before - 3
+    decision.count(2.0, 1.9 * ROUND_S, 50 * ROUND_S)
+    assert decision.budget > before
+    decision.count(2.0, 2.5 * ROUND_S, 1.0 * ROUND_S)
+    assert decision.budget < before - 0.4
+
+
+def test_what_the_first_round_of_a_change_takes_beyond_others_is_charged_up_to_a_round():
+    known = {PLAIN: Estimate(1.0, ROUND_S, 0, 2.0), IN_TURN: Estimate(2.0, ROUND_S, 1, 2.0)}
+    for seconds, charged in ((0.9, 0.0), (1.8, 0.8), (50.0, 1.0)):
+        decision = Decision(PLAIN, budget=0.0, estimates=known)
+        decision.best = PLAIN
+        decision._rounds = 0
+        decision.count(1.0, ROUND_S, seconds * ROUND_S)
+        assert decision.budget == pytest.approx(EXPLORED_SHARE - charged)
+
+
+def test_a_text_that_was_read_for_a_trial_that_succeeds_is_not_charged():
+    for cost, charged in ((1.5, False), (2.5, True)):
+        budgets = []
+        for unpaid in (0.0, 10 * ROUND_S):
+            world = World(Decision(PLAIN, awaited=IN_TURN), in_turn=cost)
+            world.decision.charge(unpaid)
+            budgets.append(world.run(20).decision.budget)
+        assert (budgets[1] < budgets[0] - 4) is charged
 
 
 # --- what is explored ------------------------------------------------------------------------------------------------
@@ -180,7 +203,7 @@ def test_no_plain_round_is_made_to_learn_what_is_known():
     }
     decision = Decision(IN_TURN, budget=MOST_BUDGET)
     for _ in range(20):
-        decision.count(2.0, 1.96 * ROUND_S)
+        decision.count(2.0, 1.96 * ROUND_S, 1.96 * ROUND_S)
         decision.decide(known)
         assert decision.choice is IN_TURN
 
@@ -193,7 +216,7 @@ def test_a_choice_that_is_hardly_slower_goes_on_without_a_budget_until_it_is_wel
     decision = Decision(IN_TURN, budget=-1.0, best=IN_TURN)
     plain, drafted = Estimate(1.0, ROUND_S, 0, 30.0), Estimate(2.0, seconds, 4, 20.0, num_drafts, num_drafts)
     for _ in range(4):
-        decision.count(2.0, seconds)
+        decision.count(2.0, seconds, seconds)
         decision.decide({PLAIN: plain, IN_TURN: drafted})
     assert decision.best is PLAIN or seconds < 0.0204
     assert decision.choice is (IN_TURN if stays else PLAIN)
@@ -211,7 +234,7 @@ def test_nothing_else_is_explored_while_a_probe_is_saved_up_for():
     decision = Decision(IN_TURN, budget=0.05, best=IN_TURN)
     plain, drafted = Estimate(1.0, ROUND_S, 0, 0.5), Estimate(2.2, 2 * ROUND_S, 4, 20.0, 20.0, 20.0)
     for _ in range(3):
-        decision.count(2.2, 2 * ROUND_S)
+        decision.count(2.2, 2 * ROUND_S, 2 * ROUND_S)
         decision.decide({PLAIN: plain, IN_TURN: drafted})
     assert decision.choice is IN_TURN and not decision.spend(0.01)
     decision.budget = 2.0
@@ -237,6 +260,18 @@ def test_what_is_read_for_a_trial_delays_the_next_one_and_ends_none():
         world.decision.charge(unpaid)
         trials.append([count for mode, count in world.run(400).modes if mode is Mode.trial])
     assert trials[0][0] == trials[1][0] and len(trials[1]) == 1 < len(trials[0])
+
+
+def test_drafts_made_behind_the_verdict_that_ended_speculation_are_not_charged():
+    world = World(Decision(PLAIN), in_turn=1.2).run(100)
+    world.costs[IN_TURN] = 3.0
+    while world.run(1).decision.mode is not Mode.rest:
+        pass
+    before = world.decision.budget
+    world.decision.charge(3 * ROUND_S)
+    assert world.run(1).decision.budget > before
+    world.decision.charge(3 * ROUND_S)
+    assert world.run(1).decision.budget < before - 2
 
 
 def test_a_trial_waits_until_the_drafter_has_read_the_text():
