@@ -161,6 +161,8 @@ class Client:
         priority: int = 0,
         grammar: Grammar | None = None,
         cache_salt: str = "",
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Completion:
         """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`.
 
@@ -169,9 +171,11 @@ class Client:
         file that it edits: `drafter=copy` drafts from it. Of the requests of this client that wait, one of lower
         `priority` comes first; 10 s of waiting make up for 1. The text follows `grammar`, which is compiled here first,
         if it is new. KV rows of texts that begin alike are shared between this client's requests with the same
-        `cache_salt`. Raises ValueError for an invalid token, sampling parameter, name, bound or grammar, EngineError
-        once the engine has failed. A prompt that does not fit the target's context is not sent: its completion has
-        failed.
+        `cache_salt`. `logprobs` asks for the log-probability of each generated token and of so many of the likeliest
+        ones there, `prompt_logprobs` for the same at the prompt's tokens: `Completion.logprobs` and
+        `Completion.prompt_logprobs`, log-softmax of the target's logits before sampling parameters and grammars apply.
+        Raises ValueError for an invalid token, sampling parameter, name, bound or grammar, EngineError once the engine
+        has failed. A prompt that does not fit the target's context is not sent: its completion has failed.
         """
         token_ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
         params = sampling or self.sampling
@@ -181,6 +185,8 @@ class Client:
             "priority": priority,
             "grammar": grammar,
             "cache_salt": cache_salt,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
         }
         request = Request(next(self._ids), tuple(token_ids), params, drafter, **how)
         facts = self.ready[_LEAD].facts
@@ -205,13 +211,16 @@ class Client:
         drafter: str | None = None,
         num_draft_tokens: int | None = None,
         grammar: Grammar | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         on_finished: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Completions of all prompts; `on_finished` is called with each, in order.
+        """Completions of all prompts, each as of `submit`; `on_finished` is called with each, in order.
 
         Raises the EngineError of the first that failed, once the others have ended too.
         """
         options: dict[str, Any] = {"drafter": drafter, "num_draft_tokens": num_draft_tokens, "grammar": grammar}
+        options |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         completions = [self.submit(prompt, sampling, **options) for prompt in prompts]
         failure: EngineError | None = None
         for completion in completions:

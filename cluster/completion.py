@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from tokenizers import Tokenizer
 
+from actors.protocol.logprobs import Logprob
 from actors.protocol.messages import Request, RequestStats, Tokens
 from cluster.io.text import TextStream
 
@@ -29,25 +31,34 @@ class TooManyRequestsError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token; `text` is what it adds to the visible text, possibly nothing yet."""
+    """One generated token; `text` is what it adds to the visible text, possibly nothing yet. `logprobs` is its entry of
+    `Completion.logprobs`."""
 
     id: int
     text: str
     index: int
+    logprobs: dict[int, Logprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What a completion gained since the piece before it: tokens and visible text, each possibly nothing. The texts of
-    all pieces make up `Completion.text`. `finish_reason` comes with the last one."""
+    all pieces make up `Completion.text`. `finish_reason` comes with the last one. `logprobs` are the tokens' entries of
+    `Completion.logprobs`, if they are asked for."""
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None = None
+    logprobs: tuple[dict[int, Logprob], ...] = ()
 
 
 class Completion:
-    """Grows while it is generated. Times are CLOCK_MONOTONIC seconds, None until they happened."""
+    """Grows while it is generated. Times are CLOCK_MONOTONIC seconds, None until they happened.
+
+    `logprobs` has an entry for each token of `token_ids`: what is known there by token id, the generated token first.
+    `prompt_logprobs` has one for each token of the prompt, None for the first; it is there once a token is. Each is
+    None unless the request asks for it.
+    """
 
     def __init__(
         self, request: Request, prompt: str | Sequence[int], tokenizer: Tokenizer, abort: Callable[[int], None]
@@ -57,6 +68,8 @@ class Completion:
         self.prompt_token_ids = list(request.prompt)
         self.sampling = sampling = request.sampling
         self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, Logprob]] | None = None if request.logprobs is None else []
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finish_reason: str | None = None
         self.stats = RequestStats()
         self.submitted_at = time.monotonic()
@@ -122,12 +135,15 @@ class Completion:
         """Add those that are new; True once the request has ended."""
         now = self.updated_at = time.monotonic()
         with self._changed:
-            added = tokens.token_ids[max(0, len(self.token_ids) - tokens.position) :]
+            num_known = max(0, len(self.token_ids) - tokens.position)
+            added = tokens.token_ids[num_known:]
             if added:
                 self.last_token_at = now
                 if self.first_token_at is None:
                     self.first_token_at = now
-            self._append(added)
+            if tokens.prompt_logprobs is not None and self.prompt_logprobs is None:
+                self.prompt_logprobs = [None, *tokens.prompt_logprobs.entries()]
+            self._append(added, () if tokens.logprobs is None else tokens.logprobs.entries()[num_known:])
             if tokens.finish_reason is not None:
                 self.stats = tokens.stats or self.stats
                 self._end("stop" if self._stream.stopped else tokens.finish_reason, tokens.error, now)
@@ -144,7 +160,8 @@ class Completion:
         """What was added after so many tokens and texts, and how many there are now."""
         with self._changed:
             added, text = tuple(self.token_ids[num_tokens:]), "".join(self._texts[num_texts:])
-            return Piece(added, text, self.finish_reason), len(self.token_ids), len(self._texts)
+            logprobs = tuple(self.logprobs[num_tokens:]) if self.logprobs is not None else ()
+            return Piece(added, text, self.finish_reason, logprobs), len(self.token_ids), len(self._texts)
 
     def add_waiter(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Event) -> None:
         """Set `waiter` in `loop` whenever this completion grows or ends."""
@@ -165,13 +182,15 @@ class Completion:
         """Tokens whose text is final: the last one also gets the text that is held back until the end."""
         return len(self._tokens) - (not self.finished and self._stream.holds)
 
-    def _append(self, token_ids: Sequence[int]) -> None:
-        for token in token_ids:
+    def _append(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> None:
+        for token, known in zip_longest(token_ids, logprobs):
             if self._stream.stopped:
                 return
             self.token_ids.append(token)
+            if self.logprobs is not None:
+                self.logprobs.append(known)
             self._texts.append(self._stream.push(token))
-            self._tokens.append(Token(token, self._texts[-1], len(self._tokens)))
+            self._tokens.append(Token(token, self._texts[-1], len(self._tokens), known))
             if self._stream.stopped:  # only the text shows it: end the request at the coordinator, too
                 self.abort()
 

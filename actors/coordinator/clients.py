@@ -40,8 +40,10 @@ def scope_of(client: str) -> int:
 
 
 def num_tokens(request: Request) -> int:
-    """Tokens that the coordinator keeps of a request from its arrival on."""
-    return len(request.prompt) + len(request.generated) + len(request.reference)
+    """Tokens that the coordinator keeps of a request from its arrival on; four that are listed with a token of the
+    prompt take the room of one."""
+    listed = 0 if request.prompt_logprobs is None else 1 + request.prompt_logprobs // 4
+    return len(request.prompt) * (1 + listed) + len(request.generated) + len(request.reference)
 
 
 @dataclass(slots=True)

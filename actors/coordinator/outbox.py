@@ -42,6 +42,8 @@ class Outbox:
                 sequence.request.reference,
                 sequence.request.grammar,
                 sequence.request.cache_salt if sequence.shares_rows else None,
+                sequence.request.logprobs,
+                sequence.logprobs.prompt_asked(sequence.num_generated),
             )
         )
         sequence.num_admissions += 1

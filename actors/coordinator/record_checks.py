@@ -122,6 +122,9 @@ class RecordChecks:
         if batch.export is not None:
             batch.export.check(batch.num_tokens)
         _check_finite(batch.exported or ())
+        for known in (*batch.verdicts, *batch.prompt_logprobs):
+            if known.logprobs is not None:
+                known.logprobs.check(self.vocab_size)
         for verdict in batch.verdicts:
             if verdict.next_token != NO_TOKEN:
                 check_tokens("next_token", (verdict.next_token,), self.vocab_size)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
+from actors.coordinator.request_logprobs import RequestLogprobs
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import (
     HASH_SEED,
@@ -133,8 +134,10 @@ class Sequence:
     """The target has answered since its last admission, and so said how many rows of the text it had."""
     num_cached_tokens: int | None = None
     """Tokens of the prompt whose rows the target had at the first admission; None before."""
+    logprobs: RequestLogprobs = field(init=False)
 
     def __post_init__(self) -> None:
+        self.logprobs = RequestLogprobs(self.request)
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt)
 
     @staticmethod
@@ -235,11 +238,15 @@ class Sequence:
     def tokens_since(self, num_generated: int) -> list[Tokens]:
         """The generated tokens after the first `num_generated`, for a client that asks again."""
         missed = tuple(self.token_ids[self.prompt_len + num_generated :])
-        return [Tokens(self.request_id, num_generated, missed)] if missed else []
+        if not missed or not self.logprobs.can_resend(num_generated):  # then the client asked before it had more
+            return []
+        known = self.logprobs.since(num_generated), self.logprobs.prompt_with(num_generated)
+        return [Tokens(self.request_id, num_generated, missed, None, None, None, *known)]
 
     def preempt(self) -> None:
         """Drop the target's rows; the text stays, and older records become stale."""
         self.epoch += 1
+        self.logprobs.restart(self.num_generated)
         self.cached_len, self.exported_len, self.is_seen = 0, None, False
         self.num_preemptions += 1
 

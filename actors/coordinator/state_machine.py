@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
+from typing import Any
 
 from actors.coordinator.outbox import Outbox
 from actors.coordinator.port import DrafterPort, PassOrders, PendingOrder
@@ -88,12 +89,18 @@ class Coordinator:
         """Whether its verdicts are on what the target was given; stale ones are, because they change nothing."""
         if self._round.verifying is None or batch.round != self._verify_round:
             return True
+        prompts = {part.request_id: part for part in batch.prompt_logprobs}
+        live = [(self._sequences[number], part) for number, part in prompts.items() if number in self._sequences]
+        if len(prompts) < len(batch.prompt_logprobs) or not all(one.logprobs.fits_prompt(part) for one, part in live):
+            return False
         for verdict in batch.verdicts:
             if verdict.request_id not in self._round.verifying:
                 continue  # ended since
             sequence, proposal = self._sequences[verdict.request_id], self._round.verifying[verdict.request_id]
             is_path = proposal.tree.has_path(verdict.path) if proposal is not None else not verdict.path
-            if not (sequence.is_prefix_of(verdict) and is_path):
+            if not (sequence.is_prefix_of(verdict) and is_path and sequence.logprobs.fits(verdict)):
+                return False
+            if not sequence.num_generated and sequence.logprobs.lacks_prompt(prompts.get(verdict.request_id)):
                 return False
         admitted = {sequence.request_id: sequence for sequence, _ in self._unseen}
         for request_id, num_rows in batch.hits:
@@ -199,6 +206,9 @@ class Coordinator:
         self.stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
         self._take_hits(batch)
         verifying = round_.verifying
+        for part in batch.prompt_logprobs:
+            if part.request_id in self._sequences:
+                self._sequences[part.request_id].logprobs.add_prompt(part)
         emitted = [self._commit(verdict, now) for verdict in batch.verdicts if verdict.request_id in verifying]
         self.stats.num_stale += len(batch.verdicts) - len(emitted)  # verdicts of requests that were aborted
         seconds = round_.seconds(batch, now)
@@ -231,11 +241,13 @@ class Coordinator:
         proposal, position = round_.verifying[verdict.request_id], sequence.num_generated
         commit = sequence.commit(verdict, proposal, self._eos_token_ids)
         self.stats.add_commit(proposal, commit)
+        logprobs = sequence.logprobs.add(verdict.logprobs, len(commit.token_ids))
+        known: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": sequence.logprobs.prompt_with(position)}
         if commit.token_ids and sequence.first_token_at is None:
             sequence.first_token_at = now
         if sequence.finish_reason == "error":
             end = self._end_early(sequence, "error", now, _no_token_after(sequence.prefix_len))
-            return replace(end, position=position, token_ids=commit.token_ids)
+            return replace(end, position=position, token_ids=commit.token_ids, **known)
         round_.commit(commit, sequence.draft.num_ordered, proposal)
         self._target_outbox.commit(commit)
         self._drafter.commit(sequence, commit)
@@ -243,7 +255,7 @@ class Coordinator:
         if sequence.finish_reason is not None:
             self._end(sequence, now)
             stats = sequence.stats()
-        return Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats)
+        return Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats, **known)
 
     def _update_policy(self, batch: VerdictBatch, seconds: float) -> None:
         """The policy learns from the round before the next drafts are ordered; not while requests are tested singly."""
@@ -319,7 +331,9 @@ class Coordinator:
         if sequence.finish_reason is not None:  # only the news of its end was lost
             return [Tokens(request.request_id, len(request.generated), (), sequence.finish_reason, sequence.stats())]
         self._sequences[request.request_id] = sequence
-        sequence.arrived_at, sequence.shares_rows = now, self._scheduler.limits.prefix_cache
+        sequence.arrived_at = now
+        # log-probabilities of a prompt are read where its rows are computed
+        sequence.shares_rows = self._scheduler.limits.prefix_cache and request.prompt_logprobs is None
         self._scheduler.add(sequence)
         self.stats.num_prompt_tokens += sequence.prompt_len
         if self._active_since is None:

@@ -32,6 +32,7 @@ from math import isfinite
 from typing import Any
 
 from actors.protocol.grammar import Grammar
+from actors.protocol.logprobs import MOST_LOGPROBS, Logprobs, PromptLogprobs
 from actors.protocol.sampling_params import SamplingParams
 from actors.protocol.token_tree import TokenTree
 from parallel.ranges import LARGEST
@@ -151,13 +152,17 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The target's answer to a proposal: the accepted `path` and one token of its own after it, or `NO_TOKEN`."""
+    """The target's answer to a proposal: the accepted `path` and one token of its own after it, or `NO_TOKEN`.
+
+    `logprobs` are those of all these tokens, if the request asks for them.
+    """
 
     request_id: int
     epoch: int
     prefix_len: int
     path: tuple[int, ...]
     next_token: int
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +170,9 @@ class Request:
     """A prompt and how to continue it. `drafter` is the name of one of the engine's drafters or `PLAIN_DECODING`; None
     leaves the choice to the engine. `num_draft_tokens` bounds every draft for it; None: the engine's own bound alone.
     `reference` is a text that the output may follow, from which drafters that copy may draft. While it waits, a request
-    of lower `priority` comes first, among those of its client. What is generated
-    follows the `grammar`, up to the end token with which it ends.
+    of lower `priority` comes first, among those of its client. What is generated follows the `grammar`, up to the end
+    token with which it ends. `logprobs` asks for the log-probability of each generated token and of so many of the
+    likeliest ones there, `prompt_logprobs` for those of the prompt's tokens; None for none.
 
     KV rows are shared with requests of the same client and `cache_salt`.
 
@@ -186,6 +192,8 @@ class Request:
     priority: int = 0
     grammar: Grammar | None = None
     cache_salt: str = ""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def speculates(self) -> bool:
@@ -206,6 +214,9 @@ class Request:
             raise ValueError(f"priority: {self.priority} must be between {-MOST_PRIORITY} and {MOST_PRIORITY}")
         if len(self.cache_salt) > LONGEST_SALT:
             raise ValueError(f"cache_salt: has {len(self.cache_salt)} characters; give at most {LONGEST_SALT}")
+        for name, k in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if k is not None and not 0 <= k <= MOST_LOGPROBS:
+                raise ValueError(f"{name}: {k} must be between 0 and {MOST_LOGPROBS}; for none leave it out")
         self.sampling.check()
         if self.grammar is not None:
             self.grammar.check()
@@ -259,7 +270,8 @@ class Tokens:
 
     `position` is the index of the first of them among the request's generated tokens, by which a client recognises a
     repetition. `finish_reason` is None, "stop", "length", "abort", "error", or "refused": the client has too many
-    requests in flight for another.
+    requests in flight for another. `logprobs` are those of these tokens and `prompt_logprobs` those of the prompt's but
+    the first, which come with the first tokens, where the request asks for them.
     """
 
     request_id: int
@@ -268,6 +280,8 @@ class Tokens:
     finish_reason: str | None = None
     stats: RequestStats | None = None
     error: str | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,8 +392,9 @@ class Admit:
     """Open a request at a role, at first or again: its committed tokens, the first `prompt_len` of them the prompt.
 
     `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice. `drafter`,
-    `reference` and `grammar` are those of the request. Requests of one client have one `scope`, which roles do not know
-    otherwise. KV rows are shared between requests with the same scope and `cache_salt`; None: not with any.
+    `reference` and `grammar` are those of the request, and so are `logprobs` and `prompt_logprobs`, as far as they are
+    not known yet. Requests of one client have one `scope`, which roles do not know otherwise. KV rows are shared
+    between requests with the same scope and `cache_salt`; None: not with any.
     """
 
     request_id: int
@@ -393,6 +408,8 @@ class Admit:
     reference: tuple[int, ...] = ()
     grammar: Grammar | None = None
     cache_salt: str | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def speculates(self) -> bool:
@@ -583,7 +600,8 @@ class VerdictBatch:
     are those of all its rows, if the drafter asks for them. `drafts` are those of an attached drafter, made after the
     verdicts, for the prefixes that these lead to; `finished` is when it began. `export` is what this batch sends over
     the bridge that it was given, `exported` (started, finished) of the sending for an earlier one. `hits` are (request,
-    number of leading tokens) of the admitted requests for whose first tokens the target had KV rows.
+    number of leading tokens) of the admitted requests for whose first tokens the target had KV rows. `prompt_logprobs`
+    are of the prompts that it has read, of requests that ask for them.
     """
 
     round: int
@@ -597,6 +615,7 @@ class VerdictBatch:
     export: FeatureExport | None = None
     exported: tuple[float, float] | None = None
     hits: tuple[tuple[int, int], ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     @property
     def left_at(self) -> float:

@@ -77,7 +77,7 @@ class AttachedDrafter(AfterVerdicts):
         for _ in range(next(numbers)):
             request_id, epoch, prefix_len, next_token, length = islice(numbers, 5)
             shared.append(Verdict(request_id, epoch, prefix_len, tuple(islice(numbers, length)), next_token))
-        return tuple(shared)
+        return tuple(verdicts if is_lead else shared)  # what else they carry is the lead's alone
 
     def follow(self, batch: VerifyBatch, answer: VerdictBatch, features: Sequence[FeatureRows]) -> VerdictBatch:
         """Drafts for the prefixes that the verdicts lead to. The pass's top tokens stay here."""

@@ -48,6 +48,8 @@ class TargetContext:
     speculates: bool = True
     scope: int = 0
     is_masked: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     num_fed: int = 0  # rows of the uncached suffix in the last pass, still pending in the pool
 
 
@@ -125,6 +127,8 @@ class TargetRole:
         if drafter.keeps_at_once:
             self._commit_rows(verdicts)
         answer = replace(answer, verdicts=verdicts, finished=finished, num_tokens=num_rows, top_tokens=top_tokens)
+        if prompts := self._verifier.prompt_logprobs():
+            answer = replace(answer, prompt_logprobs=tuple(prompts))
         return drafter.follow(batch, answer, features)
 
     def _committed_features(
@@ -157,6 +161,8 @@ class TargetRole:
             admit.speculates,
             admit.scope,
             is_masked=admit.grammar is not None,
+            logprobs=admit.logprobs,
+            prompt_logprobs=admit.prompt_logprobs,
         )
         scope, token_ids = admit.rows_scope, self.contexts[admit.request_id].token_ids
         may_share = scope is not None and self._features is None
@@ -196,6 +202,8 @@ class TargetRole:
             drafts_follow=exports or item.num_draft_tokens > 0,
             scope=context.scope,
             is_masked=context.is_masked,
+            logprobs=context.logprobs,
+            prompt_logprobs=context.prompt_logprobs,
         )
 
     def _verify(self, inputs: Sequence[VerifyInput], logits: Tensor) -> tuple[Verdict, ...]:
@@ -205,7 +213,7 @@ class TargetRole:
         verdicts = []
         for one, result in zip(verified, self._verifier.verify(verified, logits), strict=True):
             epoch, prefix_len = self.contexts[one.seq_id].epoch, len(one.token_ids)
-            verdicts.append(Verdict(one.seq_id, epoch, prefix_len, result.path, result.next_token))
+            verdicts.append(Verdict(one.seq_id, epoch, prefix_len, result.path, result.next_token, result.logprobs))
         if not verdicts:
             wait_for(logits.device)  # nothing was read, and the end of the answer is to be that of the pass
         return tuple(verdicts)

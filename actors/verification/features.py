@@ -35,11 +35,11 @@ class FeatureReader:
         self._kv: dict[int, Tensor] = {}
         self._output: PassOutput | None = None
 
-    def forward(self, runner: Runner, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
-        """The pass; returns its logits and keeps the rest until `rows`."""
+    def forward(self, runner: Runner, spans: Sequence[Span], token_ids: Sequence[int]) -> PassOutput:
+        """The pass, of which it keeps until `rows` what it reads."""
         self._output = runner.forward(spans, token_ids, self.streams)
         self._kv = {tap: _written(cast("DecoderRunner", runner), spans, kv_tap(tap)) for tap in self._kv_taps}
-        return self._output.logits
+        return self._output
 
     @property
     def pruned(self) -> frozenset[int]:

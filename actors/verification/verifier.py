@@ -14,6 +14,7 @@ from itertools import accumulate
 import numpy as np
 from torch import Tensor
 
+from actors.protocol.logprobs import Logprobs, PromptLogprobs
 from actors.protocol.messages import Proposal, SamplingParams, SparseDistribution, TokenTree, TopTokens
 from actors.sampling.draft_sampling import truncate_distribution
 from actors.sampling.logits import (
@@ -27,6 +28,7 @@ from actors.sampling.logits import (
 )
 from actors.verification.coupled import verify_coupled
 from actors.verification.features import FeatureReader
+from actors.verification.logprobs import LogprobReader
 from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
 from actors.verification.target_rows import DeferredDraw, NamedDraft, TargetRows
@@ -38,7 +40,9 @@ from parallel.runtime.interface import Runner
 @dataclass(frozen=True, slots=True)
 class VerifyInput:
     """One sequence of a pass: `num_fed` tokens of its uncached suffix are fed and, once the root is, the proposal. With
-    `drafts_follow`, features of this pass are drafted from; one that `is_masked` needs whole rows."""
+    `drafts_follow`, features of this pass are drafted from; one that `is_masked` needs whole rows. `logprobs` asks for
+    log-probabilities of the tokens that follow and of so many others, `prompt_logprobs` for those of the prompt's
+    tokens; None for none."""
 
     seq_id: int
     token_ids: Sequence[int]
@@ -49,6 +53,8 @@ class VerifyInput:
     drafts_follow: bool = True
     scope: int = 0
     is_masked: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def tree(self) -> TokenTree:
@@ -59,12 +65,14 @@ class VerifyInput:
 class VerifyResult:
     """The accepted `path` and the model's own `next_token`, `NO_TOKEN` if its distribution there is impossible.
 
-    `distributions` are those of all these tokens, where the model's distributions were cut.
+    `distributions` are those of all these tokens, where the model's distributions were cut, and `logprobs` their
+    log-probabilities, where the input asks for them.
     """
 
     path: tuple[int, ...]
     next_token: int
     distributions: tuple[SparseDistribution, ...] = ()
+    logprobs: Logprobs | None = None
 
 
 def _random_source(verified: VerifyInput) -> HashRandomSource:
@@ -94,6 +102,8 @@ class Verifier:
         self._law_size = law_size
         self._reader = top_tokens
         self._features = features
+        self._logprobs = LogprobReader(runner)
+        self._hidden: Tensor | None = None  # of the pass, until what is asked of it was read
         may_split = splits_choice and rule == "coupled" and top_tokens is None
         self._split_head = runner.split_head if may_split else None
 
@@ -132,8 +142,13 @@ class Verifier:
         if head is not None and reached and all(is_plain(one.sampling) and not one.is_masked for one in reached):
             with head.ungathered():
                 logits = self._pass(inputs, spans, token_ids, keeps_top_tokens=False)
-            return choose_split(logits, _logit_rows(reached), head.first, head.group), len(token_ids)
-        return self._pass(inputs, spans, token_ids, keeps_top_tokens=keeps_top_tokens), len(token_ids)
+            logits = choose_split(logits, _logit_rows(reached), head.first, head.group)
+        else:
+            logits = self._pass(inputs, spans, token_ids, keeps_top_tokens=keeps_top_tokens)
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None
+        self._logprobs.keep(inputs, spans, hidden, logits)
+        return logits, len(token_ids)
 
     def _pass(
         self, inputs: Sequence[VerifyInput], spans: list[Span], token_ids: list[int], *, keeps_top_tokens: bool
@@ -144,12 +159,19 @@ class Verifier:
 
     def _run(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
         if self._features is not None:
-            return self._features.forward(self.runner, spans, token_ids)
-        return self.runner.forward(spans, token_ids).logits
+            output = self._features.forward(self.runner, spans, token_ids)
+        else:
+            output = self.runner.forward(spans, token_ids)
+        self._hidden = output.hidden
+        return output.logits
 
     def top_tokens(self) -> TopTokens | None:
         """Those of the last pass, computed here if they were asked for."""
         return self._reader.read() if self._reader is not None else None
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """Those of the prompts that the last pass read, where they are asked for."""
+        return self._logprobs.prompts()
 
     def verify(
         self,
@@ -159,6 +181,14 @@ class Verifier:
     ) -> list[VerifyResult]:
         """Results of inputs whose root was reached; `make_random_source` gives the ratio rule of a level its
         randomness."""
+        return self._logprobs.attached(inputs, self._judge(inputs, logits, make_random_source))
+
+    def _judge(
+        self,
+        inputs: Sequence[VerifyInput],
+        logits: Tensor,
+        make_random_source: Callable[[VerifyInput], RandomSource] | None,
+    ) -> list[VerifyResult]:
         rows = _logit_rows(inputs)
         stops = list(accumulate(len(own.tree.parents) for own in rows))
         parts = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]

@@ -37,7 +37,7 @@ from actors.verification.top_tokens import TopTokensReader
 from actors.worker.spec import RankSpec
 from parallel.comm.group import SINGLE
 from parallel.comm.rendezvous import host_store
-from parallel.runtime.runner import open_model
+from parallel.runtime.runner import default_backend, open_model
 from tests.actors.service_harness import KEYS, Stage, link_to
 from tests.actors.small_speculators import train_speculator
 
@@ -59,9 +59,12 @@ class Room:
     attached: bool = False
     bridge: tuple[FeatureSender, FeatureReceiver] | None = None
     is_chain: bool = False  # by the drafter's record no proposal branches
+    has_exact_rows: bool = True  # a row has the same bits in every pass
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str | None] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[Any]] = field(default_factory=dict)
     stats: object = None
     leisure: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -85,7 +88,9 @@ class Room:
                 trees = [item.proposal.tree for item in record.items if item.proposal is not None]
                 assert not self.is_chain or all(tree.is_chain for tree in trees), "a draft branched: see `is_chain`"
                 self._idle(coordinator, clock)
-                queue += [r for answer in self.target.answer(record) for r in coordinator.on(answer, next(clock))]
+                for answer in self.target.answer(record):
+                    assert coordinator.expects(answer), "the coordinator would refuse this answer"
+                    queue += coordinator.on(answer, next(clock))
                 self.target.runner.pool.check()
                 if after_round is not None:
                     after_round(self)
@@ -97,12 +102,31 @@ class Room:
                 tokens = self.tokens.setdefault(record.request_id, [])
                 assert record.position == len(tokens), "tokens arrive once and in order"
                 tokens += record.token_ids
+                self._keep_logprobs(record)
                 if record.finish_reason:
                     self.ends[record.request_id] = record.finish_reason
                     self.errors[record.request_id] = record.error
         assert coordinator.num_requests == 0, "a request was left waiting"
         self.stats = coordinator.stats
         return self
+
+    @property
+    def said(self):
+        """All that the clients were sent which may not depend on speculation: bits of log-probabilities where a row's
+        do not depend on the rows beside it, else how many there are."""
+        logprobs = self.logprobs, self.prompt_logprobs
+        counts = [{number: len(entries) for number, entries in one.items()} for one in logprobs]
+        return self.tokens, self.ends, *(logprobs if self.has_exact_rows else counts)
+
+    def _keep_logprobs(self, record):
+        """By request, one for each token, as bits: of the generated tokens, and of the prompt but its first token."""
+        if record.logprobs is not None:
+            record.logprobs.check(VOCAB_SIZE)
+            self.logprobs.setdefault(record.request_id, []).extend(bits(record.logprobs))
+        if record.prompt_logprobs is not None:
+            assert record.request_id not in self.prompt_logprobs, "those of a prompt come once"
+            record.prompt_logprobs.check(VOCAB_SIZE)
+            self.prompt_logprobs[record.request_id] = bits(record.prompt_logprobs)
 
     def _next(self, queue):
         """Batches of one moment reach their roles in any order."""
@@ -129,6 +153,15 @@ class Room:
             self._check_rows(self.draft.drafter)
         if self.leisure.random() < 0.7 and (preview := self.draft.preview(last=True)) is not None:
             assert not coordinator.on(preview, next(clock))
+
+
+def bits(logprobs):
+    """What is said of each token."""
+    return [(one.token_ids, one.values, one.ranks) for one in map(logprobs.part, *_edges(len(logprobs)))]
+
+
+def _edges(count):
+    return range(count), range(1, count + 1)
 
 
 @pytest.fixture(scope="session")
@@ -279,6 +312,7 @@ def open_room(models, speculator, open_bridge):
         )
         types = dict(dtype=getattr(torch, dtype), weights=weights, kv_dtype=kv_dtype)
         runner = open_model(models["target"], num_slots=slots, **types)
+        has_exact_rows = default_backend(runner.pool) == "ragged"
         draft = on_target = features = bridge = None
         if config is not None:
             if isinstance(config, AutoDrafterConfig):
@@ -322,7 +356,8 @@ def open_room(models, speculator, open_bridge):
         )
         num_draft_tokens = config.num_draft_tokens if config else 0
         is_chain = config is not None and config.is_chain and wrap is None
-        return Room(target, draft, num_draft_tokens, limits, slots, pipeline, attached, bridge, is_chain)
+        roles = target, draft, num_draft_tokens, limits, slots, pipeline, attached, bridge
+        return Room(*roles, is_chain, has_exact_rows)
 
     return open_
 

@@ -1,4 +1,5 @@
-"""The contract of every drafter: whatever it proposes, the tokens are those of plain decoding.
+"""The contract of every drafter: whatever it proposes, the tokens are those of plain decoding, and so are their
+log-probabilities, to the bit.
 
 A new drafter or shape joins by one row in `DRAFTERS`, a recipe by its name in `SPECULATORS`; pipelines join by
 themselves.
@@ -7,6 +8,7 @@ themselves.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import re
 import textwrap
@@ -37,6 +39,7 @@ from actors.policy.decision import Mode
 from actors.policy.policy import PIPELINES
 from actors.protocol.messages import PLAIN_DECODING, SamplingParams, TokenTree
 from actors.verification.compatibility import is_exact
+from actors.verification.logprobs import LogprobReader
 from parallel.kernels.attention import has_attention
 from parallel.kv.pool import FP8
 from parallel.speculators.streams.target_pass import StreamingRunner
@@ -227,7 +230,7 @@ def test_requests_of_one_batch_may_each_name_a_drafter(open_room, make_requests,
     requests = [replace(one, drafter=names[i % len(names)]) for i, one in enumerate(requests)]
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(auto, pipeline=pipeline, attached=auto.is_attached(pipeline)).serve(requests)
-    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.said == plain.said
     assert room.stats.levels.keys() == {*auto.member_names}, "each of them drafted"
 
 
@@ -253,9 +256,20 @@ def test_the_example_of_the_contributing_guide_is_a_drafter(open_room, make_requ
     assert is_exact(VerifyRule.block, kinds, config.draft_traits)
 
 
+@pytest.fixture
+def make_requests(make_requests):
+    """Of three requests one asks for nothing beside its tokens, and one for the log-probabilities of its prompt too."""
+
+    def make(count, **options):
+        asked = itertools.cycle([{}, {"logprobs": 3, "prompt_logprobs": 2}, {"logprobs": 0}])
+        return [replace(one, **next(asked)) for one in make_requests(count, **options)]
+
+    return make
+
+
 @pytest.fixture(scope="module")
 def plain_tokens():
-    """Plain decoding's tokens and endings per test function and sampling, computed once."""
+    """What plain decoding said, per test function and sampling, computed once."""
     return {}
 
 
@@ -288,9 +302,9 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
     if sampling not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
-        plain_tokens[sampling] = plain.tokens, plain.ends
+        plain_tokens[sampling] = plain.said
     room = open_room(DRAFTERS[drafter], pipeline=pipeline).serve(requests)
-    assert (room.tokens, room.ends) == plain_tokens[sampling]
+    assert room.said == plain_tokens[sampling]
     if pipeline != "plain" and "processed" not in sampling and drafter not in LOOKUPS:
         assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
         if pipeline in AHEAD and drafter == "chain":
@@ -305,13 +319,38 @@ def test_tokens_with_an_attached_drafter_are_those_of_plain_decoding(
     requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
     if sampling not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
-        plain_tokens[sampling] = plain.tokens, plain.ends
+        plain_tokens[sampling] = plain.said
     room = open_room(DRAFTERS[drafter], attached=True).serve(requests)
-    assert (room.tokens, room.ends) == plain_tokens[sampling]
+    assert room.said == plain_tokens[sampling]
     if drafter not in BY_ORDER:
         own_role = open_room(DRAFTERS[drafter]).serve(requests)
         counts = [(one.stats.num_accepted_tokens, one.stats.num_draft_tokens) for one in (room, own_role)]
         assert counts[0] == counts[1], "the placement changed what was drafted"
+
+
+def _next_row(read, reader, result, seq_id):
+    return read(reader, result, seq_id).roll(1, 0)
+
+
+def _row_of_the_root(read, reader, result, seq_id):
+    return read(reader, replace(result, path=(0,) * len(result.path)), seq_id)
+
+
+def _a_millionth_off(read, reader, result, seq_id):
+    return read(reader, result, seq_id) * (1 + 1e-6)
+
+
+@pytest.mark.skipif(not has_attention(), reason="PyTorch's products depend on the rows beside")
+@pytest.mark.parametrize("plant", [_next_row, _row_of_the_root, _a_millionth_off])
+def test_a_mistake_in_the_rows_of_log_probabilities_is_noticed(open_room, make_requests, models, monkeypatch, plant):
+    """A negative control of the comparison with plain decoding, whose paths are empty."""
+    requests = make_requests(5, max_tokens=24)
+    plain = open_room(pipeline="plain").serve(requests)
+    assert open_room(DRAFTERS["chain"], path=models["target"]).serve(requests).said == plain.said
+    read = LogprobReader._rows
+    monkeypatch.setattr(LogprobReader, "_rows", lambda reader, *of: plant(read, reader, *of))
+    room = open_room(DRAFTERS["chain"], path=models["target"]).serve(requests)
+    assert room.tokens == plain.tokens and room.logprobs != plain.logprobs
 
 
 def rules_on_the_target():
@@ -333,10 +372,10 @@ def test_tokens_with_a_drafter_on_the_target(open_room, make_requests, plain_tok
     requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
     if sampling not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
-        plain_tokens[sampling] = plain.tokens, plain.ends
+        plain_tokens[sampling] = plain.said
     room = open_room(ON_TARGET[drafter], attached=True, rule=rule).serve(requests)
     if rule == "coupled" or sampling.startswith("greedy"):
-        assert (room.tokens, room.ends) == plain_tokens[sampling]
+        assert room.said == plain_tokens[sampling]
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
@@ -345,7 +384,7 @@ def test_nodes_that_the_target_gives_up_change_no_token(open_room, make_requests
     requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
     if sampling not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
-        plain_tokens[sampling] = plain.tokens, plain.ends
+        plain_tokens[sampling] = plain.said
     find, num_pruned = StreamingRunner._pruned, []
 
     def counted(self, *of):
@@ -355,7 +394,7 @@ def test_nodes_that_the_target_gives_up_change_no_token(open_room, make_requests
 
     monkeypatch.setattr(StreamingRunner, "_pruned", counted)
     room = open_room(replace(SPECULATORS["streaming-tree"], prune_below=0.015), attached=True).serve(requests)
-    assert (room.tokens, room.ends) == plain_tokens[sampling]
+    assert room.said == plain_tokens[sampling]
     assert sum(num_pruned) > 0, "nothing was pruned: the test shows nothing"
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
@@ -374,7 +413,7 @@ def test_the_confidence_of_a_block_decides_how_long_drafts_are(open_room, make_r
     requests, lengths = make_requests(5, max_tokens=24), []
     if "greedy" not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
-        plain_tokens["greedy"] = plain.tokens, plain.ends
+        plain_tokens["greedy"] = plain.said
     for bias in (-20.0, 20.0):
 
         def biased(drafter, bias=bias):
@@ -382,7 +421,7 @@ def test_the_confidence_of_a_block_decides_how_long_drafts_are(open_room, make_r
             return drafter
 
         room = open_room(SPECULATORS["dspark-threshold"], attached=True, wrap=biased).serve(requests)
-        assert (room.tokens, room.ends) == plain_tokens["greedy"]
+        assert room.said == plain_tokens["greedy"]
         lengths.append(room.stats.num_draft_tokens / (room.stats.num_tokens - room.stats.num_accepted_tokens))
     assert 2 * lengths[0] < lengths[1], f"mean draft tokens of a verdict: {lengths}"
 
@@ -403,9 +442,9 @@ def test_tokens_with_a_separate_speculator(open_room, make_requests, plain_token
     requests = make_requests(5, max_tokens=24, temperature=1.0)
     if "T=1" not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
-        plain_tokens["T=1"] = plain.tokens, plain.ends
+        plain_tokens["T=1"] = plain.said
     room = open_room(config, pipeline=pipeline).serve(requests)
-    assert (room.tokens, room.ends) == plain_tokens["T=1"]
+    assert room.said == plain_tokens["T=1"]
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
@@ -427,7 +466,7 @@ def test_drafters_on_the_target_survive_preemption_and_chunked_prefill(
     plain = plain_tokens["preemption", temperature]
     config = ON_TARGET[drafter]
     room = open_room(config, limits=SchedulerConfig(3, 40, 16), slots=130, attached=True).serve(requests)
-    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.said == plain.said
     assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
@@ -458,10 +497,10 @@ def test_tokens_in_bfloat16_are_those_of_its_plain_decoding(
     attached = dict(attached=True) if pipeline is None else dict(pipeline=pipeline)
     room = open_room((DRAFTERS | ON_TARGET)[drafter], dtype="bfloat16", **attached).serve(requests)
     assert room.target.runner.pool.dtype == torch.bfloat16
-    assert [room.tokens, room.ends] == plain_tokens["bfloat16", sampling]
+    assert [part(room) for part in PARTS] == plain_tokens["bfloat16", sampling]
 
 
-PARTS = attrgetter("tokens"), attrgetter("ends")
+PARTS = [attrgetter(name) for name in ("tokens", "ends", "logprobs", "prompt_logprobs")]
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
@@ -472,10 +511,10 @@ def test_tokens_of_a_rounded_target_are_those_of_its_plain_decoding(
     requests, weights = make_requests(5, max_tokens=24), str(stored).removeprefix("torch.")
     if stored not in plain_tokens:
         plain = open_room(pipeline="plain", weights=stored).serve(requests)
-        plain_tokens[stored] = plain.tokens, plain.ends
+        plain_tokens[stored] = plain.said
     config = replace(DRAFTERS[drafter], weights=weights)
     room = open_room(config, path=models["target"], pipeline=pipeline, weights=stored).serve(requests)
-    assert (room.tokens, room.ends) == plain_tokens[stored]
+    assert room.said == plain_tokens[stored]
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
@@ -490,12 +529,12 @@ def test_tokens_with_fp8_rows_are_those_of_their_plain_decoding(
     requests = make_requests(5, max_tokens=24)
     if FP8 not in plain_tokens:
         plain = open_room(pipeline="plain", kv_dtype=FP8).serve(requests)
-        plain_tokens[FP8] = plain.tokens, plain.ends
+        plain_tokens[FP8] = plain.said
     path = models["target"] if drafter in DRAFTERS else None
     attached = dict(attached=True) if pipeline is None else dict(pipeline=pipeline)
     room = open_room((DRAFTERS | ON_TARGET)[drafter], path=path, kv_dtype=FP8, **attached).serve(requests)
     assert room.target.runner.pool.is_fp8
-    assert (room.tokens, room.ends) == plain_tokens[FP8]
+    assert room.said == plain_tokens[FP8]
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
@@ -536,7 +575,7 @@ def test_preemption_and_chunked_prefill_change_no_token(
     plain = plain_tokens["preemption", temperature]
     limits = SchedulerConfig(3, 40, 16)
     room = open_room(DRAFTERS[drafter], limits=limits, slots=130, attached=attached).serve(requests)
-    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.said == plain.said
     assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
 
 
@@ -556,7 +595,7 @@ def test_max_tokens_and_eos_inside_a_draft(open_room, make_requests, models, sam
         requests = make_requests(4, max_tokens=max_tokens, **sampling)
         plain = open_room(pipeline="plain").serve(requests)
         room = open_room(DRAFTERS["tree"], path=models["target"]).serve(requests)
-        assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+        assert room.said == plain.said
         assert all(len(tokens) <= max_tokens for tokens in room.tokens.values())
     # Any token can play the end: take one that greedy decoding reaches in the middle of a draft.
     requests = make_requests(2, max_tokens=20, **sampling)
@@ -571,7 +610,7 @@ def test_max_tokens_and_eos_inside_a_draft(open_room, make_requests, models, sam
     ]
     plain = open_room(pipeline="plain").serve(stopping)
     room = open_room(DRAFTERS["chain"], path=models["target"]).serve(stopping)
-    assert plain.ends[0] == "stop" and (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert plain.ends[0] == "stop" and room.said == plain.said
 
 
 def drafters_of_pipelines():
@@ -594,7 +633,7 @@ def test_a_policy_may_change_its_mind_at_any_moment(
     plain = plain_tokens["policy", temperature]
     policy = MoodyPolicy(random.Random(3), pipeline)
     room = open_room(DRAFTERS[drafter], pipeline=pipeline).serve(requests, policy=policy)
-    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.said == plain.said
     assert policy.rounds_in[Mode.rest] and policy.rounds_in[Mode.trial], "it never rested or never returned from it"
 
 
@@ -636,7 +675,7 @@ def test_an_adversary_costs_speed_only(open_room, make_requests, adversary, temp
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(NgramDrafterConfig(), wrap=lambda drafter: Adversary(drafter, ADVERSARIES[adversary]))
     room.serve(requests)
-    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.said == plain.said
     assert (room.stats.num_stale > 0) == (adversary == "wrong-root")
 
 
@@ -687,9 +726,9 @@ def test_a_request_that_no_token_can_follow_ends_where_plain_decoding_ends_it(
     if ("dead", temperature) not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
         assert "error" in plain.ends.values() and len({*plain.ends.values()}) > 1
-        plain_tokens["dead", temperature] = plain.tokens, plain.ends, plain.errors
+        plain_tokens["dead", temperature] = plain.said, plain.errors
     room = open_room(DRAFTERS[drafter], pipeline=pipeline).serve(requests)
-    assert (room.tokens, room.ends, room.errors) == plain_tokens["dead", temperature]
+    assert (room.said, room.errors) == plain_tokens["dead", temperature]
 
 
 @pytest.mark.parametrize(("drafter", "rule"), list(exact_pairs()))
@@ -751,5 +790,5 @@ def test_a_drafter_may_have_fewer_tokens(open_room, make_requests, models, tmp_p
     plain = open_room(pipeline="plain").serve(requests)
     assert any(token >= VOCAB_SIZE - 40 for tokens in plain.tokens.values() for token in tokens)
     room = open_room(DRAFTERS["chain"], path=tmp_path, pipeline=pipeline).serve(requests)
-    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.said == plain.said
     assert room.stats.num_accepted_tokens > 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import struct
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from actors.protocol.logprobs import Logprob, Logprobs
 from actors.protocol.messages import Request, RequestStats, SamplingParams, Tokens
 from cluster import completion as module
 from cluster.completion import Completion, EngineError, Token, TooManyRequestsError, follow
@@ -30,9 +32,10 @@ def opened(tokenizer, monkeypatch):
     clock = itertools.count(100)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
 
-    def open_(**sampling):
+    def open_(*, logprobs=None, prompt_logprobs=None, **sampling):
         aborted: list[int] = []
         request = Request(7, tuple(tokenizer.encode("ab").ids), SamplingParams(**sampling), drafter="none")
+        request = replace(request, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         return Completion(request, "ab", tokenizer, aborted.append), request, aborted
 
     return open_
@@ -258,3 +261,44 @@ def test_abort_asks_and_does_not_end(opened):
     completion.abort()
     assert aborted == [7] and completion.is_aborted and not completion.finished
     assert completion.append(Tokens(7, 0, (), "abort", None)) and completion.stats == RequestStats()
+
+
+def said_of(token_ids):
+    """Of each token, and of token 9 beside it; values and ranks are by the token."""
+    cells = [cell for token in token_ids for cell in ((token, -token / 4), (9, -0.5))]
+    ids_, values = zip(*cells, strict=True)
+    return Logprobs(
+        1,
+        struct.pack(f"<{len(ids_)}i", *ids_),
+        struct.pack(f"<{len(ids_)}f", *values),
+        struct.pack(f"<{len(token_ids)}i", *[1 + token for token in token_ids]),
+    )
+
+
+def entries_of(token_ids):
+    return [{token: Logprob(-token / 4, 1 + token), 9: Logprob(-0.5, 1)} for token in token_ids]
+
+
+def test_log_probabilities_follow_the_tokens_through_repetitions_and_up_to_a_stop(opened, tokenizer):
+    completion, request, aborted = opened(logprobs=1, prompt_logprobs=1, stop=("fg",))
+    assert (completion.logprobs, completion.prompt_logprobs) == ([], None)
+    text, prompt = ids(tokenizer, "cdefgh"), request.prompt
+    of_prompt = said_of(prompt[1:])
+    completion.append(Tokens(7, 0, text[:2], logprobs=said_of(text[:2]), prompt_logprobs=of_prompt))
+    completion.append(Tokens(7, 0, text[:3], logprobs=said_of(text[:3]), prompt_logprobs=of_prompt))
+    assert completion.prompt_logprobs == [None, *entries_of(prompt[1:])]
+    assert completion.logprobs == entries_of(text[:3])
+    (piece, num_tokens, num_texts) = completion.piece_since(0, 0)
+    assert piece.logprobs == tuple(entries_of(text[:3]))
+    completion.append(Tokens(7, 3, text[3:], logprobs=said_of(text[3:])))
+    assert aborted and completion.token_ids == [*text[:5]] and completion.logprobs == entries_of(text[:5])
+    assert completion.piece_since(num_tokens, num_texts)[0].logprobs == tuple(entries_of(text[3:5]))
+    remaining = completion.remaining_request()
+    assert (remaining.logprobs, remaining.prompt_logprobs) == (1, 1)
+
+
+def test_a_prompt_of_one_token_has_nothing_before_it(opened, tokenizer):
+    completion, *_ = opened(prompt_logprobs=1)
+    completion.append(Tokens(7, 0, ids(tokenizer, "c"), prompt_logprobs=Logprobs(1)))
+    assert completion.prompt_logprobs == [None] and completion.logprobs is None
+    assert completion.piece_since(0, 0)[0].logprobs == ()

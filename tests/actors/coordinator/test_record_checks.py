@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from math import inf, nan
 from typing import get_type_hints
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from actors.coordinator import clients
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec
+from actors.protocol.logprobs import Logprobs, PromptLogprobs
 from actors.protocol.membership import Alive, Hello, PassFailed, RankLost, Ready, Recall, Stop
 from actors.protocol.messages import (
     HASH_SEED,
@@ -396,3 +398,80 @@ def test_a_verdict_on_a_request_that_was_aborted_is_stale_though_its_number_is_u
     table.sent.clear()
     assert table.receive("target-0#0", verdicts(RIGHT))
     assert table.service._coordinator.stats.num_stale == 1 and not table.to(CLIENT)
+
+
+def said_of(token=7, value=-0.5, rank=1, num_tokens=1, k=0):
+    """Of so many tokens alike."""
+    arrays = np.array([token], "<i4"), np.array([value], "<f4"), np.array([rank], "<i4")
+    cells = [array.tobytes() * num_tokens * (1 + k) for array in arrays[:2]]
+    return Logprobs(k, *cells, arrays[2].tobytes() * num_tokens)
+
+
+LOGPROBS = [
+    (said_of(), True),
+    (None, False),
+    (said_of(value=0.0005), True),
+    (said_of(value=0.1), False),
+    (said_of(value=nan), False),
+    (said_of(value=-inf), True),
+    (said_of(token=FACTS["vocab_size"]), False),
+    (said_of(token=-1), False),
+    (said_of(rank=0), False),
+    (said_of(rank=FACTS["vocab_size"] + 1), False),
+    (said_of(num_tokens=2), False),
+    (said_of(k=2), True),
+    (said_of(k=3), False),
+    (replace(said_of(), k=-1), False),
+    (replace(said_of(), ranks=b"\1\0"), False),
+]
+
+
+@pytest.mark.parametrize(("said", "good"), LOGPROBS)
+def test_log_probabilities_that_were_asked_for_come_as_they_must(said, good):
+    table = Table()
+    table.receive(CLIENT, Request(2, (5, 6), REQUEST.sampling, logprobs=2))
+    table.receive(CLIENT, Abort(1))
+    table.receive("target-0#0", verdicts(RIGHT))
+    *_, batch = table.to("target-0#0")
+    (admit,) = [one for one in batch.admits if one.token_ids == (5, 6)]
+    assert (admit.logprobs, admit.prompt_logprobs) == (2, None)
+    answer = Verdict(admit.request_id, 0, 2, (), 7, said)
+    assert table.receive("target-0#0", verdicts(answer, round=batch.round)) == good
+    if good:
+        assert table.to(CLIENT)[-1] == Tokens(2, 0, (7,), logprobs=said)
+    table.hub.close()
+
+
+def test_log_probabilities_without_being_asked_for_are_refused(table):
+    assert not table.receive("target-0#0", verdicts(replace(RIGHT, logprobs=said_of())))
+    part = PromptLogprobs(1, 1, said_of())
+    table.rejoin("target", 2)
+    assert not table.receive("target-0#0", verdicts(prompt_logprobs=(part,), round=table.to("target-0#0")[-1].round))
+
+
+@pytest.mark.parametrize(
+    ("parts", "good"),
+    [
+        ([(1, 3)], True),
+        ([(1, 2)], False),
+        ([(1, 4)], False),
+        ([(2, 2)], False),
+        ([], False),
+        ([(1, 3), (1, 3)], False),
+    ],
+)
+def test_a_first_token_comes_with_all_of_its_prompt(parts, good):
+    table = Table()
+    table.receive(CLIENT, Request(2, (5, 6, 7, 8), REQUEST.sampling, prompt_logprobs=0))
+    table.receive(CLIENT, Abort(1))
+    table.receive("target-0#0", verdicts(RIGHT))
+    *_, batch = table.to("target-0#0")
+    (admit,) = [one for one in batch.admits if one.token_ids == (5, 6, 7, 8)]
+    read = tuple([PromptLogprobs(admit.request_id, first, said_of(num_tokens=count)) for first, count in parts])
+    answer = Verdict(admit.request_id, 0, 4, (), 7)
+    assert table.receive("target-0#0", verdicts(answer, round=batch.round, prompt_logprobs=read)) == good
+    if good:
+        assert table.to(CLIENT)[-1] == Tokens(2, 0, (7,), prompt_logprobs=said_of(num_tokens=3))
+        table.receive(CLIENT, Request(2, (5, 6, 7, 8), REQUEST.sampling, prompt_logprobs=0))
+        assert table.to(CLIENT)[-1] == table.to(CLIENT)[-2], "a client that missed it may ask again"
+    table.hub.close()

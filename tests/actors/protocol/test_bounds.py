@@ -84,6 +84,12 @@ def test_lists_of_sampling(name, most, beyond):
         (Request(1, (3,), drafter="ngram"), True),
         (Request(1, (3,), drafter="none"), True),
         (Request(1, (3,), drafter="model"), False),
+        (Request(1, (3,), logprobs=0, prompt_logprobs=0), True),
+        (Request(1, (3,), logprobs=20, prompt_logprobs=20), True),
+        (Request(1, (3,), logprobs=21), False),
+        (Request(1, (3,), logprobs=-1), False),
+        (Request(1, (3,), prompt_logprobs=21), False),
+        (Request(1, (3,), prompt_logprobs=-1), False),
     ],
 )
 def test_a_request_of_a_vocabulary_of_10_and_a_context_of_20(request_, good):
