@@ -299,6 +299,6 @@ def test_the_longest_request_fits_the_limit_of_clients_and_a_longer_record_does_
     longest = Request(1, (widest,) * (FACTS["max_model_len"] - 1), sampling, None, (widest,))
     assert 2 * len(CODEC.encode(longest)) > LONGEST_FIELDS
     stage.send(name, longest)
-    assert "token" in stage.receive(name).error, "it is read, and has tokens that the target lacks"
+    assert "token" in stage.receive(name).tokens[0].error, "it is read, and has tokens that the target lacks"
     stage.send(name, replace(longest, prompt=(widest,) * 40_000))
     assert stage.receive(name, 0.5) is None and stage.hub.num_unreadable == 2
