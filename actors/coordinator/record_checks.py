@@ -120,7 +120,7 @@ class RecordChecks:
         if batch.drafts is not None:
             self._check_proposals(batch.drafts)
         if batch.export is not None:
-            batch.export.check(batch.num_tokens)
+            batch.export.check(batch.num_tokens + sum([num_rows for _, num_rows in batch.hits]))
         _check_finite(batch.exported or ())
         for known in (*batch.verdicts, *batch.prompt_logprobs):
             if known.logprobs is not None:

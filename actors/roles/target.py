@@ -123,6 +123,7 @@ class TargetRole:
         finished = time.monotonic()
         verdicts = drafter.agree(verdicts, batch.items, is_lead=self._is_lead)
         features = self._committed_features(inputs, first_positions, verdicts) if reads else []
+        features = [*(self._known_features(answer.hits) if reads else ()), *features]
         self._commit_chunks(inputs)
         if drafter.keeps_at_once:
             self._commit_rows(verdicts)
@@ -139,6 +140,12 @@ class TargetRole:
         paths = {verdict.request_id: verdict.path for verdict in verdicts}
         found = self._features.rows(inputs, first_positions, paths)
         return [rows for rows in found if self.contexts[rows.request_id].speculates]
+
+    def _known_features(self, hits: Sequence[tuple[int, int]]) -> list[FeatureRows]:
+        """The features of the rows that requests of this batch found."""
+        assert self._features is not None
+        known = self._features.known
+        return [known(self.runner, *hit) for hit in hits if self.contexts[hit[0]].speculates]
 
     def forget(self) -> None:
         """Drop every request and its rows."""
@@ -165,7 +172,7 @@ class TargetRole:
             prompt_logprobs=admit.prompt_logprobs,
         )
         scope, token_ids = admit.rows_scope, self.contexts[admit.request_id].token_ids
-        may_share = scope is not None and self._features is None
+        may_share = scope is not None and (self._features is None or self._features.keeps)
         self.runner.open(admit.request_id, Text(token_ids, scope) if may_share else None)
         if self._grammars is not None:
             self._grammars.open(admit.request_id, admit.grammar)

@@ -1,7 +1,8 @@
 """The target's hidden states at committed tokens, for a drafter that reads them.
 
 A reader stands between a `Verifier` and its runner: it asks each pass for the taps and, once the verdicts are known,
-picks the rows of the tokens that the pass committed. Knows rows and positions, not the drafter.
+picks the rows of the tokens that the pass committed. It keeps the hidden states beside the KV rows, by slot, so that
+they are there too where a text begins with rows of another. Knows rows and positions, not the drafter.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from actors.drafters.interface import FeatureRows
 from parallel.kv.pass_plan import Span
+from parallel.kv.pool import KVPool
 from parallel.runtime.interface import PassOutput, Runner
 from parallel.speculators.config import FINAL, kv_tap
 from parallel.transfers import upload
@@ -26,20 +28,52 @@ if TYPE_CHECKING:
 
 class FeatureReader:
     """`taps` as `parallel.speculators.config` numbers them; several stand side by side in a row. For keys and values
-    it must read on every rank of the target, each of which has heads of its own in its pool."""
+    it must read on every rank of the target, each of which has heads of its own in its pool. `pool` is the target's
+    where the features of its rows are kept."""
 
-    def __init__(self, taps: Sequence[int]) -> None:
+    def __init__(self, taps: Sequence[int], pool: KVPool | None = None) -> None:
         self._taps = tuple(taps)
+        self._pool = pool
         self.streams = tuple(sorted({tap for tap in taps if tap > FINAL}))
         self._kv_taps = tuple(tap for tap in taps if tap < FINAL)
         self._kv: dict[int, Tensor] = {}
         self._output: PassOutput | None = None
+        self._kept: dict[int, Tensor] = {}  # by tap, [slots, size], memory that is taken as rows are written
 
     def forward(self, runner: Runner, spans: Sequence[Span], token_ids: Sequence[int]) -> PassOutput:
         """The pass, of which it keeps until `rows` what it reads."""
         self._output = runner.forward(spans, token_ids, self.streams)
-        self._kv = {tap: _written(cast("DecoderRunner", runner), spans, kv_tap(tap)) for tap in self._kv_taps}
+        if self._kv_taps or self._pool is not None:
+            pooled = cast("DecoderRunner", runner)
+            slots = upload(_written_slots(pooled, spans), self._output.hidden.device)
+            self._kv = {tap: _keys_and_values(pooled, slots, kv_tap(tap)) for tap in self._kv_taps}
+            if self._pool is not None:
+                self._keep(self._pool.num_slots, slots, self._output)
         return self._output
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the features of all rows in the pool are there."""
+        return self._pool is not None
+
+    def known(self, runner: DecoderRunner, request_id: int, num_rows: int) -> FeatureRows:
+        """Features of the first rows that a request has, which may be of passes for others."""
+        slots = upload(runner.pool.slots(request_id)[:num_rows].copy(), runner.pool.keys.device)
+        parts = [
+            _keys_and_values(runner, slots, kv_tap(tap)) if tap < FINAL else self._kept[tap].index_select(0, slots)
+            for tap in self._taps
+        ]
+        return FeatureRows(request_id, 0, torch.cat(parts, -1))
+
+    def _keep(self, num_slots: int, slots: Tensor, output: PassOutput) -> None:
+        for tap, rows in self._hidden_states(output).items():
+            if tap in self._taps:
+                if tap not in self._kept:
+                    self._kept[tap] = rows.new_empty(num_slots, rows.shape[-1])
+                self._kept[tap].index_copy_(0, slots, rows)
+
+    def _hidden_states(self, output: PassOutput) -> dict[int, Tensor]:
+        return dict(zip(self.streams, output.features, strict=True)) | {FINAL: output.hidden}
 
     @property
     def pruned(self) -> frozenset[int]:
@@ -65,7 +99,7 @@ class FeatureReader:
         return [FeatureRows(seq_id, position, rows) for (seq_id, position, _), rows in zip(found, parts, strict=True)]
 
     def _features(self, output: PassOutput, wanted: list[int], num_rows: int) -> Tensor:
-        streams = dict(zip(self.streams, output.features, strict=True)) | {FINAL: output.hidden} | self._kv
+        streams = self._hidden_states(output) | self._kv
         index = None
         if len(wanted) < num_rows:
             index = upload(wanted, output.hidden.device)
@@ -73,11 +107,15 @@ class FeatureReader:
         return picked[0].clone() if len(picked) == 1 and index is None else torch.cat(picked, -1)
 
 
-def _written(runner: DecoderRunner, spans: Sequence[Span], layer: int) -> Tensor:
-    """Keys and values that the last pass wrote in a layer, of all ranks' heads, [T, 2 * KV heads * head size]."""
+def _written_slots(runner: DecoderRunner, spans: Sequence[Span]) -> np.ndarray:
+    """Where the last pass wrote its rows, in their order."""
+    return np.concatenate([runner.pool.slots(span.seq_id)[-span.num_tokens :] for span in spans])
+
+
+def _keys_and_values(runner: DecoderRunner, slots: Tensor, layer: int) -> Tensor:
+    """Keys and values of a layer in these slots, of all ranks' heads, [n, 2 * KV heads * head size]."""
     pool, group = runner.pool, runner.decoder.group
-    slots = np.concatenate([pool.slots(span.seq_id)[-span.num_tokens :] for span in spans])
-    pair = torch.stack(pool.read(layer, upload(slots, pool.keys.device)), 1)
+    pair = torch.stack(pool.read(layer, slots), 1)
     if group.size > 1:
         pair = group.all_gather(pair.contiguous(), 2)
         pair = pair[:, :, :: pair.shape[2] // runner.config.num_kv_heads]  # ranks may hold the same head

@@ -20,10 +20,13 @@ from actors.verification.top_tokens import TopTokensReader
 from actors.worker.draft_rank import device_share, draft_setup
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
+from parallel.model.checkpoint import resolve_checkpoint
+from parallel.model.families.registry import read_config
 from parallel.runtime.graph_list import GraphList, graph_shapes
 from parallel.runtime.kv_sizing import fit_slots
 from parallel.runtime.pacing import pace
 from parallel.runtime.runner import captured_facts, open_model
+from parallel.speculators.config import FINAL
 
 if TYPE_CHECKING:
     from actors.roles.attached import AttachedDrafter
@@ -38,6 +41,7 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
     most_rows = 1 + spec.drafter.num_draft_tokens * speculates
     graphs = GraphList(graph_shapes(spec.scheduler.max_num_seqs, most_rows, spec.scheduler.max_num_batched_tokens))
     is_attached = spec.drafter.is_attached(spec.pipeline)
+    held, per_slot = spec.drafter.memory_beside(config, group.size, spec.device) if is_attached else (0, 0)
     fit = fit_slots(
         config.path,
         group,
@@ -53,7 +57,7 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
         max_num_batched_tokens=spec.scheduler.max_num_batched_tokens,
         graphs=graphs,
         sharing=device_share(spec),
-        beside=spec.drafter.memory_beside(config, group.size, spec.device) if is_attached else (0, 0),
+        beside=(held, per_slot + _kept_bytes(spec)),
     )
     sizes: dict[str, Any] = fit.facts()
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
@@ -73,7 +77,8 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
     # on every rank, since each has heads of its own; a bridge has its end on the lead alone
     if (is_attached and spec.drafter.reads_features) or spec.drafter.is_bridged(spec.pipeline):
         num_layers = runner.config.num_layers - config.stretch
-        features = FeatureReader(spec.drafter.taps(num_layers))
+        pool = runner.pool if spec.scheduler.prefix_cache else None
+        features = FeatureReader(spec.drafter.taps(num_layers), pool)
         if isinstance(bridge, FeatureSender):
             after = bridge
             bridge.fuser = spec.drafter.open_fuser(num_layers, spec.device)
@@ -101,6 +106,15 @@ def _grammars(spec: RankSpec) -> GrammarMasks:
     """Nothing is read before the first grammar."""
     checkpoint = Path(spec.target.path)
     return GrammarMasks(GrammarCompiler(lambda: open_tokenizer(checkpoint).to_str(), spec.eos_token_ids))
+
+
+def _kept_bytes(spec: RankSpec) -> int:
+    """Bytes for each KV slot, at most, of the hidden states that are kept beside it for a drafter."""
+    if not (spec.scheduler.prefix_cache and spec.drafter.reads_features and spec.pipeline != PipelineName.plain):
+        return 0
+    config = read_config(resolve_checkpoint(spec.target.path))
+    taps = {tap for tap in spec.drafter.taps(config.num_layers) if tap >= FINAL}
+    return len(taps) * config.hidden_size * 4
 
 
 def _attached(drafter: Drafter, group: Group, device: str) -> AttachedDrafter:

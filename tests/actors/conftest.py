@@ -65,6 +65,7 @@ class Room:
     errors: dict[int, str | None] = field(default_factory=dict)
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)  # tokens of the prompt whose rows were there
     stats: object = None
     leisure: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -106,6 +107,7 @@ class Room:
                 if record.finish_reason:
                     self.ends[record.request_id] = record.finish_reason
                     self.errors[record.request_id] = record.error
+                    self.cached[record.request_id] = record.stats.num_cached_tokens
         assert coordinator.num_requests == 0, "a request was left waiting"
         self.stats = coordinator.stats
         return self
@@ -336,13 +338,14 @@ def open_room(models, speculator, open_bridge):
             setup = DraftSetup(verify, pipeline, limits, SINGLE, "cpu", (EOS,), target_config, on_its_ranks)
             drafter, _ = config.build(setup)
             drafter = wrap(drafter) if wrap else drafter
+            pool = runner.pool if limits.prefix_cache else None
             if attached:
                 on_target = AttachedDrafter(drafter, SINGLE, "cpu")
-                features = FeatureReader(config.taps(2)) if config.reads_features else None
+                features = FeatureReader(config.taps(2), pool) if config.reads_features else None
             else:
                 draft = DraftRole(drafter)
                 if config.reads_features:
-                    bridge, features = open_bridge(), FeatureReader(config.taps(2))
+                    bridge, features = open_bridge(), FeatureReader(config.taps(2), pool)
                     bridge[0].fuser = config.open_fuser(2, "cpu")
         target = TargetRole(
             runner,

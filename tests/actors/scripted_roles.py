@@ -97,7 +97,7 @@ class ScriptedTarget:
         for request_id in batch.releases:
             self.pool.close(request_id)
         hits = self.open(batch)
-        verdicts, spans = [], []
+        verdicts, spans = [], [(request_id, 0, count) for request_id, count in hits.items()]
         for item in batch.items:
             text, cached = self.knows.texts[item.request_id], self.pool.cached_len(item.request_id)
             num_tokens = min(item.num_tokens, len(text) - cached)
@@ -122,9 +122,9 @@ class ScriptedTarget:
         return VerdictBatch(batch.round, tuple(verdicts), 0.0, 0.5, num_rows, export=export, hits=(*hits.items(),))
 
     def open(self, batch: VerifyBatch) -> dict[int, int]:
-        """The admitted requests with rows, and how many. Hidden states are those of rows that a pass computes."""
+        """The admitted requests with rows, and how many."""
         for admit in batch.admits:
-            scope = None if batch.bridge else admit.rows_scope
+            scope = admit.rows_scope
             text = None if scope is None else Text(self.knows.texts[admit.request_id], scope)
             self.pool.open(admit.request_id, text)
         hits = {admit.request_id: self.pool.cached_len(admit.request_id) for admit in batch.admits}

@@ -1,0 +1,112 @@
+"""The contract of every drafter where prompts begin as earlier ones did: the tokens are those of plain decoding without
+a prefix tree, and as much is found as without a drafter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from actors.options import SchedulerConfig
+from actors.policy.policy import Policy
+from actors.verification.features import FeatureReader
+from parallel.kv.pool import KVPool
+from parallel.kv.prefix_tree import PrefixTree, Text
+from tests.actors.test_contract import DRAFTERS, ON_ITS_LAYERS, ON_TARGET, SPECULATORS
+
+LIMITS = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=60, prefill_chunk=24)
+COLD = replace(LIMITS, prefix_cache=False)
+
+
+@pytest.fixture(scope="module")
+def plain_rooms():
+    return {}
+
+
+@pytest.fixture
+def waves(make_requests):
+    """Five prompts; then again as they were, and with other ends."""
+    first = make_requests(5, max_tokens=16, temperature=1.0, longest=60)
+    again = [replace(one, request_id=5 + i) for i, one in enumerate(first)]
+    other = [replace(one, request_id=10 + i, prompt=(*one.prompt[:-2], 50 + i, 60)) for i, one in enumerate(first)]
+    return [*first, *again, *other]
+
+
+@pytest.fixture
+def plain(open_room, waves, plain_rooms):
+    """Cold, and with a prefix tree."""
+    if not plain_rooms:
+        for limits in (COLD, LIMITS):
+            plain_rooms[limits] = open_room(pipeline="plain", limits=limits).serve(waves)
+    cold, warm = plain_rooms[COLD], plain_rooms[LIMITS]
+    assert (warm.tokens, warm.ends) == (cold.tokens, cold.ends)
+    assert sum(warm.cached.values()) > sum(cold.cached.values()) == 0
+    return warm
+
+
+def kinds():
+    yield from [pytest.param(DRAFTERS[name], {}, id=name) for name in DRAFTERS]
+    yield from [pytest.param(ON_TARGET[name], {"attached": True}, id=f"{name}-attached") for name in ON_TARGET]
+    separate = [name for name in SPECULATORS if name not in ON_ITS_LAYERS]
+    yield from [pytest.param(SPECULATORS[name], {}, id=f"{name}-separate") for name in separate]
+
+
+@pytest.mark.parametrize(("config", "place"), list(kinds()))
+def test_hits_change_no_token_and_no_drafter_loses_one(open_room, waves, plain, config, place):
+    room = open_room(config, limits=LIMITS, **place).serve(waves)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert {i: room.cached[i] for i in range(5, 10)} == {i: len(waves[i].prompt) - 1 for i in range(5, 10)}
+    assert sum(room.cached.values()) == sum(plain.cached.values())
+
+
+def drafted(room) -> tuple[int, int]:
+    return room.stats.num_draft_tokens, room.stats.num_accepted_tokens
+
+
+PLACED = [("kangaroo", True), ("eagle3", True), ("glide", True), ("medusa", False), ("dflash", False), ("glide", False)]
+
+
+@pytest.mark.parametrize(("name", "attached"), PLACED)
+def test_a_speculator_is_given_the_features_of_rows_that_were_there(open_room, waves, name, attached):
+    """Its drafts are those that it makes where the target reads every prompt."""
+    rooms = [
+        open_room(SPECULATORS[name], limits=limits, attached=attached).serve(waves, policy=Policy("sync", 5))
+        for limits in (COLD, LIMITS)
+    ]
+    assert drafted(rooms[0]) == drafted(rooms[1])
+    assert rooms[1].stats.num_rounds < rooms[0].stats.num_rounds
+
+
+def test_wrong_features_show(open_room, waves, monkeypatch):
+    """The control: those of no row."""
+    right = drafted(open_room(SPECULATORS["eagle3"], limits=LIMITS, attached=True).serve(waves))
+    known = FeatureReader.known
+
+    def zeroed(*arguments):
+        found = known(*arguments)
+        return replace(found, rows=torch.zeros_like(found.rows))
+
+    monkeypatch.setattr(FeatureReader, "known", zeroed)
+    assert drafted(open_room(SPECULATORS["eagle3"], limits=LIMITS, attached=True).serve(waves)) != right
+
+
+def test_rows_of_another_text_show(open_room, waves, plain, monkeypatch):
+    """The control of the contract: rows of any text that is known, whatever its tokens; one row too many shows in the
+    logits (`tests/parallel/runtime/test_prefix_rows.py`), seldom in a token."""
+
+    def any_text(tree, node, scope, token_ids):
+        while node.children and node.end < len(token_ids):
+            child = next(iter(node.children.values()))
+            node = child if child.end <= len(token_ids) else tree._split(child, len(token_ids) - node.end)
+        return node
+
+    table_of = KVPool._table_of
+
+    def lent(pool, text):
+        with monkeypatch.context() as patch:
+            patch.setattr(PrefixTree, "find", any_text)
+            return table_of(pool, Text(text.token_ids, text.scope))
+
+    monkeypatch.setattr(KVPool, "_table_of", lent)
+    assert open_room(DRAFTERS["ngram"], limits=LIMITS).serve(waves).tokens != plain.tokens
