@@ -8,7 +8,7 @@ correctness.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +28,7 @@ from actors.protocol.messages import (
     extend_hash,
     retract_hash,
 )
+from parallel.kv.prefix_tree import Text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,12 +55,14 @@ class Context:
     settled_len: int | None = None
     vocab_size: int | None = None  # of the drafter; tokens beyond it are clamped
     drafter: str | None = None  # the one that the request names, of those that the drafter consists of
+    rows_scope: Hashable = None  # KV rows of its text may be shared within it; None: not
     scope: int = 0  # of the client; what is remembered of ended requests is kept apart by it
     reference: tuple[int, ...] = ()  # a text of the request that its output may follow
 
     @classmethod
-    def admitted(cls, admit: Admit, vocab_size: int | None) -> Context:
-        """The context of a request at its admission, for a drafter that knows `vocab_size` tokens (None: any)."""
+    def admitted(cls, admit: Admit, vocab_size: int | None, life: int = 0) -> Context:
+        """The context of a request at its admission, for a drafter that knows `vocab_size` tokens (None: any). Rows of
+        its text are not shared with those of another `life`."""
         context = cls(
             admit.request_id,
             admit.epoch,
@@ -70,11 +73,17 @@ class Context:
             settled_len=admit.prompt_len,
             vocab_size=vocab_size,
             drafter=admit.drafter,
+            rows_scope=None if admit.rows_scope is None else (life, *admit.rows_scope),
             scope=admit.scope,
             reference=_clamped(admit.reference, vocab_size),
         )
         context.extend(admit.token_ids)
         return context
+
+    @property
+    def text(self) -> Text | None:
+        """The text, for a runner that shares rows of texts that begin alike."""
+        return None if self.rows_scope is None else Text(self.token_ids, self.rows_scope)
 
     @property
     def prompt(self) -> list[int]:

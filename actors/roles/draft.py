@@ -39,6 +39,7 @@ class DraftRole:
         self._learns = can.learns
         self._idle_time = None if can.learns is None else _idle_time(can.learns.idle_share, clock())
         self._adapts = adapts
+        self._num_forgotten = 0
         self._steps: list[tuple[float, float, bool]] = []  # (started, finished, refreshed) since the last answer
         self._timing = DraftAheadTiming()
         self._width_chooser = WidthChooser()
@@ -126,7 +127,9 @@ class DraftRole:
             self._learns.save()
 
     def forget(self) -> None:
-        """Release every request; the drafter keeps its model."""
+        """Release every request; the drafter keeps its model. Rows of texts are not found again: another rank of the
+        role, which may be new, has none."""
+        self._num_forgotten += 1
         for request_id in self.contexts:
             self.drafter.release(request_id)
         self.contexts.clear()
@@ -143,7 +146,9 @@ class DraftRole:
         for admit in batch.admits:
             if admit.request_id in self.contexts:  # a parent level that lost its answer admits again
                 self.drafter.release(admit.request_id)
-            self.contexts[admit.request_id] = Context.admitted(admit, self._capabilities.vocab_size)
+            self.contexts[admit.request_id] = Context.admitted(
+                admit, self._capabilities.vocab_size, self._num_forgotten
+            )
             self.drafter.open(self.contexts[admit.request_id])
         for commit in batch.commits:
             self._commit(commit)

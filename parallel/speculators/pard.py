@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
+from parallel.kv.prefix_tree import Text
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig
 from parallel.model.config_fields import read_config_file
@@ -67,7 +68,8 @@ class PardRunner(Runner):
     def longest_draft(self) -> int:
         return self._depth
 
-    def open(self, seq_id: SeqId) -> None:
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
+        """Without known rows: those of masks stand between them."""
         self.runner.open(seq_id)
         self._texts[seq_id] = _MaskedText()
 

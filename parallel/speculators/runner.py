@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import KVPool, SeqId
+from parallel.kv.prefix_tree import Text
 from parallel.kv.sequences import PooledSequences
 from parallel.model.decoder import Decoder
 from parallel.model.layers.attention import AttentionShape
@@ -48,7 +49,8 @@ class SpeculatorRunner(Runner):
     def config(self) -> SpeculatorConfig:
         return self.speculator
 
-    def open(self, seq_id: SeqId) -> None:
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
+        """Without known rows: they follow from the target's hidden states, which it is given for known rows too."""
         self._features[seq_id] = TextFeatures()
 
     def close(self, seq_id: SeqId) -> None:
@@ -100,7 +102,7 @@ class PooledRunner(SpeculatorRunner):
         self._backend = make_backend(backend or default_backend(pool), pool, shape, layers)
         self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)
 
-    def open(self, seq_id: SeqId) -> None:
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         super().open(seq_id)
         self._sequences.open(seq_id)
 

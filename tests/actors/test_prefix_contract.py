@@ -4,12 +4,15 @@ a prefix tree, and as much is found as without a drafter."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from actors.drafters.interface import Context
 from actors.options import SchedulerConfig
 from actors.policy.policy import Policy
+from actors.protocol.messages import Admit, SamplingParams
 from actors.verification.features import FeatureReader
 from parallel.kv.pool import KVPool
 from parallel.kv.prefix_tree import PrefixTree, Text
@@ -110,3 +113,46 @@ def test_rows_of_another_text_show(open_room, waves, plain, monkeypatch):
 
     monkeypatch.setattr(KVPool, "_table_of", lent)
     assert open_room(DRAFTERS["ngram"], limits=LIMITS).serve(waves).tokens != plain.tokens
+
+
+@pytest.mark.parametrize(("name", "expected"), [("chain", True), ("tree", True), ("layer", True), ("online", False)])
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_draft_model_finds_rows_of_its_own(open_room, waves, plain, name, expected, attached):
+    """In its own pool, whatever the target has: as many drafts are accepted, and fewer rows are read."""
+    limits, rooms, fed = (COLD, LIMITS), [], []
+    for each in limits:
+        fed.append([0])
+        room = open_room(DRAFTERS[name], limits=each, attached=attached, wrap=partial(counting, fed[-1]))
+        rooms.append(room.serve(waves, policy=Policy("sync", 5)))
+    assert (rooms[1].tokens, rooms[1].ends) == (plain.tokens, plain.ends)
+    saved = fed[0][0] - fed[1][0]
+    assert saved > 300 if expected else abs(saved) < 150
+    if name == "chain":
+        assert drafted(rooms[0]) == drafted(rooms[1])
+
+
+def counting(fed: list[int], drafter):
+    """The drafter with the rows that its model is fed counted."""
+    runner = getattr(drafter, "runner", None) or drafter.members[0].drafter.runner
+    forward = runner.forward
+
+    def counted(spans, *arguments, **options):
+        fed[0] += sum(span.num_tokens for span in spans)
+        return forward(spans, *arguments, **options)
+
+    runner.forward = counted
+    return drafter
+
+
+def test_a_role_that_comes_together_anew_finds_no_rows(open_room, waves):
+    """Ranks of a role must agree on what they have, and one of them may be new."""
+    room = open_room(DRAFTERS["chain"], limits=LIMITS).serve(waves)
+    role = room.draft
+    pool = role.drafter.runner.pool
+    role.forget()
+    text = Context.admitted(Admit(99, 0, waves[0].prompt, 9, SamplingParams(), cache_salt=""), None, 1)
+    role.drafter.open(text)
+    assert pool.cached_len(99) == 0
+    role.drafter.release(99)
+    role.drafter.open(Context.admitted(Admit(99, 0, waves[0].prompt, 9, SamplingParams(), cache_salt=""), None, 0))
+    assert pool.cached_len(99) > 0

@@ -114,7 +114,7 @@ class CascadeDrafter:
     # --- the contract of drafters -------------------------------------------------------------------------------------
 
     def open(self, context: Context) -> None:
-        self.runner.open(context.request_id)
+        self.runner.open(context.request_id)  # its rows run ahead of the text
         self._states[context.request_id] = RequestState(context, list(context.token_ids))
         self._child.open(context)
         if self._control is not None:

@@ -23,7 +23,7 @@ from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
 from actors.drafters.model.calibration import CalibrationSchedule
 from actors.drafters.model.chain_rules import ChainRule, GapRule, ProbabilityRule, ThompsonRule, ThresholdRule
 from actors.drafters.model.confidence_growth import ConfidenceGrowth
-from actors.drafters.model.config import DRAWN, LengthRule, PassDrafterConfig, Strategy
+from actors.drafters.model.config import DRAWN, LearningDrafterConfig, LengthRule, PassDrafterConfig, Strategy
 from actors.drafters.model.fixed_trees import FixedTreeGrowth, read_trees
 from actors.drafters.model.merging import leaders
 from actors.drafters.model.prefill import prefill
@@ -89,6 +89,9 @@ class ModelDrafter:
         self._growth = self._make_growth(config)
         self._chain_rule = _chain_rule(config)
         self._rows: dict[int, _Rows] = {}
+        self._shares_rows = not (
+            isinstance(config, LearningDrafterConfig) and config.online
+        )  # rows of older weights are not found
         self._calibration = CalibrationSchedule(config)
         self._merge_ngram = config.merge_ngram
         self.num_fed_nodes = 0
@@ -101,7 +104,7 @@ class ModelDrafter:
         self._chain_rule = rule
 
     def open(self, context: Context) -> None:
-        self.runner.open(context.request_id)
+        self.runner.open(context.request_id, context.text if self._shares_rows else None)
         self._restart(context)
 
     def prefill(self, contexts: Sequence[Context]) -> None:

@@ -17,6 +17,7 @@ from actors.drafters.vocabulary.retokenized import RetokenizedText
 from actors.drafters.vocabulary.token_pieces import TokenPieces
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
+from parallel.kv.prefix_tree import Text
 from parallel.runtime.interface import PassOutput, Runner, RunnerSizes
 
 _NO_ROWS = range(0)
@@ -74,7 +75,8 @@ class TranslatedRunner(Runner):
     def longest_draft(self) -> int:
         return self.runner.longest_draft
 
-    def open(self, seq_id: SeqId) -> None:
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:
+        """Without known rows: how its tokens begin depends on the text after them."""
         self.runner.open(seq_id)
         self._sequences[seq_id] = _TranslatedText(RetokenizedText(self._target, self._draft))
 

@@ -23,6 +23,7 @@ from cluster.tools.simulation.clock import QUIET, Disturbances, LaneClock
 from cluster.tools.simulation.language import RequestText
 from parallel.kv.pass_plan import PendingRows, Span
 from parallel.kv.pool import SeqId
+from parallel.kv.prefix_tree import Text
 from parallel.pass_cost import PassCost
 from parallel.runtime.interface import Runner
 
@@ -94,7 +95,7 @@ class ScriptedRunner:
     def longest_draft(self) -> int:
         return self.config.max_positions
 
-    def open(self, request_id: SeqId) -> None:
+    def open(self, request_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         self._sequences[request_id] = _ScriptedSequence()
 
     def close(self, request_id: SeqId) -> None:

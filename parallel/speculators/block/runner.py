@@ -22,6 +22,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import MutualRows, Span, SpanRows
 from parallel.kv.pool import SeqId
+from parallel.kv.prefix_tree import Text
 from parallel.model.config import DecoderConfig
 from parallel.model.layers.attention import PassPlan
 from parallel.runtime.interface import PassOutput
@@ -101,7 +102,7 @@ class BlockRunner(SpeculatorRunner):
     def longest_draft(self) -> int:
         return self.speculator.num_drafted
 
-    def open(self, seq_id: SeqId) -> None:
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         super().open(seq_id)
         self.pool.open(seq_id)
         self._sequences[seq_id] = _Sequence()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
 from parallel.kv.pool import SeqId
+from parallel.kv.prefix_tree import Text
 from parallel.model.config import DecoderConfig
 from parallel.runtime.runner import default_backend
 from parallel.speculators.block.runner import BlockNode, BlockPass, BlockRunner
@@ -34,7 +35,7 @@ class ParallelEagleRunner(BlockRunner):
         """Masks see what is before them only."""
         return backend or default_backend(self.pool)
 
-    def open(self, seq_id: SeqId) -> None:
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         super().open(seq_id)
         self._sequences[seq_id].length = 1  # token 0, which has no row
 

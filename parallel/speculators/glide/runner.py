@@ -20,6 +20,7 @@ from torch import Tensor
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span, lay_out, logit_rows
 from parallel.kv.pool import SeqId
+from parallel.kv.prefix_tree import Text
 from parallel.model.block import Block
 from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
@@ -125,7 +126,7 @@ class GlideRunner(PooledRunner):
         self._num_written: dict[SeqId, int] = {}
         """Leading positions whose keys and values of the target are in the pool."""
 
-    def open(self, seq_id: SeqId) -> None:
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         super().open(seq_id)
         self._num_written[seq_id] = 0
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
+from parallel.kv.prefix_tree import Text
 from parallel.model.decoder import Decoder
 from parallel.runtime.interface import PassOutput
 from parallel.speculators.heads.cells import TARGET_TABLE, HeadCell
@@ -83,7 +84,7 @@ class HeadsRunner(SpeculatorRunner):
 
     # --- sequences ---------------------------------------------------------------------------------------------------
 
-    def open(self, seq_id: SeqId) -> None:
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         super().open(seq_id)
         self._rows[seq_id] = _SequenceRows()
 

@@ -60,7 +60,7 @@ class ToyRunner:
         """It has the part of a runner that a level uses."""
         return cast("Runner", self)
 
-    def open(self, seq_id: int) -> None:
+    def open(self, seq_id: int, text: object = None) -> None:
         self._kept, self._pending = [], []
 
     def close(self, seq_id: int) -> None:

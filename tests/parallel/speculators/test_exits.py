@@ -37,7 +37,7 @@ class Beside(ExitRunner):
     target: ModelRunner
     text: Sequence[int]
 
-    def open(self, seq_id: SeqId) -> None:
+    def open(self, seq_id: SeqId, text: object = None) -> None:
         super().open(seq_id)
         self.target.open(seq_id)
 

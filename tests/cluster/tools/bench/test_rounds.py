@@ -24,7 +24,7 @@ class Target(ScriptedRunner):
         self.texts: dict[Any, list[int]] = {}
         self.closed: list[tuple[Any, list[int]]] = []
 
-    def open(self, seq_id):
+    def open(self, seq_id, text=None):
         self.texts[seq_id], self.cached[seq_id] = [], 0
 
     def forward(self, spans, token_ids, streams=()):
