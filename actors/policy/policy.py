@@ -270,15 +270,14 @@ class AdaptivePolicy(Policy):
         self._reads.update(seen.num_prompt_rows > 0)
         self._load = self._costs_of((_batch_class(seen.num_running), seen.samples, seen.num_prompt_rows.bit_length()))
         speculated = any(outcome.num_ordered for outcome in seen.outcomes)
-        is_late = seen.skipped_drafts and not any(one.num_ordered and one.num_tokens for one in seen.outcomes)
         choice = self._choice_of(seen, speculated=speculated)
         self._learn_acceptance(seen, speculated=speculated)
-        if choice is not None and not is_late:
+        if choice is not None:
             self._measure(choice, seen)
-        if speculated is self._decision.choice.drafts and not is_late:
+        if speculated is self._decision.choice.drafts:
             self._decision.count(*self._expected(seen, speculated=speculated), seen.seconds / self._speed.factor)
         self._decision.charge(seen.unused_s / self._speed.factor)
-        self._notice_late_drafts(seen, late=is_late)
+        self._notice_late_drafts(seen, late=seen.skipped_drafts and not speculated)
         if seen.num_may_speculate and (not seen.num_prompt_rows or self._reads.mean > _STEADY):
             self._decide(seen)
 

@@ -196,6 +196,19 @@ def test_drafts_that_always_come_late_end_speculation():
     assert policy._decision.choice.drafts, "the count begins anew"
 
 
+def test_a_trial_whose_drafts_are_waited_for_in_vain_ends_after_its_rounds():
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    while policy.mode is not Mode.trial:
+        policy.update(observation([0], draft_s=0.0, verify_s=0.01))
+        policy.caught_up()
+    in_vain = [DraftOutcome(0, 2, (), 0)]
+    late = RoundObservation(0.024, 0.01, 0.0, 1, 1, 100.0, 1, 0, in_vain, skipped_drafts=True)
+    for _ in range(2):
+        assert policy.mode is Mode.trial
+        policy.update(late)
+    assert policy.mode is Mode.rest
+
+
 def test_what_was_done_for_drafts_outside_of_rounds_is_charged():
     """But only before the next trial: it ends no speculation that pays."""
     policy = AdaptivePolicy("sync", 0, LONGEST)
