@@ -27,6 +27,7 @@ from cluster.serving.admission import InFlightLimit
 from cluster.serving.errors import ApiError, answer_refusal, bad_request, timed_out
 from cluster.serving.generation import Generation, RequestedText
 from cluster.serving.guard import Guard
+from cluster.serving.logprobs import LogprobWriter
 from cluster.serving.replies import DONE, ChatForm, CompletionForm, ReplyForm, ReplyWriter, usage_of
 from cluster.serving.requests import (
     ChatRequest,
@@ -208,7 +209,11 @@ class Api:
     async def _answer(
         self, body: GenerationRequest, request: Request, generation: Generation, form: ReplyForm
     ) -> Response:
-        writer = ReplyWriter(form, self._model.name, request.state.request_id, self._model.num_spec_tokens)
+        logprobs = None
+        if body.asked_logprobs.asks:
+            logprobs = LogprobWriter(body.asked_logprobs, await asyncio.to_thread(lambda: self._model.token_names))
+        facts = self._model.name, request.state.request_id, self._model.num_spec_tokens
+        writer = ReplyWriter(form, *facts, logprobs)
         if body.stream:
             return EventStream(_events(body, generation, writer), generation.close, self._timeout_s)
         try:

@@ -17,6 +17,7 @@ from msgspec import UNSET, Struct, UnsetType
 from cluster.completion import Piece
 from cluster.observability.report import request_metrics
 from cluster.serving.generation import Generation, RequestedText
+from cluster.serving.logprobs import ChatLogprobs, LogprobWriter, TextLogprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -49,9 +50,10 @@ class TextChoice(Struct):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: TextLogprobs | ChatLogprobs | None = None
     finish_reason: str | None = None
     seed: int | UnsetType = UNSET
+    prompt_logprobs: list[Any] | UnsetType = UNSET
 
 
 class FunctionDelta(Struct, omit_defaults=True):
@@ -92,7 +94,7 @@ class MessageChoice(Struct):
 
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: TextLogprobs | ChatLogprobs | None = None
     finish_reason: str | None = None
     seed: int | UnsetType = UNSET
 
@@ -102,7 +104,7 @@ class DeltaChoice(Struct):
 
     index: int
     delta: MessageDelta
-    logprobs: None = None
+    logprobs: TextLogprobs | ChatLogprobs | None = None
     finish_reason: str | None = None
     seed: int | UnsetType = UNSET
 
@@ -117,6 +119,7 @@ class ApiReply(Struct):
     choices: list[Any]
     usage: TokenUsage | UnsetType | None = UNSET
     metrics: dict[str, Any] | UnsetType | None = UNSET
+    prompt_logprobs: list[Any] | UnsetType = UNSET
 
 
 class ReplyForm(Protocol):
@@ -183,8 +186,11 @@ class ChatForm:
 class ReplyWriter:
     """Writes the reply to one request, whole or in chunks."""
 
-    def __init__(self, form: ReplyForm, model: str, request_id: str, num_spec_tokens: int) -> None:
+    def __init__(
+        self, form: ReplyForm, model: str, request_id: str, num_spec_tokens: int, logprobs: LogprobWriter | None = None
+    ) -> None:
         self._form = form
+        self._logprobs = logprobs
         self._model = model
         self._num_spec_tokens = num_spec_tokens
         self._id = f"{form.prefix}-{request_id}"
@@ -198,7 +204,19 @@ class ReplyWriter:
             for choice in generation.choices
         ]
         usage, metrics = final_usage_of(generation), self._metrics(generation)
-        return self._encoder.encode(self._reply(self._form.object, choices, usage, metrics))
+        reply = self._reply(self._form.object, choices, usage, metrics)
+        if self._logprobs is not None:
+            self._add_logprobs(self._logprobs, reply, generation)
+        return self._encoder.encode(reply)
+
+    def _add_logprobs(self, logprobs: LogprobWriter, reply: ApiReply, generation: Generation) -> None:
+        """Those of the prompt stand in each choice of a completion, and once in a chat, as in vLLM."""
+        for choice, made in zip(generation.choices, reply.choices, strict=True):
+            completion = choice.completion
+            made.logprobs = logprobs.part(choice.index, completion, completion.logprobs or ())
+            of_prompt = logprobs.prompt(completion)
+            if of_prompt is not None:
+                (made if isinstance(made, TextChoice) else reply).prompt_logprobs = of_prompt
 
     def opening(self, generation: Generation, usage: TokenUsage | UnsetType | None) -> bytes:
         """The chunks before the first token."""
@@ -206,7 +224,10 @@ class ReplyWriter:
         return b"".join([self._event([one], usage) for one in openings if one is not None])
 
     def chunk(self, choice: RequestedText, piece: Piece, usage: TokenUsage | UnsetType | None) -> bytes:
-        return self._event([self._form.part(choice, piece)], usage)
+        part = self._form.part(choice, piece)
+        if self._logprobs is not None:
+            part.logprobs = self._logprobs.part(choice.index, choice.completion, piece.logprobs)
+        return self._event([part], usage)
 
     def closing(self, generation: Generation) -> bytes:
         """The chunk with the usage of the whole request, which has no choice."""

@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from actors.protocol.grammar import Grammar
+from actors.protocol.logprobs import MOST_LOGPROBS
 from actors.protocol.messages import LONGEST_SALT, MOST_PRIORITY, PLAIN_DECODING
 from actors.protocol.sampling_params import MOST_BAD_WORDS, SamplingParams
 from cluster.serving.grammars import ResponseFormat, StructuredOutputs
+from cluster.serving.logprobs import AskedLogprobs
 from cluster.serving.tools import ToolCall, ToolChoice, ToolDefinition, call_grammar
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -24,7 +26,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "service_tier": ("auto", "default"),
@@ -34,7 +35,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "use_beam_search": (False,),
 }
 """Fields that are not supported, with the values that ask for nothing."""
@@ -142,9 +142,17 @@ class GenerationRequest(ApiRequest):
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
     cache_salt: Annotated[str, Field(max_length=LONGEST_SALT)] = ""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @property
+    def asked_logprobs(self) -> AskedLogprobs:
+        """The log-probabilities that replies have."""
+        return AskedLogprobs(None, self.prompt_logprobs)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: is not for stream=true; leave one of them out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: is only for stream=true; leave it out")
         if self.grammar is not None and self.ignore_eos:
@@ -210,6 +218,11 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @property
+    def asked_logprobs(self) -> AskedLogprobs:
+        return AskedLogprobs(self.logprobs, self.prompt_logprobs, echoes=self.echo)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -259,6 +272,8 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     tools: list[ToolDefinition] = Field(default_factory=list)
@@ -273,6 +288,16 @@ class ChatRequest(GenerationRequest):
         if self.offered_tools and super().grammar is not None:
             raise ValueError("tools: cannot be used with response_format or structured_outputs; set tool_choice=none")
         return self
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs=true; set it or leave this out")
+        return self
+
+    @property
+    def asked_logprobs(self) -> AskedLogprobs:
+        return AskedLogprobs(self.top_logprobs if self.logprobs else None, self.prompt_logprobs, is_chat=True)
 
     @property
     def choice(self) -> ToolChoice:

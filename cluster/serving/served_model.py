@@ -8,10 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from actors.drafters.config import NoDrafterConfig
+from actors.drafters.vocabulary.token_pieces import TokenPieces
 from actors.options import PipelineName
 from actors.protocol.grammar import Grammar
 from actors.protocol.messages import SamplingParams, check_tokens
@@ -24,6 +26,7 @@ from cluster.pocket import is_bundled
 from cluster.serving.chat_template import ChatTemplate
 from cluster.serving.errors import ApiError, bad_request
 from cluster.serving.generation import RequestedText
+from cluster.serving.logprobs import TokenNames
 from cluster.serving.requests import NO_TEXT, ChatMessage, ChatRequest, GenerationRequest, is_text
 from cluster.serving.tools import (
     ArgumentsReader,
@@ -66,6 +69,7 @@ class ServedModel:
         self._has_alias = config.server.metrics_alias != "none"
         self._client = client
         self._tokenizer = client.tokenizer
+        self._checkpoint = checkpoint
         self._template = ChatTemplate.read(checkpoint)
         self._response_template = ChatTemplate.read_response_template(checkpoint)
 
@@ -106,6 +110,15 @@ class ServedModel:
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The entries of the vocabulary."""
         return [self._tokenizer.id_to_token(token) or "" for token in token_ids]
+
+    @cached_property
+    def token_names(self) -> TokenNames:
+        """Made at the first use, which reads the tokenizer again: off the event loop."""
+        try:
+            pieces = TokenPieces(self._checkpoint)
+        except ValueError:
+            pieces = None
+        return TokenNames(self._tokenizer, pieces)
 
     def encode_chat(
         self,
@@ -179,7 +192,8 @@ class ServedModel:
         self._check_draft_length(options.num_draft_tokens)
         how: dict[str, Any] = {"drafter": options.chosen, "num_draft_tokens": options.num_draft_tokens}
         how |= {"reference": texts.prediction, "priority": request.priority, "grammar": request.grammar}
-        how["cache_salt"] = request.cache_salt
+        how["cache_salt"], asked = request.cache_salt, request.asked_logprobs
+        how |= {"logprobs": asked.generated, "prompt_logprobs": asked.most_of_prompt}
         choices: list[RequestedText] = []
         for prompt, params in zip(prompts, sampling, strict=True):
             for seed in request.seeds():

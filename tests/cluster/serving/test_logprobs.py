@@ -1,0 +1,115 @@
+"""Log-probabilities over HTTP, with the official client: those of the engine, in OpenAI's lists, streamed or not."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+
+from actors.protocol.messages import SamplingParams
+
+PROMPT = "def médian(x):"
+MESSAGES = [{"role": "user", "content": "Büffel"}]
+BODIES = [
+    {"temperature": 0, "max_tokens": 24},
+    {"temperature": 1.2, "seed": 5, "max_tokens": 30, "n": 2},
+    {"temperature": 0.9, "seed": 3, "max_tokens": 20, "extra_body": {"min_tokens": 9}, "stop": ["e", "a"]},
+]
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["speculation", "plain"])
+@pytest.mark.parametrize("sampling", BODIES)
+def test_a_completion_lists_what_the_engine_says_of_each_token(client, server, sampling, enabled):
+    extra = {"speculative": {"enabled": enabled}, **sampling.get("extra_body", {})}
+    body = {**sampling, "extra_body": extra}
+    reply = client.completions.create(model="tiny-chat", prompt=PROMPT, logprobs=3, **body)
+    for choice in reply.choices:
+        params = {name: value for name, value in sampling.items() if name not in ("n", "seed", "extra_body")}
+        params |= sampling.get("extra_body", {})
+        params = SamplingParams(**{**params, "stop": tuple(params.get("stop", ())), "seed": choice.seed})
+        (wanted,) = server.engine.generate([PROMPT], params, drafter="none", logprobs=3)
+        said = choice.logprobs
+        assert said.token_logprobs == [
+            entry[token].logprob for token, entry in zip(wanted.token_ids, wanted.logprobs, strict=True)
+        ], "to the bit"
+        assert choice.text == wanted.text and len(said.tokens) == len(said.text_offset) == len(wanted.token_ids)
+        for token, value, top in zip(said.tokens, said.token_logprobs, said.top_logprobs, strict=True):
+            assert top[token] == value and len(top) in (3, 4) and [*top.values()] == sorted(top.values(), reverse=True)
+
+
+@pytest.mark.parametrize("sampling", BODIES)
+@pytest.mark.parametrize("echo", [False, True])
+def test_the_chunks_of_a_completion_list_what_its_whole_reply_lists(client, sampling, echo):
+    body = {"model": "tiny-chat", "prompt": PROMPT, "logprobs": 2, "echo": echo, "seed": 1, **sampling}
+    whole = client.completions.create(**body)
+    for choice in whole.choices:
+        chunks = [one for chunk in client.completions.create(stream=True, **body) for one in chunk.choices]
+        parts = [one.logprobs for one in chunks if one.index == choice.index and one.logprobs is not None]
+        for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [*chain(*[getattr(part, field) for part in parts])] == getattr(choice.logprobs, field)
+
+
+def test_an_echo_scores_the_prompt(client, server):
+    """As harnesses ask that score texts: token ids, one token more, and the values of the prompt."""
+    prompt = server.engine.tokenizer.encode(PROMPT).ids
+    body = {"model": "tiny-chat", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+    (choice,) = client.completions.create(prompt=prompt, **body).choices
+    (wanted,) = server.engine.generate([prompt], SamplingParams(max_tokens=1), prompt_logprobs=1, logprobs=1)
+    said = choice.logprobs
+    assert len(said.tokens) == len(prompt) + 1 and said.token_logprobs[0] is None and said.top_logprobs[0] is None
+    pairs = zip(prompt[1:], wanted.prompt_logprobs[1:], strict=True)
+    assert said.token_logprobs[1:-1] == [entry[token].logprob for token, entry in pairs]
+    assert choice.text.startswith(PROMPT) and said.text_offset[0] == 0
+    texts = [token for token in said.tokens if not token.startswith("bytes:")]
+    offsets = [at for at, token in zip(said.text_offset, said.tokens, strict=True) if not token.startswith("bytes:")]
+    assert all(choice.text.startswith(text, at) for text, at in zip(texts[:-1], offsets, strict=False))
+
+
+def test_a_prompt_may_be_scored_alone(client, server):
+    body = {"model": "tiny-chat", "max_tokens": 2, "temperature": 0, "extra_body": {"prompt_logprobs": 2}}
+    (choice,) = client.completions.create(prompt=PROMPT, **body).choices
+    chat = client.chat.completions.create(messages=MESSAGES, **body)
+    (wanted,) = server.engine.generate([PROMPT], SamplingParams(max_tokens=2), prompt_logprobs=2)
+    assert choice.logprobs is None and choice.prompt_logprobs[0] is None and chat.prompt_logprobs[0] is None
+    said = [{int(i): (one["logprob"], one["rank"]) for i, one in row.items()} for row in choice.prompt_logprobs[1:]]
+    assert said == [{i: (one.logprob, one.rank) for i, one in row.items()} for row in wanted.prompt_logprobs[1:]]
+
+
+@pytest.mark.parametrize("sampling", BODIES)
+@pytest.mark.parametrize("top", [0, 3])
+def test_a_chat_lists_bytes_that_join_to_its_text_streamed_or_not(client, sampling, top):
+    body = {"model": "tiny-chat", "messages": MESSAGES, "logprobs": True, "top_logprobs": top, "seed": 1, **sampling}
+    whole = client.chat.completions.create(**body)
+    chunks = [one for chunk in client.chat.completions.create(stream=True, **body) for one in chunk.choices]
+    for choice in whole.choices:
+        content = choice.logprobs.content
+        parts = [one.logprobs.content for one in chunks if one.index == choice.index and one.logprobs is not None]
+        assert [*chain(*parts)] == content
+        text = bytes(byte for token in content for byte in token.bytes).decode(errors="replace")
+        assert text.startswith(choice.message.content) and ("stop" in sampling or text == choice.message.content)
+        for token in content:
+            assert len(token.top_logprobs) in ((top, top + 1) if top else (0,))
+            assert not top or (token.token, token.logprob) in [(one.token, one.logprob) for one in token.top_logprobs]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
+        ("completions", {"prompt": "x", "logprobs": -1}, "logprobs"),
+        ("completions", {"prompt": "x", "logprobs": True}, "logprobs"),
+        ("completions", {"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),
+        ("completions", {"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+        ("chat/completions", {"messages": MESSAGES, "logprobs": 2}, "logprobs"),
+    ],
+)
+def test_what_cannot_be_listed_is_refused_by_name(server, path, body, field):
+    status, _, reply = server.ask(f"/v1/{path}", body)
+    assert (status, reply["error"]["param"]) == (400, field)
+
+
+def test_nothing_is_listed_for_those_that_do_not_ask(client):
+    (choice,) = client.completions.create(model="tiny-chat", prompt=PROMPT, max_tokens=3).choices
+    assert choice.logprobs is None and not hasattr(choice, "prompt_logprobs")
