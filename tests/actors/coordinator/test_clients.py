@@ -11,11 +11,11 @@ from actors.coordinator import clients
 from actors.coordinator.clients import CLIENT
 from actors.protocol.membership import Alive, ClientKeys, Hello, Ready, Stop
 from actors.protocol.messages import (
+    Outputs,
     Report,
     ReportOrder,
     Request,
     SamplingParams,
-    Tokens,
     Verdict,
     VerdictBatch,
     VerifyBatch,
@@ -72,11 +72,11 @@ def test_each_client_gets_the_tokens_and_the_report_it_asked_for(stage):
     submit(stage, f"{OTHER}/out")
     verify_until(stage, SECOND)
     for name in (CLIENT, OTHER):
-        assert receive(stage, name, Tokens).request_id == MINE
+        assert [one.request_id for one in receive(stage, name, Outputs).tokens] == [MINE]
     stage.links[f"{OTHER}/out"].send(ReportOrder())
     assert isinstance(receive(stage, OTHER, Report), Report)
-    assert receive(stage, CLIENT, Tokens | Report, 0.3) is None
-    assert receive(stage, OTHER, Tokens | Report, 0.3) is None
+    assert receive(stage, CLIENT, Outputs | Report, 0.3) is None
+    assert receive(stage, OTHER, Outputs | Report, 0.3) is None
 
 
 def test_every_client_receives_heartbeats_and_the_end(stage):
@@ -99,7 +99,7 @@ def test_requests_of_a_client_that_left_are_aborted_and_the_others_go_on(stage, 
     batch = receive(stage, "target-0", VerifyBatch)
     assert [item.request_id for item in batch.items] == [SECOND] and FIRST in batch.releases
     stage.links["target-0"].send(VerdictBatch(batch.round, (Verdict(SECOND, 0, 2, (), 7),), 0.0, 0.0))
-    assert receive(stage, CLIENT, Tokens).request_id == MINE
+    assert [one.request_id for one in receive(stage, CLIENT, Outputs).tokens] == [MINE]
 
 
 def test_requests_of_a_client_whose_key_was_taken_away_are_aborted(stage, monkeypatch):
