@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
@@ -83,7 +82,7 @@ class TextMatcher:
             return None
         try:
             matcher = self._compiling.result(_READY_S)
-        except (ValueError, FutureTimeoutError):
+        except Exception:  # whatever it is, it ends this request alone
             self._failed = True
             return None
         unread = list(generated[self._num_read :])

@@ -140,6 +140,11 @@ def test_a_grammar_that_failed_allows_nothing(compiler, grammar, text):
         (Grammar("regex", "(("), r"^grammar: this regex cannot be used \(.*unclosed group.*\)$"),
         (Grammar("json_schema", "[1"), r"^grammar: is no json_schema \(.*\)$"),
         (Grammar("json_schema", '{"not": {}}'), r"^grammar: this json_schema cannot be used \(.*not.*\)$"),
+        (Grammar("json_schema", '{"items": [{"multipleOf": 9999991}]}'), r"^grammar: is no json_schema \(multipleOf"),
+        (Grammar("json_schema", '{"multipleOf": 999.991}'), r"^grammar: is no json_schema \(multipleOf"),
+        (Grammar("json_schema", "[" * 60_000), r"^grammar: is no json_schema \("),
+        (Grammar("lark", 'start: %json {"multipleOf": 7}'), r"^grammar: is no lark \(multipleOf"),
+        (Grammar("lark", 'start: %json {"\\u006dultipleOf": 7}'), r"^grammar: is no lark \(multipleOf"),
         (Grammar("lark", "begin: 'a'"), r"^grammar: this lark cannot be used \(.*\)$"),
         (Grammar("gbnf", "x"), r"^grammar.kind: 'gbnf' is none of json_schema, regex, lark$"),
         (Grammar("regex", ""), r"^grammar.text: has 0 characters; give 1 to 65536$"),
@@ -169,3 +174,16 @@ def test_a_grammar_is_compiled_once(compiler, monkeypatch):
     assert fresh._compiled.cache_info().hits == 1
     assert first.consume_tokens(first.compute_ff_tokens() or [91]) and second.compute_bitmask() != b""
     assert second.try_consume_tokens([91]) == 1, "matchers are copies: none has read what another has"
+
+
+def test_a_grammar_that_is_too_ambiguous_ends_its_text(compiler):
+    """Its steps are bounded: with the library's own limits each takes seconds."""
+    rules = [f'r{i}: "a" r{(7 * i + 1) % 1500} | "a"' for i in range(1500)]
+    ambiguous = Grammar("lark", f"start: {' | '.join(f'r{i}' for i in range(1500))}\n" + "\n".join(rules))
+    masks = GrammarMasks(compiler)
+    masks.open(7, ambiguous)
+    letter = compiler.matcher(Grammar("regex", "a")).compute_ff_tokens()[0]
+    found = masks.masked([Text([5, 6], TokenTree.chain(6, [letter] * 4))], torch.zeros(5, VOCAB_SIZE))
+    assert not found.isfinite().any()
+    small = Grammar("json_schema", '{"type": "integer", "multipleOf": 7, "minimum": 0}')
+    assert compiler.matcher(small).compute_bitmask()
