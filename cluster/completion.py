@@ -44,12 +44,14 @@ class Token:
 class Piece:
     """What a completion gained since the piece before it: tokens and visible text, each possibly nothing. The texts of
     all pieces make up `Completion.text`. `finish_reason` comes with the last one. `logprobs` are the tokens' entries of
-    `Completion.logprobs`, if they are asked for."""
+    `Completion.logprobs`, if they are asked for; `position` is the
+    place of the first."""
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None = None
     logprobs: tuple[dict[int, Logprob], ...] = ()
+    position: int = 0
 
 
 class Completion:
@@ -70,6 +72,7 @@ class Completion:
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if request.logprobs is None else []
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.drafted: set[int] = set()  # places of the tokens that were drafted; it may name places behind the end
         self.finish_reason: str | None = None
         self.stats = RequestStats()
         self.submitted_at = time.monotonic()
@@ -137,6 +140,7 @@ class Completion:
         with self._changed:
             num_known = max(0, len(self.token_ids) - tokens.position)
             added = tokens.token_ids[num_known:]
+            self.drafted.update(range(tokens.position, tokens.position + tokens.num_drafted))
             if added:
                 self.last_token_at = now
                 if self.first_token_at is None:
@@ -161,7 +165,18 @@ class Completion:
         with self._changed:
             added, text = tuple(self.token_ids[num_tokens:]), "".join(self._texts[num_texts:])
             logprobs = tuple(self.logprobs[num_tokens:]) if self.logprobs is not None else ()
-            return Piece(added, text, self.finish_reason, logprobs), len(self.token_ids), len(self._texts)
+            piece = Piece(added, text, self.finish_reason, logprobs, num_tokens)
+            return piece, len(self.token_ids), len(self._texts)
+
+    def token_texts(self, piece: Piece) -> list[tuple[str, bool]]:
+        """The text of a piece by tokens, each with whether it was drafted. What was held back until the end is of the
+        last."""
+        with self._changed:
+            places = range(piece.position, piece.position + len(piece.token_ids))
+            parts = [(self._texts[place], place in self.drafted) for place in places]
+        if held_back := piece.text[sum([len(text) for text, _ in parts]) :]:
+            parts.append((held_back, places.stop - 1 in self.drafted))
+        return parts
 
     def add_waiter(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Event) -> None:
         """Set `waiter` in `loop` whenever this completion grows or ends."""

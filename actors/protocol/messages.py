@@ -272,6 +272,8 @@ class Tokens:
     repetition. `finish_reason` is None, "stop", "length", "abort", "error", or "refused": the client has too many
     requests in flight for another. `logprobs` are those of these tokens and `prompt_logprobs` those of the prompt's but
     the first, which come with the first tokens, where the request asks for them.
+
+    The first `num_drafted` of them were draft tokens, the others the target's own.
     """
 
     request_id: int
@@ -282,6 +284,7 @@ class Tokens:
     error: str | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    num_drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

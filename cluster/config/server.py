@@ -19,8 +19,8 @@ class ServerConfig(Section):
     model_name: str = ""
     """Name of the model in requests and replies; empty = the name of its checkpoint."""
     api_key: str = ""
-    """Key that requests must bring as `Authorization: Bearer KEY`, for all but /health; empty = none is asked for.
-    It can be read in the process list and in the run directory: prefer a file."""
+    """Key that requests must bring as `Authorization: Bearer KEY`, for all but /health and the page at /; empty = none
+    is asked for. It can be read in the process list and in the run directory: prefer a file."""
     api_key_file: str = ""
     """File with such keys, one in each line."""
     metrics_alias: Annotated[str, OneOf(("none", "vllm"))] = "none"

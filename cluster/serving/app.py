@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from cluster.completion import EngineError
@@ -43,6 +44,12 @@ from cluster.serving.tools import NamedTool
 
 _COMPILE_S = 10.0
 """Limit for one grammar; those of the size that is allowed take a small part of it."""
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_MAY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+)
+"""It has all it needs in itself, and asks this server alone."""
 _CLIENT_CLOSED = 499
 """Status of a request whose client has gone: for logs alone."""
 
@@ -72,6 +79,7 @@ class Api:
         app.get("/health", response_class=Response)(self.health)
         app.get("/ready", response_class=Response)(self.ready)
         app.get("/version")(self.version)
+        app.get("/", response_class=HTMLResponse)(self.page)
         app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
         return Guard(app, keys, max_body)
 
@@ -129,6 +137,10 @@ class Api:
 
     async def version(self) -> Response:
         return _json({"version": versions()["specdec"]})
+
+    async def page(self) -> Response:
+        """A page that asks this server and shows who proposed each token."""
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": _PAGE_MAY})
 
     async def metrics(self) -> Response:
         """For Prometheus."""
@@ -213,7 +225,7 @@ class Api:
         if body.asked_logprobs.asks:
             logprobs = LogprobWriter(body.asked_logprobs, await asyncio.to_thread(lambda: self._model.token_names))
         facts = self._model.name, request.state.request_id, self._model.num_spec_tokens
-        writer = ReplyWriter(form, *facts, logprobs)
+        writer = ReplyWriter(form, *facts, logprobs, includes_proposers=body.includes_proposers)
         if body.stream:
             return EventStream(_events(body, generation, writer), generation.close, self._timeout_s)
         try:

@@ -1,6 +1,6 @@
 """What happens to a request before it is read: its number, its key, and the size of its body.
 
-ASGI around the application. It must not know routes, but for the one that needs no key.
+ASGI around the application. It must not know routes, but for those that need no key.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.serving.errors import ApiError, answer
 from cluster.serving.replies import random_id
 
-OPEN = ("/health",)
-"""Paths that need no key."""
+OPEN = ("/", "/health")
+"""Paths that need no key: the page asks for one, and says nothing of the engine."""
 _REQUEST_ID = "x-request-id"
 _NAMED = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _BEARER = "bearer "

@@ -45,6 +45,13 @@ class TokenUsage(Struct):
     prompt_tokens_details: PromptDetails | UnsetType = UNSET
 
 
+class TokenSource(Struct):
+    """The text of a token, and who proposed it: the drafter or the target."""
+
+    text: str
+    by: str
+
+
 class TextChoice(Struct):
     """A choice of a completion, or what it gained in a chunk."""
 
@@ -54,6 +61,7 @@ class TextChoice(Struct):
     finish_reason: str | None = None
     seed: int | UnsetType = UNSET
     prompt_logprobs: list[Any] | UnsetType = UNSET
+    proposers: list[TokenSource] | UnsetType = UNSET
 
 
 class FunctionDelta(Struct, omit_defaults=True):
@@ -107,6 +115,7 @@ class DeltaChoice(Struct):
     logprobs: TextLogprobs | ChatLogprobs | None = None
     finish_reason: str | None = None
     seed: int | UnsetType = UNSET
+    proposers: list[TokenSource] | UnsetType = UNSET
 
 
 class ApiReply(Struct):
@@ -187,9 +196,17 @@ class ReplyWriter:
     """Writes the reply to one request, whole or in chunks."""
 
     def __init__(
-        self, form: ReplyForm, model: str, request_id: str, num_spec_tokens: int, logprobs: LogprobWriter | None = None
+        self,
+        form: ReplyForm,
+        model: str,
+        request_id: str,
+        num_spec_tokens: int,
+        logprobs: LogprobWriter | None = None,
+        *,
+        includes_proposers: bool = False,
     ) -> None:
         self._form = form
+        self._includes_proposers = includes_proposers
         self._logprobs = logprobs
         self._model = model
         self._num_spec_tokens = num_spec_tokens
@@ -227,6 +244,9 @@ class ReplyWriter:
         part = self._form.part(choice, piece)
         if self._logprobs is not None:
             part.logprobs = self._logprobs.part(choice.index, choice.completion, piece.logprobs)
+        if self._includes_proposers:
+            parts = choice.completion.token_texts(piece)
+            part.proposers = [TokenSource(text, "drafter" if is_drafted else "target") for text, is_drafted in parts]
         return self._event([part], usage)
 
     def closing(self, generation: Generation) -> bytes:

@@ -74,6 +74,7 @@ class StreamOptions(ApiRequest):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_proposers: bool = False
 
 
 class SpeculationOptions(ApiRequest):
@@ -180,6 +181,10 @@ class GenerationRequest(ApiRequest):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def includes_proposers(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_proposers
 
     @property
     def usage_everywhere(self) -> bool:

@@ -1,0 +1,104 @@
+"""The page at `/`, its script in Node where there is one, and what it reads: who proposed each token of a stream."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.cluster.serving.conftest import KEY, NUM_DRAFT_TOKENS, RunningServer
+
+BODY = {"model": "tiny-chat", "prompt": "def é(", "max_tokens": 40, "temperature": 0, "stream": True}
+OPTIONS = {"include_usage": True, "include_proposers": True}
+
+
+def sources(choice) -> list[tuple[str, str]]:
+    return [(one["text"], one["by"]) for one in choice.proposers]
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": ["é"]}, {"logit_bias": {"65": 20}}, {"n": 3, "temperature": 0.8}])
+def test_a_stream_says_who_proposed_its_tokens(client, options):
+    body = {**BODY, **options, "extra_body": {"ignore_eos": True}}
+    chunks = list(client.completions.create(**body, stream_options=OPTIONS))
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    for choice in choices:
+        assert "".join(text for text, _ in sources(choice)) == choice.text
+    proposed = [by for choice in choices for _, by in sources(choice)]
+    assert set(proposed) <= {"drafter", "target"}
+    if "n" not in options:
+        found = chunks[-1].metrics["speculative_decoding"]
+        num_rounds = chunks[-1].usage.completion_tokens - found["num_accepted_draft_tokens"]
+        if "stop" not in options:  # its last tokens were generated and not said
+            assert proposed.count("drafter") == found["num_accepted_draft_tokens"] > 0
+            assert proposed.count("target") == num_rounds > 40 / (NUM_DRAFT_TOKENS + 1)
+
+
+def test_without_a_draft_all_tokens_are_the_targets(client):
+    chunks = client.completions.create(**BODY, stream_options=OPTIONS, extra_body={"speculative": {"enabled": False}})
+    assert {by for chunk in chunks for choice in chunk.choices for _, by in sources(choice)} == {"target"}
+
+
+def test_a_chat_says_it_too_and_others_hear_nothing(client):
+    chat = {"model": "tiny-chat", "messages": [{"role": "user", "content": "a"}], "max_tokens": 20, "stream": True}
+    chunks = list(client.chat.completions.create(**chat, stream_options=OPTIONS))
+    named = [choice for chunk in chunks for choice in chunk.choices if hasattr(choice, "proposers")]
+    assert named and all("".join(t for t, _ in sources(one)) == (one.delta.content or "") for one in named)
+    silent = list(client.chat.completions.create(**chat))
+    assert not any(hasattr(choice, "proposers") for chunk in silent for choice in chunk.choices)
+
+
+def test_the_page_needs_nothing_else(server: RunningServer):
+    status, headers, page = server.ask("/", key=None)
+    assert status == 200 and headers.get_content_type() == "text/html"
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert not re.search(r"https?://|\bsrc=|<link|@import|url\(|innerHTML", page)
+    assert server.ask("//", key=None)[0] == 401
+
+
+STUB = """
+const nodes = {};
+const make = () => ({ value: "", checked: true, disabled: false, children: [], listeners: {}, className: "",
+  append(one) { this.children.push(one); }, replaceChildren() { this.children = []; },
+  addEventListener(name, act) { this.listeners[name] = act; } });
+globalThis.document = { getElementById: (id) => (nodes[id] ??= make()), createElement: make };
+const ask = globalThis.fetch;
+globalThis.fetch = (path, options) => ask(`${process.argv[2]}/${path}`, options);
+"""
+RUN = """
+Object.assign(nodes.prompt ??= make(), { value: process.argv[4] });
+for (const [id, value] of Object.entries({ route: process.argv[5], max_tokens: "30", temperature: "0" }))
+  document.getElementById(id).value = value;
+document.getElementById("key").value = process.argv[3];
+nodes.form.listeners.submit({ preventDefault() {} }).then(() => console.log(JSON.stringify({
+  tokens: nodes.text.children.map((one) => [one.textContent, one.className]),
+  figures: nodes.figures.textContent, kind: nodes.figures.className, send: nodes.send.disabled })));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node on this machine")
+@pytest.mark.parametrize(
+    ("key", "route", "fails"), [(KEY, "completions", False), (KEY, "chat", False), ("wrong", "chat", True)]
+)
+def test_the_pages_script_shows_a_stream(server: RunningServer, tmp_path, key, route, fails):
+    """In Node, over a document of stubs; the server is real."""
+    script = re.search(r"<script>(.*)</script>", server.ask("/")[2], re.DOTALL)
+    assert script is not None
+    (tmp_path / "page.js").write_text(STUB + script[1] + RUN)
+    command = ["node", str(tmp_path / "page.js"), server.url, key, "def f(", route]
+    shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert shown["send"] is False
+    if fails:
+        assert shown["kind"] == "error" and "no valid API key" in shown["figures"] and not shown["tokens"]
+        return
+    body = {"max_tokens": 30, "temperature": 0}
+    asked = {"prompt": "def f("} if route == "completions" else {"messages": [{"role": "user", "content": "def f("}]}
+    path = "/v1/completions" if route == "completions" else "/v1/chat/completions"
+    _, _, reply = server.ask(path, {**body, **asked})
+    choice = reply["choices"][0]
+    text = choice["text"] if route == "completions" else choice["message"]["content"]
+    assert "".join(one for one, _ in shown["tokens"]) == text
+    assert {kind for _, kind in shown["tokens"]} == {"drafter", "target"}
+    assert re.search(r"tokens, first after .* of them drafted, .* of draft tokens accepted", shown["figures"])
