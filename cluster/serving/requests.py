@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from actors.protocol.grammar import Grammar
 from actors.protocol.logprobs import MOST_LOGPROBS
@@ -47,6 +47,19 @@ DEFAULT_MAX_TOKENS = 16
 NO_TEXT = "has half of a surrogate pair, which is no text"
 _RANDOM_SEED_BITS = 48
 """A seed that is drawn has an exact value in every client: JavaScript's numbers have 53 bits."""
+
+
+def _without_fields(names: dict[str, Any]) -> dict[str, Any]:
+    for name in _SAID_BY_FIELDS:
+        if name in names:
+            raise ValueError(f"{name} is said by the request itself; leave it out here")
+    return names
+
+
+_SAID_BY_FIELDS = ("messages", "add_generation_prompt", "tools", "self")
+"""Names that a chat template gets from elsewhere."""
+TemplateNames = Annotated[dict[str, Any], AfterValidator(_without_fields)]
+"""Further names that a chat template may read."""
 
 
 class ApiRequest(BaseModel):
@@ -280,7 +293,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateNames = Field(default_factory=dict)
     tools: list[ToolDefinition] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
@@ -346,7 +359,7 @@ class TokenizeRequest(ApiRequest):
     add_generation_prompt: bool = True
     tools: list[ToolDefinition] = Field(default_factory=list)
     return_token_strs: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateNames = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -108,6 +108,8 @@ def test_a_value_out_of_range_is_named(server: RunningServer, field, param):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
         ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
         ({"echo": True}, "echo"),
+        *[({"chat_template_kwargs": {n: True}}, "chat_template_kwargs") for n in ("messages", "self", "tools")],
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
     ],
 )
 def test_a_wrong_chat_is_named(server: RunningServer, fields, param):
