@@ -7,7 +7,7 @@ from it. Clients can be added and taken away at any time. Knows neither records 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import zmq
 
@@ -51,15 +51,16 @@ class Admission:
         """Whose key was shown in the handshake that was answered with this `User-Id`; empty if it was taken away."""
         return self._clients.get(user_id) or self._ranks.get(user_id, "")
 
-    def answer(self) -> None:
+    def answer(self, is_full: Callable[[str], bool] = lambda _: False) -> None:
         """One question of ZeroMQ. The key becomes the `User-Id` of each frame of the connection: a name may get another
-        key while the connection lasts. That of a client which connects too often is not answered: its handshake ends
-        after `HANDSHAKE_MS`, where a refusal would end it, and begin the next one, at once."""
+        key while the connection lasts. That of a client which connects too often, or of which too much waits to be
+        read (`is_full`), is not answered: its handshake ends after `HANDSHAKE_MS`, where a refusal would end it, and
+        begin the next one, at once."""
         *envelope, version, number, domain, _, _, mechanism, key = self.asked.recv_multipart()
         status, user = (b"400", b"this key is not admitted"), key.hex()
         if mechanism == b"CURVE" and user in (self._clients if domain == CLIENTS else self._ranks):
             status = (b"200", b"OK")
-            if domain == CLIENTS and not self._may_connect(self._clients[user]):
+            if domain == CLIENTS and (is_full(user) or not self._may_connect(self._clients[user])):
                 return
         self.asked.send_multipart([*envelope, version, number, *status, user.encode(), b""])
 

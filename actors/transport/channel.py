@@ -111,6 +111,7 @@ class _Endpoint:
         socket = context.socket(kind)
         socket.linger = LINGER_MS
         socket.sndhwm = MOST_QUEUED
+        socket.rcvhwm = 0  # no limit: see `client_limits.MOST_WAITING_BYTES`
         socket.maxmsgsize = longest
         socket.handshake_ivl = HANDSHAKE_MS
         self._watched.insert(0, (socket, zmq.POLLIN))
@@ -183,7 +184,6 @@ class Hub(_Endpoint):
         self._keys = keys
         self._admission = Admission(self._context, keys)
         self._client_socket = self._open_router(self._context)
-        self._client_socket.rcvhwm = client_limits.MOST_WAITING
         self._client_socket.rcvbuf = client_limits.RECEIVE_BUFFER
         self._guard = ConnectionGuard(self._client_socket, self._admission)
         self._meter = WorkMeter()
@@ -245,8 +245,7 @@ class Hub(_Endpoint):
     def limit_clients(self, longest: int) -> None:
         """The longest record of a client has so many bytes."""
         self._longest_of_client = longest
-        ahead = (client_limits.MOST_WAITING + 2) * longest + 4 * client_limits.RECEIVE_BUFFER
-        self._guard.most_waiting = ahead
+        self._guard.most_waiting = client_limits.MOST_WAITING_BYTES + 2 * longest
 
     def admit_clients(self, clients: Mapping[bytes, str]) -> None:
         """Admit these clients, by the public halves of their keys, and no other ones: their connections are closed."""
@@ -361,6 +360,8 @@ class Hub(_Endpoint):
     def _wait(self, timeout_s: float | None, num_sockets: int | None = None) -> zmq.Socket[bytes] | None:
         """Clients, whose socket was opened first, are not read until they may take time again."""
         self._meter.settle()
+        if self._guard.has_left and not int(self._client_socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._guard.forget_closed()
         if pause_s := self._meter.pause_s():
             is_rest = timeout_s is not None and timeout_s <= pause_s
             socket = super()._wait(timeout_s if is_rest else pause_s, len(self._watched) - 1)

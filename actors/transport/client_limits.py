@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import zmq
@@ -21,8 +22,12 @@ from actors.transport.admission import Admission
 
 MOST_QUEUED_BYTES = 1 << 24
 """Bytes that wait for a client that does not read; further records for it are lost, as for a client that is gone."""
-MOST_WAITING = 16
-"""Records of one connection that ZeroMQ reads ahead of the hub; what follows waits at the client."""
+MOST_WAITING_BYTES = 1 << 24
+"""Bytes of a connection that ZeroMQ reads ahead of the hub, besides two of the longest records; with more it is closed.
+Its reading is never stopped, since a reset meanwhile ends the process (ZeroMQ 4.3.5,
+github.com/zeromq/libzmq, issues 3937 and 4767)."""
+MOST_CONNECTIONS_WAITING = 4
+"""Connections of one key, closed ones included, may have so many times those bytes together."""
 RECEIVE_BUFFER = 1 << 18
 """Bytes of one connection that the kernel reads ahead of ZeroMQ; it takes twice as many."""
 _LOOK_MS = 50
@@ -66,7 +71,8 @@ class _Connection:
 
 class ConnectionGuard:
     """Counts the bytes of all connections to a bound socket, and closes those with more than `most_waiting` bytes that
-    wait for the hub, and those of peers that are no longer admitted. Its thread also answers for the `admission`.
+    wait for the hub, those of a key with `MOST_CONNECTIONS_WAITING` times as many, and those of peers that are not
+    admitted any more. Its thread also answers for the `admission`.
 
     A thread from construction, before the socket is bound, to `close`, before the socket is closed.
     """
@@ -78,6 +84,7 @@ class ConnectionGuard:
         self._monitor = listener.get_monitor_socket(_EVENTS)
         self._connections: dict[int, _Connection] = {}
         self._of_link: dict[str, _Connection] = {}
+        self._left: Counter[str] = Counter()  # bytes that closed connections of a user left to be read
         self._thread = threading.Thread(target=self._run, name="client-guard", daemon=True)
         self._thread.start()
 
@@ -85,6 +92,15 @@ class ConnectionGuard:
         if not self._listener.closed:
             self._listener.disable_monitor()
         self._thread.join()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether closed connections left something."""
+        return bool(self._left)
+
+    def forget_closed(self) -> None:
+        """All that was sent over closed connections was read, or is lost."""
+        self._left = Counter()
 
     def count_read(self, link: str, message: list[zmq.Frame]) -> None:
         """A message of this link was read."""
@@ -112,7 +128,7 @@ class ConnectionGuard:
         while event != zmq.EVENT_MONITOR_STOPPED:
             ready = dict(zmq.zmq_poll(sources, _LOOK_MS if self._connections else -1))
             if self._admission.asked in ready:
-                self._admission.answer()
+                self._admission.answer(self._is_full)
             if self._monitor in ready:
                 event, descriptor = _EVENT.unpack(self._monitor.recv_multipart()[0])
                 self._follow(event, descriptor)
@@ -127,6 +143,8 @@ class ConnectionGuard:
     def _follow(self, event: int, descriptor: int) -> None:
         """A connection came or went. The copy of its descriptor is closed here alone, so it names no other one."""
         if (before := self._connections.pop(descriptor, None)) is not None:
+            with contextlib.suppress(OSError):
+                self._left[before.user_id] += max(0, before.num_waiting(time.monotonic()))
             before.wire.close()
             if self._of_link.get(before.link) is before:
                 del self._of_link[before.link]
@@ -134,10 +152,20 @@ class ConnectionGuard:
             with contextlib.suppress(OSError):  # it has gone already
                 self._connections[descriptor] = _Connection(socket.socket(fileno=socket.dup(descriptor)))
 
+    def _is_full(self, user_id: str) -> bool:
+        """Whether so much of this user's closed connections is still unread that it gets no further one."""
+        return self._left[user_id] > MOST_CONNECTIONS_WAITING * self.most_waiting
+
     def _close_connections(self, now: float) -> None:
-        """Those that are overfull, or whose peer was taken away."""
+        """Those that are overfull, alone or together, or whose peer was taken away."""
+        waiting = self._left.copy()
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                is_overfull = connection.num_waiting(now) > self.most_waiting
-                if is_overfull or (connection.user_id and not self._admission.peer(connection.user_id)):
+                num_waiting = max(0, connection.num_waiting(now))
+                waiting[user := connection.user_id] += num_waiting
+                is_overfull = num_waiting > self.most_waiting
+                is_overfull |= bool(
+                    user and num_waiting and waiting[user] > MOST_CONNECTIONS_WAITING * self.most_waiting
+                )
+                if is_overfull or (user and not self._admission.peer(user)):
                     connection.wire.shutdown(socket.SHUT_RDWR)

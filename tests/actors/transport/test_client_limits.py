@@ -9,7 +9,7 @@ import zmq
 
 from actors.protocol.membership import Hello, Stop
 from actors.protocol.messages import Abort, Report, Request
-from actors.transport import client_limits, work_meter
+from actors.transport import channel, client_limits, work_meter
 from actors.transport.channel import CODEC, Hub
 from actors.transport.client_limits import wire_size
 from actors.transport.work_meter import WorkMeter
@@ -74,6 +74,49 @@ def test_a_connection_with_all_that_may_wait_is_not_closed(hub, open_link):
         assert not monitor.poll(500)
         link._socket.disable_monitor()
     assert drained(hub) == requests
+
+
+def send_unread(link, num_records: int = 18) -> None:
+    for number in range(num_records):
+        link.send(Request(number, tuple([70_000] * 2000)))  # 10,000 bytes
+
+
+@pytest.mark.parametrize(("num_links", "is_too_much"), [(3, False), (6, True)])
+def test_connections_of_one_key_may_have_so_much_waiting_together(hub, open_link, monkeypatch, num_links, is_too_much):
+    monkeypatch.setattr(client_limits, "MOST_WAITING_BYTES", 200_000)
+    hub.limit_clients(12_000)
+    links = [open_link(f"client:1:{number}") for number in range(num_links)]
+    greet(hub, *links)
+    monitors = [link._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) for link in links]
+    for link in links:
+        send_unread(link)
+    time.sleep(0.5)
+    assert any(monitor.poll(0) for monitor in monitors) == is_too_much
+    for link, monitor in zip(links, monitors, strict=True):
+        link._socket.disable_monitor()
+        monitor.close()
+
+
+def test_a_key_whose_closed_connections_left_much_gets_no_further_one_until_it_is_read(hub, open_link, monkeypatch):
+    """Else what is left would grow with each connection that is closed."""
+    monkeypatch.setattr(client_limits, "MOST_WAITING_BYTES", 200_000)
+    monkeypatch.setattr(channel, "HANDSHAKE_MS", 300)
+    hub.limit_clients(12_000)
+    links = [link_to(hub.client_address, f"client:1:{number}") for number in range(6)]
+    greet(hub, *links)
+    for link in links:
+        send_unread(link)
+        link.close()
+    further, other = open_link("client:1:further"), open_link("client:2")
+    for link in (further, other):
+        link.send(Hello())
+    with further._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+        assert not monitor.poll(700)
+        arrived = dict(iter(lambda: hub.receive(0.1), None))
+        assert "client:2" in arrived and "client:1:further" not in arrived
+        assert monitor.poll(5000)
+        further._socket.disable_monitor()
+    assert hub.receive(5.0) == ("client:1:further", Hello())
 
 
 def test_what_messages_take_on_their_way_is_counted_to_the_byte(hub, open_link):

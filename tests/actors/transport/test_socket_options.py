@@ -13,6 +13,7 @@ from tests.actors.service_harness import KEYS, link_to
 COMMON = {
     zmq.LINGER: channel.LINGER_MS,
     zmq.SNDHWM: channel.MOST_QUEUED,
+    zmq.RCVHWM: 0,
     zmq.HANDSHAKE_IVL: channel.HANDSHAKE_MS,
 }
 
@@ -26,7 +27,7 @@ def check(socket, expected):
 def test_both_ports_of_a_hub(hub):
     common = COMMON | {zmq.MAXMSGSIZE: channel.LONGEST_TO_HUB, zmq.CURVE_SERVER: 1, zmq.IPV6: 0}
     check(hub._socket, common | {zmq.ZAP_DOMAIN: b"ranks", zmq.AFFINITY: 1})
-    of_clients = {zmq.RCVHWM: client_limits.MOST_WAITING, zmq.RCVBUF: client_limits.RECEIVE_BUFFER}
+    of_clients = {zmq.RCVBUF: client_limits.RECEIVE_BUFFER}
     check(hub._client_socket, common | of_clients | {zmq.ZAP_DOMAIN: b"clients", zmq.AFFINITY: 2})
 
 
@@ -61,11 +62,9 @@ def test_addresses_of_the_next_version_of_ip(hub):
 
 
 def test_what_may_wait_for_the_hub_follows_from_the_longest_record(hub):
-    """All that ZeroMQ and both kernels may hold of a connection, and the record that is on its way at either end."""
     before = hub._guard.most_waiting
     hub.limit_clients(12_345)
-    waiting = client_limits.MOST_WAITING + 2
-    assert hub._guard.most_waiting == waiting * 12_345 + 4 * client_limits.RECEIVE_BUFFER < before
+    assert hub._guard.most_waiting == client_limits.MOST_WAITING_BYTES + 2 * 12_345 < before
 
 
 def test_the_longest_record_of_a_client_is_read_and_one_byte_more_is_not(hub, open_link):
