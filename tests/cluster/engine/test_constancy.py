@@ -17,7 +17,7 @@ import actors.worker.factory
 from actors.coordinator.state_machine import Coordinator
 from actors.coordinator.stats import CoordinatorStats
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.options import PipelineConfig, PipelineName
+from actors.options import PipelineConfig, PipelineName, SchedulerConfig
 from actors.policy.costs import LoadCosts
 from actors.protocol.messages import SamplingParams
 from actors.roles.draft import DraftRole
@@ -157,7 +157,9 @@ def test_rounds_leave_nothing_behind(
     """
     drafter = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu")
     config = replace(
-        tiny_launch(GenerateConfig(), drafter=drafter), pipeline=PipelineConfig(PipelineName(pipeline), adaptive)
+        tiny_launch(GenerateConfig(), drafter=drafter),
+        pipeline=PipelineConfig(PipelineName(pipeline), adaptive),
+        scheduler=SchedulerConfig(prefix_cache=False),  # rows of texts pile up until their slots are needed
     )
     with Engine(config) as engine:
         owners = [*coordinators, *roles]
