@@ -41,7 +41,7 @@ from parallel.runtime.runner import default_backend, open_model
 from tests.actors.service_harness import KEYS, Stage, link_to
 from tests.actors.small_speculators import train_speculator
 
-EOS = 1
+EOS, QUOTE = 1, 94
 VOCAB_SIZE = 97
 MAX_LEN = 256
 
@@ -66,6 +66,7 @@ class Room:
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[Any]] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)  # tokens of the prompt whose rows were there
+    preempted: dict[int, int] = field(default_factory=dict)  # times that a request lost its place
     stats: object = None
     leisure: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -108,6 +109,7 @@ class Room:
                     self.ends[record.request_id] = record.finish_reason
                     self.errors[record.request_id] = record.error
                     self.cached[record.request_id] = record.stats.num_cached_tokens
+                    self.preempted[record.request_id] = record.stats.num_preemptions
         assert coordinator.num_requests == 0, "a request was left waiting"
         self.stats = coordinator.stats
         return self
@@ -213,10 +215,12 @@ def _renumbered(model, path):
 
 
 def save_tokenizer(path, characters):
-    """One whose tokens are single bytes, by their numbers in the alphabet of byte-level tokenizers."""
+    """One whose tokens are single bytes, by their numbers in the alphabet of byte-level tokenizers; the quotation mark,
+    which JSON needs, has changed places with a byte that nothing needs, because its number is the end token's."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet[EOS], alphabet[QUOTE] = alphabet[QUOTE], alphabet[EOS]
     tokenizer = Tokenizer(models.BPE({alphabet[c]: token for token, c in enumerate(characters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(path / "tokenizer.json"))

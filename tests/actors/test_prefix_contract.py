@@ -94,9 +94,8 @@ def test_wrong_features_show(open_room, waves, monkeypatch):
     assert drafted(open_room(SPECULATORS["eagle3"], limits=LIMITS, attached=True).serve(waves)) != right
 
 
-def test_rows_of_another_text_show(open_room, waves, plain, monkeypatch):
-    """The control of the contract: rows of any text that is known, whatever its tokens; one row too many shows in the
-    logits (`tests/parallel/runtime/test_prefix_rows.py`), seldom in a token."""
+def lend_any_rows(monkeypatch):
+    """Plant a mistake: texts are lent rows of any text that is known, whatever its tokens."""
 
     def any_text(tree, node, scope, token_ids):
         while node.children and node.end < len(token_ids):
@@ -112,6 +111,12 @@ def test_rows_of_another_text_show(open_room, waves, plain, monkeypatch):
             return table_of(pool, Text(text.token_ids, text.scope))
 
     monkeypatch.setattr(KVPool, "_table_of", lent)
+
+
+def test_rows_of_another_text_show(open_room, waves, plain, monkeypatch):
+    """The control of the contract; one row too many shows in the logits (`tests/parallel/runtime/test_prefix_rows.py`),
+    seldom in a token."""
+    lend_any_rows(monkeypatch)
     assert open_room(DRAFTERS["ngram"], limits=LIMITS).serve(waves).tokens != plain.tokens
 
 
