@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.drafters.interface import Drafter
-from actors.drafters.vocabulary.tokenizer_file import open_tokenizer
 from actors.grammars.compiler import GrammarCompiler
 from actors.grammars.masks import GrammarMasks
 from actors.logs import log_event, logger_of
 from actors.options import PipelineName
 from actors.roles.bridge import BridgeEnd, FeatureSender
 from actors.roles.target import TargetRole
+from actors.tokenizer_file import open_tokenizer
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from actors.worker.draft_rank import device_share, draft_setup

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from actors.drafters.vocabulary.tokenizer_file import open_tokenizer
+from actors.tokenizer_file import open_tokenizer
 from parallel.model.config_fields import read_config_file
 
 _PARTIAL = "\ufffd"

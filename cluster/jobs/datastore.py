@@ -10,7 +10,7 @@ from pathlib import Path
 
 from actors.drafters.lookup.corpus import read_corpus
 from actors.drafters.retrieval.datastore import write_datastore
-from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
+from actors.tokenizer_file import tokenizer_digest
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal
 from cluster.io.text import named_files

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from actors.drafters.lookup.corpus import read_corpus
 from actors.drafters.vocabulary.token_list import count_tokens, ranked_tokens, write_token_list
-from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
+from actors.tokenizer_file import tokenizer_digest
 from cluster.config.jobs import VocabularyConfig
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine

@@ -33,9 +33,9 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.retrieval.config import RestDrafterConfig
 from actors.drafters.retrieval.datastore import write_datastore
-from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
 from actors.options import SchedulerConfig, VerifyConfig
 from actors.protocol.messages import Commit, SamplingParams, TopTokens
+from actors.tokenizer_file import tokenizer_digest
 from cluster import pocket
 from cluster.io.console import Terminal, figure
 from cluster.io.text import load_tokenizer

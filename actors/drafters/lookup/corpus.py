@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypedDict
 
-from actors.drafters.vocabulary.tokenizer_file import open_tokenizer
+from actors.tokenizer_file import open_tokenizer
 from parallel.typed_json import json_lines, read_text
 
 

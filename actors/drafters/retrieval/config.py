@@ -46,7 +46,7 @@ class RestDrafterConfig(PlacedDrafterConfig):
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
         from actors.drafters.retrieval.datastore import Datastore  # loads numpy
-        from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
+        from actors.tokenizer_file import tokenizer_digest
 
         key, target = f"{where}.datastore", Path(resolve.target)
         path = resolve.file(key, self.datastore, "one made by job=datastore")

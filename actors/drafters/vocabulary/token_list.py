@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypedDict
 
 from msgspec import Meta
 
-from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
+from actors.tokenizer_file import tokenizer_digest
 from parallel.model.config_fields import TokenId
 from parallel.typed_json import as_type, read_json
 from parallel.whole_files import write_text

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenizers import Encoding
 
-from actors.drafters.vocabulary.tokenizer_file import (
+from actors.tokenizer_file import (
     MOST_TOKENS,
     TokenizerFields,
     TokenizerStep,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,7 +164,7 @@ def test_a_loop_sends_a_heartbeat_when_one_is_due(monkeypatch):
     sent_at = []
     monkeypatch.setattr(loop_heartbeat, "HEARTBEAT_S", 1000.0)
     heart = LoopHeartbeat(lambda: sent_at.append(1))
-    now = time.monotonic()
+    now = heart._sent_at
     monkeypatch.setattr(loop_heartbeat, "HEARTBEAT_S", HEARTBEAT_S)
     assert heart.beat(now) is False
     assert heart.beat(now + 2 * HEARTBEAT_S) is True and heart.beat(now + 2.5 * HEARTBEAT_S) is False

@@ -65,7 +65,8 @@ def test_a_request_for_a_drafter_that_is_not_there_is_refused_with_the_names(ope
     stage = open_stage(drafters=("ngram",))
     stage.get_ready()
     stage.send(CLIENT, Request(1, (3,), drafter="medusa" * 50))
-    answer: Any = stage.receive(CLIENT)
+    outputs: Any = stage.receive(CLIENT)
+    (answer,) = outputs.tokens
     assert answer.error.startswith("drafter: this engine has no 'medusa") and len(answer.error) < 120
     assert answer.error.endswith("; name one of ngram, none, or leave it out")
     stage.send(CLIENT, Request(2, (3,), drafter="ngram"))

@@ -12,7 +12,7 @@ from actors.drafters.model.fixed_trees import FixedTreeGrowth, read_trees, write
 from actors.drafters.self_speculation.layer_files import read_layers, write_layers
 from actors.drafters.vocabulary.token_list import read_token_list, write_token_list
 from actors.drafters.vocabulary.token_pieces import TokenPieces, has_same_tokens
-from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
+from actors.tokenizer_file import tokenizer_digest
 from tests.actors.drafters.vocabulary.small_tokenizers import KINDS, train
 from tests.damage import damaged_json, tried
 

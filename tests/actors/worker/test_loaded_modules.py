@@ -73,7 +73,7 @@ def rooms(modules):
 
 DRAFTERS = {
     "ngram": (NgramDrafterConfig(), {"lookup"}),
-    "suffix": (SuffixDrafterConfig(), {"lookup", "scoped", "vocabulary"}),  # whose `corpus` is read with a tokenizer
+    "suffix": (SuffixDrafterConfig(), {"lookup", "scoped"}),
     "jacobi": (JacobiDrafterConfig(), {"jacobi"}),
     "recycling": (RecyclingDrafterConfig(), {"adjacency", "lookup", "scoped"}),
     "model": (ModelDrafterConfig(), {"model", "online", "vocabulary"}),

@@ -10,7 +10,7 @@ import pytest
 from actors.drafters.lookup.corpus import read_corpus
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.vocabulary.token_list import count_tokens, read_token_list, write_token_list
-from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
+from actors.tokenizer_file import tokenizer_digest
 from cluster import pocket
 from cluster.config.jobs import GenerateConfig, VocabularyConfig
 from cluster.engine import Engine

@@ -137,11 +137,11 @@ def random_schema(choose: random.Random, depth: int) -> dict[str, Any]:
     return {"anyOf": [inner() for _ in range(low + 1)]} if kind == "anyOf" else choose.choice(leaves)
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 10))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 40))])
 def test_every_reply_that_ended_is_valid_for_its_random_schema(server: RunningServer, part):
-    """A hundred schemas each; drafted and not, and every request of a batch under another one."""
+    """25 schemas each, 1,000 in all; drafted and not, and every request of a batch under another one."""
     choose, running, num_ended = random.Random(part), [], 0
-    for i in range(100):
+    for i in range(25):
         schema = random_schema(choose, 3)
         sampling = SamplingParams(max_tokens=120, temperature=choose.choice([0.0, 1.0]), seed=i)
         options: dict[str, Any] = {"grammar": Grammar("json_schema", json.dumps(schema))}
@@ -153,4 +153,4 @@ def test_every_reply_that_ended_is_valid_for_its_random_schema(server: RunningSe
         if drafted.finish_reason == "stop":
             num_ended += 1
             jsonschema.validate(json.loads(drafted.text), schema)
-    assert num_ended >= 60, f"only {num_ended} of 100 ended"
+    assert num_ended >= 13, f"only {num_ended} of 25 ended"

@@ -10,8 +10,8 @@ import torch
 
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.vocabulary.token_list import write_token_list
-from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
 from actors.options import SamplingConfig, TargetConfig
+from actors.tokenizer_file import tokenizer_digest
 from cluster.config.jobs import TreeConfig
 from cluster.io.text import load_tokenizer
 from cluster.tools.offline import open_alone, read_task

@@ -20,7 +20,7 @@ from actors.protocol.membership import RoleBack, RoleLost
 from actors.protocol.messages import Abort, VerifyBatch
 
 SLOTS = 130
-LIMITS = SchedulerConfig(4, 40, 16)
+LIMITS = SchedulerConfig(4, 40, 16, prefix_cache=False)  # which keeps rows by design
 TREE: dict[str, Any] = dict(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3)
 WAYS = {
     "exit": SelfDrafterConfig(exit=1),
