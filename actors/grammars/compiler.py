@@ -1,19 +1,19 @@
 """Grammars compiled for one tokenizer by llguidance, each once. Knows no requests and no logits.
 
-Compiling and every step of a matcher are bounded by the library's limits: a grammar that exceeds them is an error of
-its own request. Whitespace between the parts of a JSON text is bounded too, because a model may repeat it without end.
+Compiling and every step of a matcher are bounded by the library's limits, and where these bound nothing by a trial: a
+grammar that exceeds them is an error of its own request. Whitespace between the parts of a JSON text is bounded too,
+because a model may repeat it without end.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from decimal import Decimal
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from actors.grammars.trial import is_compiled_in_time, needs_trial
 from actors.protocol.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 _MOST_ITEMS, _STEP_ITEMS, _STEP_FUEL = 500, 5_000, 100_000
 """Limits of a matcher's step, a tenth to a half of the library's: an ambiguous grammar is an error of its request
 before its masks delay those beside it by more than a fraction of a second."""
-_LARGEST_MULTIPLE = 10_000
-"""The largest `multipleOf`, without its decimal point: time grows with its square and is bounded by nothing else."""
+_REMEDY = "use fewer or simpler pattern, format and multipleOf, or & and ~"
 _MOST_SHOWN = 200
 """Characters of an error that are shown."""
 
@@ -39,7 +38,9 @@ class GrammarCompiler:
         self._read_tokenizer = read_tokenizer
         self._eos_token_ids = None if eos_token_ids is None else list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
-        self._lock = threading.Lock()
+        self._lock, self._trial = threading.Lock(), threading.Lock()
+        # no thread before the first grammar, and grammars without a trial do not wait behind those with one
+        self._quick, self._tried = (ThreadPoolExecutor(1, f"{kind}-grammars") for kind in ("quick", "tried"))
         self._compiled = lru_cache(maxsize=_MOST_KEPT)(self._compile)
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
@@ -47,19 +48,16 @@ class GrammarCompiler:
         return self._compiled(grammar).deep_copy()
 
     def start(self, grammar: Grammar) -> Future[LLMatcher]:
-        """`matcher`, made in a thread of its own."""
-        future: Future[LLMatcher] = Future()
+        """`matcher`, made in another thread, one after another; cancel it if it is not wanted any more."""
+        return (self._tried if needs_trial(grammar.text) else self._quick).submit(self._matcher_or_error, grammar)
 
-        def run() -> None:
-            try:
-                future.set_result(self.matcher(grammar))
-            except Exception as error:
-                future.set_exception(error)
-            except BaseException as error:  # a panic of the library is no Exception
-                future.set_exception(RuntimeError(str(error)))
-
-        threading.Thread(target=run, name="grammar-compiler", daemon=True).start()
-        return future
+    def _matcher_or_error(self, grammar: Grammar) -> LLMatcher:
+        try:
+            return self.matcher(grammar)
+        except Exception:
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            raise ValueError(f"grammar: this {grammar.kind} cannot be used ({_line(str(error))})") from error
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         grammar.check()
@@ -71,13 +69,21 @@ class GrammarCompiler:
             max_items_in_row=_MOST_ITEMS, step_max_items=_STEP_ITEMS, step_lexer_fuel=_STEP_FUEL, verbose_errors=False
         )
         try:
-            _check_multiples(grammar)
-            matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
+            source = _source(grammar)
+            self._try(grammar, source)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"grammar: is no {grammar.kind} ({_line(str(error))})") from None
         if matcher.is_error():
             raise ValueError(f"grammar: this {grammar.kind} cannot be used ({_line(matcher.get_error())})")
         return matcher
+
+    def _try(self, grammar: Grammar, source: str) -> None:
+        """Raise ValueError if it could take more time or memory than there is; one trial at a time takes some."""
+        if needs_trial(grammar.text):
+            with self._trial:
+                if not is_compiled_in_time(source):
+                    raise ValueError(f"takes too long to compile; {_REMEDY}")
 
     def _open_tokenizer(self) -> LLTokenizer:
         try:
@@ -103,32 +109,6 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex(grammar.text)
         case _:
             return LLMatcher.grammar_from_lark(grammar.text)
-
-
-def _check_multiples(grammar: Grammar) -> None:
-    """Raise ValueError for a `multipleOf` that would take minutes to compile; in Lark, whose schemas are not looked
-    through, for any."""
-    if grammar.kind == "json_schema":
-        for value in _values_of("multipleOf", json.loads(grammar.text)):
-            if isinstance(value, int | float) and not _is_small(value):
-                raise ValueError(f"multipleOf: {value} has more than {_LARGEST_MULTIPLE} steps; use a smaller one")
-    elif "%json" in grammar.text and ("multipleOf" in grammar.text or "\\u" in grammar.text):
-        raise ValueError("multipleOf and escapes of characters cannot be used in %json")
-
-
-def _is_small(multiple: float) -> bool:
-    number = Decimal(str(multiple))
-    return number.is_finite() and abs(int(number.scaleb(max(0, -int(number.as_tuple().exponent))))) <= _LARGEST_MULTIPLE
-
-
-def _values_of(name: str, schema: Any) -> list[Any]:
-    """What a schema and all in it say under a name."""
-    if isinstance(schema, list):
-        return [value for one in schema for value in _values_of(name, one)]
-    if not isinstance(schema, dict):
-        return []
-    own = [schema[name]] if name in schema else []
-    return own + [value for one in schema.values() for value in _values_of(name, one)]
 
 
 def _line(text: str) -> str:

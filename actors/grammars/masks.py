@@ -9,6 +9,7 @@ which ends its request. Knows texts and trees; knows no verification rule.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import accumulate
@@ -21,6 +22,7 @@ from torch import Tensor
 from actors.grammars.compiler import GrammarCompiler
 from actors.protocol.grammar import Grammar
 from actors.protocol.token_tree import TokenTree
+from actors.transport.token_bucket import TokenBucket
 from parallel.transfers import to_device
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 _READY_S = 10.0
 """A pass waits so long for a grammar, at most: the first one of a process also reads the tokenizer."""
+_WAITING_SHARE = 0.025
+"""Share of all time that passes may wait for the grammars of one client, after `_READY_S` at once; without that, a
+grammar that is not ready ends its request."""
 
 
 class MaskedText(Protocol):
@@ -46,8 +51,9 @@ class MaskedText(Protocol):
 class TextMatcher:
     """Follows the generated text of one request."""
 
-    def __init__(self, compiling: Future[LLMatcher]) -> None:
+    def __init__(self, compiling: Future[LLMatcher], waiting: TokenBucket) -> None:
         self._compiling = compiling
+        self._waiting = waiting
         self._num_read = 0
         self._failed = False
 
@@ -60,7 +66,9 @@ class TextMatcher:
             return [b""] * num_nodes
         masks: list[bytes | None] = [None] * num_nodes
         path: list[int] = []  # nodes that the matcher has read
-        for node in range(num_nodes):
+        for node, (token, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+            if node and not _allows(masks[parent], token):
+                continue
             wanted = list(tree.path_to(node))
             shared = next((i for i, (a, b) in enumerate(zip(path, wanted, strict=False)) if a != b), len(path))
             shared = min(shared, len(wanted))
@@ -81,7 +89,7 @@ class TextMatcher:
         if self._failed:
             return None
         try:
-            matcher = self._compiling.result(_READY_S)
+            matcher = self._compiled()
         except Exception:  # whatever it is, it ends this request alone
             self._failed = True
             return None
@@ -90,25 +98,43 @@ class TextMatcher:
         self._num_read += len(unread)
         return None if self._failed else matcher
 
+    def _compiled(self) -> LLMatcher:
+        if self._compiling.done():
+            return self._compiling.result()
+        started = time.monotonic()
+        try:
+            return self._compiling.result(0.0 if self._waiting.wait_s(started) else _READY_S)
+        finally:
+            self._waiting.spend(time.monotonic() - started)
+
+    def close(self) -> None:
+        self._compiling.cancel()
+
 
 class GrammarMasks:
-    """The grammars of a role's requests."""
+    """The grammars of a role's requests. What their compilation delays passes by is counted for each client."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._matchers: dict[int, TextMatcher] = {}
+        self._waiting: dict[int, TokenBucket] = {}  # by scope
 
-    def open(self, request_id: int, grammar: Grammar | None) -> None:
-        """A request arrived, or arrived again; its grammar is compiled beside the passes."""
+    def open(self, request_id: int, grammar: Grammar | None, scope: int = 0) -> None:
+        """A request of the client with this scope arrived, or arrived again; its grammar is compiled beside the
+        passes."""
         self.close(request_id)
         if grammar is not None:
-            self._matchers[request_id] = TextMatcher(self._compiler.start(grammar))
+            if scope not in self._waiting:
+                self._waiting[scope] = TokenBucket(_WAITING_SHARE, _READY_S, time.monotonic())
+            self._matchers[request_id] = TextMatcher(self._compiler.start(grammar), self._waiting[scope])
 
     def close(self, request_id: int) -> None:
-        self._matchers.pop(request_id, None)
+        if (matcher := self._matchers.pop(request_id, None)) is not None:
+            matcher.close()
 
     def clear(self) -> None:
-        self._matchers.clear()
+        for request_id in list(self._matchers):
+            self.close(request_id)
 
     def masked(self, inputs: Sequence[MaskedText], logits: Tensor) -> Tensor:
         """Logits [N, V] of all nodes of the inputs, where what a grammar does not allow is -inf; the same tensor if
@@ -123,6 +149,11 @@ class GrammarMasks:
                 rows += [row for row, _ in reached]
                 masks += [mask for _, mask in reached]
         return _without_banned(logits, rows, masks) if rows else logits
+
+
+def _allows(mask: bytes | None, token: int) -> bool:
+    """A matcher that is given a token which its tokenizer does not have, as padded models do, fails for good."""
+    return mask is not None and token < 8 * len(mask) and bool(mask[token // 8] >> token % 8 & 1)
 
 
 def _without_banned(logits: Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> Tensor:

@@ -175,7 +175,7 @@ class TargetRole:
         may_share = scope is not None and (self._features is None or self._features.keeps)
         self.runner.open(admit.request_id, Text(token_ids, scope) if may_share else None)
         if self._grammars is not None:
-            self._grammars.open(admit.request_id, admit.grammar)
+            self._grammars.open(admit.request_id, admit.grammar, admit.scope)
         return self.runner.cached_len(admit.request_id)
 
     def _commit(self, commit: Commit) -> None:

@@ -183,7 +183,7 @@ class Api:
         if body.grammar is None:
             return
         field = body.grammar_field
-        compiling = asyncio.to_thread(self._model.check_grammar, body.grammar)
+        compiling = asyncio.wrap_future(self._model.compile_grammar(body.grammar))
         try:
             await asyncio.wait_for(compiling, _COMPILE_S)
         except TimeoutError:

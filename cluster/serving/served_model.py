@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -81,9 +82,9 @@ class ServedModel:
         """The first passes allocate memory and choose kernels."""
         self._client.submit([0], SamplingParams(max_tokens=1)).result(timeout_s)
 
-    def check_grammar(self, grammar: Grammar) -> None:
-        """Raise ValueError, one line, if it cannot be used; may take long, so call it off the event loop."""
-        self._client.grammars.matcher(grammar)
+    def compile_grammar(self, grammar: Grammar) -> Future[Any]:
+        """Done once it can be used; its error is a ValueError, one line, if it cannot. Cancel it to give up."""
+        return self._client.grammars.start(grammar)
 
     def metrics(self) -> bytes:
         """What Prometheus reads; asks the coordinator, so call it off the event loop and one at a time."""
