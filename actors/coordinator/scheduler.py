@@ -17,9 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sized
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import inf
 
-from actors.coordinator.sequence import Sequence
+from actors.coordinator.sequence import BLOCK, Sequence
 from actors.coordinator.waiting import WaitingQueue
 from actors.options import SchedulerConfig
 from actors.protocol.messages import Proposal
@@ -61,8 +62,8 @@ MOST_NEW = 4
 request at every role, costs more than a row."""
 
 
-WORTH_WAITING = 64
-"""Rows that a request waits for while another reads them, about what a pass costs by itself."""
+WORTH_WAITING = BLOCK
+"""Rows that a request waits for while another reads them."""
 
 
 class Scheduler:
@@ -147,7 +148,7 @@ class Scheduler:
         alike = [other for other in self.running if _may_share(sequence, other)]
         if not any(other.uncached_len > 1 for other in alike):
             return False
-        common = [_num_common(sequence.token_ids, other.token_ids) for other in alike]
+        common = [_num_common(sequence, other) for other in alike]
         present = max([min(length, other.cached_len) for length, other in zip(common, alike, strict=True)])
         return max(common) - present >= WORTH_WAITING
 
@@ -271,16 +272,19 @@ def _may_share(one: Sequence, other: Sequence) -> bool:
         return False
     mine, theirs = one.request, other.request
     is_allowed = (mine.scope, mine.cache_salt) == (theirs.scope, theirs.cache_salt)
-    return is_allowed and one.token_ids[:WORTH_WAITING] == other.token_ids[:WORTH_WAITING]
+    return is_allowed and one.block_digests[:1] == other.block_digests[:1] != []
 
 
-def _num_common(one: list[int], other: list[int]) -> int:
-    """Leading tokens that are equal; slices are compared faster than tokens one by one."""
-    least, most = 0, min(len(one), len(other))
+def _num_common(one: Sequence, other: Sequence) -> int:
+    """Leading tokens that are equal. Digests are compared up to the last block: texts may be long, and pairs many."""
+    mine, theirs = one.block_digests, other.block_digests
+    least, most = 0, min(len(mine), len(theirs))
     while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
-    return least
+        middle = (least + most) // 2
+        least, most = (middle + 1, most) if mine[middle] == theirs[middle] else (least, middle)
+    rest = slice(least * BLOCK, least * BLOCK + BLOCK)
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one.token_ids[rest], other.token_ids[rest], strict=False))
+    return rest.start + sum(1 for _ in same)
 
 
 def _slots_needed(sequence: Sequence, rows: int, proposal: Proposal | None) -> int:

@@ -32,6 +32,8 @@ ENTRIES_PER_PLACE = 64
 """Biases and bad words whose cost, in every role and pass, is about that of one more request."""
 AGEING_S = 10.0
 """Seconds of waiting that make up for a priority that is worse by one: none waits without end."""
+BLOCK = 64
+"""Tokens with a digest of their own, about as many rows as a pass costs by itself."""
 PROBATION = 3
 """Verdicts: the first passes after a failure read the text again, without a draft."""
 
@@ -135,6 +137,7 @@ class Sequence:
     num_cached_tokens: int | None = None
     """Tokens of the prompt whose rows the target had at the first admission; None before."""
     logprobs: RequestLogprobs = field(init=False)
+    _digests: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.logprobs = RequestLogprobs(self.request)
@@ -163,6 +166,16 @@ class Sequence:
     def uncached_len(self) -> int:
         """Committed tokens that the target has to be fed; 1 if it only lacks the root."""
         return len(self.token_ids) - self.cached_len
+
+    @property
+    def block_digests(self) -> list[int]:
+        """One for the text up to the end of each whole block; each is made once. Texts with equal ones begin alike, but
+        for chance."""
+        digests = self._digests
+        for start in range(BLOCK * len(digests), len(self.token_ids) - BLOCK + 1, BLOCK):
+            block = self.token_ids[start : start + BLOCK]
+            digests.append(hash((digests[-1] if digests else 0, *block)))
+        return digests
 
     @property
     def may_hit(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from actors.coordinator.scheduler import WORTH_WAITING, Capacity, Scheduler
-from actors.coordinator.sequence import Sequence
+from actors.coordinator.sequence import BLOCK, Sequence
 from actors.options import SchedulerConfig
 from actors.protocol.messages import Abort, Request, SamplingParams, VerdictBatch
 from tests.actors.scripted_roles import World
@@ -135,6 +135,7 @@ def admitted(scheduler: Scheduler) -> list[int]:
 
 
 PROMPT = [1 + place % 7 for place in range(300)]
+LONG = 10 * PROMPT
 
 
 def test_choices_of_one_prompt_wait_until_it_is_read():
@@ -152,6 +153,28 @@ def test_few_rows_are_not_waited_for(num_common):
     scheduler.add(sequence(0, PROMPT))
     scheduler.add(sequence(1, [*PROMPT[:num_common], 9, 9]))
     assert admitted(scheduler) == ([0, 1] if num_common < WORTH_WAITING else [0])
+
+
+class Counted(list):
+    """Counts the tokens that are read of it."""
+
+    num_read = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        Counted.num_read += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+def test_texts_are_looked_through_once_however_many_requests_wait():
+    """A client could otherwise hold up the coordinator with long texts that begin alike."""
+    scheduler = Scheduler(SchedulerConfig(prefill_chunk=64), Capacity(4096, 4096))
+    for request_id in range(20):
+        one = sequence(request_id, LONG)
+        one.token_ids = Counted(one.token_ids)
+        scheduler.add(one)
+    assert [admitted(scheduler) for _ in range(4)] == [[0], [], [], []]
+    assert 20 * BLOCK < Counted.num_read < 2 * 20 * len(LONG)
 
 
 def test_what_a_running_request_has_is_not_waited_for():
