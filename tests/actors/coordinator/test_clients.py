@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from actors.coordinator import clients
 from actors.coordinator.clients import CLIENT
+from actors.protocol.grammar import Grammar
 from actors.protocol.membership import Alive, ClientKeys, Hello, Ready, Stop
 from actors.protocol.messages import (
     Outputs,
@@ -131,6 +133,20 @@ class Connected:
 
     def identities(self) -> list[str]:
         return self.names
+
+
+@pytest.mark.parametrize(
+    "held", [{"grammar": Grammar("regex", "a" * 800)}, {"reference": (5,) * 100}, {"prompt_logprobs": 200}]
+)
+def test_what_a_request_brings_beside_its_prompt_counts_in_the_quota(monkeypatch, held):
+    monkeypatch.setattr(clients, "MOST_TOKENS", 100)
+    hub: Any = Connected(OTHER)
+    known = clients.Clients(hub)
+    link, first = f"{OTHER}/out", Request(MINE, (3, 4))
+    known.admit(link, first)
+    assert known.quota_refusal(link, replace(first, request_id=9)) is None
+    refusal = known.quota_refusal(link, replace(first, request_id=9, **held))
+    assert refusal is not None and "submit this one again" in refusal
 
 
 def test_requests_of_a_client_are_abandoned_once_it_has_been_away_long_enough():
