@@ -26,6 +26,7 @@ from actors.coordinator.state_machine import Answer, Coordinator
 from actors.coordinator.stats import CoordinatorStats
 from actors.options import SchedulerConfig
 from actors.policy.policy import make_policy
+from actors.protocol.grammar import MOST_GRAMMAR_CHARACTERS
 from actors.protocol.membership import (
     HEARTBEAT_S,
     Alive,
@@ -62,8 +63,8 @@ EPOCHS_PER_INCARNATION = 10**6
 """The same for epochs."""
 IDLE_S = 2e-4
 """A drafter that starts an order this long after its last pass was idle when the order arrived."""
-LONGEST_FIELDS = 1 << 17
-"""Bytes of a request beside its text: at the bounds of `SamplingParams` about 100,000."""
+LONGEST_FIELDS = (1 << 17) + 4 * MOST_GRAMMAR_CHARACTERS
+"""Bytes of a request beside its text and reference: at the bounds of `SamplingParams` about 100,000, and a grammar."""
 TOKEN_BYTES = 5
 """Bytes of a token id in a record, at most."""
 LEAD_ROLES = ("target", "draft")
@@ -491,7 +492,7 @@ class CoordinatorService:
             return
         (facts,) = [ready.facts for ready in self._memberships["target"].ready() if ready.rank == 0]
         self._checks.vocab_size, self._checks.max_model_len = int(facts["vocab_size"]), int(facts["max_model_len"])
-        self._hub.limit_clients(LONGEST_FIELDS + TOKEN_BYTES * int(facts["max_model_len"]))
+        self._hub.limit_clients(LONGEST_FIELDS + 2 * TOKEN_BYTES * int(facts["max_model_len"]))
         policy = make_policy(
             spec.pipeline,
             spec.min_draft_tokens,

@@ -11,6 +11,7 @@ from actors.coordinator.clients import CLIENT
 from actors.coordinator.scheduler import Load
 from actors.coordinator.service import LONGEST_FIELDS
 from actors.coordinator.state_machine import Coordinator
+from actors.protocol.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
 from actors.protocol.membership import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Stop
 from actors.protocol.messages import (
     Abort,
@@ -296,9 +297,11 @@ def test_the_longest_request_fits_the_limit_of_clients_and_a_longer_record_does_
         stop=("\U0001f40d" * 128,) * 64,
         stop_token_ids=(widest,) * 128,
     )
-    longest = Request(1, (widest,) * (FACTS["max_model_len"] - 1), sampling, None, (widest,))
+    text = (widest,) * FACTS["max_model_len"]
+    grammar = Grammar("lark", "\U0001f40d" * MOST_GRAMMAR_CHARACTERS)
+    longest = Request(1, text[1:], sampling, None, text[:1], reference=text, grammar=grammar)
     assert 2 * len(CODEC.encode(longest)) > LONGEST_FIELDS
     stage.send(name, longest)
     assert "token" in stage.receive(name).tokens[0].error, "it is read, and has tokens that the target lacks"
-    stage.send(name, replace(longest, prompt=(widest,) * 40_000))
+    stage.send(name, replace(longest, prompt=(widest,) * 80_000))
     assert stage.receive(name, 0.5) is None and stage.hub.num_unreadable == 2
