@@ -1,4 +1,5 @@
-"""The target role on a real model with requests whose texts begin alike: what it feeds and answers, to the bit."""
+"""The target role on a real model with requests whose texts begin alike: what it feeds and answers, to the bit
+where kernels compute a row without those beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from actors.protocol.messages import Admit, Commit, SamplingParams, VerifyBatch, VerifyItem
 from actors.roles.target import TargetRole
-from parallel.runtime.runner import open_model
+from parallel.runtime.runner import default_backend, open_model
 
 PROMPT = tuple(3 + i * 7 % 90 for i in range(40))
 
@@ -66,7 +67,10 @@ def test_tokens_and_logits_of_a_hit_are_those_of_a_cold_run(watched, chunk):
     watched.logits.clear()
     warm, hit = watched.complete(admit(2), 6, chunk)
     assert (none, hit) == (0, len(PROMPT) - 1) and warm == cold
-    assert torch.equal(torch.cat(watched.logits), expected)
+    if default_backend(watched.role.runner.pool) == "ragged":
+        assert torch.equal(torch.cat(watched.logits), expected)
+    else:
+        torch.testing.assert_close(torch.cat(watched.logits), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_last_commit_of_a_request_is_kept_with_its_release(watched):
