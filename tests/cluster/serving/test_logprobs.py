@@ -57,7 +57,7 @@ def test_the_chunks_of_a_completion_list_what_its_whole_reply_lists(client, samp
             assert listed[field] == getattr(choice.logprobs, field)
         assert listed["token_logprobs"] == same(choice.logprobs.token_logprobs)
         for streamed, kept in zip(listed["top_logprobs"], choice.logprobs.top_logprobs, strict=True):
-            assert streamed == kept or [*streamed] == [*kept] and [*streamed.values()] == same(kept.values())
+            assert streamed == kept or ([*streamed] == [*kept] and [*streamed.values()] == same(kept.values()))
 
 
 def test_an_echo_scores_the_prompt(client, server):
