@@ -13,7 +13,6 @@ from actors.coordinator.clients import CLIENT, OUT, Clients
 from actors.coordinator.state_machine import Coordinator
 from actors.protocol.membership import Alive, ClientKeys, Hello, PassFailed, RankLost, Ready, Stop
 from actors.protocol.messages import (
-    NO_TOKEN,
     Abort,
     DraftBatch,
     DraftPreviewBatch,
@@ -126,8 +125,7 @@ class RecordChecks:
             if known.logprobs is not None:
                 known.logprobs.check(self.vocab_size)
         for verdict in batch.verdicts:
-            if verdict.next_token != NO_TOKEN:
-                check_tokens("next_token", (verdict.next_token,), self.vocab_size)
+            check_tokens("token_ids", verdict.token_ids, self.vocab_size)
         if self.coordinator is not None and not self.coordinator.expects(batch):
             raise ValueError("verdicts: they are not on what the target was given")
 

@@ -7,7 +7,7 @@ the tokens again. Knows lengths and parts, no text.
 from __future__ import annotations
 
 from actors.protocol.logprobs import Logprobs, PromptLogprobs
-from actors.protocol.messages import NO_TOKEN, Request, Verdict
+from actors.protocol.messages import Request, Verdict
 
 
 class RequestLogprobs:
@@ -37,7 +37,7 @@ class RequestLogprobs:
         """Whether a verdict brings what it must, and nothing else."""
         if verdict.logprobs is None or self._asked is None:
             return verdict.logprobs is None and self._asked is None
-        num_tokens = len(verdict.path) + (verdict.next_token != NO_TOKEN)
+        num_tokens = len(verdict.path) + len(verdict.token_ids)
         return len(verdict.logprobs) == num_tokens and _lists_as(verdict.logprobs, self._generated, self._asked)
 
     def fits_prompt(self, part: PromptLogprobs) -> bool:

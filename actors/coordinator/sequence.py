@@ -16,7 +16,6 @@ from actors.coordinator.request_logprobs import RequestLogprobs
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import (
     HASH_SEED,
-    NO_TOKEN,
     Commit,
     DraftPreview,
     Proposal,
@@ -229,21 +228,21 @@ class Sequence:
     def commit(self, verdict: Verdict, proposal: Proposal | None, eos_token_ids: frozenset[int]) -> Commit:
         """Append the verdict's tokens, cut at end-of-sequence, stop tokens and `max_tokens`.
 
-        `NO_TOKEN` is none: unless the path has ended the request, no token can follow, and it ends with an error.
-        Returns the record to send to the roles; sets `finish_reason` if the request ends here.
+        If none can follow them, and none of them has ended the request, it ends with an error. Returns the record to
+        send to the roles; sets `finish_reason` if the request ends here.
         """
         assert self.is_prefix_of(verdict)
         assert self.finish_reason is None
         path_tokens = [proposal.tree.token_ids[node] for node in verdict.path] if proposal else []
-        is_possible = verdict.next_token != NO_TOKEN
-        emitted = self._cut([*path_tokens, verdict.next_token] if is_possible else path_tokens, eos_token_ids)
-        if not is_possible and self.finish_reason is None:
+        emitted = self._cut([*path_tokens, *verdict.token_ids], eos_token_ids)
+        if verdict.none_follows and self.finish_reason is None:
             self.finish_reason = "error"
         if proposal is not None and proposal.tree.num_draft_tokens:
             self.counts.add_verdict(proposal.tree, min(len(verdict.path), len(emitted)))
         record = Commit(self.request_id, self.epoch, self.prefix_len, verdict.path, tuple(emitted))
         self.probation = max(0, self.probation - 1)
-        self.cached_len = self.prefix_len + len(verdict.path)
+        # without a token after the path, its last one is the root, to be fed again
+        self.cached_len = self.prefix_len + len(verdict.path) - (not verdict.token_ids)
         self.token_ids.extend(emitted)
         self.prefix_hash = extend_hash(self.prefix_hash, emitted)
         return record

@@ -260,7 +260,7 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, ExportCount
         self.target_busy_s += batch.finished - batch.started
         self.num_rounds += 1
         name = "verify" if speculated else "prefill" if batch.num_tokens > len(batch.verdicts) else "decode"
-        num_tokens = sum([len(verdict.path) + 1 for verdict in batch.verdicts])
+        num_tokens = sum([len(verdict.path) + len(verdict.token_ids) for verdict in batch.verdicts])
         facts = {"round": batch.round, "rows": batch.num_tokens, "requests": len(batch.verdicts), "tokens": num_tokens}
         committed = max(batch.started, batch.committed)
         if committed > batch.started:

@@ -11,10 +11,10 @@ Glossary
     token tree      `token_ids` + `parents`; a chain is the degenerate tree, the empty proposal is the root alone
     path            accepted node indices in order, root excluded
     accepted        draft tokens that were kept (the bonus is not one of them)
-    next_token      the token that the target adds after the path: a correction or, after a full path, a bonus
     draft           what a drafter returns: a token tree
     proposal        a draft for one request, with the prefix it assumes
-    verdict         the target's answer to a proposal: the accepted path and next_token
+    verdict         the target's answer to a proposal: the accepted path and its own tokens after it, which for one that
+                    writes token by token are one: a correction or, after a full path, a bonus
     preview         the drafter's whole tree, sent before the verdict
     lead            rank 0 of a role; only the lead sends records of a round
     acceptance length   tokens a round emits = accepted + 1 (the convention of vLLM)
@@ -58,8 +58,8 @@ def retract_hash(digest: int, token_ids: tuple[int, ...] | list[int]) -> int:
 
 
 NO_TOKEN = -1
-"""The token of a verdict that follows an impossible distribution: a logit is NaN or infinite, or every token is ruled
-out. It takes the place of every token there, so that rules stay exact; the coordinator ends the request."""
+"""In place of a token drawn from an impossible distribution: a logit is NaN or infinite, or every token is ruled out.
+To a rule it is a token like any other, so that rules stay exact; no record has it among a request's tokens."""
 
 
 def check_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None:
@@ -152,16 +152,19 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The target's answer to a proposal: the accepted `path` and one token of its own after it, or `NO_TOKEN`.
+    """The target's answer to a proposal: the accepted `path` and the target's own tokens after it, `token_ids`.
 
-    `logprobs` are those of all these tokens, if the request asks for them.
+    A target that writes token by token brings one; one that writes in blocks may bring none yet, or several. Where
+    `none_follows`, the distribution after all of them is impossible, and the request ends with an error unless one of
+    them ends it. `logprobs` are those of path and tokens, if the request asks for them.
     """
 
     request_id: int
     epoch: int
     prefix_len: int
     path: tuple[int, ...]
-    next_token: int
+    token_ids: tuple[int, ...]
+    none_follows: bool = False
     logprobs: Logprobs | None = None
 
 

@@ -16,7 +16,6 @@ import torch
 
 from actors.drafters.interface import Drafter, FeatureRows
 from actors.protocol.messages import (
-    NO_TOKEN,
     Admit,
     Commit,
     DraftBatch,
@@ -30,6 +29,9 @@ from actors.roles.after_verdicts import AfterVerdicts
 from actors.roles.draft import DraftRole
 from parallel.comm.group import Group
 from parallel.runtime.decoder_runner import DecoderRunner
+
+_MOST_OWN = 1
+"""Tokens of its own that the target of these ranks brings with a verdict."""
 
 
 class AttachedDrafter(AfterVerdicts):
@@ -65,18 +67,20 @@ class AttachedDrafter(AfterVerdicts):
         """The verdicts of the lead on every rank: one broadcast of whole numbers."""
         if self._group.size == 1:
             return tuple(verdicts)
-        room = 1 + sum(5 + (max(item.proposal.tree.depths()) if item.proposal else 0) for item in items)
+        room = 1 + sum(6 + _MOST_OWN + (max(item.proposal.tree.depths()) if item.proposal else 0) for item in items)
         record = torch.zeros(room, dtype=torch.int64, device=self._device)
         if is_lead:
             numbers = [len(verdicts)]
             for one in verdicts:
-                numbers += [one.request_id, one.epoch, one.prefix_len, one.next_token, len(one.path), *one.path]
+                numbers += [one.request_id, one.epoch, one.prefix_len, one.none_follows]
+                numbers += [len(one.path), len(one.token_ids), *one.path, *one.token_ids]
             record[: len(numbers)] = torch.tensor(numbers)
         numbers = iter(self._group.broadcast(record).tolist())
         shared = []
         for _ in range(next(numbers)):
-            request_id, epoch, prefix_len, next_token, length = islice(numbers, 5)
-            shared.append(Verdict(request_id, epoch, prefix_len, tuple(islice(numbers, length)), next_token))
+            request_id, epoch, prefix_len, none_follows, path_len, num_own = islice(numbers, 6)
+            path, own = tuple(islice(numbers, path_len)), tuple(islice(numbers, num_own))
+            shared.append(Verdict(request_id, epoch, prefix_len, path, own, bool(none_follows)))
         return tuple(verdicts if is_lead else shared)  # what else they carry is the lead's alone
 
     def follow(self, batch: VerifyBatch, answer: VerdictBatch, features: Sequence[FeatureRows]) -> VerdictBatch:
@@ -106,12 +110,12 @@ class AttachedDrafter(AfterVerdicts):
         reading = known - {verdict.request_id for verdict in verdicts}
         orders = [DraftOrder(id_, 0) for id_, item in items.items() if item.reads_text and id_ in reading]
         for verdict in verdicts:
-            if verdict.request_id not in known or verdict.next_token == NO_TOKEN:
+            if verdict.request_id not in known or verdict.none_follows:
                 continue
             item = items[verdict.request_id]
             tokens = [item.proposal.tree.token_ids[node] for node in verdict.path] if item.proposal else []
-            self._commit(verdict, (*tokens, verdict.next_token))
-            left = self._num_left(verdict.request_id, verdict.prefix_len + len(tokens) + 1)
+            self._commit(verdict, committed := (*tokens, *verdict.token_ids))
+            left = self._num_left(verdict.request_id, verdict.prefix_len + len(committed))
             # the target adds one token of its own after the path, so the last one is never worth drafting
             if (num_draft_tokens := min(item.num_draft_tokens, left - 1)) > 0:
                 orders.append(DraftOrder(verdict.request_id, num_draft_tokens))

@@ -189,7 +189,7 @@ class TargetRole:
         """Keep the rows of the verdicts' paths; the text follows with the `Commit`. A verdict that the coordinator cuts
         ends its request."""
         for verdict in verdicts:
-            if verdict.next_token != NO_TOKEN:
+            if not verdict.none_follows:
                 self._keep(verdict)
 
     def _keep(self, outcome: Verdict | Commit) -> None:
@@ -220,7 +220,11 @@ class TargetRole:
         verdicts = []
         for one, result in zip(verified, self._verifier.verify(verified, logits), strict=True):
             epoch, prefix_len = self.contexts[one.seq_id].epoch, len(one.token_ids)
-            verdicts.append(Verdict(one.seq_id, epoch, prefix_len, result.path, result.next_token, result.logprobs))
+            none_follows = result.next_token == NO_TOKEN
+            token_ids = () if none_follows else (result.next_token,)
+            verdicts.append(
+                Verdict(one.seq_id, epoch, prefix_len, result.path, token_ids, none_follows, result.logprobs)
+            )
         if not verdicts:
             wait_for(logits.device)  # nothing was read, and the end of the answer is to be that of the pass
         return tuple(verdicts)

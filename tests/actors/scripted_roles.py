@@ -115,7 +115,7 @@ class ScriptedTarget:
             kept = [item.proposal.tree.token_ids[node] for node in path] if item.proposal else []
             spans.append((item.request_id, cached, num_tokens + len(path)))
             epoch = self.knows.epochs[item.request_id]
-            verdicts.append(Verdict(item.request_id, epoch, len(text), tuple(path), next_word(text + kept)))
+            verdicts.append(Verdict(item.request_id, epoch, len(text), tuple(path), (next_word(text + kept),)))
         num_rows = sum(self.fed[item.request_id] for item in batch.items)
         spans = [span for span in spans if span[0] in self.knows.speculates]
         export = self.export(batch, spans)

@@ -237,7 +237,7 @@ class ScriptedTarget:
             return None
         text = self._text_of(item.request_id)
         path, next_token = verify_coupled(tree, [text.token(request.prefix_len + depth) for depth in tree.depths()])
-        return Verdict(item.request_id, request.epoch, request.prefix_len, path, next_token)
+        return Verdict(item.request_id, request.epoch, request.prefix_len, path, (next_token,))
 
 
 def _tree(item: VerifyItem) -> TokenTree:

@@ -58,7 +58,7 @@ def verify_until(stage, *request_ids):
         batch = receive(stage, "target-0", VerifyBatch)
         present = [item.request_id for item in batch.items]
         lengths = {item.request_id: item.num_tokens for item in batch.items}
-        verdicts = [Verdict(request_id, 0, lengths[request_id], (), 7) for request_id in present]
+        verdicts = [Verdict(request_id, 0, lengths[request_id], (), (7,)) for request_id in present]
         stage.links["target-0"].send(VerdictBatch(batch.round, tuple(verdicts), 0.0, 0.0))
         if set(request_ids) <= set(present):
             return
@@ -97,10 +97,10 @@ def test_requests_of_a_client_that_left_are_aborted_and_the_others_go_on(stage, 
         stage.links.pop(name).close()
     submit(stage, CLIENT)
     receive(stage, CLIENT, Stop, 1.0)  # longer than `ABSENT_S` and a heartbeat
-    stage.links["target-0"].send(VerdictBatch(batch.round, (Verdict(FIRST, 0, 2, (), 7),), 0.0, 0.0))
+    stage.links["target-0"].send(VerdictBatch(batch.round, (Verdict(FIRST, 0, 2, (), (7,)),), 0.0, 0.0))
     batch = receive(stage, "target-0", VerifyBatch)
     assert [item.request_id for item in batch.items] == [SECOND] and FIRST in batch.releases
-    stage.links["target-0"].send(VerdictBatch(batch.round, (Verdict(SECOND, 0, 2, (), 7),), 0.0, 0.0))
+    stage.links["target-0"].send(VerdictBatch(batch.round, (Verdict(SECOND, 0, 2, (), (7,)),), 0.0, 0.0))
     assert [one.request_id for one in receive(stage, CLIENT, Outputs).tokens] == [MINE]
 
 
@@ -111,7 +111,7 @@ def test_requests_of_a_client_whose_key_was_taken_away_are_aborted(stage, monkey
     stage.links[CLIENT].send(ClientKeys(((KEYS.of("client:1").public, "1"),)))
     receive(stage, CLIENT, Stop, 1.0)  # longer than `ABSENT_S` and a heartbeat
     submit(stage, CLIENT)
-    stage.links["target-0"].send(VerdictBatch(batch.round, (Verdict(FIRST, 0, 2, (), 7),), 0.0, 0.0))
+    stage.links["target-0"].send(VerdictBatch(batch.round, (Verdict(FIRST, 0, 2, (), (7,)),), 0.0, 0.0))
     batch = receive(stage, "target-0", VerifyBatch)
     assert [item.request_id for item in batch.items] == [SECOND] and FIRST in batch.releases
 

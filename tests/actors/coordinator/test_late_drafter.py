@@ -191,7 +191,7 @@ def test_the_loop_tells_when_time_is_up(near):
         verify = first
         for length in range(2, 6):  # plain rounds are measured before the first trial
             rows = 2 if length == 2 else 1  # the first pass reads the prompt
-            stage.send("target-0", VerdictBatch(verify.round, (Verdict(1, 0, length, (), 7),), 0.0, 0.001, rows))
+            stage.send("target-0", VerdictBatch(verify.round, (Verdict(1, 0, length, (), (7,)),), 0.0, 0.001, rows))
             if length < 5:
                 verify = stage.receive("target-0")
         assert stage.receive("draft-0").orders[0].num_draft_tokens == FIRST_LENGTH

@@ -128,7 +128,7 @@ def preview(tree, values=()):
     return DraftPreviewBatch((DraftPreview(1, 0, 2, 0, tree, values),))
 
 
-RIGHT = Verdict(1, 0, 2, (), 7)
+RIGHT = Verdict(1, 0, 2, (), (7,))
 
 
 @st.composite
@@ -153,7 +153,7 @@ ALMOST = (
 
 some = st.sampled_from
 PLACE = (st.just(1), some([0, 0, 1]), some([2, 2, 3]))
-PATH, NEXT = st.lists(some([1, 2, -1]), max_size=2).map(tuple), some([7, 97, -1])
+PATH, OWN = (st.lists(some(ids), max_size=2).map(tuple) for ids in ([1, 2, -1], [7, 97, -1]))
 BAD_TREES = [TokenTree((), ()), TokenTree((4, 5), (-1, 3)), TokenTree((4, -5), (-1, 0)), TokenTree((4,), (-1, 0))]
 PREFIX = st.just(extend_hash(HASH_SEED, [3, 4]))
 
@@ -163,7 +163,7 @@ def batches(batch_type, parts):
     return st.builds(batch_type, some([1, 2]), st.lists(parts, max_size=2).map(tuple), *times)
 
 
-VERDICTS = batches(VerdictBatch, st.builds(Verdict, *PLACE, PATH, NEXT))
+VERDICTS = batches(VerdictBatch, st.builds(Verdict, *PLACE, PATH, OWN, st.booleans()))
 PROPOSALS = batches(ProposalBatch, st.builds(Proposal, *PLACE, PREFIX, some([CHAIN, *BAD_TREES]), some([(), (9,)])))
 PLAUSIBLE = st.tuples(st.just("target-0#0"), VERDICTS) | st.tuples(st.just("draft-0#0"), PROPOSALS)
 
@@ -219,7 +219,7 @@ REFUSED = {
     "a verdict of another epoch": ("target-0#0", verdicts(replace(RIGHT, epoch=1))),
     "a verdict twice": ("target-0#0", verdicts(RIGHT, RIGHT)),
     "a verdict on a node without a proposal": ("target-0#0", verdicts(replace(RIGHT, path=(1,)))),
-    "a next token beyond the vocabulary": ("target-0#0", verdicts(replace(RIGHT, next_token=97))),
+    "a token of its own beyond the vocabulary": ("target-0#0", verdicts(replace(RIGHT, token_ids=(97,)))),
     "a time that is no number": ("target-0#0", verdicts(RIGHT, finished=nan)),
     "hidden states of more rows than were fed": ("target-0#0", verdicts(RIGHT, num_tokens=1, export=EXPORT)),
     "hidden states of no type": ("target-0#0", verdicts(RIGHT, num_tokens=2, export=replace(EXPORT, dtype="text"))),
@@ -263,7 +263,7 @@ def test_what_the_sender_may_not_say_is_counted_and_changes_nothing(table, link,
 
 def test_a_rank_whose_record_was_refused_starts_anew_and_its_answer_comes_too_late(table):
     """What it says from then on is of an epoch that has ended."""
-    table.receive("target-0#0", verdicts(replace(RIGHT, next_token=97)))
+    table.receive("target-0#0", verdicts(replace(RIGHT, token_ids=(97,))))
     assert table.to("target-0#0")[-1] == Recall(2)
     assert table.receive("target-0#0", verdicts(RIGHT)) and not table.to(CLIENT)
 
@@ -272,14 +272,12 @@ def test_a_request_on_which_every_answer_is_refused_ends(table):
     """The first refusal came in company, for all that is known; the second does not."""
     for epoch in (0, 1):
         last = table.service._coordinator.last_round("target")
-        wrong = replace(RIGHT, epoch=epoch, next_token=97)
+        wrong = replace(RIGHT, epoch=epoch, token_ids=(97,))
         assert not table.receive("target-0#0", verdicts(wrong, round=last))
         table.rejoin("target", epoch=epoch + 2)
     (end,) = [answer for answer in table.to(CLIENT) if isinstance(answer, Tokens)]
     assert end.finish_reason == "error"
-    assert end.error.startswith(
-        "target: 2 passes with this request failed (sent a record that was refused (next_token:"
-    )
+    assert end.error.startswith("target: 2 passes with this request failed (sent a record that was refused (token_ids:")
 
 
 def test_a_client_learns_why_its_request_is_refused(table):
@@ -345,7 +343,7 @@ def test_every_client_numbers_its_requests_by_itself(table):
     *_, batch = table.to("target-0#0")
     assert [admit.token_ids for admit in batch.admits] == [(5, 6, 7), (3,), (5, 6, 7)], "clients take turns"
     table.sent.clear()
-    answers = [Verdict(admit.request_id, 0, len(admit.token_ids), (), 8 + i) for i, admit in enumerate(batch.admits)]
+    answers = [Verdict(admit.request_id, 0, len(admit.token_ids), (), (8 + i,)) for i, admit in enumerate(batch.admits)]
     assert table.receive("target-0#0", verdicts(*answers, round=batch.round))
     news = [record for receiver, record in table.sent if receiver == OTHER]
     assert news == [Outputs((Tokens(1, 0, (8,)), Tokens(2, 0, (10,))))], (
@@ -435,7 +433,7 @@ def test_log_probabilities_that_were_asked_for_come_as_they_must(said, good):
     *_, batch = table.to("target-0#0")
     (admit,) = [one for one in batch.admits if one.token_ids == (5, 6)]
     assert (admit.logprobs, admit.prompt_logprobs) == (2, None)
-    answer = Verdict(admit.request_id, 0, 2, (), 7, said)
+    answer = Verdict(admit.request_id, 0, 2, (), (7,), logprobs=said)
     assert table.receive("target-0#0", verdicts(answer, round=batch.round)) == good
     if good:
         assert table.to(CLIENT)[-1] == Tokens(2, 0, (7,), logprobs=said)
@@ -468,7 +466,7 @@ def test_a_first_token_comes_with_all_of_its_prompt(parts, good):
     *_, batch = table.to("target-0#0")
     (admit,) = [one for one in batch.admits if one.token_ids == (5, 6, 7, 8)]
     read = tuple([PromptLogprobs(admit.request_id, first, said_of(num_tokens=count)) for first, count in parts])
-    answer = Verdict(admit.request_id, 0, 4, (), 7)
+    answer = Verdict(admit.request_id, 0, 4, (), (7,))
     assert table.receive("target-0#0", verdicts(answer, round=batch.round, prompt_logprobs=read)) == good
     if good:
         assert table.to(CLIENT)[-1] == Tokens(2, 0, (7,), prompt_logprobs=said_of(num_tokens=3))

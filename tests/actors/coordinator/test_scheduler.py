@@ -53,7 +53,7 @@ def follow(plan, accept=lambda num_draft_tokens: 0) -> None:
             sequence.cached_len += rows
             continue
         path = tuple(range(1, 1 + accept(proposal.tree.num_draft_tokens if proposal else 0)))
-        verdict = Verdict(sequence.request_id, sequence.epoch, sequence.prefix_len, path, 7)
+        verdict = Verdict(sequence.request_id, sequence.epoch, sequence.prefix_len, path, (7,))
         sequence.commit(verdict, proposal, NO_EOS)
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from actors.coordinator.sequence import Sequence
 from actors.protocol.messages import (
     HASH_SEED,
-    NO_TOKEN,
     Proposal,
     Request,
     SamplingParams,
@@ -37,11 +36,13 @@ def propose(sequence: Sequence, draft, parents=None) -> Proposal:
     return Proposal(sequence.request_id, sequence.epoch, sequence.prefix_len, sequence.prefix_hash, tree)
 
 
-def commit(sequence: Sequence, path, next_token, proposal=None):
-    return sequence.commit(Verdict(4, sequence.epoch, sequence.prefix_len, tuple(path), next_token), proposal, EOS)
+def commit(sequence: Sequence, path, next_token: int | list[int], proposal=None, *, none_follows=False):
+    own = (next_token,) if isinstance(next_token, int) else tuple(next_token)
+    verdict = Verdict(4, sequence.epoch, sequence.prefix_len, tuple(path), own, none_follows)
+    return sequence.commit(verdict, proposal, EOS)
 
 
-def test_a_commit_appends_the_path_and_the_next_token():
+def test_a_commit_appends_the_path_and_the_target_s_own_token():
     sequence = start()
     proposal = propose(sequence, [10, 11, 12, 13], parents=[0, 0, 2, 2])
     record = commit(sequence, [2, 4], 20, proposal)
@@ -61,9 +62,20 @@ def test_a_commit_appends_the_path_and_the_next_token():
 def test_where_no_token_can_follow_the_path_stands_and_the_request_ends(draft, emitted, reason):
     """As in plain decoding, which would not have asked for a token after the end."""
     sequence = start()
-    record = commit(sequence, range(1, len(draft) + 1), NO_TOKEN, propose(sequence, draft))
+    record = commit(sequence, range(1, len(draft) + 1), [], propose(sequence, draft), none_follows=True)
     assert (record.token_ids, sequence.finish_reason) == (emitted, reason)
-    assert NO_TOKEN not in sequence.token_ids
+
+
+def test_a_verdict_may_bring_several_tokens_or_none_yet():
+    """Of a target that writes in blocks: what has no row is fed with the next pass, the root always."""
+    sequence = start()
+    record = commit(sequence, [1], [20, 21, 22], propose(sequence, [10, 11]))
+    assert record.token_ids == (10, 20, 21, 22) and (sequence.cached_len, sequence.uncached_len) == (4, 3)
+    before = sequence.prefix_hash
+    assert commit(sequence, [], []).token_ids == () and sequence.finish_reason is None
+    assert (sequence.cached_len, sequence.uncached_len, sequence.prefix_hash) == (6, 1, before)
+    commit(sequence, [], [23, 1, 24])
+    assert sequence.token_ids[-2:] == [23, 1] and sequence.finish_reason == "stop"
 
 
 def test_an_empty_proposal_commits_one_token_and_counts_no_speculation():
@@ -146,7 +158,7 @@ def test_preemption_forgets_rows_keeps_text_and_makes_records_stale():
 def test_a_verdict_on_another_prefix_is_a_broken_invariant(wrong):
     sequence = start()
     with pytest.raises(AssertionError):
-        sequence.commit(replace(Verdict(4, 0, 3, (), 20), **wrong), None, EOS)
+        sequence.commit(replace(Verdict(4, 0, 3, (), (20,)), **wrong), None, EOS)
 
 
 @given(st.data())
@@ -159,11 +171,14 @@ def test_lengths_and_digest_hold_over_any_run(data):
             sequence.cached_len = sequence.prefix_len - 1
         draft = data.draw(st.lists(st.integers(0, 4), max_size=4))
         path = range(1, data.draw(st.integers(0, len(draft))) + 1)
-        before = sequence.cached_len
-        record = commit(sequence, path, data.draw(st.integers(0, 4)), propose(sequence, draft))
+        num_own, before = data.draw(st.sampled_from([1, 2, 3, 0])), sequence.prefix_len
+        own = [data.draw(st.integers(0, 4)) for _ in range(num_own)]
+        record = commit(sequence, path, own, propose(sequence, draft))
         emitted += record.token_ids
-        assert 0 < len(record.token_ids) <= len(path) + 1
-        assert sequence.cached_len == before + 1 + len(path)
+        assert len(record.token_ids) <= len(path) + len(own)
+        if sequence.finish_reason is None:
+            assert len(record.token_ids) == len(path) + num_own
+            assert sequence.uncached_len == max(1, num_own) and sequence.cached_len <= before + len(path)
         assert sequence.token_ids == [5, 6, 7, *emitted] and sequence.prefix_len <= sequence.max_len
         assert sequence.prefix_hash == extend_hash(HASH_SEED, sequence.token_ids)
     assert (sequence.finish_reason == "stop") == (emitted[-1] == 1)

@@ -59,7 +59,7 @@ def test_every_rank_of_a_role_gets_its_records_and_the_client_the_tokens(open_st
     assert isinstance(drafts, DraftBatch)
     assert [admit.token_ids for admit in drafts.admits] == [admit.token_ids for admit in first.admits] == [(3, 4)]
     stage.send("draft-0", ProposalBatch(drafts.round, (), 0.0, 0.0))
-    stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
+    stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), (7,)),), 0.0, 0.0, 2))
     assert stage.receive(CLIENT) == Outputs((Tokens(1, 0, (7,)),))
 
 
@@ -123,7 +123,7 @@ def test_a_second_hello_is_answered_and_forgets_no_request(open_stage):
     batch = stage.receive("target-0")
     stage.send(CLIENT, Hello())
     assert isinstance(stage.receive(CLIENT), Ready)
-    stage.send("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
+    stage.send("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 2, (), (7,)),), 0.0, 0.0, 2))
     assert stage.receive(CLIENT).tokens[0].token_ids == (7,)
 
 
@@ -139,7 +139,7 @@ def test_without_its_drafter_the_target_goes_on_and_a_successor_gets_all_texts(o
     stage.get_ready()
     stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
     first = stage.receive("target-0")
-    stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
+    stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), (7,)),), 0.0, 0.0, 2))
     assert stage.receive(CLIENT) == Outputs((Tokens(1, 0, (7,)),))
     stage.send(CLIENT, RankLost("draft", 0, 0))
     second = stage.receive("target-0")
@@ -151,7 +151,7 @@ def test_without_its_drafter_the_target_goes_on_and_a_successor_gets_all_texts(o
     assert order == Join(2, first.round)
     stage.send("draft-0", Ready("draft", 0, FACTS, order.epoch, 1))
     stage.receive(CLIENT)
-    stage.send("target-0", VerdictBatch(second.round, (Verdict(1, 0, 3, (), 8),), 0.0, 0.0, 1))
+    stage.send("target-0", VerdictBatch(second.round, (Verdict(1, 0, 3, (), (8,)),), 0.0, 0.0, 1))
     drafts = stage.receive("draft-0")
     (admit,) = drafts.admits
     tokens = [*admit.token_ids, *(token for commit in drafts.commits for token in commit.token_ids)]
@@ -171,11 +171,11 @@ def test_what_a_replaced_process_still_says_is_nobodys_word(open_stage):
     assert isinstance(stage.receive(CLIENT), Ready)
     again = stage.receive("target-0")
     assert again.admits[0].epoch == 1 and again.round > batch.round
-    late.send(VerdictBatch(again.round, (Verdict(1, 1, 2, (), 8),), 0.0, 0.0, 2))
+    late.send(VerdictBatch(again.round, (Verdict(1, 1, 2, (), (8,)),), 0.0, 0.0, 2))
     late.send(Alive("target", 0, 0, 7))
     assert stage.receive(CLIENT, 0.2) is None
     late.close()
-    stage.send("target-0", VerdictBatch(again.round, (Verdict(1, 1, 2, (), 7),), 0.0, 0.0, 2))
+    stage.send("target-0", VerdictBatch(again.round, (Verdict(1, 1, 2, (), (7,)),), 0.0, 0.0, 2))
     assert stage.receive(CLIENT).tokens[0].token_ids == (7,)
 
 
@@ -194,7 +194,7 @@ def test_a_successor_gathers_whom_it_hears_and_serves_without_a_drafter(open_sta
     batch = stage.receive("target-0")
     (admit,) = batch.admits
     assert admit.token_ids == (3, 4, 5, 6) and admit.prompt_len == 2 and batch.after == order.round
-    stage.send("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 4, (), 7),), 0.0, 0.0, 4))
+    stage.send("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 4, (), (7,)),), 0.0, 0.0, 4))
     assert stage.receive(CLIENT) == Outputs((Tokens(1, 2, (7,)),))
 
 
@@ -264,7 +264,7 @@ def test_link_time_is_the_time_away_beside_the_pass(open_stage):
     stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=1)))
     batch = stage.receive("target-0")
     time.sleep(0.1)
-    stage.send("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 2, (), 7),), 1.0, 1.06, 2))
+    stage.send("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 2, (), (7,)),), 1.0, 1.06, 2))
     assert stage.receive(CLIENT).tokens[0].token_ids == (7,)
     stage.send(CLIENT, ReportOrder())
     counters = stage.receive(CLIENT).counters

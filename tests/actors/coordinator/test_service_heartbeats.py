@@ -75,8 +75,8 @@ def test_a_rank_whose_record_was_refused_is_reported_and_its_successor_gets_the_
     stage.get_ready()
     stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
     first = stage.receive("target-0")
-    stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 97),), 0.0, 0.1, 2))
-    why = "sent a record that was refused (next_token: names token 97, but the target has 97 tokens)"
+    stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), (97,)),), 0.0, 0.1, 2))
+    why = "sent a record that was refused (token_ids: names token 97, but the target has 97 tokens)"
     assert stage.receive(CLIENT) == Silent("target", 0, 0, 7, why)
     stage.links["target-0"].close()
     stage.links["target-0"] = link_to(stage.hub.address, "target-0#1")
@@ -92,7 +92,7 @@ def test_a_rank_whose_pass_never_ends_is_reported(open_stage):
     stage.get_ready()
     stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
     first = stage.receive("target-0")
-    stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.1, 2))
+    stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), (7,)),), 0.0, 0.1, 2))
     second = stage.receive("target-0")
     for _ in range(int((FLOOR_S + FACTOR * 0.1) / HEARTBEAT_S) + 2):
         stage.send_heartbeat("target-0", epoch=1, waiting=False, round=second.round, busy=True)

@@ -41,7 +41,7 @@ def judged(stats, batch, *, speculated):
 )
 def test_spans_say_what_a_pass_was(speculated, rows, num_verdicts, name):
     stats = CoordinatorStats()
-    verdicts = tuple(Verdict(i, 0, 9, (1, 2), 5) for i in range(num_verdicts))
+    verdicts = tuple(Verdict(i, 0, 9, (1, 2), (5,)) for i in range(num_verdicts))
     judged(stats, VerdictBatch(3, verdicts, 1.0, 1.5, rows), speculated=speculated)
     facts = {"round": 3, "rows": rows, "requests": num_verdicts, "tokens": 3 * num_verdicts}
     assert list(stats.spans) == [("target", name, 1.0, 1.5, facts)]

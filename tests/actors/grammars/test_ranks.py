@@ -44,6 +44,6 @@ def test_ranks_agree_with_one_rank(make_checkpoint, on_ranks, tmp_path):  # noqa
     save_tokenizer(tmp_path, range(97))
     tokenizer = byte_level_tokenizer(tmp_path)
     expected, _ = verdicts(path, tokenizer)
-    assert expected[0].next_token in ALLOWED and expected[1].next_token not in ALLOWED
+    assert expected[0].token_ids[0] in ALLOWED and expected[1].token_ids[0] not in ALLOWED
     lead, other = on_ranks(2, lambda group: verdicts(path, tokenizer, group))
     assert lead == (expected, True) and other == ((), True)

@@ -10,7 +10,6 @@ import torch
 
 from actors.drafters.interface import FeatureRows
 from actors.protocol.messages import (
-    NO_TOKEN,
     Admit,
     Proposal,
     SamplingParams,
@@ -62,7 +61,7 @@ def drafted(attached, batch, *verdicts, top_tokens=None):
 
 def test_a_draft_follows_the_accepted_path_and_the_target_s_own_token(attached):
     batch = VerifyBatch(1, (admit(1), admit(2, (3, 4, 6))), items=(VerifyItem(1, 2, proposal(1), 3), VerifyItem(2, 3)))
-    drafts, heard = drafted(attached, batch, Verdict(1, 5, 2, (2, 3), 11), Verdict(2, 5, 3, (), 12))
+    drafts, heard = drafted(attached, batch, Verdict(1, 5, 2, (2, 3), (11,)), Verdict(2, 5, 3, (), (12,)))
     assert drafts == {1: 3}, "request 2 had no order"
     assert heard == [
         ("open", 1, (3, 4)),
@@ -76,12 +75,12 @@ def test_a_draft_follows_the_accepted_path_and_the_target_s_own_token(attached):
 
 
 def test_text_of_rounds_without_orders_is_sent_with_the_next_one(attached):
-    drafted(attached, VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2),)), Verdict(1, 5, 2, (), 6))
+    drafted(attached, VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2),)), Verdict(1, 5, 2, (), (6,)))
     for number, token in ((2, 7), (3, 8)):
         quiet = VerifyBatch(number, items=(VerifyItem(1, 1),))
-        assert drafted(attached, quiet, Verdict(1, 5, number + 1, (), token)) == (None, [])
+        assert drafted(attached, quiet, Verdict(1, 5, number + 1, (), (token,))) == (None, [])
     assert attached.role.contexts[1].token_ids == [3, 4, 6]
-    drafts, heard = drafted(attached, VerifyBatch(4, items=(VerifyItem(1, 1, None, 2),)), Verdict(1, 5, 5, (), 9))
+    drafts, heard = drafted(attached, VerifyBatch(4, items=(VerifyItem(1, 1, None, 2),)), Verdict(1, 5, 5, (), (9,)))
     assert drafts == {1: 2} and heard == [("observe", 1, (3, 4, 6), ()), ("propose", (1, 2))]
     assert attached.role.contexts[1].token_ids == [3, 4, 6, 7, 8, 9]
 
@@ -90,12 +89,12 @@ def test_text_of_rounds_without_orders_is_sent_with_the_next_one(attached):
 def test_no_more_is_drafted_than_may_be_emitted(attached, max_tokens, length):
     """One token was emitted; the target adds one to the last draft."""
     batch = VerifyBatch(1, (admit(1, max_tokens=max_tokens),), items=(VerifyItem(1, 2, None, 4),))
-    drafts, _ = drafted(attached, batch, Verdict(1, 5, 2, (), 6))
+    drafts, _ = drafted(attached, batch, Verdict(1, 5, 2, (), (6,)))
     assert drafts == ({1: length} if length else {})
     again = AttachedDrafter(Recorder(), SINGLE, "cpu")
     known = VerifyBatch(1, (admit(1, max_tokens=max_tokens),))
     drafted(again, known)
-    drafts, _ = drafted(again, VerifyBatch(2, items=(VerifyItem(1, 2, None, 4),)), Verdict(1, 5, 2, (), 6))
+    drafts, _ = drafted(again, VerifyBatch(2, items=(VerifyItem(1, 2, None, 4),)), Verdict(1, 5, 2, (), (6,)))
     assert drafts == ({1: length} if length else None), "of a request that the drafter knew before"
 
 
@@ -103,21 +102,21 @@ def test_texts_are_read_where_the_batch_says_so(attached):
     batch = VerifyBatch(
         1, (admit(1), admit(2)), items=(VerifyItem(1, 2, reads_text=True), VerifyItem(2, 1, reads_text=True))
     )
-    drafts, heard = drafted(attached, batch, Verdict(1, 5, 2, (), 6))
+    drafts, heard = drafted(attached, batch, Verdict(1, 5, 2, (), (6,)))
     assert drafts == {} and sorted(heard[-1][1:]) == [1, 2], "with a verdict or in the middle of its prompt"
     quiet = VerifyBatch(2, items=(VerifyItem(1, 1), VerifyItem(2, 1)))
-    assert drafted(attached, quiet, Verdict(1, 5, 3, (), 6)) == (None, [])
+    assert drafted(attached, quiet, Verdict(1, 5, 3, (), (6,))) == (None, [])
 
 
 def test_requests_that_end_are_released_once_and_unheard_ones_never(attached):
-    drafted(attached, VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2),)), Verdict(1, 5, 2, (), 6))
-    drafted(attached, VerifyBatch(2, items=(VerifyItem(1, 1),)), Verdict(1, 5, 3, (), 7))
+    drafted(attached, VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2),)), Verdict(1, 5, 2, (), (6,)))
+    drafted(attached, VerifyBatch(2, items=(VerifyItem(1, 1),)), Verdict(1, 5, 3, (), (7,)))
     attached.begin(VerifyBatch(3, (admit(2), admit(3, drafter="none"))))
     drafts, heard = drafted(attached, VerifyBatch(4, releases=(1, 2, 3)))
     assert (drafts, heard) == ({}, [("release", 1)]) and not attached.role.contexts
     assert drafted(attached, VerifyBatch(5)) == (None, [])
     again = VerifyBatch(6, (admit(1, epoch=6),), items=(VerifyItem(1, 2, None, 1),))
-    drafts, heard = drafted(attached, again, Verdict(1, 6, 2, (), 9))
+    drafts, heard = drafted(attached, again, Verdict(1, 6, 2, (), (9,)))
     assert heard[1] == ("observe", 1, (3, 4), ()) and attached.role.contexts[1].token_ids == [3, 4, 9], (
         "nothing of its former life"
     )
@@ -127,7 +126,7 @@ def test_verdicts_of_requests_it_does_not_follow_or_that_end_are_left_out(attach
     batch = VerifyBatch(
         1, (admit(1), admit(2, drafter="none")), items=(VerifyItem(1, 2, None, 4), VerifyItem(2, 2, None, 4))
     )
-    drafts, heard = drafted(attached, batch, Verdict(1, 5, 2, (), NO_TOKEN), Verdict(2, 5, 2, (), 6))
+    drafts, heard = drafted(attached, batch, Verdict(1, 5, 2, (), (), none_follows=True), Verdict(2, 5, 2, (), (6,)))
     assert (drafts, heard) == ({}, [("open", 1, (3, 4))])
 
 
@@ -144,8 +143,8 @@ def test_top_tokens_and_features_reach_the_drafter(attached):
 
 
 def test_all_of_it_is_forgotten_with_the_epoch(attached):
-    drafted(attached, VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2),)), Verdict(1, 5, 2, (), 6))
-    drafted(attached, VerifyBatch(2, items=(VerifyItem(1, 1),)), Verdict(1, 5, 3, (), 7))
+    drafted(attached, VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2),)), Verdict(1, 5, 2, (), (6,)))
+    drafted(attached, VerifyBatch(2, items=(VerifyItem(1, 1),)), Verdict(1, 5, 3, (), (7,)))
     attached.begin(VerifyBatch(3, (admit(2),)))
     attached.forget()
     assert not attached.role.contexts and drafted(attached, VerifyBatch(1)) == (None, [])
@@ -158,7 +157,11 @@ def test_every_rank_gets_the_lead_s_verdicts(on_ranks):  # noqa: F811
         VerifyItem(8, 1),
         VerifyItem(9, 4, proposal(9, TokenTree.chain(4, (1, 2, 3)))),
     )
-    full = (Verdict(7, 21, 31, (2, 3), 11), Verdict(8, 22, 32, (), NO_TOKEN), Verdict(9, 23, 33, (1, 2, 3), 13))
+    full = (
+        Verdict(7, 21, 31, (2, 3), (11,)),
+        Verdict(8, 22, 32, (), (), none_follows=True),
+        Verdict(9, 23, 33, (1, 2, 3), (13,)),
+    )
 
     def shared(group, verdicts):
         own = verdicts if group.rank == 0 else ()

@@ -75,7 +75,7 @@ def test_a_prompt_in_chunks_a_whole_one_and_a_draft(open_role, following):
     role, began = open_role(), time.monotonic()
     answer = answered(role, VerifyBatch(7, ADMITS, items=(VerifyItem(1, 3), VerifyItem(2, 5))))
     root = following(*SHORT)
-    assert answer.verdicts == (Verdict(1, 4, 3, (), root),) and (answer.round, answer.num_tokens) == (7, 8)
+    assert answer.verdicts == (Verdict(1, 4, 3, (), (root,)),) and (answer.round, answer.num_tokens) == (7, 8)
     assert began <= answer.started <= answer.committed <= answer.finished <= time.monotonic()
     assert (answer.top_tokens, answer.drafts, answer.export, answer.exported) == (None,) * 4
     assert cached(role) == {1: 0, 2: 5}
@@ -85,7 +85,7 @@ def test_a_prompt_in_chunks_a_whole_one_and_a_draft(open_role, following):
     commits = (Commit(1, 4, 3, (), (root,)),)
     items = (VerifyItem(1, 1, proposal), VerifyItem(2, 2))
     answer = answered(role, VerifyBatch(8, commits=commits, items=items, after=7))
-    assert set(answer.verdicts) == {Verdict(1, 4, 4, (2, 4), third), Verdict(2, 6, 7, (), following(*LONG))}
+    assert set(answer.verdicts) == {Verdict(1, 4, 4, (2, 4), (third,)), Verdict(2, 6, 7, (), (following(*LONG),))}
     assert answer.num_tokens == 1 + 5 + 2 and cached(role) == {1: 3, 2: 5}
 
     commits = (Commit(1, 4, 4, (2, 4), (first, second, third)), Commit(2, 6, 7, (), (following(*LONG),)))
@@ -93,9 +93,9 @@ def test_a_prompt_in_chunks_a_whole_one_and_a_draft(open_role, following):
     answer = answered(role, VerifyBatch(9, commits=commits, items=items, after=8))
     text, other = (*text, first, second, third), (*LONG, following(*LONG))
     assert cached(role) == {1: 6, 2: 7}, "root and accepted nodes; the newest token has no row yet"
-    assert {(one.request_id, one.prefix_len, one.next_token) for one in answer.verdicts} == {
-        (1, 7, following(*text)),
-        (2, 8, following(*other)),
+    assert {(one.request_id, one.prefix_len, one.token_ids) for one in answer.verdicts} == {
+        (1, 7, (following(*text),)),
+        (2, 8, (following(*other),)),
     }
     role.runner.pool.check()
 
@@ -153,4 +153,4 @@ def test_a_request_that_returns_is_known_as_it_was_admitted(open_role, following
     context = role.contexts[3]
     assert (context.epoch, context.token_ids, context.prompt_len) == (8, [*LONG], 2)
     assert (context.sampling, context.speculates, context.scope, context.num_fed) == (sampling, False, 9, 7)
-    assert answer.verdicts == (Verdict(3, 8, 7, (), following(*LONG)),)
+    assert answer.verdicts == (Verdict(3, 8, 7, (), (following(*LONG),)),)

@@ -44,8 +44,8 @@ class Watched:
             parts = {}
             for verdict in answer.verdicts:
                 prefix_len = length + len(tokens)
-                tokens.append(verdict.next_token)
-                commit = Commit(admit.request_id, admit.epoch, prefix_len, (), (verdict.next_token,))
+                tokens += verdict.token_ids
+                commit = Commit(admit.request_id, admit.epoch, prefix_len, (), verdict.token_ids)
                 parts = {"commits": (commit,)}
         self.send(**parts, releases=(admit.request_id,))
         return tokens, hit
@@ -91,7 +91,7 @@ def test_requests_of_one_moment_share_what_was_read_before(watched):
     """Three choices beside the first one: one prompt's rows in the pool."""
     free = watched.role.runner.pool.num_free
     (verdict,) = watched.send(admits=(admit(1),), items=(VerifyItem(1, 512),)).verdicts
-    commit = Commit(1, 0, len(PROMPT), (), (verdict.next_token,))
+    commit = Commit(1, 0, len(PROMPT), (), verdict.token_ids)
     choices, items = tuple(map(admit, (2, 3, 4))), tuple(VerifyItem(i, 512) for i in (2, 3, 4))
     answer = watched.send(commits=(commit,), admits=choices, items=items)
     assert answer.hits == tuple((i, len(PROMPT) - 1) for i in (2, 3, 4)) and answer.num_tokens == 3

@@ -79,7 +79,7 @@ RECORDS = [
     ProposalBatch(4, (PROPOSAL,), 1.5, 2.5),
     DraftPreviewBatch((DraftPreview(5, 1, 3, 12345, TokenTree((9, 7, 8), (-1, 0, 0)), (0.0, -0.5, -1.5)),)),
     VerifyBatch(4, (), (), (6,), (VerifyItem(5, 1, PROPOSAL), VerifyItem(6, 8))),
-    VerdictBatch(4, (Verdict(5, 1, 3, (2,), 11),), 1.5, 2.5, 3),
+    VerdictBatch(4, (Verdict(5, 1, 3, (2,), (11,)),), 1.5, 2.5, 3),
     Hello(),
     Ready("target", 1, {"device": "cpu", "cores": [0, 1], "load_s": 0.5, "kv_slots": 4096}),
     Alive("draft", 1, 2, 4711, 3, False, 17, True),

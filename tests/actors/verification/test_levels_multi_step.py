@@ -82,7 +82,7 @@ def text(
         path, token = RULES[rule](
             proposal.tree, proposal.sampling_kinds, proposal.distributions, lambda node: TARGET, random_source
         )
-        verdict = Verdict(1, sequence.epoch, sequence.prefix_len, path, token)
+        verdict = Verdict(1, sequence.epoch, sequence.prefix_len, path, (token,))
         outbox.commit(sequence.commit(verdict, proposal, frozenset()))
         if sequence.num_generated >= LENGTH:
             break

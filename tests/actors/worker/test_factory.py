@@ -25,6 +25,7 @@ from actors.protocol.messages import (
     DraftOrder,
     ProposalBatch,
     SamplingParams,
+    TokenTree,
     VerdictBatch,
     VerifyBatch,
     VerifyItem,
@@ -165,16 +166,16 @@ def test_ranks_of_a_role_work_together_and_the_lead_alone_answers(open_ranks, sp
 def drafted_rounds(ranks, first_round, count=4):
     """(path, next token, draft) of rounds in which an attached drafter drafts 3 tokens for the next."""
     ranks.send(VerifyBatch(first_round, (ADMIT,), items=(VerifyItem(1, len(PROMPT), None, 3),), after=first_round - 1))
-    length, seen = len(PROMPT), []
+    length, seen = len(PROMPT), list[tuple[tuple[int, ...], tuple[int, ...], TokenTree]]()
     for number in range(first_round + 1, first_round + count + 1):
         answer = ranks.receive()
         (verdict,), (proposal,) = answer.verdicts, answer.drafts.proposals
         previous = seen[-1][2].token_ids if seen else ()
-        tokens = (*(previous[node] for node in verdict.path), verdict.next_token)
-        seen.append((verdict.path, verdict.next_token, proposal.tree))
+        tokens = (*(previous[node] for node in verdict.path), *verdict.token_ids)
+        seen.append((verdict.path, verdict.token_ids, proposal.tree))
         commit = Commit(1, 0, length, verdict.path, tokens)
         length += len(tokens)
-        assert (proposal.prefix_len, proposal.tree.token_ids[0]) == (length, verdict.next_token)
+        assert (proposal.prefix_len, proposal.tree.token_ids[0]) == (length, verdict.token_ids[-1])
         item = VerifyItem(1, 1, proposal, 3)
         ranks.send(VerifyBatch(number, commits=(commit,), items=(item,), after=number - 1))
     ranks.receive()
@@ -323,7 +324,7 @@ def test_roles_on_a_device_answer_what_they_answer_on_a_cpu(spec, device_only, r
         target, draft = (build_role(replace(spec, role=role, device=device), SINGLE)[0] for role in ("target", "draft"))
         admit = replace(ADMIT, sampling=params)
         (first,) = target.answer(VerifyBatch(7, admits=(admit,), items=(VerifyItem(1, len(PROMPT)),)))
-        token = first.verdicts[0].next_token
+        token = first.verdicts[0].token_ids[0]
         known = replace(admit, token_ids=(*PROMPT, token))
         if accelerator is not None:
             accelerator.forget()
@@ -370,7 +371,7 @@ def test_the_host_waits_for_the_device_twice_a_round(spec, device_only, temperat
         target, draft = (build_role(replace(on_device, role=role), SINGLE)[0] for role in ("target", "draft"))
         items = tuple(VerifyItem(i, len(PROMPT)) for i in lengths)
         (first,) = target.answer(VerifyBatch(7, admits=tuple(admits), items=items))
-        tokens = {verdict.request_id: verdict.next_token for verdict in first.verdicts}
+        tokens = {verdict.request_id: verdict.token_ids[0] for verdict in first.verdicts}
         known = tuple(replace(one, token_ids=(*PROMPT, tokens[one.request_id])) for one in admits)
         accelerator.forget()
         orders = tuple(DraftOrder(*order) for order in lengths.items())

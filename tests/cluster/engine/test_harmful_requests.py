@@ -127,7 +127,7 @@ def test_a_request_on_which_the_verdicts_are_refused_ends_and_its_neighbours_do_
     def lying(self, inputs, logits):
         culprits = {one.seq_id for one in inputs if one.sampling.seed == 666}
         verdicts = verify(self, inputs, logits)
-        return tuple(replace(one, next_token=10**6) if one.request_id in culprits else one for one in verdicts)
+        return tuple(replace(one, token_ids=(10**6,)) if one.request_id in culprits else one for one in verdicts)
 
     monkeypatch.setattr(TargetRole, "_verify", lying)
     engine = open_engine("ngram")

@@ -32,7 +32,7 @@ def test_a_target_with_a_speculator_drafts_what_it_drafts_on_a_cpu(spec, specula
         found = [(first.verdicts, [one.tree for one in first.drafts.proposals])]
         (proposal,) = first.drafts.proposals
         (verdict,) = first.verdicts
-        commit = Commit(1, verdict.epoch, verdict.prefix_len, verdict.path, (verdict.next_token,))
+        commit = Commit(1, verdict.epoch, verdict.prefix_len, verdict.path, verdict.token_ids)
         item = VerifyItem(1, 1, proposal, num_draft_tokens=4)
         if accelerator is not None:
             accelerator.forget()
