@@ -221,7 +221,7 @@ class Coordinator:
             self.stats.add_attached_drafts(batch.drafts)
             is_used = any(sequence.draft.proposal is not None for sequence in self._sequences.values())
             self._round.add_drafting(batch.drafts, is_used=is_used)
-        return emitted
+        return [one for one in emitted if one.token_ids or one.finish_reason is not None]
 
     def _take_hits(self, batch: VerdictBatch) -> None:
         """The target says of requests that were admitted with this pass how many rows it had."""

@@ -75,12 +75,15 @@ class Knowledge:
 
 
 class ScriptedTarget:
-    """Walks proposals with the language, and holds the scheduler to the rows of a real pool."""
+    """Walks proposals with the language, and holds the scheduler to the rows of a real pool. One that writes in blocks
+    brings no to three tokens of its own with a verdict."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_own=lambda: 1) -> None:
         self.knows = Knowledge()
+        self.num_own = num_own
         self.pool = KVPool(1, num_slots, 1, 1)
         self.fed: dict[int, int] = {}
+        self.bare: set[int] = set()  # their last verdict brought no token after the path
         self.num_fed = self.num_hits = 0
         self.sent = (0, 0)  # bridge, and number of tensors that were sent over it
 
@@ -92,8 +95,9 @@ class ScriptedTarget:
     def answer(self, batch: VerifyBatch) -> VerdictBatch:
         self.knows.learn(batch, has_last=True)
         for commit in batch.commits:
-            fed = self.fed[commit.request_id]
-            self.pool.commit(commit.request_id, [*range(fed), *(fed - 1 + node for node in commit.path)])
+            fed, is_bare = self.fed[commit.request_id], commit.request_id in self.bare
+            rows = [*range(fed), *(fed - 1 + node for node in commit.path)]
+            self.pool.commit(commit.request_id, rows[: len(rows) - is_bare])
         for request_id in batch.releases:
             self.pool.close(request_id)
         hits = self.open(batch)
@@ -115,7 +119,12 @@ class ScriptedTarget:
             kept = [item.proposal.tree.token_ids[node] for node in path] if item.proposal else []
             spans.append((item.request_id, cached, num_tokens + len(path)))
             epoch = self.knows.epochs[item.request_id]
-            verdicts.append(Verdict(item.request_id, epoch, len(text), tuple(path), (next_word(text + kept),)))
+            written = [*text, *kept]
+            for _ in range(num_own := self.num_own()):
+                written.append(next_word(written))
+            (self.bare.discard if num_own else self.bare.add)(item.request_id)
+            own = tuple(written[len(written) - num_own :])
+            verdicts.append(Verdict(item.request_id, epoch, len(text), tuple(path), own))
         num_rows = sum(self.fed[item.request_id] for item in batch.items)
         spans = [span for span in spans if span[0] in self.knows.speculates]
         export = self.export(batch, spans)
@@ -295,6 +304,7 @@ class World:
         lateness=0.0,
         policy=None,
         bridged=False,
+        writes_blocks=False,
     ):
         self.choose, self.duplicates, self.lateness = choose, duplicates, lateness
         policy = policy or Policy(pipeline, 4)
@@ -303,7 +313,8 @@ class World:
         port = open_port(policy, limits.prefill_chunk, drafts=drafts, bridged=bridged)
         self.coordinator: Any = Coordinator(Scheduler(limits, Capacity(slots, MAX_MODEL_LEN)), policy, [EOS], port)
         self.bridged = bridged
-        self.target, self.drafter = ScriptedTarget(slots), ScriptedDrafter(choose, answers, splits, previews)
+        self.target = ScriptedTarget(slots, (lambda: choose.choice([0, 1, 2, 3])) if writes_blocks else (lambda: 1))
+        self.drafter = ScriptedDrafter(choose, answers, splits, previews)
         self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}
         self.sent: list = []
         self.past: list = []

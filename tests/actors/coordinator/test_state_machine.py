@@ -45,9 +45,10 @@ LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3)
     lateness=st.sampled_from([0.0, 0.4]),
     drafts=st.sampled_from([True, True, True, False]),
     moody=st.booleans(),
+    writes_blocks=st.sampled_from([False, False, True]),
 )
 def test_every_interleaving_gives_the_tokens_of_the_language(
-    choose, pipeline, limits, slots, duplicates, splits, previews, lateness, drafts, moody
+    choose, pipeline, limits, slots, duplicates, splits, previews, lateness, drafts, moody, writes_blocks
 ):
     policy = MoodyPolicy(choose, pipeline) if moody else None
     world = World(
@@ -61,6 +62,7 @@ def test_every_interleaving_gives_the_tokens_of_the_language(
         previews=previews,
         lateness=lateness,
         policy=policy,
+        writes_blocks=writes_blocks,
     )
     requests = requests_of(choose, choose.randint(1, 7))
     coming, aborted = list(requests), set()
