@@ -188,10 +188,12 @@ class Client:
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
         }
-        request = Request(next(self._ids), tuple(token_ids), params, drafter, **how)
         facts = self.ready[_LEAD].facts
+        if (start := facts.get("text_start")) is not None:
+            how["source"], token_ids = tuple(token_ids), start
+        request = Request(next(self._ids), tuple(token_ids), params, drafter, **how)
         completion = Completion(request, prompt, self.tokenizer, self._abort)
-        if (misfit := request.misfit(int(facts["max_model_len"]))) is not None:
+        if (misfit := request.misfit(int(facts["max_model_len"]), int(facts.get("max_source_len", 0)))) is not None:
             completion.fail(misfit)
             return completion
         request.check(int(facts["vocab_size"]), drafters=self.drafters)

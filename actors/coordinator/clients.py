@@ -44,7 +44,13 @@ def num_tokens(request: Request) -> int:
     prompt take the room of one, and so do eight characters of a grammar."""
     listed = 0 if request.prompt_logprobs is None else 1 + request.prompt_logprobs // 4
     written = 0 if request.grammar is None else len(request.grammar.text) // 8
-    return len(request.prompt) * (1 + listed) + len(request.generated) + len(request.reference) + written
+    return (
+        len(request.prompt) * (1 + listed)
+        + len(request.generated)
+        + len(request.source)
+        + len(request.reference)
+        + written
+    )
 
 
 @dataclass(slots=True)

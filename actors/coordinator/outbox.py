@@ -44,6 +44,7 @@ class Outbox:
                 sequence.request.cache_salt if sequence.shares_rows else None,
                 sequence.request.logprobs,
                 sequence.logprobs.prompt_asked(sequence.num_generated),
+                sequence.request.source,
             )
         )
         sequence.num_admissions += 1

@@ -31,11 +31,12 @@ _OF_TARGET = (Alive, Ready, PassFailed, VerdictBatch)
 _OF_DRAFT = (Alive, Ready, PassFailed, ProposalBatch, DraftPreviewBatch, DraftBatch)
 _MOST_NAMED = 64
 """Characters of a phase."""
-_TARGET_SIZES = ("kv_slots", "max_model_len", "vocab_size")
+_TARGET_SIZES = {"kv_slots": 1, "max_model_len": 1, "vocab_size": 1, "max_source_len": 0}
 
 
 class RecordChecks:
-    """For roles of these `sizes`; `vocab_size`, `max_model_len` and `coordinator` are set once the target is known."""
+    """For roles of these `sizes`; `vocab_size`, `max_model_len`, `max_source_len` and `coordinator`
+    are set once the target is known."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class RecordChecks:
     ) -> None:
         self.vocab_size = 2**63
         self.max_model_len = LARGEST
+        self.max_source_len: int | None = None
         self.coordinator: Coordinator | None = None
         self._sizes = sizes
         self._num_draft_tokens = num_draft_tokens
@@ -76,9 +78,9 @@ class RecordChecks:
             case ReportOrder() if len(record.phase) > _MOST_NAMED or not record.phase.isprintable():
                 raise ValueError(f"phase: must be at most {_MOST_NAMED} printable characters")
             case Ready("target"):
-                for name in _TARGET_SIZES:
-                    if type(size := record.facts.get(name)) is not int or size < 1:
-                        raise ValueError(f"{name}: {size!r} is not a positive number")
+                for name, least in _TARGET_SIZES.items():
+                    if type(size := record.facts.get(name, 0)) is not int or size < least:
+                        raise ValueError(f"{name}: {size!r} is no number from {least} on")
             case VerdictBatch():
                 self._check_verdicts(record)
             case DraftBatch():  # of one level of a cascade to another
@@ -108,7 +110,7 @@ class RecordChecks:
         return _OF_TARGET if role == "target" else _OF_DRAFT
 
     def _check_request(self, link: str, request: Request) -> None:
-        request.check(self.vocab_size, self.max_model_len, self._drafters)
+        request.check(self.vocab_size, self.max_model_len, self._drafters, self.max_source_len)
         if self._clients.has_another(link, request):
             raise ValueError(f"request_id: {request.request_id} is that of another request in flight")
 

@@ -28,10 +28,12 @@ from actors.protocol.messages import Proposal
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Token slots in the target's KV pool, and positions that one sequence may reach."""
+    """Token slots in the target's KV pool, positions that one sequence may reach, and tokens that a source may have, 0
+    for a target without an encoder."""
 
     kv_slots: int
     max_model_len: int
+    max_source_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +80,13 @@ class Scheduler:
     def refusal(self, sequence: Sequence) -> str | None:
         """One line why this request can never run, or None."""
         longest = min(sequence.prompt_len + sequence.request.sampling.max_tokens, self.capacity.max_model_len)
-        if (misfit := sequence.request.misfit(self.capacity.max_model_len)) is not None:
+        if (misfit := sequence.request.misfit(self.capacity.max_model_len, self.capacity.max_source_len)) is not None:
             return misfit
-        if longest > self.capacity.kv_slots:
+        if longest + sequence.source_len > self.capacity.kv_slots:
+            name = "source" if sequence.source_len else "prompt"
             return (
-                f"prompt: {longest} tokens (prompt and sampling.max_tokens) do not fit {self.capacity.kv_slots} "
-                "KV slots; raise target.kv_slots or lower sampling.max_tokens"
+                f"{name}: {longest + sequence.source_len} tokens ({name} and sampling.max_tokens) do not fit "
+                f"{self.capacity.kv_slots} KV slots; raise target.kv_slots or lower sampling.max_tokens"
             )
         return None
 
@@ -111,7 +114,7 @@ class Scheduler:
         return victims
 
     def load(self) -> Load:
-        used = sum([sequence.cached_len for sequence in self.running])
+        used = sum([sequence.num_rows for sequence in self.running])
         return Load(len(self.running), len(self.waiting), used, self.capacity.kv_slots)
 
     @property
@@ -223,10 +226,14 @@ class Scheduler:
         # Sequences that only lack their root come first: neither a long prompt nor another's draft may delay them.
         roots, texts = [], []
         for sequence in sequences:
-            (texts if sequence.uncached_len > 1 else roots).append(sequence)
+            (texts if sequence.uncached_len > 1 or sequence.reads_source else roots).append(sequence)
         demands = []
         for place, sequence in enumerate((*roots, *texts), start=1):
             uncached_len = sequence.uncached_len
+            if sequence.reads_source:  # all of it at once, however long it is
+                if sequence.source_len >= budget and place > len(roots) + 1:
+                    continue
+                budget = max(1, budget - sequence.source_len)
             rows = min(uncached_len, self.limits.prefill_chunk, budget)
             if uncached_len > 1:
                 rows = min(rows, left[sequence.request.scope])
@@ -243,7 +250,7 @@ class Scheduler:
 
     def _fit(self, demands: list[Demand], plan: RoundPlan) -> None:
         """Shrink `demands` in place until they fit the pool: the oldest sequence alone always does."""
-        free = self.capacity.kv_slots - sum([sequence.cached_len for sequence in self.running])
+        free = self.capacity.kv_slots - sum([sequence.num_rows for sequence in self.running])
         needed = sum([_slots_needed(*demand) for demand in demands])
         for i in range(len(demands) - 1, -1, -1):
             if needed <= free:
@@ -256,7 +263,7 @@ class Scheduler:
             self.running.remove(victim)
             needed -= sum([_slots_needed(*demand) for demand in demands if demand[0] is victim])
             demands[:] = [demand for demand in demands if demand[0] is not victim]
-            free += victim.cached_len
+            free += victim.num_rows
             victim.preempt()
             self.waiting.put_back([victim])
             plan.preempted.append(victim)
@@ -293,7 +300,7 @@ def _slots_needed(sequence: Sequence, rows: int, proposal: Proposal | None) -> i
 
 
 def _slots_of(sequence: Sequence) -> int:
-    return sequence.prefix_len + 1
+    return sequence.prefix_len + sequence.source_len + 1
 
 
 def _youngest(sequences: Series[Sequence], size: Callable[[Sequence], int]) -> tuple[Sequence, int]:

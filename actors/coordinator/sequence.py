@@ -158,6 +158,20 @@ class Sequence:
         return self.arrived_at + AGEING_S * self.request.priority
 
     @property
+    def source_len(self) -> int:
+        return len(self.request.source)
+
+    @property
+    def reads_source(self) -> bool:
+        """Whether its next pass reads the source first, all of it."""
+        return bool(self.request.source) and not self.cached_len
+
+    @property
+    def num_rows(self) -> int:
+        """Slots that it has while it runs; those of its source from its admission on."""
+        return self.cached_len + len(self.request.source)
+
+    @property
     def prefix_len(self) -> int:
         return len(self.token_ids)
 

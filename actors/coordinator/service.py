@@ -491,8 +491,10 @@ class CoordinatorService:
         if self._coordinator is not None or not self._has_client or not all(self._is_complete[role] for role in needed):
             return
         (facts,) = [ready.facts for ready in self._memberships["target"].ready() if ready.rank == 0]
-        self._checks.vocab_size, self._checks.max_model_len = int(facts["vocab_size"]), int(facts["max_model_len"])
-        self._hub.limit_clients(LONGEST_FIELDS + 2 * TOKEN_BYTES * int(facts["max_model_len"]))
+        max_model_len, max_source_len = int(facts["max_model_len"]), int(facts.get("max_source_len", 0))
+        self._checks.vocab_size, self._checks.max_model_len = int(facts["vocab_size"]), max_model_len
+        self._checks.max_source_len = max_source_len
+        self._hub.limit_clients(LONGEST_FIELDS + TOKEN_BYTES * (2 * max_model_len + max_source_len))
         policy = make_policy(
             spec.pipeline,
             spec.min_draft_tokens,
@@ -508,7 +510,7 @@ class CoordinatorService:
             bridged=spec.bridged,
             first_round=spec.incarnation * ROUNDS_PER_INCARNATION,
         )
-        scheduler = Scheduler(spec.limits, Capacity(int(facts["kv_slots"]), int(facts["max_model_len"])))
+        scheduler = Scheduler(spec.limits, Capacity(int(facts["kv_slots"]), max_model_len, max_source_len))
         self._coordinator = self._checks.coordinator = Coordinator(
             scheduler, policy, spec.eos_token_ids, drafter, now=time.monotonic()
         )

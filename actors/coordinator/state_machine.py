@@ -333,10 +333,11 @@ class Coordinator:
             return [Tokens(request.request_id, len(request.generated), (), sequence.finish_reason, sequence.stats())]
         self._sequences[request.request_id] = sequence
         sequence.arrived_at = now
-        # log-probabilities of a prompt are read where its rows are computed
-        sequence.shares_rows = self._scheduler.limits.prefix_cache and request.prompt_logprobs is None
+        # log-probabilities of a prompt are read where its rows are computed, and rows depend on the source
+        may_share = request.prompt_logprobs is None and not request.source
+        sequence.shares_rows = self._scheduler.limits.prefix_cache and may_share
         self._scheduler.add(sequence)
-        self.stats.num_prompt_tokens += sequence.prompt_len
+        self.stats.num_prompt_tokens += sequence.prompt_len + sequence.source_len
         if self._active_since is None:
             self._active_since = now
             if self._round.verifying is None:

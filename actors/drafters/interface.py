@@ -58,6 +58,7 @@ class Context:
     rows_scope: Hashable = None  # KV rows of its text may be shared within it; None: not
     scope: int = 0  # of the client; what is remembered of ended requests is kept apart by it
     reference: tuple[int, ...] = ()  # a text of the request that its output may follow
+    source: tuple[int, ...] = ()  # what the target's encoder reads; empty where it has none
 
     @classmethod
     def admitted(cls, admit: Admit, vocab_size: int | None, life: int = 0) -> Context:
@@ -76,6 +77,7 @@ class Context:
             rows_scope=None if admit.rows_scope is None else (life, *admit.rows_scope),
             scope=admit.scope,
             reference=_clamped(admit.reference, vocab_size),
+            source=_clamped(admit.source, vocab_size),
         )
         context.extend(admit.token_ids)
         return context

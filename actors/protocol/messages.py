@@ -170,12 +170,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how to continue it. `drafter` is the name of one of the engine's drafters or `PLAIN_DECODING`; None
-    leaves the choice to the engine. `num_draft_tokens` bounds every draft for it; None: the engine's own bound alone.
-    `reference` is a text that the output may follow, from which drafters that copy may draft. While it waits, a request
-    of lower `priority` comes first, among those of its client. What is generated follows the `grammar`, up to the end
-    token with which it ends. `logprobs` asks for the log-probability of each generated token and of so many of the
-    likeliest ones there, `prompt_logprobs` for those of the prompt's tokens; None for none.
+    """A prompt and how to continue it. Where the target is an encoder-decoder, the prompt is what its decoder starts
+    with, and `source` the text that its encoder reads; empty elsewhere. Positions, and with them noise, count the text,
+    which is prompt and generated tokens. `drafter` is the name of one of the engine's drafters or `PLAIN_DECODING`;
+    None leaves the choice to the engine. `num_draft_tokens` bounds every draft for it; None: the engine's own bound
+    alone. `reference` is a text that the output may follow, from which drafters that copy may draft. While it waits, a
+    request of lower `priority` comes first, among those of its client. What is generated follows the `grammar`, up to
+    the end token with which it ends. `logprobs` asks for the log-probability of each generated token and of so many of
+    the likeliest ones there, `prompt_logprobs` for those of the prompt's tokens; None for none.
 
     KV rows are shared with requests of the same client and `cache_salt`.
 
@@ -197,12 +199,19 @@ class Request:
     cache_salt: str = ""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    source: tuple[int, ...] = ()
 
     @property
     def speculates(self) -> bool:
         return self.drafter != PLAIN_DECODING
 
-    def check(self, vocab_size: int, max_model_len: int = LARGEST, drafters: Collection[str] | None = None) -> None:
+    def check(
+        self,
+        vocab_size: int,
+        max_model_len: int = LARGEST,
+        drafters: Collection[str] | None = None,
+        max_source_len: int | None = None,
+    ) -> None:
         """Raise ValueError naming the first field that is out of range, or names a token the target does not have or a
         drafter that is none of these (None: any is). Sizes are compared before tokens are looked through."""
         if drafters is not None and self.drafter not in (None, PLAIN_DECODING, *drafters):
@@ -228,9 +237,10 @@ class Request:
         if len(self.generated) > self.sampling.max_tokens:
             remedy = f"give at most sampling.max_tokens={self.sampling.max_tokens}"
             raise ValueError(f"generated: has {len(self.generated)} tokens; {remedy}")
-        if (misfit := self.misfit(max_model_len)) is not None:
+        if (misfit := self.misfit(max_model_len, max_source_len)) is not None:
             raise ValueError(misfit)
         named = (
+            ("source", self.source),
             ("prompt", self.prompt),
             ("generated", self.generated),
             ("reference", self.reference),
@@ -241,8 +251,11 @@ class Request:
         for name, token_ids in named:
             check_tokens(name, token_ids, vocab_size)
 
-    def misfit(self, max_model_len: int) -> str | None:
-        """One line why a context of so many tokens cannot hold its text, or None; looks at lengths only."""
+    def misfit(self, max_model_len: int, max_source_len: int | None) -> str | None:
+        """One line why a context of so many tokens cannot hold its text, or an encoder its source (0: there is none,
+        None: not known), or None; looks at lengths only."""
+        if max_source_len is not None and (why := self._source_misfit(max_source_len)) is not None:
+            return why
         size, remedy = len(self.prompt), "shorten it or raise target.max_model_len"
         if not size:
             return "prompt: is empty; give at least one token"
@@ -252,6 +265,15 @@ class Request:
             return f"generated: {size} tokens with the prompt do not fit the context of {max_model_len}; {remedy}"
         if len(self.reference) > max_model_len:
             return f"reference: {len(self.reference)} tokens do not fit the context of {max_model_len}; {remedy}"
+        return None
+
+    def _source_misfit(self, max_source_len: int) -> str | None:
+        if self.source and not max_source_len:
+            return "source: this target has no encoder; give the text as the prompt"
+        if max_source_len and not self.source:
+            return "source: is empty; give at least one token"
+        if len(self.source) > max_source_len:
+            return f"source: {len(self.source)} tokens do not fit the encoder's {max_source_len}; shorten it"
         return None
 
 
@@ -398,9 +420,9 @@ class Admit:
     """Open a request at a role, at first or again: its committed tokens, the first `prompt_len` of them the prompt.
 
     `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice. `drafter`,
-    `reference` and `grammar` are those of the request, and so are `logprobs` and `prompt_logprobs`, as far as they are
-    not known yet. Requests of one client have one `scope`, which roles do not know otherwise. KV rows are shared
-    between requests with the same scope and `cache_salt`; None: not with any.
+    `source`, `reference` and `grammar` are those of the request, and so are `logprobs` and `prompt_logprobs`, as far as
+    they are not known yet. Requests of one client have one `scope`, which roles do not know otherwise. KV rows are
+    shared between requests with the same scope and `cache_salt`; None: not with any.
     """
 
     request_id: int
@@ -416,6 +438,7 @@ class Admit:
     cache_salt: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    source: tuple[int, ...] = ()
 
     @property
     def speculates(self) -> bool:

@@ -45,6 +45,7 @@ class Knowledge:
 
     texts: dict[int, list[int]] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
+    sources: dict[int, tuple[int, ...]] = field(default_factory=dict)
     admitted: set[int] = field(default_factory=set)
     last_round: int = 0
     speculates: set[int] = field(default_factory=set)
@@ -63,6 +64,7 @@ class Knowledge:
             assert admit.epoch > self.epochs.get(admit.request_id, -1), "an old epoch came back"
             self.texts[admit.request_id] = list(admit.token_ids)
             self.epochs[admit.request_id] = admit.epoch
+            self.sources[admit.request_id] = admit.source
             self.admitted.add(admit.request_id)
             (self.speculates.add if admit.speculates else self.speculates.discard)(admit.request_id)
         for commit in [commit for commit in batch.commits if commit not in last]:
@@ -100,6 +102,7 @@ class ScriptedTarget:
             self.pool.commit(commit.request_id, rows[: len(rows) - is_bare])
         for request_id in batch.releases:
             self.pool.close(request_id)
+            self.pool.close((request_id, "source"))
         hits = self.open(batch)
         verdicts, spans = [], [(request_id, 0, count) for request_id, count in hits.items()]
         for item in batch.items:
@@ -108,6 +111,10 @@ class ScriptedTarget:
             assert num_tokens == item.num_tokens or item.request_id in hits
             self.fed[item.request_id] = num_tokens
             num_nodes = item.proposal.tree.num_draft_tokens if item.proposal else 0
+            if (source := self.knows.sources[item.request_id]) and not cached:
+                assert not self.pool.cached_len((item.request_id, "source")), "a source is read once"
+                self.pool.reserve((item.request_id, "source"), len(source))
+                self.pool.commit((item.request_id, "source"), range(len(source)))
             self.pool.reserve(item.request_id, num_tokens + num_nodes)
             self.num_fed += num_tokens
             if cached + num_tokens < len(text):
@@ -136,6 +143,7 @@ class ScriptedTarget:
             scope = admit.rows_scope
             text = None if scope is None else Text(self.knows.texts[admit.request_id], scope)
             self.pool.open(admit.request_id, text)
+            self.pool.open((admit.request_id, "source"))
         hits = {admit.request_id: self.pool.cached_len(admit.request_id) for admit in batch.admits}
         self.num_hits += sum(hits.values())
         return {request_id: count for request_id, count in hits.items() if count}
@@ -305,13 +313,16 @@ class World:
         policy=None,
         bridged=False,
         writes_blocks=False,
+        max_source_len=0,
     ):
         self.choose, self.duplicates, self.lateness = choose, duplicates, lateness
         policy = policy or Policy(pipeline, 4)
         self.weighs_waiting = policy.weighs_waiting
         limits = limits or SchedulerConfig()
         port = open_port(policy, limits.prefill_chunk, drafts=drafts, bridged=bridged)
-        self.coordinator: Any = Coordinator(Scheduler(limits, Capacity(slots, MAX_MODEL_LEN)), policy, [EOS], port)
+        self.coordinator: Any = Coordinator(
+            Scheduler(limits, Capacity(slots, MAX_MODEL_LEN, max_source_len)), policy, [EOS], port
+        )
         self.bridged = bridged
         self.target = ScriptedTarget(slots, (lambda: choose.choice([0, 1, 2, 3])) if writes_blocks else (lambda: 1))
         self.drafter = ScriptedDrafter(choose, answers, splits, previews)

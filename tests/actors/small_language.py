@@ -26,7 +26,7 @@ def oracle(request: Request) -> list[int]:
     return history[len(request.prompt) :]
 
 
-def requests_of(choose: random.Random, count: int) -> list[Request]:
+def requests_of(choose: random.Random, count: int, max_source_len: int = 0) -> list[Request]:
     return [
         Request(
             i,
@@ -36,6 +36,9 @@ def requests_of(choose: random.Random, count: int) -> list[Request]:
                 stop_token_ids=tuple(choose.sample(range(2, 11), choose.randint(0, 1))),
             ),
             drafter=None if choose.random() < 0.8 else "none",
+            source=tuple(choose.randrange(2, 11) for _ in range(choose.randint(1, max_source_len)))
+            if max_source_len
+            else (),
         )
         for i in range(count)
     ]

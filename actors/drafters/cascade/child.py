@@ -209,6 +209,7 @@ class ChildLevel:
                 admission,
                 scope=context.scope,
                 reference=context.reference,
+                source=context.source,
             )
         elif text.valid < text.length:
             record = _commit(context, text.valid, (), token_ids)

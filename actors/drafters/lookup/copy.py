@@ -1,8 +1,11 @@
-"""`drafter=copy`: copies from the prompt or a reference, on from where the output last agreed with it.
+"""`drafter=copy`: copies from the prompt, a source or a reference, on from where the output last agreed with it.
 
 Input-guided copying as in LLMA ("Inference with Reference", arXiv 2304.04487), for answers
 that repeat much of their prompt in its order: edits, corrections, extracts, quotes. A request may bring a further
 reference, such as the file that it asks to edit: it is a text behind the prompt, and copying starts at its beginning.
+Where the target is an encoder-decoder, what its encoder reads takes the place of the prompt, and copying starts at its
+beginning too: aggressive decoding ("Instantaneous Grammatical Error Correction with Shallow Aggressive Decoding", arXiv
+2106.04970).
 Reads no output but to find its place in the prompt, and knows nothing of models or other requests.
 """
 
@@ -85,7 +88,7 @@ class CopyDrafter(RequestwiseDrafter):
 
 
 class _Copying:
-    """The place in the source, which is prompt and reference, after every length of one request's output.
+    """The place in what is copied, prompt (or source) and reference, after every length of one request's output.
 
     A place is a function of the text alone: reading an output token by token, in rounds, or again after a preemption
     gives the same places, and a cut forgets those of the tokens that were cut.
@@ -93,7 +96,8 @@ class _Copying:
 
     def __init__(self, context: Context, trigger_len: int) -> None:
         self._trigger_len = trigger_len
-        self._source = [*context.prompt, *context.reference]
+        before = context.source or context.prompt
+        self._source = [*before, *context.reference]
         # trigger -> positions of the tokens that follow it in the source, ascending
         self._followers: dict[tuple[int, ...], list[int]] = {}
         # the last trigger of the source is left out, since nothing follows it there
@@ -101,7 +105,8 @@ class _Copying:
         for follower, trigger in enumerate(triggers, start=trigger_len):
             self._followers.setdefault(trigger, []).append(follower)
         # places[i]: after i output tokens. p >= 0: copy on from source[p]; ~p: disagreed with source[p], no other found
-        self._places = [context.prompt_len if context.reference else ~context.prompt_len]
+        first = 0 if context.source and not context.reference else len(before)
+        self._places = [first if context.source or context.reference else ~first]
 
     def read(self, context: Context) -> None:
         """Find the places of the tokens that came since the last call."""

@@ -213,6 +213,7 @@ REFUSED = {
     "more tokens than it asked for": (OTHER, Request(2, (3,), SamplingParams(max_tokens=1), generated=(4, 5))),
     "a prompt beyond the context": (OTHER, Request(2, (3,) * 50)),
     "an empty prompt": (OTHER, Request(2, ())),
+    "a source for a target without an encoder": (OTHER, Request(2, (3,), source=(4,))),
     "a phase of any length": (OTHER, ReportOrder(True, "x" * 100)),
     "a phase of several lines": (CLIENT, ReportOrder(True, "a\nb")),
     "a verdict of another prefix": ("target-0#0", verdicts(replace(RIGHT, prefix_len=1))),

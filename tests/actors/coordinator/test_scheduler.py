@@ -25,9 +25,15 @@ def count_scopes(sequences: Iterable[Sequence]) -> Counter[int]:
 
 
 def sequence_of(
-    prompt_len: int, max_tokens: int = 10, request_id: int = 0, max_model_len: int = 64, scope: int = 0
+    prompt_len: int,
+    max_tokens: int = 10,
+    request_id: int = 0,
+    max_model_len: int = 64,
+    scope: int = 0,
+    source_len: int = 0,
 ) -> Sequence:
-    request = Request(request_id, (5,) * prompt_len, SamplingParams(max_tokens=max_tokens), scope=scope)
+    sampling, source = SamplingParams(max_tokens=max_tokens), (6,) * source_len
+    request = Request(request_id, (5,) * prompt_len, sampling, scope=scope, source=source)
     return Sequence.start(request, max_model_len)
 
 
@@ -66,17 +72,26 @@ class Lives(RuleBasedStateMachine):
         chunk=st.integers(1, 12),
         slots=st.integers(24, 90),
         max_model_len=st.integers(8, 40),
+        max_source_len=st.sampled_from([0, 0, 20]),
     )
-    def open(self, seats, rows, chunk, slots, max_model_len):
-        self.scheduler = Scheduler(SchedulerConfig(seats, rows, chunk), Capacity(slots, max_model_len))
+    def open(self, seats, rows, chunk, slots, max_model_len, max_source_len):
+        capacity = Capacity(slots, max_model_len, max_source_len)
+        self.scheduler = Scheduler(SchedulerConfig(seats, rows, chunk), capacity)
         self.arrived = 0
         self.live: list[Sequence] = []
         self.order: dict[int, int] = {}
 
-    @rule(prompt_len=st.integers(1, 40), max_tokens=st.integers(1, 20), scope=st.integers(0, 2))
-    def arrive(self, prompt_len, max_tokens, scope):
+    @rule(
+        prompt_len=st.integers(1, 40),
+        max_tokens=st.integers(1, 20),
+        scope=st.integers(0, 2),
+        source_len=st.integers(1, 20),
+    )
+    def arrive(self, prompt_len, max_tokens, scope, source_len):
         self.arrived += 1
-        sequence = sequence_of(prompt_len, max_tokens, self.arrived, self.scheduler.capacity.max_model_len, scope)
+        capacity = self.scheduler.capacity
+        source_len = min(source_len, capacity.max_source_len)
+        sequence = sequence_of(prompt_len, max_tokens, self.arrived, capacity.max_model_len, scope, source_len)
         if self.scheduler.refusal(sequence) is None:
             self.scheduler.add(sequence)
             self.live.append(sequence)
@@ -113,15 +128,18 @@ class Lives(RuleBasedStateMachine):
         scheduler, rows = self.scheduler, plan.rows
         assert rows, "there is work, and none is done"
         fed = {s.request_id: n + (p.tree.num_draft_tokens if p else 0) for s, n, p in rows}
-        assert sum(fed.values()) <= scheduler.limits.max_num_batched_tokens
-        held = sum(sequence.cached_len for sequence in scheduler.running)
+        sources = [sequence.source_len for sequence, *_ in rows if sequence.reads_source]
+        texts = [sequence for sequence, *_ in rows if sequence.uncached_len > 1 or sequence.reads_source]
+        if len(texts) > 1 or not sources:
+            assert sum(fed.values()) + sum(sources) <= scheduler.limits.max_num_batched_tokens + len(sources)
+        held = sum(sequence.cached_len + sequence.source_len for sequence in scheduler.running)
         assert held + sum(fed.values()) <= scheduler.capacity.kv_slots
         assert len(fed) == len(rows) <= len(scheduler.running) <= scheduler.limits.max_num_seqs
         for sequence, num_rows, proposal in rows:
             assert sequence in scheduler.running
             assert 0 < num_rows <= min(sequence.uncached_len, scheduler.limits.prefill_chunk)
             assert proposal is None or num_rows == sequence.uncached_len, "a proposal hangs below the root"
-        roots = [sequence for sequence in scheduler.running if sequence.uncached_len == 1]
+        roots = [one for one in scheduler.running if one.uncached_len == 1 and not one.reads_source]
         prompts_fed = any(sequence.uncached_len > 1 for sequence, _, _ in rows)
         if prompts_fed or any(proposal for _, _, proposal in rows):
             assert all(sequence.request_id in fed for sequence in roots), (
@@ -251,6 +269,34 @@ def test_what_can_never_run_is_refused_with_a_remedy(prompt_len, max_tokens, cap
         assert said is None
     else:
         assert said is not None and re.search(refusal, said) and "\n" not in said
+
+
+def test_a_source_counts_in_slots_and_the_encoder_bounds_it():
+    scheduler = Scheduler(SchedulerConfig(), Capacity(50, 50, 30))
+    assert scheduler.refusal(sequence_of(1, 19, source_len=30)) is None
+    too_long = scheduler.refusal(sequence_of(1, 20, source_len=30))
+    assert too_long is not None and too_long.startswith("source: 51 tokens") and "50 KV slots" in too_long
+    assert "the encoder's 30" in str(scheduler.refusal(sequence_of(1, 5, source_len=31)))
+    assert "source: is empty" in str(scheduler.refusal(sequence_of(1, 5)))
+    first, second = (sequence_of(1, 9, number, source_len=20) for number in (1, 2))
+    scheduler.add(first)
+    scheduler.add(second)
+    assert [one.request_id for one in scheduler.plan().admitted] == [1, 2] and scheduler.load().kv_slots_used == 40
+
+
+def test_a_long_source_is_read_beside_the_roots_and_no_other_text():
+    """It cannot be read in parts; those behind it wait for a pass."""
+    scheduler = Scheduler(SchedulerConfig(8, 16, 8), Capacity(200, 50, 40))
+    running = [sequence_of(1, 9, number, source_len=1) for number in (1, 2)]
+    for sequence in running:
+        scheduler.add(sequence)
+    follow(scheduler.plan())
+    for number in (3, 4):
+        scheduler.add(sequence_of(1, 9, number, source_len=40))
+    plan = scheduler.plan()
+    assert [sequence.request_id for sequence, *_ in plan.rows] == [1, 2, 3]
+    follow(plan)
+    assert [sequence.request_id for sequence, *_ in scheduler.plan().rows] == [1, 2, 3, 4]
 
 
 def test_a_request_that_just_fits_runs_alone_to_its_end():

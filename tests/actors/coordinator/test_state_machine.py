@@ -46,16 +46,28 @@ LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3)
     drafts=st.sampled_from([True, True, True, False]),
     moody=st.booleans(),
     writes_blocks=st.sampled_from([False, False, True]),
+    max_source_len=st.sampled_from([0, 0, 20]),
 )
 def test_every_interleaving_gives_the_tokens_of_the_language(
-    choose, pipeline, limits, slots, duplicates, splits, previews, lateness, drafts, moody, writes_blocks
+    choose,
+    pipeline,
+    limits,
+    slots,
+    duplicates,
+    splits,
+    previews,
+    lateness,
+    drafts,
+    moody,
+    writes_blocks,
+    max_source_len,
 ):
     policy = MoodyPolicy(choose, pipeline) if moody else None
     world = World(
         choose,
         pipeline,
         limits=limits,
-        slots=slots,
+        slots=slots + max_source_len,
         drafts=drafts,
         duplicates=duplicates,
         splits=splits,
@@ -63,8 +75,9 @@ def test_every_interleaving_gives_the_tokens_of_the_language(
         lateness=lateness,
         policy=policy,
         writes_blocks=writes_blocks,
+        max_source_len=max_source_len,
     )
-    requests = requests_of(choose, choose.randint(1, 7))
+    requests = requests_of(choose, choose.randint(1, 7), max_source_len)
     coming, aborted = list(requests), set()
     while coming:
         action = choose.random()
@@ -97,7 +110,8 @@ def check_what_roles_received(world: World, requests: list[Request]) -> None:
     plain = {request.request_id for request in requests if not request.speculates}
     assert not world.drafter.knows.admitted & plain, "a plain request was sent to the drafter"
     assert not world.drafter.knows.texts, "the drafter still holds a request"
-    world.deliver(Request(999, (3,), SamplingParams(max_tokens=1), drafter="none"))
+    source = (4,) if world.coordinator._scheduler.capacity.max_source_len else ()
+    world.deliver(Request(999, (3,), SamplingParams(max_tokens=1), drafter="none", source=source))
     assert set(world.target.knows.texts) == {999}, "the target still holds a request"
     world.settle()
 

@@ -137,11 +137,28 @@ def test_sampling_at_its_bounds_is_fine():
         ("generated", Request(1, (3,) * 30, generated=(3,) * 21)),
         ("prompt", Request(1, ())),
         ("prompt", Request(1, (3,) * 50)),
+        ("source", Request(1, (3,), source=(10,))),
     ],
 )
 def test_a_request_that_names_no_token_of_the_target_is_refused(field, request_):
     with pytest.raises(ValueError, match=f"^{field}"):
         request_.check(vocab_size=10, max_model_len=50)
+
+
+@pytest.mark.parametrize(
+    ("source", "max_source_len", "refusal"),
+    [
+        ((), 0, None),
+        ((4, 5), 2, None),
+        ((4, 5), None, None),
+        ((4, 5), 0, "source: this target has no encoder"),
+        ((), 2, "source: is empty"),
+        ((4, 5, 6), 2, "source: 3 tokens do not fit the encoder's 2"),
+    ],
+)
+def test_a_source_is_what_the_target_s_encoder_can_read(source, max_source_len, refusal):
+    said = Request(1, (3,), source=source).misfit(50, max_source_len)
+    assert said is None if refusal is None else said is not None and said.startswith(refusal)
 
 
 def test_what_is_too_long_is_refused_before_it_is_looked_through():

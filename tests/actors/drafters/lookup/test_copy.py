@@ -46,6 +46,21 @@ def test_copying_starts_behind_the_trigger_and_ends_with_budget_or_prompt():
     assert proposed(drafter, context) == [4, 5, 6]
 
 
+def test_a_source_is_copied_from_its_beginning_and_the_prompt_is_not():
+    """Of an encoder-decoder: aggressive decoding. After a disagreement copying goes on where the output is again."""
+    drafter = CopyDrafter(trigger_len=2)
+    context = Context(0, 0, [50], 1, SamplingParams(max_tokens=100), source=(1, 2, 3, 4, 5, 6))
+    drafter.open(context)
+    assert proposed(drafter, context, budget=3) == [1, 2, 3]
+    context.extend([1, 2, 9])
+    assert proposed(drafter, context) == []
+    context.extend([4, 5])
+    assert proposed(drafter, context) == [6], "nothing of the prompt follows"
+    both = Context(1, 0, [50], 1, SamplingParams(max_tokens=100), source=(1, 2, 3), reference=(7, 8))
+    drafter.open(both)
+    assert proposed(drafter, both) == [7, 8], "a reference comes first"
+
+
 def test_tokens_of_the_prompt_are_no_trigger_and_output_is_not_copied():
     drafter = CopyDrafter(trigger_len=1)
     context = opened(drafter, [1, 2, 1])
