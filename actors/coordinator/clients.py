@@ -43,7 +43,7 @@ def num_tokens(request: Request) -> int:
     """Tokens that the coordinator keeps of a request from its arrival on; four that are listed with a token of the
     prompt take the room of one, and so do eight characters of a grammar."""
     listed = 0 if request.prompt_logprobs is None else 1 + request.prompt_logprobs // 4
-    written = 0 if request.grammar is None else len(request.grammar.text) // 8
+    written = 0 if request.grammar is None else request.grammar.num_characters // 8
     return (
         len(request.prompt) * (1 + listed)
         + len(request.generated)

@@ -7,6 +7,7 @@ because a model may repeat it without end.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,7 +50,7 @@ class GrammarCompiler:
 
     def start(self, grammar: Grammar) -> Future[LLMatcher]:
         """`matcher`, made in another thread, one after another; cancel it if it is not wanted any more."""
-        return (self._tried if needs_trial(grammar.text) else self._quick).submit(self._matcher_or_error, grammar)
+        return (self._tried if _needs_trial(grammar) else self._quick).submit(self._matcher_or_error, grammar)
 
     def _matcher_or_error(self, grammar: Grammar) -> LLMatcher:
         try:
@@ -80,7 +81,7 @@ class GrammarCompiler:
 
     def _try(self, grammar: Grammar, source: str) -> None:
         """Raise ValueError if it could take more time or memory than there is; one trial at a time takes some."""
-        if needs_trial(grammar.text):
+        if _needs_trial(grammar):
             with self._trial:
                 if not is_compiled_in_time(source):
                     raise ValueError(f"takes too long to compile; {_REMEDY}")
@@ -104,11 +105,19 @@ def _source(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": _WHITESPACE})
+            source = LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": _WHITESPACE})
         case "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
+            source = LLMatcher.grammar_from_regex(grammar.text)
         case _:
-            return LLMatcher.grammar_from_lark(grammar.text)
+            source = LLMatcher.grammar_from_lark(grammar.text)
+    if not grammar.frame:
+        return source
+    answer = {"lark_grammar": source} if grammar.kind == "lark" else json.loads(source)["grammars"][0]
+    return json.dumps({"grammars": [{"lark_grammar": grammar.frame}, answer | {"name": "answer"}]})
+
+
+def _needs_trial(grammar: Grammar) -> bool:
+    return needs_trial(grammar.text) or needs_trial(grammar.frame)
 
 
 def _line(text: str) -> str:

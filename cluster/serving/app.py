@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from actors.protocol.grammar import Grammar
 from cluster.completion import EngineError
 from cluster.config.server import ServerConfig
 from cluster.observability.report import versions
@@ -29,6 +30,8 @@ from cluster.serving.errors import ApiError, answer_refusal, bad_request, timed_
 from cluster.serving.generation import Generation, RequestedText
 from cluster.serving.guard import Guard
 from cluster.serving.logprobs import LogprobWriter
+from cluster.serving.message_parts import PartReader, PartsForm
+from cluster.serving.reasoning import Beginning, ReasoningReader
 from cluster.serving.replies import DONE, ChatForm, CompletionForm, ReplyForm, ReplyWriter, usage_of
 from cluster.serving.requests import (
     ChatRequest,
@@ -39,7 +42,6 @@ from cluster.serving.requests import (
 )
 from cluster.serving.served_model import NO_TEXTS, ServedModel
 from cluster.serving.streams import Disconnected, EventStream, while_connected
-from cluster.serving.tool_replies import ToolForm
 from cluster.serving.tools import NamedTool
 
 _COMPILE_S = 10.0
@@ -87,17 +89,20 @@ class Api:
         self._model.check_name(body.model)
         prompts = [await self._prompt_tokens(prompt) for prompt in body.prompts]
         texts = [await self._prompt_text(prompt) for prompt in body.prompts if body.echo]
-        await self._check_grammar(body)
-        generation = await self._submit(body, prompts, body.limit, "prompt")
+        await self._check_grammar(body, body.grammar)
+        generation = await self._submit(body, prompts, body.limit, "prompt", body.grammar)
         echoes = {choice.index: texts[choice.index // body.n] for choice in generation.choices if body.echo}
         return await self._answer(body, request, generation, CompletionForm(echoes))
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         self._model.check_name(body.model)
-        prompt = await self._chat_tokens(body)
-        form = await self._chat_form(body)
-        await self._check_grammar(body)
-        generation = await self._submit(body, [prompt], body.limit, "messages")
+        text = await self._chat_text(body)
+        prompt = await asyncio.to_thread(self._model.encode_chat, text)
+        beginning = self._model.reasoning.beginning(text)
+        form = await self._chat_form(body, beginning)
+        grammar = self._model.reasoning.grammar(body.grammar, beginning)
+        await self._check_grammar(body, grammar)
+        generation = await self._submit(body, [prompt], body.limit, "messages", grammar)
         return await self._answer(body, request, generation, form)
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
@@ -106,7 +111,7 @@ class Api:
             text, adds = body.prompt, body.add_special_tokens
             tokens = await asyncio.to_thread(self._model.encode, text, adds_special_tokens=adds)
         else:
-            tokens = await self._chat_tokens(body)
+            tokens = await asyncio.to_thread(self._model.encode_chat, await self._chat_text(body))
         names = await asyncio.to_thread(self._model.token_texts, tokens) if body.return_token_strs else None
         count = {"count": len(tokens), "max_model_len": self._model.max_model_len}
         return _json({**count, "tokens": tokens, "token_strs": names})
@@ -155,35 +160,38 @@ class Api:
     async def _prompt_text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else await asyncio.to_thread(self._model.decode, prompt)
 
-    async def _chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
+    async def _chat_text(self, body: ChatRequest | TokenizeRequest) -> str:
         return await asyncio.to_thread(
-            self._model.encode_chat,
+            self._model.chat_text,
             body.messages or (),
             add_generation_prompt=body.add_generation_prompt,
             tools=body.offered_tools,
             options=body.chat_template_kwargs,
         )
 
-    async def _chat_form(self, body: ChatRequest) -> ChatForm:
-        """The form of the replies; with tools, whose calls are looked for."""
+    async def _chat_form(self, body: ChatRequest, beginning: Beginning) -> ChatForm:
+        """The form of the replies; with reasoning or tools, whose calls are looked for."""
         if not body.offered_tools:
-            return ChatForm()
-        make_reader = self._model.call_reader(body)
+            if beginning is Beginning.after:
+                return ChatForm()
+            return PartsForm(make_reader=lambda: PartReader(ReasoningReader(beginning)))
+        make_calls = self._model.call_reader(body)
         try:
-            await asyncio.to_thread(make_reader)
+            await asyncio.to_thread(make_calls)
         except ValueError as error:
             raise bad_request(error) from error
-        end_reason = "stop" if isinstance(body.choice, NamedTool) else "tool_calls"
-        return ToolForm(
-            make_reader=make_reader, end_reason=end_reason, most_calls=None if body.parallel_tool_calls else 1
+        return PartsForm(
+            make_reader=lambda: PartReader(ReasoningReader(beginning), make_calls()),
+            end_reason="stop" if isinstance(body.choice, NamedTool) else "tool_calls",
+            most_calls=None if body.parallel_tool_calls else 1,
         )
 
-    async def _check_grammar(self, body: GenerationRequest) -> None:
+    async def _check_grammar(self, body: GenerationRequest, grammar: Grammar | None) -> None:
         """Compile what the text has to follow, if anything, which the engine is given only if that works."""
-        if body.grammar is None:
+        if grammar is None:
             return
         field = body.grammar_field
-        compiling = asyncio.wrap_future(self._model.compile_grammar(body.grammar))
+        compiling = asyncio.wrap_future(self._model.compile_grammar(grammar))
         try:
             await asyncio.wait_for(compiling, _COMPILE_S)
         except TimeoutError:
@@ -194,7 +202,12 @@ class Api:
             raise ApiError(400, f"{field}: {line}", param=field, code="invalid_grammar") from error
 
     async def _submit(
-        self, body: GenerationRequest, prompts: Sequence[Sequence[int]], limit: int | None, field: str
+        self,
+        body: GenerationRequest,
+        prompts: Sequence[Sequence[int]],
+        limit: int | None,
+        field: str,
+        grammar: Grammar | None,
     ) -> Generation:
         """Send the request to the engine, if there is place for all of it."""
         num = len(prompts) * body.n
@@ -205,7 +218,7 @@ class Api:
             texts = await asyncio.to_thread(self._model.encode_texts, body)
         self._limit.enter(num)
         try:
-            choices = self._model.submit(body, prompts, limit, field, texts)
+            choices = self._model.submit(body, prompts, limit, field, texts, grammar)
         except BaseException as error:
             self._limit.leave(num)
             if isinstance(error, ValueError):

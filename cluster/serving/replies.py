@@ -86,6 +86,7 @@ class AssistantMessage(Struct):
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
@@ -94,6 +95,7 @@ class MessageDelta(Struct, omit_defaults=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
 
 

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from actors.protocol.grammar import Grammar
 from actors.protocol.logprobs import MOST_LOGPROBS
@@ -25,6 +25,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "continue_final_message": (False,),
     "functions": ([],),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
@@ -262,16 +263,19 @@ class ChatMessage(ApiRequest):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    reasoning: Annotated[str, Field(validation_alias=AliasChoices("reasoning", "reasoning_content"))] = ""
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("content: is missing; only a message with tool_calls may have none")
+        if self.content is None and not (self.tool_calls or self.reasoning):
+            raise ValueError("content: is missing; only a message with tool_calls or reasoning may have none")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls: are made by the role assistant alone")
+        if self.reasoning and self.role != "assistant":
+            raise ValueError("reasoning: is written by the role assistant alone")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id: is for the role tool, which needs it")
         return self
@@ -280,6 +284,8 @@ class ChatMessage(ApiRequest):
         """As chat templates read it. Raises ValueError, one line, for calls that are none."""
         message: dict[str, Any] = {"role": self.role, "content": joined(self.content or "")}
         message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message

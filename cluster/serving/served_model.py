@@ -28,6 +28,7 @@ from cluster.serving.chat_template import ChatTemplate
 from cluster.serving.errors import ApiError, bad_request
 from cluster.serving.generation import RequestedText
 from cluster.serving.logprobs import TokenNames
+from cluster.serving.reasoning import ReasoningMarks
 from cluster.serving.requests import NO_TEXT, ChatMessage, ChatRequest, GenerationRequest, is_text
 from cluster.serving.tools import (
     ArgumentsReader,
@@ -73,6 +74,7 @@ class ServedModel:
         self._checkpoint = checkpoint
         self._template = ChatTemplate.read(checkpoint)
         self._response_template = ChatTemplate.read_response_template(checkpoint)
+        self.reasoning = ReasoningMarks(self._tokenizer, self._template.source if self._template else "")
 
     def check_alive(self) -> None:
         """Raise EngineError once the engine has failed."""
@@ -121,15 +123,19 @@ class ServedModel:
             pieces = None
         return TokenNames(self._tokenizer, pieces)
 
-    def encode_chat(
+    def encode_chat(self, text: str) -> list[int]:
+        """Tokens of a chat that the template wrote, special tokens included."""
+        return self.encode(text, field="messages", adds_special_tokens=False)
+
+    def chat_text(
         self,
         messages: Iterable[ChatMessage],
         *,
         add_generation_prompt: bool,
         tools: Sequence[ToolDefinition] = (),
         options: dict[str, Any],
-    ) -> list[int]:
-        """Tokens of a chat, as the checkpoint's template writes it; the template has the special tokens."""
+    ) -> str:
+        """A chat, as the checkpoint's template writes it."""
         if self._template is None:
             line = f"messages: {self.name} has no chat template in its tokenizer_config.json; use /v1/completions"
             raise ApiError(400, line, param="messages", code="no_chat_template")
@@ -137,10 +143,9 @@ class ServedModel:
         if tools:
             options["tools"] = [tool.for_template() for tool in tools]
         try:
-            text = self._template.render([message.for_template() for message in messages], **options)
+            return self._template.render([message.for_template() for message in messages], **options)
         except ValueError as error:
             raise bad_request(error) from error
-        return self.encode(text, field="messages", adds_special_tokens=False)
 
     def call_reader(self, request: ChatRequest) -> Callable[[], CallReader]:
         """Makes a reader of a reply's calls. The first takes seconds, because it loads transformers."""
@@ -184,6 +189,7 @@ class ServedModel:
         limit: int | None,
         field: str,
         texts: EncodedTexts,
+        grammar: Grammar | None,
     ) -> list[RequestedText]:
         """Start every choice of every prompt, with at most `limit` tokens each (None: to the end of the context)."""
         if (size := len(texts.prediction)) > self._longest:
@@ -192,7 +198,7 @@ class ServedModel:
         options = request.speculative
         self._check_draft_length(options.num_draft_tokens)
         how: dict[str, Any] = {"drafter": options.chosen, "num_draft_tokens": options.num_draft_tokens}
-        how |= {"reference": texts.prediction, "priority": request.priority, "grammar": request.grammar}
+        how |= {"reference": texts.prediction, "priority": request.priority, "grammar": grammar}
         how["cache_salt"], asked = request.cache_salt, request.asked_logprobs
         how |= {"logprobs": asked.generated, "prompt_logprobs": asked.most_of_prompt}
         choices: list[RequestedText] = []

@@ -1,0 +1,103 @@
+"""Reasoning blocks: what a model writes between `<think>` and `</think>` before its answer.
+
+A checkpoint whose chat template names the marks has them. The end of a prompt tells how a reply begins: inside of a
+block that the template opened, behind one that it closed, or in front of one that the model may open itself. A grammar
+holds for the answer alone. It must not know tools or how replies are written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum, auto
+
+from tokenizers import Tokenizer
+
+from actors.protocol.grammar import Grammar
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class Beginning(Enum):
+    """Where the first token of a reply stands."""
+
+    before = auto()  # the model may open a block
+    inside = auto()
+    after = auto()  # there is no block
+
+
+class ReasoningMarks:
+    """The marks of one checkpoint; `names` says whether its chat template has them."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str) -> None:
+        tokens = [tokenizer.token_to_id(mark) for mark in (OPEN, CLOSE)]
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        # the text of a reply has no special tokens, so that marks which are some cannot be found in it
+        self.exist = CLOSE in chat_template and not {OPEN, CLOSE} & {*special}
+        self._tokens = None if None in tokens else tuple(tokens)
+
+    def beginning(self, prompt: str) -> Beginning:
+        """How the reply to a prompt begins, as the template wrote it."""
+        end = prompt.rstrip()
+        if not self.exist or end.endswith(CLOSE):
+            return Beginning.after
+        return Beginning.inside if end.endswith(OPEN) else Beginning.before
+
+    def grammar(self, grammar: Grammar | None, beginning: Beginning) -> Grammar | None:
+        """Of a whole reply, whose answer follows `grammar`."""
+        if grammar is None or beginning is Beginning.after:
+            return grammar
+        if self._tokens is not None:
+            opened, rest = (f"<[{token}]>" for token in self._tokens)
+            rules = f"rest: TEXT {rest}\nTEXT: /(.|\\n)*/"
+        else:
+            opened, rules = f'"{OPEN}"', f"rest[lazy]: /(.|\\n)*{CLOSE.replace('/', chr(92) + '/')}/"
+        start = "rest SPACE @answer" if beginning is Beginning.inside else f"({opened} rest SPACE)? @answer"
+        return replace(grammar, frame=f"start: {start}\n{rules}\nSPACE: /[ \\n]{{0,9}}/")
+
+
+class ReasoningReader:
+    """Tells the reasoning of one reply from its answer, cut anywhere. White space at the edges of both belongs to
+    neither; a reply without a block is an answer as it is."""
+
+    def __init__(self, beginning: Beginning) -> None:
+        self._place = beginning
+        self._held = ""  # may belong to a mark, or is white space that ends a block if nothing follows
+        self._is_first = beginning is Beginning.inside  # no text of the present part was shown
+        self._had_block = False
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """What the reasoning and the answer gained."""
+        reasoning, answer = "", ""
+        self._held += text
+        if self._place is Beginning.before:
+            begun = self._held.lstrip()
+            if begun.startswith(OPEN):
+                self._place, self._held, self._is_first = Beginning.inside, begun[len(OPEN) :], True
+            elif not OPEN.startswith(begun):
+                self._place = Beginning.after
+        if self._place is Beginning.inside:
+            inner, mark, rest = self._held.partition(CLOSE)
+            shown = inner.rstrip() if mark else _without_beginning_of(CLOSE, inner).rstrip()
+            reasoning = shown.lstrip() if self._is_first else shown
+            self._is_first = self._is_first and not reasoning
+            self._held = rest if mark else inner[len(shown) :]
+            if mark:
+                self._place, self._is_first = Beginning.after, True
+                self._had_block = True
+        if self._place is Beginning.after:
+            answer = self._held.lstrip() if self._had_block and self._is_first else self._held
+            self._is_first = self._is_first and not answer
+            self._held = ""
+        return reasoning, answer
+
+    def end(self) -> tuple[str, str]:
+        """No text follows: what was held."""
+        held, self._held = self._held, ""
+        if self._place is Beginning.inside:
+            return (held.strip() if self._is_first else held.rstrip()), ""
+        return "", held
+
+
+def _without_beginning_of(mark: str, text: str) -> str:
+    """The text without what could be the beginning of the mark at its end."""
+    return text[: len(text) - next(n for n in range(len(mark) - 1, -1, -1) if text.endswith(mark[:n]))]

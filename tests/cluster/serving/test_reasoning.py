@@ -1,0 +1,206 @@
+"""Reasoning blocks: told from the answer at every cut, over HTTP with and without drafts, and grammars behind them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from tokenizers import Tokenizer
+
+from actors.grammars.compiler import GrammarCompiler
+from actors.protocol.grammar import Grammar
+from cluster.serving.message_parts import PartReader
+from cluster.serving.reasoning import CLOSE, OPEN, Beginning, ReasoningMarks, ReasoningReader
+from cluster.serving.tools import HERMES, TemplateReader
+from tests.cluster.serving.conftest import TEMPLATE, RunningServer, serving
+from tests.cluster.serving.test_tools import joined
+
+THINKING = TEMPLATE.replace("{{ message.content }}", "{{ message.reasoning_content }}|{{ message.content }}") + (
+    "{% if thinks is defined %}{{ '<think>\n' if thinks else '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+ANSWERS = (
+    Grammar("json_schema", json.dumps(SCHEMA)),
+    Grammar("regex", r'\{"n":1\}'),
+    Grammar("lark", r'start: "{\"n\":1}"'),
+)
+OPENED, CLOSED = 255, 256  # tokens
+
+CASES = [
+    ("before", "<think>\nwhy\n</think>\n\nThis.", "why", "This."),
+    ("before", " \n<think>a</think>b\n", "a", "b\n"),
+    ("before", "<think></think>b", "", "b"),
+    ("before", "  No block: </think>.", "", "  No block: </think>."),
+    ("before", " <thin", "", " <thin"),
+    ("before", "<think> no end </th", "no end </th", ""),
+    ("before", "<think>a </ think> b</think> <think>c</think>", "a </ think> b", "<think>c</think>"),
+    ("inside", "\n a  b \n</think>\n c", "a  b", "c"),
+    ("inside", " cut \n", "cut", ""),
+    ("inside", "<</think></think>", "<", "</think>"),
+    ("after", " <think>as it is", "", " <think>as it is"),
+]
+
+
+def pieces_of(text: str) -> Iterator[list[str]]:
+    """Whole, in characters, and cut at random."""
+    choose = random.Random(0)
+    for cut in [[], list(range(1, len(text)))] + [sorted(choose.sample(range(1, len(text)), 4)) for _ in range(20)]:
+        yield [text[a:b] for a, b in zip([0, *cut], [*cut, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize(("beginning", "text", "reasoning", "answer"), CASES)
+def test_a_block_ends_where_its_mark_stands_at_every_cut(beginning, text, reasoning, answer):
+    for pieces in pieces_of(text):
+        reader = ReasoningReader(Beginning[beginning])
+        parts = [reader.feed(piece) for piece in pieces] + [reader.end()]
+        assert ("".join(a for a, _ in parts), "".join(b for _, b in parts)) == (reasoning, answer), pieces
+
+
+def test_calls_are_found_in_the_answer_alone():
+    text = (
+        '<think>a <tool_call>{"name": "x"}</tool_call></think>\nb<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    )
+    for pieces in pieces_of(text):
+        reader = PartReader(ReasoningReader(Beginning.before), TemplateReader(HERMES, []))
+        fed = [reader.feed(piece, is_last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+        parts = [part for _, parts in fed for part in parts]
+        assert "".join(reasoning for reasoning, _ in fed) == 'a <tool_call>{"name": "x"}</tool_call>'
+        assert "".join(part for part in parts if isinstance(part, str)) == "b"
+        assert [part.name for part in parts if not isinstance(part, str)] == ["f"]
+
+
+def thinking_tokenizer(path: Path, *, special: bool = False) -> Tokenizer:
+    """That of the tiny checkpoint, where two tokens are the marks in place of bytes that no text here has."""
+    content = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = {name: token for name, token in vocabulary.items() if token not in (OPENED, CLOSED)}
+    shared = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=special)
+    content["added_tokens"] += [{"id": OPENED, "content": OPEN, **shared}, {"id": CLOSED, "content": CLOSE, **shared}]
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def test_the_end_of_a_prompt_tells_how_its_reply_begins(chat_checkpoint):
+    plain = Tokenizer.from_file(str(chat_checkpoint / "tokenizer.json"))
+    marks = ReasoningMarks(plain, THINKING)
+    assert marks.beginning("[user]<think>[assistant]") is Beginning.before
+    assert marks.beginning("[assistant]<think>\n") is Beginning.inside
+    assert marks.beginning("[assistant]<think>\n\n</think>\n\n") is Beginning.after
+    assert ReasoningMarks(plain, TEMPLATE).beginning("[assistant]<think>\n") is Beginning.after
+    unseen = ReasoningMarks(thinking_tokenizer(chat_checkpoint, special=True), THINKING)
+    assert unseen.beginning("[assistant]<think>\n") is Beginning.after, "texts of replies have no special tokens"
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Grammar("json_schema", json.dumps(SCHEMA)),
+        Grammar("regex", r'\{"n":1\}'),
+        Grammar("lark", r'start: "{\"n\":1}"'),
+    ],
+)
+def test_a_grammar_holds_for_the_answer(chat_checkpoint, has_tokens, answer):
+    tokenizer = Tokenizer.from_file(str(chat_checkpoint / "tokenizer.json"))
+    tokenizer = thinking_tokenizer(chat_checkpoint) if has_tokens else tokenizer
+    marks = ReasoningMarks(tokenizer, THINKING)
+    compiler = GrammarCompiler(tokenizer.to_str, [0])
+    assert marks.grammar(None, Beginning.before) is None and marks.grammar(answer, Beginning.after) is answer
+    texts = {
+        Beginning.before: ['{"n":1}', '<think>{"n":22} "x\n</think>\n\n{"n":1}', '<think></think>{"n":1}'],
+        Beginning.inside: ['a </ b</think>{"n":1}', '\n</think> \n{"n":1}'],
+    }
+    wrong = {
+        Beginning.before: ["a", '<think>a</think>{"n":3}', '<think>a{"n":1}', '<think>a</think></think>{"n":1}'],
+        Beginning.inside: ['{"n":1}', '<think>{"n":1}'],
+    }
+    for beginning, right in texts.items():
+        matcher = compiler.matcher(marks.grammar(answer, beginning))
+        for text in right + wrong[beginning]:
+            tokens = tokenizer.encode(text).ids
+            one = matcher.deep_copy()
+            is_whole = one.try_consume_tokens(tokens) == len(tokens) and one.is_accepting()
+            assert is_whole == (text in right), text
+
+
+# --- over HTTP --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(chat_checkpoint, half_agreeing_drafter, tmp_path_factory):
+    path, drafter = [tmp_path_factory.mktemp("models") / name for name in ("thinking", "drafter")]
+    for copy, original in ((path, chat_checkpoint), (drafter, half_agreeing_drafter)):
+        shutil.copytree(original, copy)
+        thinking_tokenizer(chat_checkpoint).save(str(copy / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|endoftext|>", "chat_template": THINKING}))
+    with serving(path, drafter) as running:
+        yield running
+
+
+BODY: dict[str, Any] = {
+    "model": "thinking",
+    "messages": [{"role": "user", "content": "q"}],
+    "max_tokens": 200,
+    "temperature": 1.0,
+    "logit_bias": {CLOSED: 3.0},
+}
+
+
+def streamed(client, **body):
+    chunks = list(client.chat.completions.create(**body, stream=True))
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    return "".join(getattr(delta, "reasoning", None) or "" for delta in deltas), *joined(chunks)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_reply_has_reasoning_and_content_streamed_or_not_with_drafts_or_not(client, seed):
+    body = {**BODY, "seed": seed, "extra_body": {"chat_template_kwargs": {"thinks": True}}}
+    (choice,) = client.chat.completions.create(**body).choices
+    assert choice.message.reasoning and choice.message.content, "seeds whose blocks end are to be chosen"
+    assert streamed(client, **body) == (choice.message.reasoning, choice.message.content, [], choice.finish_reason)
+    body["extra_body"] = body["extra_body"] | {"speculative": {"enabled": False}}
+    (plain,) = client.chat.completions.create(**body).choices
+    assert plain.message == choice.message
+
+
+def test_a_block_that_the_template_closed_leaves_an_answer_alone(client):
+    body = {**BODY, "logit_bias": {}, "seed": 1, "extra_body": {"chat_template_kwargs": {"thinks": False}}}
+    (choice,) = client.chat.completions.create(**{**body, "max_tokens": 20}).choices
+    assert choice.message.content and not hasattr(choice.message, "reasoning")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("asked", ["format", "tools"])
+def test_what_a_grammar_prescribes_begins_behind_the_block(client, seed, asked):
+    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    fields = {"format": {"response_format": FORMAT}, "tools": {"tools": [tool], "tool_choice": "required"}}[asked]
+    fields |= {"parallel_tool_calls": False} if asked == "tools" else {}
+    body = {**BODY, "seed": seed, **fields, "extra_body": {"chat_template_kwargs": {"thinks": True}}}
+    (choice,) = client.chat.completions.create(**body).choices
+    message = choice.message
+    assert message.reasoning
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    if asked == "format":
+        jsonschema.validate(json.loads(message.content), SCHEMA)
+        assert not calls
+    else:
+        ((name, arguments),) = calls
+        jsonschema.validate(json.loads(arguments), SCHEMA)
+        assert (name, message.content, choice.finish_reason) == ("f", None, "tool_calls")
+    assert streamed(client, **body) == (message.reasoning, message.content or "", calls, choice.finish_reason)
+
+
+def test_the_template_is_given_the_reasoning_of_earlier_messages(server: RunningServer):
+    earlier = [{"role": "assistant", "content": "b", name: "a"} for name in ("reasoning", "reasoning_content")]
+    for message in earlier:
+        status, _, body = server.ask("/tokenize", {"messages": [{"role": "user", "content": "q"}, message]})
+        assert status == 200 and "[assistant]a|b" in server.engine.tokenizer.decode(body["tokens"])
+    wrong = {"role": "user", "content": "b", "reasoning": "a"}
+    status, _, body = server.ask("/v1/chat/completions", {"messages": [wrong]})
+    assert (status, body["error"]["message"]) == (400, "messages.0: reasoning: is written by the role assistant alone")
