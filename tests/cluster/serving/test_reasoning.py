@@ -98,14 +98,7 @@ def test_the_end_of_a_prompt_tells_how_its_reply_begins(chat_checkpoint):
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
-@pytest.mark.parametrize(
-    "answer",
-    [
-        Grammar("json_schema", json.dumps(SCHEMA)),
-        Grammar("regex", r'\{"n":1\}'),
-        Grammar("lark", r'start: "{\"n\":1}"'),
-    ],
-)
+@pytest.mark.parametrize("answer", ANSWERS)
 def test_a_grammar_holds_for_the_answer(chat_checkpoint, has_tokens, answer):
     tokenizer = Tokenizer.from_file(str(chat_checkpoint / "tokenizer.json"))
     tokenizer = thinking_tokenizer(chat_checkpoint) if has_tokens else tokenizer
