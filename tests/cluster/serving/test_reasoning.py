@@ -1,4 +1,4 @@
-"""Reasoning blocks: told from the answer at every cut, over HTTP with and without drafts, and grammars behind them."""
+"""Reasoning blocks: parted from the answer at every cut, over HTTP with and without drafts, and grammars behind them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ def test_a_grammar_holds_for_the_answer(chat_checkpoint, has_tokens, answer):
         Beginning.inside: ['{"n":1}', '<think>{"n":1}'],
     }
     for beginning, right in texts.items():
-        matcher = compiler.matcher(marks.grammar(answer, beginning))
+        whole = marks.grammar(answer, beginning)
+        assert whole is not None
+        matcher = compiler.matcher(whole)
         for text in right + wrong[beginning]:
             tokens = tokenizer.encode(text).ids
             one = matcher.deep_copy()
