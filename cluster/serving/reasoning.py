@@ -43,7 +43,7 @@ class ReasoningMarks:
         return Beginning.inside if end.endswith(OPEN) else Beginning.before
 
     def grammar(self, grammar: Grammar | None, beginning: Beginning) -> Grammar | None:
-        """Of a whole reply, whose answer follows `grammar`."""
+        """The grammar of a whole reply whose answer follows `grammar`."""
         if grammar is None or beginning is Beginning.after:
             return grammar
         if self._tokens is not None:

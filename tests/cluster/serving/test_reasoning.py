@@ -1,4 +1,4 @@
-"""Reasoning blocks: parted from the answer at every cut, over HTTP with and without drafts, and grammars behind them."""
+"""Reasoning blocks: parted from the answer at every cut, over HTTP with drafts and without, grammars behind them."""
 
 from __future__ import annotations
 
