@@ -25,6 +25,9 @@ class ServerConfig(Section):
     """File with such keys, one in each line."""
     metrics_alias: Annotated[str, OneOf(("none", "vllm"))] = "none"
     """vllm: /metrics also has the names of vLLM, `vllm:...`, for gateways, dashboards and benchmarks."""
+    traces_endpoint: str = ""
+    """URL that receives a span of OpenTelemetry for each answered request (OTLP over HTTP), such as
+    http://localhost:4318/v1/traces; empty = none is sent."""
     max_body_mb: Annotated[float, Range(above=0)] = 16.0
     """MiB that the body of a request may have."""
     max_waiting: Annotated[int, Range(0)] = 256
@@ -36,5 +39,8 @@ class ServerConfig(Section):
     """Seconds that running requests get to end after SIGTERM or Ctrl-C."""
 
     def check_fields(self, where: str) -> None:
+        url = self.traces_endpoint
+        is_url = not url or url.startswith(("http://", "https://"))
+        require(is_url, f"{where}.traces_endpoint", url, "is no URL; give http://HOST:4318/v1/traces")
         remedy = "is one key; put it into the file, and drop this"
         require(not (self.api_key and self.api_key_file), f"{where}.api_key", "...", remedy)

@@ -47,6 +47,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
                 terminal.line(f"server.drain_s={server.drain_s:g}: requests that still run are aborted")
         finally:
             http.close()
+            service.close()
 
 
 def read_keys(server: ServerConfig) -> list[str]:

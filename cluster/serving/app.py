@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -27,7 +27,7 @@ from cluster.config.server import ServerConfig
 from cluster.observability.report import versions
 from cluster.serving.admission import InFlightLimit
 from cluster.serving.errors import ApiError, answer_refusal, bad_request, timed_out
-from cluster.serving.generation import Generation, RequestedText
+from cluster.serving.generation import Generation
 from cluster.serving.guard import Guard
 from cluster.serving.logprobs import LogprobWriter
 from cluster.serving.message_parts import PartReader, PartsForm
@@ -43,6 +43,10 @@ from cluster.serving.requests import (
 from cluster.serving.served_model import NO_TEXTS, ServedModel
 from cluster.serving.streams import Disconnected, EventStream, while_connected
 from cluster.serving.tools import NamedTool
+from cluster.serving.tracing import RequestTracer
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 _COMPILE_S = 10.0
 """Limit for one grammar; those of the size that is allowed take a small part of it."""
@@ -57,11 +61,12 @@ _CLIENT_CLOSED = 499
 
 
 class Api:
-    """Answers the requests. `limit` counts those in flight."""
+    """Answers the requests. `limit` counts those in flight, `tracer` sends a span for each that was answered."""
 
-    def __init__(self, model: ServedModel, limit: InFlightLimit, config: ServerConfig) -> None:
+    def __init__(self, model: ServedModel, limit: InFlightLimit, tracer: RequestTracer, config: ServerConfig) -> None:
         self._model = model
         self._limit = limit
+        self._tracer = tracer
         self._timeout_s = config.timeout_s
         self._scraping = asyncio.Lock()  # a client asks for one report at a time
         self.is_ready = False
@@ -86,15 +91,17 @@ class Api:
         return Guard(app, keys, max_body)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        span = self._tracer.start("text_completion", request.headers, request.state.request_id)
         self._model.check_name(body.model)
         prompts = [await self._prompt_tokens(prompt) for prompt in body.prompts]
         texts = [await self._prompt_text(prompt) for prompt in body.prompts if body.echo]
         await self._check_grammar(body, body.grammar)
-        generation = await self._submit(body, prompts, body.limit, "prompt", body.grammar)
+        generation = await self._submit(body, prompts, "prompt", body.grammar, span)
         echoes = {choice.index: texts[choice.index // body.n] for choice in generation.choices if body.echo}
         return await self._answer(body, request, generation, CompletionForm(echoes))
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
+        span = self._tracer.start("chat", request.headers, request.state.request_id)
         self._model.check_name(body.model)
         text = await self._chat_text(body)
         prompt = await asyncio.to_thread(self._model.encode_chat, text)
@@ -102,7 +109,7 @@ class Api:
         form = await self._chat_form(body, beginning)
         grammar = self._model.reasoning.grammar(body.grammar, beginning)
         await self._check_grammar(body, grammar)
-        generation = await self._submit(body, [prompt], body.limit, "messages", grammar)
+        generation = await self._submit(body, [prompt], "messages", grammar, span)
         return await self._answer(body, request, generation, form)
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
@@ -203,11 +210,11 @@ class Api:
 
     async def _submit(
         self,
-        body: GenerationRequest,
+        body: ChatRequest | CompletionRequest,
         prompts: Sequence[Sequence[int]],
-        limit: int | None,
         field: str,
         grammar: Grammar | None,
+        span: Span | None,
     ) -> Generation:
         """Send the request to the engine, if there is place for all of it."""
         num = len(prompts) * body.n
@@ -218,18 +225,20 @@ class Api:
             texts = await asyncio.to_thread(self._model.encode_texts, body)
         self._limit.enter(num)
         try:
-            choices = self._model.submit(body, prompts, limit, field, texts, grammar)
+            choices = self._model.submit(body, prompts, body.limit, field, texts, grammar)
         except BaseException as error:
             self._limit.leave(num)
             if isinstance(error, ValueError):
                 raise bad_request(error) from error
             raise
-        return Generation(choices, sum(map(len, prompts)), lambda: self._end(choices), texts.prediction)
+        generation = Generation(choices, sum(map(len, prompts)), lambda: self._end(generation, span), texts.prediction)
+        return generation
 
-    def _end(self, choices: Sequence[RequestedText]) -> None:
-        self._limit.leave(len(choices))
-        for choice in choices:
+    def _end(self, generation: Generation, span: Span | None) -> None:
+        self._limit.leave(len(generation.choices))
+        for choice in generation.choices:
             self._model.histograms.observe(choice.completion)
+        self._tracer.end(span, generation)
 
     async def _answer(
         self, body: GenerationRequest, request: Request, generation: Generation, form: ReplyForm

@@ -12,6 +12,7 @@ from cluster.engine import Client
 from cluster.serving.admission import InFlightLimit
 from cluster.serving.app import Api
 from cluster.serving.served_model import ServedModel
+from cluster.serving.tracing import RequestTracer
 
 _WARM_UP_S = 600.0
 
@@ -23,7 +24,8 @@ class HttpService:
         server = config.server
         self._model = ServedModel(client, config)
         self._limit = InFlightLimit(config.scheduler.max_num_seqs + server.max_waiting)
-        self._api = Api(self._model, self._limit, server)
+        self._tracer = RequestTracer(server.traces_endpoint, self._model.name)
+        self._api = Api(self._model, self._limit, self._tracer, server)
         self.application = self._api.application(keys, int(server.max_body_mb * 2**20))
 
     @property
@@ -39,6 +41,10 @@ class HttpService:
         """Generate a token; raises EngineError if that fails."""
         self._model.generate_token(_WARM_UP_S)
         self._api.is_ready = True
+
+    def close(self) -> None:
+        """Send the spans that were not sent yet."""
+        self._tracer.close()
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those in flight; whether all ended in time."""

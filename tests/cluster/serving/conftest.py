@@ -110,6 +110,7 @@ def serving(
         engine = stack.enter_context(Engine(config))
         service = HttpService(engine, config, keys)
         http = HttpServer(service.application, bind("127.0.0.1", 0))
+        stack.callback(service.close)
         stack.callback(http.close)
         yield RunningServer(engine, service, http)
 
