@@ -4,6 +4,7 @@
 // ones. Scores, softmax and the weighted sum take them in the order of their positions, in chunks of CHUNK positions that
 // are merged in order. So a row's result depends only on its own query and the keys it sees, to the bit: not on the other
 // rows of the pass, on threads, or on whether its ancestors are pending or committed, a chain or a path of a tree.
+// A row that reads another table sees all of that table's rows and adds none.
 //
 // Numbers are float32 or bfloat16. Of bfloat16 the queries are rounded like the keys, and a score takes two numbers of a
 // head at a time; scores, weights and sums are float32.
@@ -35,6 +36,8 @@ struct Span {
     int64_t slots;            // else where its slots start among `Pass::slots`
     int64_t parents;          // where its parents start among `Pass::parents`; -1: every row follows the one before
 };
+
+constexpr int64_t READS = -2;  // as `parents`: every row sees the committed rows, of another table; nothing is pending
 
 }  // namespace
 
@@ -322,7 +325,8 @@ template <class Number>
 struct Call {
     const Layer &layer;
     const Pass &pass;
-    const Number *heads;  // [num_rows, num_heads + 2 num_kv_heads, head_dim]
+    const Number *heads;  // [num_rows, row_heads, head_dim], the first num_heads of them queries
+    int64_t row_heads;
     Number *out;          // [num_rows, num_heads, head_dim]
     float *partial;
 
@@ -364,7 +368,7 @@ void clear(float *so_far, int64_t size) {
 
 template <class Number>
 void finish(const float *so_far, Number *out, int64_t size) {
-    const float factor = 1.0f / so_far[size + 1];
+    const float factor = so_far[size + 1] > 0 ? 1.0f / so_far[size + 1] : 0.0f;  // of no keys the sum is 0
     for (int64_t i = 0; i < size; i += WIDTH) store_some(out + i, load_some(so_far + i, size - i) * factor, size - i);
 }
 
@@ -376,7 +380,7 @@ void attend_head(const Call<Number> &call, const Task &task, int64_t kv_head, in
     const Span &span = call.pass.spans[task.span];
     const int64_t size = layer.head_dim, group = layer.num_heads / layer.num_kv_heads;
     const int64_t lo = chunk * CHUNK, hi = lo + CHUNK;
-    const bool chain = span.parents < 0;
+    const bool chain = span.parents < 0, reads = span.parents == READS;
     const Table<Number> table = call.table(span, kv_head);
 
     // the paths of tree rows, as indices in the table: path[depth]
@@ -384,10 +388,9 @@ void attend_head(const Call<Number> &call, const Task &task, int64_t kv_head, in
     const int64_t *parents = chain ? nullptr : call.pass.parents + span.parents;
     if (!chain) space.paths.resize(task.num_rows * span.num_pending);
     space.queries.clear();
-    const int64_t row_heads = layer.num_heads + 2 * layer.num_kv_heads;
     for (int64_t row = 0; row < task.num_rows; row++) {
         const int64_t index = fed + task.row + row;
-        int64_t position = span.context + index;
+        int64_t position = span.context + (reads ? -1 : index);
         const int64_t *path = nullptr;
         if (!chain) {
             int64_t depth = -1;
@@ -402,7 +405,7 @@ void attend_head(const Call<Number> &call, const Task &task, int64_t kv_head, in
             float *part = parts + (row * group + g) * (size + 2);
             clear(part, size);
             if (first >= hi || position < lo) continue;  // it sees nothing of this chunk
-            const int64_t head = (span.first + task.row + row) * row_heads + kv_head * group + g;
+            const int64_t head = (span.first + task.row + row) * call.row_heads + kv_head * group + g;
             space.queries.push_back({call.heads + head * size, part, nullptr, first > lo ? first : lo,
                                      position < hi ? position + 1 : hi, path});
         }
@@ -507,20 +510,10 @@ void attend_task(const Call<Number> &call, const Task &task, const Ahead<Number>
     for (int64_t r = 0; r < count; r++) finish(so_far + r * (size + 2), call.place(task, r), size);
 }
 
-// heads [num_rows, num_heads + 2 num_kv_heads, head_dim]: queries, keys and values as the projection gave them. Queries are
-// normalised and rotated in place, keys and values go to their slots, and `out` [num_rows, num_heads * head_dim] receives
-// the attention of the rows of all spans. cos, sin [num_rows, head_dim], or null.
+// heads [num_rows, row_heads, head_dim]; `out` [num_rows, num_heads * head_dim] receives the attention of all spans.
 template <class Number>
-void attend(const Layer *layer, const Pass *pass, Number *heads, Rotation<Number> rotation, Number *out) {
+void attend_spans(const Layer *layer, const Pass *pass, const Number *heads, int64_t row_heads, Number *out) {
     const int64_t size = layer->head_dim, group = layer->num_heads / layer->num_kv_heads;
-    const int64_t row = (layer->num_heads + 2 * layer->num_kv_heads) * size;
-    share_out(pass->num_rows, pass->num_rows * row * 8 >= WORTH_THREADS, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; i++) {
-            const Number *cos = rotation.cos ? rotation.cos + i * size : nullptr;
-            prepare_row(*layer, heads + i * row, {cos, rotation.sin + (cos ? i * size : 0)}, pass->written[i]);
-        }
-    });
-
     static thread_local std::vector<Task> tasks;
     static thread_local std::vector<float> partial;
     tasks.clear();
@@ -540,7 +533,7 @@ void attend(const Layer *layer, const Pass *pass, Number *heads, Rotation<Number
             const int64_t fed = span.num_pending - span.num_rows;
             // tree rows may see less: from the context on, and not all that is pending
             const int64_t oldest = span.context + (span.parents < 0 ? fed + row : 0);
-            const int64_t length = span.context + fed + row + rows;
+            const int64_t length = span.context + (span.parents == READS ? 0 : fed + row + rows);
             const int32_t first = layer->window && oldest >= layer->window ? (oldest - layer->window + 1) / CHUNK : 0;
             const int32_t last = (length + CHUNK - 1) / CHUNK;
             const int32_t num_kv_heads = layer->num_kv_heads, heads = split && last - first < 4 ? 1 : num_kv_heads;
@@ -559,7 +552,7 @@ void attend(const Layer *layer, const Pass *pass, Number *heads, Rotation<Number
         }
     }
     partial.resize(num_partial);
-    const Call<Number> call = {*layer, *pass, heads, out, partial.data()};
+    const Call<Number> call = {*layer, *pass, heads, row_heads, out, partial.data()};
     std::atomic<int64_t> next{0};
     const int64_t num_tasks = tasks.size();
     const Task *todo = tasks.data();  // `tasks` is another vector in another thread
@@ -583,6 +576,21 @@ void attend(const Layer *layer, const Pass *pass, Number *heads, Rotation<Number
     }
 }
 
+// heads [num_rows, num_heads + 2 num_kv_heads, head_dim]: queries, keys and values as the projection gave them. Queries are
+// normalised and rotated in place, keys and values go to their slots. cos, sin [num_rows, head_dim], or null.
+template <class Number>
+void attend(const Layer *layer, const Pass *pass, Number *heads, Rotation<Number> rotation, Number *out) {
+    const int64_t size = layer->head_dim, row_heads = layer->num_heads + 2 * layer->num_kv_heads;
+    const int64_t row = row_heads * size;
+    share_out(pass->num_rows, pass->num_rows * row * 8 >= WORTH_THREADS, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++) {
+            const Number *cos = rotation.cos ? rotation.cos + i * size : nullptr;
+            prepare_row(*layer, heads + i * row, {cos, rotation.sin + (cos ? i * size : 0)}, pass->written[i]);
+        }
+    });
+    attend_spans(layer, pass, heads, row_heads, out);
+}
+
 template <class Number>
 void attend(const Layer *layer, const Pass *pass, void *heads, const void *cos, const void *sin, void *out) {
     attend(layer, pass, static_cast<Number *>(heads),
@@ -599,5 +607,12 @@ void attend_rows(const Layer *layer, const Pass *pass, void *heads, const void *
                  int is_bfloat) {
     if (is_bfloat) attend<Bfloat>(layer, pass, heads, cos, sin, out);
     else attend<float>(layer, pass, heads, cos, sin, out);
+}
+
+// queries [num_rows, num_heads, head_dim], ready, of spans that read: `out` as above, and nothing is written.
+void read_rows(const Layer *layer, const Pass *pass, const void *queries, void *out, int is_bfloat) {
+    if (is_bfloat)
+        attend_spans(layer, pass, static_cast<const Bfloat *>(queries), layer->num_heads, static_cast<Bfloat *>(out));
+    else attend_spans(layer, pass, static_cast<const float *>(queries), layer->num_heads, static_cast<float *>(out));
 }
 }

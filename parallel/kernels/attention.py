@@ -16,6 +16,9 @@ from torch import Tensor
 from parallel.kernels.library import function
 
 SPAN_FIELDS = ("first", "num_rows", "context", "num_pending", "run", "slots", "parents")
+CHAIN, READS = -1, -2
+"""Instead of where a span's parents start: each row follows the one before; rows see the `context` rows of another
+table, and nothing is pending."""
 
 
 class _LayerRecord(Structure):
@@ -36,6 +39,11 @@ class _PassRecord(Structure):
 @cache
 def _kernel() -> Any:
     return function("attend_rows", *[c_void_p] * 6, c_int)
+
+
+@cache
+def _reading_kernel() -> Any:
+    return function("read_rows", *[c_void_p] * 4, c_int)
 
 
 def has_attention() -> bool:
@@ -99,10 +107,18 @@ class LayerCall:
         _kernel()(self._pointer, rows.pointer, projected.data_ptr(), cos, sin, out.data_ptr(), self._is_bfloat)
         return out
 
+    def read(self, rows: PassRows, queries: Tensor) -> Tensor:
+        """queries [T, num_heads, head_dim] of spans that all read, in the type of the keys -> [T, num_heads *
+        head_dim]; 0 for a table without rows. Nothing is written."""
+        queries = queries.contiguous()
+        out = queries.new_empty(len(queries), self._width)
+        _reading_kernel()(self._pointer, rows.pointer, queries.data_ptr(), out.data_ptr(), self._is_bfloat)
+        return out
+
 
 class PassRows:
     """The rows of a pass: the SPAN_FIELDS of every span, whose `slots` and `parents` are the starts of a span's
-    part in these two arrays, and the slot of every row. Arrays are int64."""
+    part in these two arrays, and the slot of every row that writes. Arrays are int64."""
 
     def __init__(self, spans: np.ndarray, slots: np.ndarray, parents: np.ndarray, written: np.ndarray) -> None:
         self._arrays = spans, slots, parents, written

@@ -143,6 +143,24 @@ class SpanRows:
         return [context + depth for depth in self.pending.depths[first:]]
 
 
+@dataclass(frozen=True, slots=True)
+class TableRead:
+    """`num_rows` queries that see the rows in `slots`, the leading ones of a sequence's table, and add none. Views of
+    the table: use them before its next change."""
+
+    seq_id: SeqId
+    num_rows: int
+    slots: np.ndarray
+    run: range | None  # the slots, if they are one contiguous run
+
+
+def table_read(pool: KVPool, seq_id: SeqId, num_rows: int, num_keys: int | None = None) -> TableRead:
+    """So many queries over the first `num_keys` rows of a sequence, by default over those that are committed."""
+    slots, length = pool.slots(seq_id), pool.cached_len(seq_id) if num_keys is None else num_keys
+    assert length <= len(slots), f"{length} rows are to be read, there are {len(slots)}"
+    return TableRead(seq_id, num_rows, slots[:length], pool.leading_run(seq_id, length))
+
+
 def lay_out(pool: KVPool, forests: dict[SeqId, PendingRows], spans: Sequence[Span]) -> list[SpanRows]:
     """Reserve the rows of every span. The result holds views of the slot tables: use it before the next change."""
     laid_out, first = [], 0

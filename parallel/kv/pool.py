@@ -189,11 +189,15 @@ class KVPool:
 
     def run(self, seq_id: SeqId) -> range | None:
         """The slots as a range if all rows are one contiguous run, else None."""
+        return self.leading_run(seq_id, self._tables[seq_id].num_rows)
+
+    def leading_run(self, seq_id: SeqId, num_rows: int) -> range | None:
+        """The slots of the first rows as a range if they are one contiguous run, else None."""
         table = self._tables[seq_id]
-        if table.run_len < table.num_rows:
+        if table.run_len < num_rows:
             return None
-        first = int(table.slots[0]) if table.num_rows else 0
-        return range(first, first + table.num_rows)
+        first = int(table.slots[0]) if num_rows else 0
+        return range(first, first + num_rows)
 
     def reserve(self, seq_id: SeqId, num_rows: int) -> np.ndarray:
         """Append `num_rows` pending rows; returns their slots, int64 [num_rows]."""

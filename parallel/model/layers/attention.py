@@ -73,6 +73,16 @@ class AttentionPlan(Protocol):
         ...
 
 
+class ReadPlan(Protocol):
+    """What an attention backend prepared for queries over rows of other tables (`pass_plan.TableRead`). Windows do not
+    apply."""
+
+    def read(self, heads: Heads, queries: Tensor) -> Tensor:
+        """Queries [T, num_heads, head_dim], normalised and rotated, those of each table one after the other -> [T,
+        num_heads * head_dim]; 0 where a table has no rows. Nothing is written."""
+        ...
+
+
 @dataclass(slots=True)
 class PassPlan:
     """One pass over T rows with logits for N of them: for all where `logit_rows` is None.

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kv.pass_plan import SpanRows, rounded_logit_rows
+from parallel.kv.pass_plan import SpanRows, TableRead, rounded_logit_rows
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, capped_attention
 from parallel.model.layers.rope import Rotation
@@ -92,42 +92,59 @@ class PaddedPlan:
         q, k, v = heads.split(projected, rotation)
         self.write(heads.layer, k, v)
         parts = [
-            self._attend_rectangle(rectangle, heads.layer, q, masks[heads.windowed])
+            _attend_rectangle(self.backend, rectangle, heads.layer, q, masks[heads.windowed])
             for rectangle, masks in zip(self.rectangles, self.masks, strict=True)
         ]
         return parts[0] if self.order is None else torch.cat(parts).index_select(0, self.order)
 
-    def _attend_rectangle(self, rectangle: Rectangle, layer: int, q: Tensor, mask: Tensor) -> Tensor:
-        pool, shape = self.backend.pool, self.backend.shape
-        group = shape.group
-        batch, length = rectangle.slots.shape
-        num_queries = rectangle.query_rows.shape[1]
-        head_dim = q.shape[2]
-        slots = rectangle.slots.view(-1)
-        keys, values = (rows.view(batch, length, -1, head_dim).transpose(1, 2) for rows in pool.read(layer, slots))
-        # the queries of a KV head's group are more queries of that head: [B, kv_heads, group * Q, head_dim]
-        q = q.index_select(0, rectangle.query_rows.view(-1)).view(batch, num_queries, -1, group, head_dim)
-        q = q.permute(0, 2, 3, 1, 4).reshape(batch, -1, group * num_queries, head_dim)
-        if shape.softcap is None:
-            out = F.scaled_dot_product_attention(q, keys, values, mask, scale=shape.scale)
-        else:
-            out = capped_attention(q, keys, values, mask, shape.scale, shape.softcap)
-        out = out.reshape(batch, -1, group, num_queries, head_dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(batch * num_queries, -1).index_select(0, rectangle.places)
-
     def _masks(self, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
         """Additive masks [B, 1, group * Q, L]: without and with the sliding window."""
         visible, key_positions = rectangle.visible()
-        full = self._additive(visible)
+        full = _additive(self.backend, visible)
         window = self.backend.shape.window
         if window is None:
             return full, full
         first = self.positions[rectangle.query_rows] - window  # [B, Q]
-        return full, self._additive(visible & (key_positions[:, None] > first[:, :, None]))
+        return full, _additive(self.backend, visible & (key_positions[:, None] > first[:, :, None]))
 
-    def _additive(self, visible: Tensor) -> Tensor:
-        mask = torch.zeros(visible.shape, dtype=self.backend.pool.dtype, device=visible.device)
-        return mask.masked_fill_(~visible, float("-inf")).repeat(1, self.backend.shape.group, 1)[:, None]
+
+class PaddedReads:
+    """Queries over other tables as one rectangle, whose pending keys no query sees."""
+
+    def __init__(self, backend: PaddedBackend, rectangle: Rectangle) -> None:
+        self._backend = backend
+        self._rectangle = rectangle
+        visible, _ = rectangle.visible()
+        self._mask = _additive(backend, visible)
+        self._is_read = (rectangle.context > 0)[rectangle.places // rectangle.query_rows.shape[1], None]
+
+    def read(self, heads: Heads, queries: Tensor) -> Tensor:
+        read = _attend_rectangle(self._backend, self._rectangle, heads.layer, queries, self._mask)
+        return torch.where(self._is_read, read, 0)  # not a product: of no keys the kernel's result may be NaN
+
+
+def _attend_rectangle(backend: PaddedBackend, rectangle: Rectangle, layer: int, q: Tensor, mask: Tensor) -> Tensor:
+    pool, shape = backend.pool, backend.shape
+    group = shape.group
+    batch, length = rectangle.slots.shape
+    num_queries = rectangle.query_rows.shape[1]
+    head_dim = q.shape[2]
+    slots = rectangle.slots.view(-1)
+    keys, values = (rows.view(batch, length, -1, head_dim).transpose(1, 2) for rows in pool.read(layer, slots))
+    # the queries of a KV head's group are more queries of that head: [B, kv_heads, group * Q, head_dim]
+    q = q.index_select(0, rectangle.query_rows.view(-1)).view(batch, num_queries, -1, group, head_dim)
+    q = q.permute(0, 2, 3, 1, 4).reshape(batch, -1, group * num_queries, head_dim)
+    if shape.softcap is None:
+        out = F.scaled_dot_product_attention(q, keys, values, mask, scale=shape.scale)
+    else:
+        out = capped_attention(q, keys, values, mask, shape.scale, shape.softcap)
+    out = out.reshape(batch, -1, group, num_queries, head_dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch * num_queries, -1).index_select(0, rectangle.places)
+
+
+def _additive(backend: PaddedBackend, visible: Tensor) -> Tensor:
+    mask = torch.zeros(visible.shape, dtype=backend.pool.dtype, device=visible.device)
+    return mask.masked_fill_(~visible, float("-inf")).repeat(1, backend.shape.group, 1)[:, None]
 
 
 class PaddedBackend:
@@ -166,6 +183,25 @@ class PaddedBackend:
         if bucketed:
             return PassPlan(num_rows, positions, logit_rows, attention, num_logits=len(wanted))
         return PassPlan(num_rows, positions, None if len(wanted) == num_rows else logit_rows, attention)
+
+    def plan_reads(self, reads: Sequence[TableRead]) -> PaddedReads:
+        """Build the plan of queries over other tables, which write nothing."""
+        size, num_queries = len(reads), max(read.num_rows for read in reads)
+        length = -(-(max(len(read.slots) for read in reads) + 1) // _KEY_BLOCK) * _KEY_BLOCK
+        query_rows = np.zeros((size, num_queries), dtype=np.int64)
+        slots = np.full((size, length), self.pool.scratch_slot, dtype=np.int64)
+        places, first = [], 0
+        for i, read in enumerate(reads):
+            query_rows[i, : read.num_rows] = range(first, first + read.num_rows)
+            slots[i, : len(read.slots)] = read.slots
+            places.append(np.arange(i * num_queries, i * num_queries + read.num_rows))
+            first += read.num_rows
+        context, depths = np.array([len(read.slots) for read in reads]), np.zeros((size, 1), dtype=np.int64)
+        arrays = [query_rows, np.concatenate(places), slots, context, depths]
+        device = self.pool.keys.device
+        query_rows, places, slots, context, depths = to_device(arrays, device)
+        unseen = torch.zeros(size, num_queries, 1, dtype=torch.bool, device=device)
+        return PaddedReads(self, Rectangle(query_rows, places, slots, context, depths, unseen))
 
     def _rectangle(self, batch: list[SpanRows], *, bucketed: bool) -> list[np.ndarray]:
         """The fields of a Rectangle, in order, on the host."""

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.attention import LayerCall, PassRows, has_attention, takes_heads
-from parallel.kv.pass_plan import SpanRows
+from parallel.kernels.attention import CHAIN, READS, LayerCall, PassRows, has_attention, takes_heads
+from parallel.kv.pass_plan import SpanRows, TableRead
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
 from parallel.model.layers.norm import RMSNorm
@@ -43,6 +43,17 @@ class RaggedPlan:
         return self._backend.pool.read(layer, torch.from_numpy(self._slots))
 
 
+class RaggedReads:
+    """Queries over other tables, as the kernel takes them."""
+
+    def __init__(self, backend: RaggedBackend, rows: PassRows) -> None:
+        self._backend = backend
+        self._rows = rows
+
+    def read(self, heads: Heads, queries: Tensor) -> Tensor:
+        return self._backend.reading_call(heads).read(self._rows, queries)
+
+
 class RaggedBackend:
     """Plans passes over one pool for a model of one attention shape."""
 
@@ -50,6 +61,7 @@ class RaggedBackend:
         self.pool = pool
         self._shape = shape
         self._calls: dict[int, LayerCall] = {}
+        self._reading_calls: dict[int, LayerCall] = {}
 
     @staticmethod
     def runs(pool: KVPool) -> bool:
@@ -64,7 +76,7 @@ class RaggedBackend:
         parents: list[int] = []
         num_slots = num_rows = 0
         for rows in laid_out:
-            first_slot, first_of_slots, first_of_parents = -1, -1, -1
+            first_slot, first_of_slots, first_of_parents = -1, -1, CHAIN
             if rows.run is not None:
                 first_slot = rows.run.start
             else:
@@ -90,13 +102,34 @@ class RaggedBackend:
         logit_rows = None if len(wanted) == num_rows else torch.tensor(wanted, dtype=torch.int64)
         return PassPlan(num_rows, torch.tensor(positions), logit_rows, RaggedPlan(self, kernel_rows, written))
 
+    def plan_reads(self, reads: Sequence[TableRead]) -> RaggedReads:
+        """Build the plan of queries over other tables, which write nothing."""
+        spans: list[int] = []
+        slots: list[np.ndarray] = []
+        num_slots = num_rows = 0
+        for read in reads:
+            first_slot, first_of_slots = (-1, num_slots) if read.run is None else (read.run.start, -1)
+            if read.run is None:
+                num_slots += len(read.slots)
+                slots.append(read.slots)
+            spans += (num_rows, read.num_rows, len(read.slots), 0, first_slot, first_of_slots, READS)
+            num_rows += read.num_rows
+        tables = np.concatenate(slots) if slots else _NOTHING
+        return RaggedReads(self, PassRows(np.array(spans), tables, _NOTHING, _NOTHING))
+
     def layer_call(self, heads: Heads) -> LayerCall:
         call = self._calls.get(heads.layer)
         if call is None:
-            call = self._calls[heads.layer] = self._make_call(heads)
+            call = self._calls[heads.layer] = self._make_call(heads, self._shape.window if heads.windowed else None)
         return call
 
-    def _make_call(self, heads: Heads) -> LayerCall:
+    def reading_call(self, heads: Heads) -> LayerCall:
+        call = self._reading_calls.get(heads.layer)
+        if call is None:
+            call = self._reading_calls[heads.layer] = self._make_call(heads, None)
+        return call
+
+    def _make_call(self, heads: Heads, window: int | None) -> LayerCall:
         shape = self._shape
         norms, eps, offset = None, 0.0, 0.0
         if heads.norms is not None:
@@ -108,7 +141,7 @@ class RaggedBackend:
             self.pool.values[heads.layer],
             heads.num_heads,
             scale=heads.head_dim**-0.5 if shape.scale is None else shape.scale,
-            window=shape.window if heads.windowed and shape.window else 0,
+            window=window or 0,
             softcap=shape.softcap or 0.0,
             norms=norms,
             norm_eps=eps,

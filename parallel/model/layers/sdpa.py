@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kv.pass_plan import SpanRows
+from parallel.kv.pass_plan import SpanRows, TableRead
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, capped_attention
 from parallel.model.layers.rope import Rotation
@@ -47,8 +47,7 @@ class SdpaPlan:
 
     def __init__(self, pool: KVPool, shape: AttentionShape, spans: list[SdpaSpan], written: Tensor) -> None:
         self._pool = pool
-        self._scale = shape.scale
-        self._softcap = shape.softcap
+        self._shape = shape
         self._spans = spans
         self._slots = written
 
@@ -67,28 +66,68 @@ class SdpaPlan:
         return torch.cat([self._attend_span(s, heads.layer, q[s.rows], heads.windowed) for s in self._spans])
 
     def _attend_span(self, span: SdpaSpan, layer: int, q: Tensor, windowed: bool) -> Tensor:
-        """KV heads are the batch dimension, so that no key is repeated for the queries of its group."""
         if span.slots is None:
             keys, values = self._pool.widened(layer, span.keys[layer], span.values[layer])
         else:
             keys, values = (rows.transpose(0, 1).unsqueeze(1) for rows in self._pool.read(layer, span.slots))
         mask = span.window_mask if windowed else span.mask
-        num_rows, num_heads, head_dim = q.shape
-        kv_heads, _, length, _ = keys.shape
-        group = num_heads // kv_heads
-        q = q.view(num_rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        if span.folded:
-            q = q.reshape(kv_heads, 1, -1, head_dim)
+        return _attended(self._shape, q, keys, values, mask, folded=span.folded, causal=span.causal)
+
+
+class SdpaReads:
+    """Queries over other tables, one after the other."""
+
+    def __init__(self, pool: KVPool, shape: AttentionShape, reads: Sequence[TableRead]) -> None:
+        self._pool = pool
+        self._shape = shape
+        device = pool.keys.device
+        self._num_rows = [read.num_rows for read in reads]
+        self._tables = [read.run or upload(read.slots, device) for read in reads]
+
+    def read(self, heads: Heads, queries: Tensor) -> Tensor:
+        parts = zip(self._tables, queries.split(self._num_rows), strict=True)
+        return torch.cat([self._read(table, heads.layer, q) for table, q in parts])
+
+    def _read(self, table: range | Tensor, layer: int, q: Tensor) -> Tensor:
+        if not len(table):
+            return torch.zeros_like(q).flatten(1)
+        if isinstance(table, range):
+            rows = [stored[layer, table.start : table.stop] for stored in (self._pool.keys, self._pool.values)]
+            rows = self._pool.widened(layer, *rows)
         else:
-            keys, values = (rows.expand(kv_heads, group, length, head_dim) for rows in (keys, values))
-        if self._softcap is None:
-            causal = span.causal and mask is None
-            out = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=causal, scale=self._scale)
-        else:
-            out = capped_attention(q, keys, values, mask, self._scale, self._softcap)
-        if span.folded:
-            out = out.view(kv_heads, group, num_rows, head_dim)
-        return out.permute(2, 0, 1, 3).reshape(num_rows, -1)
+            rows = self._pool.read(layer, table)
+        keys, values = (part.transpose(0, 1).unsqueeze(1) for part in rows)
+        return _attended(self._shape, q, keys, values, None, folded=len(q) <= _FOLDED_ROWS)
+
+
+def _attended(
+    shape: AttentionShape,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    *,
+    folded: bool,
+    causal: bool = False,
+) -> Tensor:
+    """q [T, heads, head_dim] over keys and values [kv_heads, 1, L, head_dim] -> [T, heads * head_dim]. KV heads are the
+    batch dimension, so that no key is repeated for the queries of its group."""
+    num_rows, num_heads, head_dim = q.shape
+    kv_heads, _, length, _ = keys.shape
+    group = num_heads // kv_heads
+    q = q.view(num_rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    if folded:
+        q = q.reshape(kv_heads, 1, -1, head_dim)
+    else:
+        keys, values = (rows.expand(kv_heads, group, length, head_dim) for rows in (keys, values))
+    if shape.softcap is None:
+        is_causal = causal and mask is None
+        out = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=is_causal, scale=shape.scale)
+    else:
+        out = capped_attention(q, keys, values, mask, shape.scale, shape.softcap)
+    if folded:
+        out = out.view(kv_heads, group, num_rows, head_dim)
+    return out.permute(2, 0, 1, 3).reshape(num_rows, -1)
 
 
 class SdpaBackend:
@@ -109,6 +148,10 @@ class SdpaBackend:
         places, written, *logit_rows = to_device(arrays, self._device)
         attention = SdpaPlan(self._pool, self._shape, spans, written)
         return PassPlan(len(positions), places, logit_rows[0] if logit_rows else None, attention)
+
+    def plan_reads(self, reads: Sequence[TableRead]) -> SdpaReads:
+        """Build the plan of queries over other tables, which write nothing."""
+        return SdpaReads(self._pool, self._shape, reads)
 
     def _span(self, rows: SpanRows) -> SdpaSpan:
         keys = values = ()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.triton_launch import INTERPRETS, block_size, launch, runs_on
-from parallel.kv.pass_plan import SpanRows, rounded_logit_rows
+from parallel.kv.pass_plan import SpanRows, TableRead, rounded_logit_rows
 from parallel.kv.pool import KVPool
 from parallel.kv.slot_mirror import SlotMirror
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
@@ -92,6 +92,10 @@ class SplitKVPlan:
     def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
         self._store(heads, projected, rotation)
         return self._attend(heads, projected)
+
+    def read(self, heads: Heads, queries: Tensor) -> Tensor:
+        """Attends as a plan of `plan_reads`: [T, num_heads, head_dim] -> [T, num_heads * head_dim]."""
+        return self._attend(replace(heads, windowed=False), queries.flatten(1))
 
     def _store(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> None:
         from parallel.kernels.triton_rows import store_heads
@@ -288,6 +292,24 @@ class SplitKVBackend:
         self.num_bytes_sent += sum(array.nbytes for array in arrays)
         return to_device(arrays, self.pool.keys.device)
 
+    def plan_reads(self, reads: Sequence[TableRead]) -> SplitKVPlan:
+        """Build the plan of queries over other tables, which write nothing: `SplitKVPlan.read` takes them."""
+        starts, indices, slots = self.mirror.update([read.seq_id for read in reads])
+        firsts = np.cumsum([0, *(read.num_rows for read in reads)])
+        parts = zip(firsts, reads, starts, strict=False)
+        # no chain: rows see the context alone, and there are no bits to be read
+        spans = [(first, read.num_rows, len(read.slots), 0, start, 0, 0, 0) for first, read, start in parts]
+        tile_rows, block_m = self._tile(max(read.num_rows for read in reads))
+        items, rows, num_partials = _cut(np.array(spans), tile_rows, self.block_n, self._num_cuts)
+        nothing = np.zeros(1, dtype=np.int32)
+        nowhere = np.zeros(len(rows), dtype=np.int64)
+        moved = self._send([nowhere, items, rows, nothing, indices, slots])
+        self.mirror.tables.index_copy_(0, moved[4], moved[5])
+        tensors = moved[0], moved[0], moved[1], moved[2], moved[3], moved[3]
+        plan = SplitKVPlan(self, *tensors, block_m=block_m, num_partials=num_partials, bucketed=False)
+        plan.prepare()
+        return plan
+
     def _spans(self, laid_out: Sequence[SpanRows], starts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A record of _SPAN for each span, and the bits and depths of the pending rows of those that are no chains."""
         spans, words, depths = list[tuple[int, ...]](), [_NOTHING], [_NOTHING]
@@ -357,7 +379,7 @@ def _cut(spans: np.ndarray, tile_rows: int, block_n: int, num_cuts: int) -> tupl
     limit = np.where(is_chain, context + num_pending - num_rows + offset, context - 1)
     stop = np.where(is_chain, limit + tile_len, context + num_pending)  # after the last key that a row sees
     length = block_n * max(1, -(-int(stop.sum()) // (num_cuts * block_n)))
-    parts = -(-stop // length)
+    parts = np.maximum(1, -(-stop // length))  # a row that sees no key is 0
     is_cut = parts > 1
     partial = np.where(is_cut, np.cumsum(parts * is_cut) - parts * is_cut, -1)
     tile = np.repeat(np.arange(len(tile_span)), parts)

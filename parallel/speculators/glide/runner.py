@@ -3,7 +3,8 @@
 A token's own row is its embedding, so rows of draft tokens are as exact as those of text. Between its attention over
 these rows and its MLP, a row attends to the target's keys and values of all positions whose features are known: those
 before the newest committed token, for every token of a draft. They arrive as features and stand in the pool as a
-second layer, at their positions' rows. Attached, that is a second copy of one layer of the target's pool.
+second layer, at their positions' rows, where queries read them (`ReadPlan`). Attached, that is a
+second copy of one layer of the target's pool.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import Span, lay_out, logit_rows
+from parallel.kv.pass_plan import Span, lay_out, logit_rows, table_read
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.block import Block
@@ -26,7 +25,7 @@ from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.attention import Heads, PassPlan
 from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, rotate
@@ -85,7 +84,9 @@ class GlideLayers(Layer):
         self.q = ColumnLinear(hidden, [("q_proj", even_rows(queries, group))], bias=False, **options)
         self.o = RowLinear("o_proj", queries, hidden, group, bias=False, **options)
         self.norm = RMSNorm(hidden, block.norm_eps, **options)
-        self.head_dim = block.head_dim
+        own = self.layer.attention
+        assert own is not None
+        self.heads = Heads(_TARGETS, own.heads.num_heads, own.heads.num_kv_heads, block.head_dim, False, None)
         assert block.rope is not None
         self.rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
 
@@ -96,7 +97,7 @@ class GlideLayers(Layer):
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """[N, H] -> this rank's queries of the target's keys, rotated, [N, heads, head size]."""
-        return rotate(self.q(x).view(len(x), -1, self.head_dim), self.rope(positions))
+        return rotate(self.q(x).view(len(x), -1, self.heads.head_dim), self.rope(positions))
 
     def finish(self, x: Tensor, crossed: Tensor) -> Tensor:
         """Rows and what their queries read of the target [N, H / ranks] -> what the head reads."""
@@ -152,9 +153,8 @@ class GlideRunner(PooledRunner):
             x, positions = x.index_select(0, plan.logit_rows), positions.index_select(0, plan.logit_rows)
         if not len(x):
             return x
-        queries = layers.queries(x, positions).split([span.num_logits for span in spans])
-        crossed = [self._cross(span.seq_id, q) for span, q in zip(spans, queries, strict=True) if len(q)]
-        return layers.finish(x, torch.cat(crossed))
+        asked = [(span.seq_id, span.num_logits) for span in spans if span.num_logits]
+        return layers.finish(x, self._cross(asked, layers.queries(x, positions)))
 
     def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002
         return self.decoder.head(hidden)
@@ -175,19 +175,11 @@ class GlideRunner(PooledRunner):
         self._num_written[seq_id] = end
         features.forget(self.pool.cached_len(seq_id) - 1)  # rows from there on may be dropped and written again
 
-    def _cross(self, seq_id: SeqId, queries: Tensor) -> Tensor:
-        """[N, heads, head size] -> what they read of the target's text, [N, heads * head size]; 0 if there is none."""
-        num_written = self._num_written[seq_id]
-        if not num_written:
-            return torch.zeros_like(queries).flatten(1)
-        slots = upload(self.pool.slots(seq_id)[:num_written], queries.device)
-        keys, values = (
-            kv[_TARGETS].index_select(0, slots).transpose(0, 1) for kv in (self.pool.keys, self.pool.values)
-        )
-        # KV heads are the batch dimension, so that no key is repeated for the queries of its group
-        grouped = queries.transpose(0, 1).unflatten(0, (len(keys), -1))
-        read = F.scaled_dot_product_attention(grouped, keys[:, None], values[:, None])
-        return read.flatten(0, 1).transpose(0, 1).flatten(1)
+    def _cross(self, asked: Sequence[tuple[SeqId, int]], queries: Tensor) -> Tensor:
+        """[N, heads, head size], so many of each sequence -> what they read of the target's text, [N, heads * head
+        size]; 0 if there is none."""
+        reads = [table_read(self.pool, seq_id, num_rows, self._num_written[seq_id]) for seq_id, num_rows in asked]
+        return self._backend.plan_reads(reads).read(self.layers.heads, queries)
 
 
 def read_own(hf: HfConfig) -> GlideConfig:

@@ -81,7 +81,7 @@ def test_the_attention_to_the_target_is_over_its_own_keys(one: Trained) -> None:
     runner.forward([Span("a", anchor + 1)], one.tokens[: anchor + 1])
     torch.manual_seed(1)
     queries = torch.randn(3, one.target.model.config.num_attention_heads, one.keys.shape[-1])  # pyright: ignore
-    found = runner._cross("a", queries).view_as(queries)
+    found = runner._cross([("a", len(queries))], queries).view_as(queries)
     group = queries.shape[1] // one.keys.shape[1]
     assert group > 1, "the target groups no heads: the test shows nothing"
     for row in range(len(queries)):
