@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
 
-from actors.protocol.sampling_params import ADDED_PENALTY, REPETITION_PENALTY, SEED, TEMPERATURE, SamplingParams
+from actors.protocol.sampling_params import ADDED_PENALTY, NGRAM, REPETITION_PENALTY, SEED, TEMPERATURE, SamplingParams
 from parallel.ranges import OneOf, Range, Section, require
 
 CHECKPOINT = "give a directory with a Hugging Face checkpoint, or a hub id"
@@ -216,6 +216,8 @@ class SamplingConfig(Section):
     """Continue after the end-of-text token, for measurements of a fixed length."""
     seed: Annotated[int, SEED] = 0
     """Seed of the noise; with prompt and settings it decides every sampled token."""
+    no_repeat_ngram_size: Annotated[int, NGRAM] = 0
+    """So many tokens stand in a text only once in one order; 0 = off, or as an encoder-decoder's checkpoint says."""
 
     def check_fields(self, where: str) -> None:
         self.params().check()

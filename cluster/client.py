@@ -164,7 +164,8 @@ class Client:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> Completion:
-        """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`.
+        """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`. The prompt
+        of an encoder-decoder is what its encoder reads.
 
         `drafter` names one of `drafters`, or is "none" for plain decoding; None leaves the choice to the engine.
         `num_draft_tokens` bounds every draft. `reference` are tokens of a text that the output may follow, such as the
@@ -191,6 +192,7 @@ class Client:
         facts = self.ready[_LEAD].facts
         if (start := facts.get("text_start")) is not None:
             how["source"], token_ids = tuple(token_ids), start
+            params = params.completed(facts["sampling"])
         request = Request(next(self._ids), tuple(token_ids), params, drafter, **how)
         completion = Completion(request, prompt, self.tokenizer, self._abort)
         if (misfit := request.misfit(int(facts["max_model_len"]), int(facts.get("max_source_len", 0)))) is not None:

@@ -67,7 +67,7 @@ class Completion:
     ) -> None:
         self.request_id = request.request_id
         self.prompt = prompt
-        self.prompt_token_ids = list(request.prompt)
+        self.prompt_token_ids = list(request.source or request.prompt)
         self.sampling = sampling = request.sampling
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if request.logprobs is None else []

@@ -193,7 +193,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 def _save_checkpoint(path: Path, family: str, seed: int, overrides: dict[str, Any]) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from tests.families import tiny_model
+    from tests.families import ENCODER_DECODERS, tiny_model
 
     alphabet = [END_OF_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
@@ -203,6 +203,11 @@ def _save_checkpoint(path: Path, family: str, seed: int, overrides: dict[str, An
     tokenizer.save(str(path / "tokenizer.json"))
 
     special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    shape = TINY | {"vocab_size": len(alphabet)} | special | overrides
+    shape = (
+        (TINY if family not in ENCODER_DECODERS else {"max_position_embeddings": 256})
+        | {"vocab_size": len(alphabet)}
+        | special
+        | overrides
+    )
     tiny_model(family, seed, **shape).save_pretrained(path)
     return path

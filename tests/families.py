@@ -41,8 +41,43 @@ FAMILIES: dict[str, dict[str, Any]] = {
 shorter than the tests' prompts."""
 
 
+_STACKS = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "init_std": 0.3,
+}
+ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+    "Marian": _STACKS | {"scale_embedding": True, "activation_function": "swish", "decoder_start_token_id": 2},
+    "Bart": _STACKS | {"decoder_start_token_id": 1},
+}
+"""Families with an encoder: their whole shape but for the vocabulary and the number of positions."""
+_MODELS = {"Marian": "MarianMTModel", "Bart": "BartForConditionalGeneration"}
+
+
+def tiny_encoder_decoder(family: str, seed: int, **shape: Any) -> Any:
+    """A model of transformers with random weights, strong ones, whose outputs repeat little. The end token is 0."""
+    ends = {"eos_token_id": 0, "pad_token_id": 0, "bos_token_id": 0, "forced_eos_token_id": 0}
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**ends | ENCODER_DECODERS[family] | shape)
+    model = getattr(transformers, _MODELS[family])(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # norms start at one and biases at zero, which would hide a missing one
+                parameter.copy_((not name.endswith("bias")) + 0.3 * torch.randn_like(parameter))
+        if (bias := getattr(model, "final_logits_bias", None)) is not None:
+            bias.normal_()
+    return model
+
+
 def tiny_model(family: str, seed: int, **shape: Any) -> Any:
     """A model of transformers with random weights."""
+    if family in ENCODER_DECODERS:
+        return tiny_encoder_decoder(family, seed, **shape)
     config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config_class(**shape)).eval()

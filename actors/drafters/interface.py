@@ -122,6 +122,10 @@ def _clamped(token_ids: tuple[int, ...] | list[int], vocab_size: int | None) -> 
     return tuple(token_ids if vocab_size is None else [min(token, vocab_size - 1) for token in token_ids])
 
 
+def _known(token: int | None, vocab_size: int) -> int | None:
+    return token if token is not None and token < vocab_size else None
+
+
 def _without_tokens_beyond(sampling: SamplingParams, vocab_size: int | None) -> SamplingParams:
     """The parameters without the tokens that the drafter lacks."""
     if vocab_size is None:
@@ -131,6 +135,8 @@ def _without_tokens_beyond(sampling: SamplingParams, vocab_size: int | None) -> 
         logit_bias=tuple((token, bias) for token, bias in sampling.logit_bias if token < vocab_size),
         bad_words=tuple(word for word in sampling.bad_words if max(word, default=0) < vocab_size),
         stop_token_ids=tuple(token for token in sampling.stop_token_ids if token < vocab_size),
+        forced_bos_token_id=_known(sampling.forced_bos_token_id, vocab_size),
+        forced_eos_token_id=_known(sampling.forced_eos_token_id, vocab_size),
     )
 
 

@@ -226,9 +226,7 @@ class Request:
             raise ValueError(f"priority: {self.priority} must be between {-MOST_PRIORITY} and {MOST_PRIORITY}")
         if len(self.cache_salt) > LONGEST_SALT:
             raise ValueError(f"cache_salt: has {len(self.cache_salt)} characters; give at most {LONGEST_SALT}")
-        for name, k in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if k is not None and not 0 <= k <= MOST_LOGPROBS:
-                raise ValueError(f"{name}: {k} must be between 0 and {MOST_LOGPROBS}; for none leave it out")
+        self._check_logprobs()
         self.sampling.check()
         if self.grammar is not None:
             self.grammar.check()
@@ -247,9 +245,17 @@ class Request:
             ("sampling.logit_bias", [token for token, _ in self.sampling.logit_bias]),
             ("sampling.bad_words", [token for word in self.sampling.bad_words for token in word]),
             ("sampling.stop_token_ids", self.sampling.stop_token_ids),
+            ("sampling.forced_bos_token_id, forced_eos_token_id", self.sampling.forced_token_ids),
         )
         for name, token_ids in named:
             check_tokens(name, token_ids, vocab_size)
+
+    def _check_logprobs(self) -> None:
+        for name, k in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if k is not None and not 0 <= k <= MOST_LOGPROBS:
+                raise ValueError(f"{name}: {k} must be between 0 and {MOST_LOGPROBS}; for none leave it out")
+        if self.source and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: what an encoder reads has none; leave it out")
 
     def misfit(self, max_model_len: int, max_source_len: int | None) -> str | None:
         """One line why a context of so many tokens cannot hold its text, or an encoder its source (0: there is none,

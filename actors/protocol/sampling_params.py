@@ -4,8 +4,9 @@ out, and can carry out whatever `check` accepts, at a cost that the bounds limit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 from parallel.ranges import Range, check_ranges
 
@@ -13,6 +14,8 @@ TEMPERATURE = Range(1e-5, 1000, zero="greedy")
 """Less overflows when float32 logits are divided by it, more leaves nothing of them."""
 REPETITION_PENALTY = Range(0.01, 100)
 ADDED_PENALTY = Range(-2, 2)
+NGRAM = Range(0, 16, zero="off")
+"""Longer ones cost every row of every pass as many looks at the whole text."""
 SEED = Range(-(2**63), 2**64 - 1)
 MOST_BIASES = 300
 """As OpenAI. Each is read by every role that gets the request, and edits a cell of every row."""
@@ -28,7 +31,12 @@ MOST_STOP_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Names and defaults are vLLM's. Everything is in token ids except `stop`, which the engine matches in the text."""
+    """Names and defaults are vLLM's, and of the last three transformers'. Everything is in token ids except `stop`,
+    which the engine matches in the text.
+
+    No `no_repeat_ngram_size` tokens of the text, prompt included, stand in it twice in the same order. The first token
+    of the output is `forced_bos_token_id`, its last one at `max_tokens` is `forced_eos_token_id`, where they are given.
+    """
 
     temperature: Annotated[float, TEMPERATURE] = 0.0
     top_k: Annotated[int, Range(0, zero="all")] = 0
@@ -45,6 +53,23 @@ class SamplingParams:
     max_tokens: Annotated[int, Range(1)] = 128
     ignore_eos: bool = False
     seed: Annotated[int, SEED] = 0
+    no_repeat_ngram_size: Annotated[int, NGRAM] = 0
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+
+    @property
+    def forced_token_ids(self) -> list[int]:
+        return [token for token in (self.forced_bos_token_id, self.forced_eos_token_id) if token is not None]
+
+    def completed(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """With the checkpoint's own `defaults` in place of fields that are at theirs; `bad_words` are added."""
+        plain = SamplingParams()
+        known = {name: value for name, value in defaults.items() if getattr(self, name) == getattr(plain, name)}
+        if "bad_words" in known:
+            known["bad_words"] = tuple(tuple(word) for word in known["bad_words"])
+        if "min_tokens" in known:
+            known["min_tokens"] = min(known["min_tokens"], self.max_tokens)
+        return replace(self, **known) if known else self
 
     def check(self) -> None:
         """Raise ValueError, one line, for the first field that is out of range, holds too much or makes no sense. Sizes

@@ -174,6 +174,8 @@ class TargetRole:
         scope, token_ids = admit.rows_scope, self.contexts[admit.request_id].token_ids
         may_share = scope is not None and (self._features is None or self._features.keeps)
         self.runner.open(admit.request_id, Text(token_ids, scope) if may_share else None)
+        if admit.source:
+            self.runner.set_source(admit.request_id, admit.source)
         if self._grammars is not None:
             self._grammars.open(admit.request_id, admit.grammar, admit.scope)
         return self.runner.cached_len(admit.request_id)

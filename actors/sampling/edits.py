@@ -1,4 +1,5 @@
-"""Logit processors that change single tokens: bias, bad words, min tokens and the three penalties, for a whole batch.
+"""Logit processors that change single tokens: bias, bad words, n-grams, min tokens, the three penalties and forced
+tokens, for a whole batch.
 
 The host lists the cells (row, token) that change: as many as a text has different tokens, whatever the vocabulary. They
 reach the device in one transfer that nothing waits for, and every kind of edit is a few operations for all rows of all
@@ -38,7 +39,8 @@ class EditedRows(Protocol):
 
 def edits(params: SamplingParams) -> bool:
     """Whether the parameters change the logits of single tokens."""
-    return bool(params.logit_bias or params.bad_words or params.min_tokens) or _penalises(params)
+    listed = params.logit_bias or params.bad_words or params.min_tokens or params.no_repeat_ngram_size
+    return bool(listed or params.forced_token_ids) or _penalises(params)
 
 
 def _penalises(params: SamplingParams) -> bool:
@@ -97,6 +99,7 @@ class _Cells:
         self.biased: list[tuple[np.ndarray, ...]] = []
         self.banned: list[tuple[np.ndarray, ...]] = []
         self.seen: list[tuple[np.ndarray, ...]] = []
+        self.forced: dict[int, int] = {}
 
     def add(self, rows: EditedRows, start: int, eos_token_ids: tuple[int, ...]) -> None:
         """The edits of one sequence, whose first row is `start`."""
@@ -114,6 +117,15 @@ class _Cells:
             for row, path in enumerate(paths, start):
                 if tokens := own.banned_after(rows.token_ids, path):
                     self.banned.append((np.full(len(tokens), row), np.array(tokens, dtype=np.int64)))
+        if params.no_repeat_ngram_size:
+            text = np.array(rows.token_ids, dtype=np.int64)
+            for row, path in enumerate(paths, start):
+                tokens = repeating(np.append(text, path).astype(np.int64), params.no_repeat_ngram_size)
+                self.banned.append((np.full(len(tokens), row), tokens))
+        if params.forced_token_ids:
+            for row, path in enumerate(paths, start):
+                if (token := _forced(params, num_generated + len(path))) is not None:
+                    self.forced[row] = token
         if _penalises(params):
             self._penalise(params, start, rows.token_ids, rows.prompt_len, paths)
 
@@ -140,22 +152,27 @@ class _Cells:
 
     def arrays(self) -> list[np.ndarray]:
         """Rows, columns and amounts of biases; rows and columns of bans; of seen tokens rows, columns and the factor
-        and the two amounts of their penalties."""
+        and the two amounts of their penalties; rows and columns of forced tokens."""
         empty = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), *[np.empty(0, dtype=np.float32)] * 3
         parts = (self.biased, empty[:3]), (self.banned, empty[:2]), (self.seen, empty)
-        return [np.concatenate(arrays) for own, none in parts for arrays in zip(none, *own, strict=True)]
+        cells = [np.concatenate(arrays) for own, none in parts for arrays in zip(none, *own, strict=True)]
+        return [*cells, *(np.array([*part], dtype=np.int64) for part in (self.forced, self.forced.values()))]
 
 
 def edited(logits: Tensor, batch: Sequence[EditedRows], eos_token_ids: Sequence[int]) -> Tensor:
-    """Logits [N, V], flat, after the edits of every sequence; a tensor of its own."""
+    """Logits [N, V], flat, after the edits of every sequence; `logits` itself if none applies in these rows, else a
+    tensor of its own."""
     cells, start, ends = _Cells(), 0, tuple(eos_token_ids)
     for rows in batch:
         if edits(rows.params):
             cells.add(rows, start, ends)
         start += len(rows.row_nodes())
-    moved = to_device(cells.arrays(), logits.device)
+    arrays = cells.arrays()
+    if not any(map(len, arrays)):
+        return logits
+    moved = to_device(arrays, logits.device)
     (bias_rows, bias_columns, biases), (ban_rows, ban_columns) = moved[:3], moved[3:5]
-    seen_rows, seen_columns, factors, frequency, presence = moved[5:]
+    seen_rows, seen_columns, factors, frequency, presence = moved[5:10]
     scores = logits.clone()
     if len(biases):
         scores.index_put_((bias_rows, bias_columns), biases.to(scores.dtype), accumulate=True)
@@ -165,4 +182,24 @@ def edited(logits: Tensor, batch: Sequence[EditedRows], eos_token_ids: Sequence[
         values = scores[seen_rows, seen_columns]
         values = torch.where(values > 0, values / factors, values * factors)
         scores.index_put_((seen_rows, seen_columns), values.sub_(frequency).sub_(presence))
+    if cells.forced:
+        forced_rows, forced_columns = moved[10:]
+        scores.index_fill_(0, forced_rows, BANNED)
+        scores.index_put_((forced_rows, forced_columns), scores.new_zeros(()))
     return scores
+
+
+def repeating(text: np.ndarray, size: int) -> np.ndarray:
+    """The tokens that would make the last `size` of a text [T] stand in it twice, once each."""
+    if len(text) < size:
+        return text[:0]
+    ngrams = np.lib.stride_tricks.sliding_window_view(text, size)
+    again = (ngrams[:, :-1] == text[len(text) - size + 1 :]).all(1)
+    return np.unique(ngrams[again, -1])
+
+
+def _forced(params: SamplingParams, num_generated: int) -> int | None:
+    """The only token that may follow so many generated ones, if there is one."""
+    if params.forced_eos_token_id is not None and num_generated == params.max_tokens - 1:
+        return params.forced_eos_token_id
+    return params.forced_bos_token_id if num_generated == 0 else None

@@ -14,6 +14,7 @@ from actors.logs import log_event, logger_of
 from actors.options import PipelineName
 from actors.roles.bridge import BridgeEnd, FeatureSender
 from actors.roles.target import TargetRole
+from actors.sampling.checkpoint_defaults import read_defaults
 from actors.tokenizer_file import open_tokenizer
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
@@ -98,6 +99,10 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
     with head.ungathered() if role.splits_choice else nullcontext():
         sizes |= captured_facts(runner, graphs, taps)
     pace(role.runner, config.pace_ms)
+    if (encoder := runner.config.encoder) is not None:
+        start = list(runner.config.text_start)
+        facts |= {"max_source_len": encoder.max_positions, "text_start": start}
+        facts["sampling"] = read_defaults(resolve_checkpoint(config.path), len(start))
     checkpoint = str(Path(config.path).absolute())
     return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes, **facts}
 

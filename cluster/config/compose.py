@@ -27,7 +27,7 @@ from actors.options import CHECKPOINT, VerifyRule
 from actors.verification.compatibility import choose_rule
 from cluster import pocket
 from cluster.config.errors import describe, unknown_key
-from cluster.config.jobs import BenchConfig, PlanConfig, PromptsJobConfig
+from cluster.config.jobs import WITH_ENCODER, BenchConfig, PlanConfig, PromptsJobConfig
 from cluster.config.schema import CHOICES, LaunchConfig
 from cluster.config.validation import validate
 from cluster.io.prompts import prompt_sets
@@ -102,7 +102,13 @@ def checked(config: LaunchConfig) -> LaunchConfig:
         config = with_chosen_rule(config)
     validate(config)
     config = _with_real_paths(config)
-    read_config(config.target.path).stretched(config.target.stretch).check_ranks(config.target.tp, "target.tp")
+    target = read_config(config.target.path).stretched(config.target.stretch)
+    target.check_ranks(config.target.tp, "target.tp")
+    if target.encoder is not None and config.job.name not in WITH_ENCODER:
+        raise ValueError(
+            f"job={config.job.name}: is for targets without an encoder; of {config.target.path} use one of "
+            f"{', '.join(WITH_ENCODER)}"
+        )
     config.drafter.check_checkpoints()
     return config
 

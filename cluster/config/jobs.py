@@ -345,3 +345,5 @@ JOBS: tuple[JobConfig, ...] = (
     TrainConfig(),
 )
 """The jobs with their defaults; the job's name is that of its module in `cluster/jobs`."""
+WITH_ENCODER = ("generate", "bench", "serve", "drill", "datastore")
+"""Those that may have a target with an encoder."""

@@ -62,10 +62,13 @@ class ServedModel:
         self.name = config.server.model_name or ("pocket" if is_bundled(config.target.path) else checkpoint.name)
         self.created = int(time.time())
         self.max_model_len = int(facts["max_model_len"])
+        self._max_source_len = int(facts.get("max_source_len", 0))
+        self._start_len = len(facts.get("text_start", ()))
         self.vocab_size = int(facts["vocab_size"])
         self.num_spec_tokens = 0 if config.pipeline.name == PipelineName.plain else config.drafter.num_draft_tokens
         self._drafter = config.drafter if self.num_spec_tokens else NoDrafterConfig()
-        self._longest = min(self.max_model_len, int(facts["kv_slots"]))
+        self._kv_slots = int(facts["kv_slots"])
+        self._longest = min(self.max_model_len, self._kv_slots)
         self.histograms = RequestHistograms(metric_labels(config))
         self._labels = metric_labels(config)
         self._has_alias = config.server.metrics_alias != "none"
@@ -218,6 +221,11 @@ class ServedModel:
     def _max_tokens(self, prompt: Sequence[int], limit: int | None, field: str) -> int:
         self.check_tokens(prompt, field)
         room = self._longest - len(prompt)
+        if self._max_source_len:  # the prompt is read by the encoder and takes no room of the answer
+            if len(prompt) > self._max_source_len:
+                line = f"{field}: {len(prompt)} tokens do not fit the encoder's {self._max_source_len}"
+                raise ApiError(400, line, param=field, code="context_length_exceeded")
+            room = min(self.max_model_len, self._kv_slots - len(prompt)) - self._start_len
         if not prompt:
             raise ApiError(400, f"{field}: is empty; give at least one token", param=field)
         if room < max(1, limit or 1):

@@ -161,6 +161,16 @@ def table_read(pool: KVPool, seq_id: SeqId, num_rows: int, num_keys: int | None 
     return TableRead(seq_id, num_rows, slots[:length], pool.leading_run(seq_id, length))
 
 
+def source_reads(pool: KVPool, laid_out: Sequence[SpanRows]) -> list[TableRead]:
+    """What the rows of each span read of its sequence's source, all of it; nothing where there is none."""
+    reads = []
+    for rows in laid_out:
+        source = pool.source_of(rows.seq_id)
+        nothing = TableRead(rows.seq_id, rows.num_rows, rows.slots[:0], range(0))
+        reads.append(nothing if source is None else table_read(pool, source, rows.num_rows))
+    return reads
+
+
 def lay_out(pool: KVPool, forests: dict[SeqId, PendingRows], spans: Sequence[Span]) -> list[SpanRows]:
     """Reserve the rows of every span. The result holds views of the slot tables: use it before the next change."""
     laid_out, first = [], 0

@@ -36,12 +36,24 @@ _ROOM = np.zeros(64, dtype=np.int64)
 class _SlotTable:
     """Slots of one sequence; `run_len` leading rows are known to lie in one contiguous run, `num_borrowed` are of
     another sequence or of the tree, and `first_changed` are as they were when it was last taken. `node` is where the
-    rows of `text` that are of the tree end; if there are fewer of them by now, rows were dropped since."""
+    rows of `text` that are of the tree end; if there are fewer of them by now, rows were dropped since. `source` is the
+    sequence whose rows its own read too."""
 
-    __slots__ = ("cached_len", "first_changed", "node", "num_borrowed", "num_rows", "run_len", "slots", "text")
+    __slots__ = (
+        "cached_len",
+        "first_changed",
+        "node",
+        "num_borrowed",
+        "num_rows",
+        "run_len",
+        "slots",
+        "source",
+        "text",
+    )
 
     def __init__(self, borrowed: np.ndarray | None = None, run_len: int = 0) -> None:
         self.text: Text | None = None
+        self.source: SeqId | None = None
         self.node: RowRun | None = None
         self.slots = np.empty(64, dtype=np.int64) if borrowed is None else np.append(borrowed, _ROOM)
         self.cached_len = self.num_rows = self.num_borrowed = 0 if borrowed is None else len(borrowed)
@@ -150,7 +162,8 @@ class KVPool:
         assert seq_id not in self._tables, f"sequence {seq_id!r} is open already"
         table = self._tables[owner]
         rows = table.cached_len
-        self._tables[seq_id] = _SlotTable(table.slots[:rows], min(rows, table.run_len))
+        self._tables[seq_id] = borrowing = _SlotTable(table.slots[:rows], min(rows, table.run_len))
+        borrowing.source = table.source
 
     def close(self, seq_id: SeqId) -> None:
         """Its pending rows are dropped, and the committed ones of a text are known from now on."""
@@ -165,6 +178,14 @@ class KVPool:
         """No beginning of a text is known any more. Close all sequences before."""
         assert not self._tables, "sequences are open"
         self._release(self._tree.evict(self._tree.num_idle))
+
+    def set_source(self, seq_id: SeqId, source: SeqId) -> None:
+        """Rows of the sequence, and of those that borrow from it, also read the rows of another one, which stays open
+        as long."""
+        self._tables[seq_id].source = source
+
+    def source_of(self, seq_id: SeqId) -> SeqId | None:
+        return self._tables[seq_id].source
 
     def cached_len(self, seq_id: SeqId) -> int:
         return self._tables[seq_id].cached_len

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from parallel.kv.pass_plan import PendingRows, Span, SpanRows, lay_out
 from parallel.kv.pool import KVPool, SeqId
 from parallel.kv.prefix_tree import Text
 
 
 class PooledSequences:
-    """`pending` has the forest of every open sequence's pending rows."""
+    """`pending` has the forest of every open sequence's pending rows, `unread` the tokens of sources that have no rows
+    yet."""
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self.pending: dict[SeqId, PendingRows] = {}
+        self.unread: dict[SeqId, Sequence[int]] = {}
+        self._with_source: set[SeqId] = set()
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:
         self.pool.open(seq_id, text)
@@ -32,6 +37,29 @@ class PooledSequences:
     def close(self, seq_id: SeqId) -> None:
         self.pool.close(seq_id)
         del self.pending[seq_id]
+        if seq_id in self._with_source:
+            self._with_source.discard(seq_id)
+            self.unread.pop(seq_id, None)
+            self.pool.close(_source_of(seq_id))
+
+    def set_source(self, seq_id: SeqId, token_ids: Sequence[int]) -> None:
+        """What the rows of an open sequence read beside their own; it is encoded before their first pass."""
+        self.pool.open(_source_of(seq_id))
+        self.pool.set_source(seq_id, _source_of(seq_id))
+        self._with_source.add(seq_id)
+        self.unread[seq_id] = token_ids
+
+    def reserve_source(self, seq_id: SeqId) -> tuple[Sequence[int], np.ndarray]:
+        """The tokens of a source that has no rows, and the slots for them, which it has from now on."""
+        token_ids, source = self.unread.pop(seq_id), _source_of(seq_id)
+        slots = self.pool.reserve(source, len(token_ids))
+        self.pool.commit(source, range(len(token_ids)))
+        return token_ids, slots
+
+    @property
+    def num_unread(self) -> int:
+        """Rows that sources will take."""
+        return sum([len(token_ids) for token_ids in self.unread.values()])
 
     def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
         """Commit the pending rows `keep`, a path that starts after the committed rows; rows `retain` stay pending."""
@@ -46,3 +74,7 @@ class PooledSequences:
         """Reserve the rows of a pass; call `KVPool.can_reserve` first."""
         assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "call can_reserve before planning"
         return lay_out(self.pool, self.pending, spans)
+
+
+def _source_of(seq_id: SeqId) -> SeqId:
+    return ("source", seq_id)

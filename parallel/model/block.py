@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel.comm.group import SINGLE, Group
 from parallel.kernels.norms import add_rows
 from parallel.model.config import Activation, DecoderConfig, NormPlacement
-from parallel.model.layers.attention import AttentionPlan, Heads
+from parallel.model.layers.attention import AttentionPlan, Heads, ReadPlan
 from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rotation
@@ -25,6 +25,7 @@ from parallel.model.layers.weight import Layer, Shard, TensorOptions
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
@@ -48,7 +49,7 @@ class Attention(Layer):
         queries = config.num_heads * config.head_dim
         first = group.rank * config.num_kv_heads // group.size * config.head_dim
         kv_rows = slice(first, first + num_kv_heads * config.head_dim)
-        parts = [("q_proj", even_rows(queries, group)), ("k_proj", kv_rows), ("v_proj", kv_rows)]
+        parts = [*zip(config.names.projections, (even_rows(queries, group), kv_rows, kv_rows), strict=True)]
         self.qkv = ColumnLinear(inputs or config.hidden_size, parts, bias=config.qkv_bias, **options)
         self.o = RowLinear(config.names.o, queries, config.hidden_size, group, bias=config.o_bias, **options)
         norm = NORMS[config.norm]
@@ -66,6 +67,34 @@ class Attention(Layer):
         if self.q_norm is not None and self.k_norm is not None:
             yield from self.q_norm.shards(f"{prefix}.q_norm")
             yield from self.k_norm.shards(f"{prefix}.k_norm")
+
+
+class CrossAttention(Layer):
+    """This rank's heads of one block's attention to a source, whose keys and values are written once, `layer` of the
+    rank's KV pool. The heads are those of the block's own attention."""
+
+    def __init__(self, config: DecoderConfig, layer: int, group: Group, **options: Unpack[TensorOptions]) -> None:
+        num_heads, num_kv_heads = config.num_heads // group.size, config.local_kv_heads(group.size)
+        queries, hidden = config.num_heads * config.head_dim, config.hidden_size
+        first = group.rank * config.num_kv_heads // group.size * config.head_dim
+        kv_rows = slice(first, first + num_kv_heads * config.head_dim)
+        q, k, v = config.names.projections
+        self.q = ColumnLinear(hidden, [(q, even_rows(queries, group))], bias=config.qkv_bias, **options)
+        self.kv = ColumnLinear(hidden, [(k, kv_rows), (v, kv_rows)], bias=config.qkv_bias, **options)
+        self.o = RowLinear(config.names.o, queries, hidden, group, bias=config.o_bias, **options)
+        self.heads = Heads(layer, num_heads, num_kv_heads, config.head_dim, windowed=False, norms=None)
+
+    def __call__(self, x: Tensor, source: ReadPlan) -> Tensor:
+        return self.o(source.read(self.heads, self.q(x).unflatten(-1, (self.heads.num_heads, -1))))
+
+    def keys_and_values(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
+        """What an encoder made of a source [S, H] -> keys and values [S, kv_heads, head_dim]."""
+        k, v = self.kv(encoded).view(len(encoded), -1, self.heads.head_dim).chunk(2, 1)
+        return k, v
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        for part in (self.q, self.kv, self.o):
+            yield from part.shards(prefix)
 
 
 class MLP(Layer):
@@ -152,11 +181,39 @@ class Block(Layer):
         if kv_layer is not None:
             self.attention = Attention(config, kv_layer, attention_group, windowed=self.windowed, **options)
         self.mlp = make_mlp(config, mlp_group, **options)
+        norm = NORMS[config.norm]
+        self.cross: CrossAttention | None = None
+        if config.encoder is not None:
+            assert kv_layer is not None, "ranks that divide the layers of a model have no encoder"
+            self.cross_name, self.cross_norm_name = config.names.cross, config.names.cross_norm
+            self.cross = CrossAttention(config, kv_layer, attention_group, **options)
+            self.cross_norm = norm(config.hidden_size, config.norm_eps, **options)
         self.norm_names = config.norm_names  # whose order `attend`, `add` and `feed` rely on
-        self.norms = [NORMS[config.norm](config.hidden_size, config.norm_eps, **options) for _ in self.norm_names]
+        self.norms = [norm(config.hidden_size, config.norm_eps, **options) for _ in self.norm_names]
 
-    def __call__(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
-        return self.finish(x, self.attend(x, rope, plan))
+    def __call__(
+        self,
+        x: Tensor,
+        rope: Rotation | None,
+        plan: AttentionPlan,
+        source: ReadPlan | None = None,
+        *,
+        attends: bool = True,
+        feeds: bool = True,
+    ) -> Tensor:
+        """x [T, H] with the parts of the block that run added: its attention, to a source too, and its MLP."""
+        if not attends:
+            return self.feed(x) if feeds else x
+        attended = self.attend(x, rope, plan)
+        if self.cross is None:
+            return self.finish(x, attended) if feeds else self.add(x, attended)
+        assert source is not None, "a sequence of an encoder-decoder has a source"
+        x = self.read_source(self.add(x, attended), self.cross, source)
+        return self.feed(x) if feeds else x
+
+    def read_source(self, x: Tensor, cross: CrossAttention, source: ReadPlan) -> Tensor:
+        """x [T, H] with what it reads of its source added."""
+        return add_rows(x, cross(self.cross_norm(x), source))
 
     def attend(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
         """x [T, H] -> what the attention adds to it, [T, H]; only on a rank that holds the attention."""
@@ -184,6 +241,9 @@ class Block(Layer):
             yield from norm.shards(f"{prefix}.{name}")
         if self.attention is not None:
             yield from self.attention.shards(f"{prefix}.{self.attention_name}")
+        if self.cross is not None:
+            yield from self.cross.shards(f"{prefix}.{self.cross_name}")
+            yield from self.cross_norm.shards(f"{prefix}.{self.cross_norm_name}")
         yield from self.mlp.shards(prefix)
 
     def silence(self) -> None:
@@ -217,6 +277,9 @@ class PostNormBlock(Block):
 
     def add(self, x: Tensor, attended: Tensor) -> Tensor:
         return self.norms[0].after_sum(x, attended)[1]
+
+    def read_source(self, x: Tensor, cross: CrossAttention, source: ReadPlan) -> Tensor:
+        return self.cross_norm.after_sum(x, cross(x, source))[1]
 
     def feed(self, x: Tensor) -> Tensor:
         return self.norms[1].after_sum(x, self.mlp(x))[1]

@@ -60,19 +60,26 @@ def resolve_checkpoint(path: str) -> Path:
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     """Every tensor that the whole decoder reads from its checkpoint."""
     table = config.vocab_size, config.hidden_size
-    shapes = {f"{config.names.embedding}.weight": table} | dict(end_tensors(config))
+    shapes: dict[str, Shape] = {f"{config.names.embedding}.weight": table}
     if not config.tied:
         shapes["lm_head.weight"] = table
-    for i in range(config.num_layers - config.stretch):
-        shapes |= {f"{config.names.blocks}.{i}.{name}": shape for name, shape, _ in block_tensors(config)}
+    for stack in (config, *([] if config.encoder is None else [config.encoder])):
+        shapes |= dict(end_tensors(stack))
+        for i in range(stack.num_layers - stack.stretch):
+            shapes |= {f"{stack.names.blocks}.{i}.{name}": shape for name, shape, _ in block_tensors(stack)}
     return shapes
 
 
 def end_tensors(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
-    """The final norm and the table of learned positions, where there are any."""
+    """The norms before and after all blocks, the table of learned positions and the bias of the head, where there are
+    any."""
     if config.final_norm:
         yield from ((name, shape) for name, shape, _ in _norm(config, config.names.final_norm))
-    if config.rope is None:
+    if config.embedding_norm:
+        yield from ((name, shape) for name, shape, _ in _norm(config, config.names.embedding_norm))
+    if config.head_bias:
+        yield config.names.head_bias, (1, config.vocab_size)
+    if config.rope is None and config.positions == "learned":
         yield f"{config.names.positions}.weight", (config.max_positions + config.position_offset, config.hidden_size)
 
 
@@ -80,10 +87,13 @@ def block_tensors(config: DecoderConfig) -> Iterator[tuple[str, Shape, Split]]:
     """The tensors of one block, by their names within it."""
     names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    for name in "qkv":
-        rows, split = (queries, "heads") if name == "q" else (keys, "kv_heads")
-        yield from _linear(f"{names.attention}.{name}_proj", (rows, hidden), split, split if config.qkv_bias else None)
-    yield from _linear(f"{names.attention}.{names.o}", (hidden, queries), "heads", "whole" if config.o_bias else None)
+    for attention in (names.attention, names.cross) if config.encoder is not None else (names.attention,):
+        for kind, name in zip("qkv", names.projections, strict=True):
+            rows, split = (queries, "heads") if kind == "q" else (keys, "kv_heads")
+            yield from _linear(f"{attention}.{name}", (rows, hidden), split, split if config.qkv_bias else None)
+        yield from _linear(f"{attention}.{names.o}", (hidden, queries), "heads", "whole" if config.o_bias else None)
+    if config.encoder is not None:
+        yield from _norm(config, names.cross_norm)
     for name in "qk" if config.qk_norm else "":
         yield f"{names.attention}.{name}_norm.weight", (config.head_dim,), "whole"
     for name in config.norm_names:

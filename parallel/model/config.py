@@ -13,7 +13,9 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 """RMSNorm scaled by w, RMSNorm scaled by 1 + w, or LayerNorm with a bias."""
 NormPlacement = Literal["before", "around", "after"]
 """Before attention and MLP; before and after each; or after each one's sum with the residual stream."""
-Activation = Literal["silu", "gelu_pytorch_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu"]
+Positions = Literal["learned", "sinusoidal", "none"]
+"""What is added to the embedding of a model without rotary positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class CheckpointNames:
     `up` and `down` follow `{blocks}.{i}.{experts}.{expert}.`."""
 
     embedding: str = "model.embed_tokens"
+    embedding_norm: str = ""
     positions: str = ""
     blocks: str = "model.layers"
     final_norm: str = "model.norm"
@@ -48,12 +51,16 @@ class CheckpointNames:
     mlp_norm: str = "post_attention_layernorm"
     mlp_out_norm: str = ""
     attention: str = "self_attn"
+    cross: str = ""
+    cross_norm: str = ""
+    projections: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     o: str = "o_proj"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     router: str = ""
     experts: str = ""
+    head_bias: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +79,15 @@ class HeadRows:
 class DecoderConfig:
     """One decoder; what differs between families is a field.
 
-    Layers in `windowed` attend to the last `window` positions, the others to all. `rope` is None where positions are
-    learned: a table of `max_positions + position_offset` rows is then added to the embedding; `local_rope` replaces
-    `rope` in windowed layers. `attention_scale` None is 1/sqrt(head_dim). Soft caps bound logits x by
+    Layers in `windowed` attend to the last `window` positions, the others to all. Where `rope` is None, `positions` are
+    added to the embedding: a table of `max_positions + position_offset` rows, or sines. `local_rope` replaces `rope` in
+    windowed layers. `attention_scale` None is 1/sqrt(head_dim). Soft caps bound logits x by
     cap * tanh(x / cap). With `num_experts`, an MLP is a mixture of that many MLPs of `intermediate_size`, of which
     every token uses `experts_per_token`. The last `stretch` of `num_layers` layers add nothing to the residual stream:
     the same tokens at the cost of a larger model. `head` None computes the logits of the whole vocabulary.
+
+    With an `encoder`, rows also attend to what it makes of a source, between their own attention and the MLP. It is a
+    stack of blocks with the same embedding, whose rows all see each other. A text starts with `text_start`.
     """
 
     vocab_size: int
@@ -114,6 +124,11 @@ class DecoderConfig:
     names: CheckpointNames = CheckpointNames()
     stretch: int = 0
     head: HeadRows | None = None
+    positions: Positions = "learned"
+    embedding_norm: bool = False
+    head_bias: bool = False
+    encoder: DecoderConfig | None = None
+    text_start: tuple[int, ...] = ()
 
     @property
     def num_head_rows(self) -> int:
@@ -144,6 +159,8 @@ class DecoderConfig:
 
     def check_ranks(self, size: int, key: str = "tp") -> None:
         """ValueError, which names the option `key`, unless the model can be split over `size` ranks."""
+        if self.encoder is not None:
+            self.encoder.check_ranks(size, key)
         if not self._divides(size):
             heads = f"num_attention_heads={self.num_heads}, num_key_value_heads={self.num_kv_heads}"
             units = f"num_experts={self.num_experts}" if self.num_experts else f"intermediate_size={self.mlp_units}"

@@ -101,6 +101,17 @@ class DecoderFields(TypedDict, total=False):
     head_dim: Annotated[int, Meta(ge=1, le=2**14)] | None
     intermediate_size: Size | None
     ffn_dim: Size | None
+    d_model: Size
+    encoder_layers: Layers
+    decoder_layers: Layers
+    encoder_attention_heads: Heads
+    decoder_attention_heads: Heads
+    encoder_ffn_dim: Size
+    decoder_ffn_dim: Size
+    decoder_vocab_size: Tokens | None
+    decoder_start_token_id: TokenId | None
+    scale_embedding: bool | None
+    share_encoder_decoder_embeddings: bool
     max_position_embeddings: Positions
     rms_norm_eps: Annotated[float, Meta(ge=0, lt=1)]
     hidden_act: str | None

@@ -15,9 +15,11 @@ from parallel.comm.group import SINGLE, Group
 from parallel.kv.pool import KVPool
 from parallel.model.block import BLOCKS, Block, Experts
 from parallel.model.config import DecoderConfig
+from parallel.model.encoder import Encoder
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import AttentionShape, PassPlan
 from parallel.model.layers.embedding import VocabTable
+from parallel.model.layers.input_rows import InputRows
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rope, Rotation
 from parallel.model.layers.weight import Layer, Shard, Stored, TensorOptions, Weight
@@ -68,29 +70,27 @@ class Decoder(Layer):
                 picked = config.head.rows
                 self._columns = torch.tensor(config.head.columns, device=device)
             self.lm_head = VocabTable(name, config.num_head_rows, config.hidden_size, group, picked, **options)
-        # a tensor of the model's type, because transformers rounds the factor to it
-        self._embedding_scale = config.embedding_scale and torch.tensor(config.embedding_scale, **options)
+        if config.head_bias:
+            self.lm_head.add_bias(names.head_bias)
         self.rope = config.rope and Rope(config.rope, config.head_dim, dtype, device)
         self.local_rope = config.local_rope and Rope(config.local_rope, config.head_dim, dtype, device)
-        self.positions: VocabTable | None = None
-        if config.rope is None:
-            num_positions = config.max_positions + config.position_offset
-            self.positions = VocabTable(
-                f"{names.positions}.weight", num_positions, config.hidden_size, SINGLE, **options
-            )
+        self._input_rows = InputRows(config, self.embedding, **options)
+        self.encoder: Encoder | None = None
+        if config.encoder is not None:
+            assert layout is None, "ranks that divide the layers of a model have no encoder"
+            self.encoder = Encoder(config.encoder, self.embedding, group, **options)
 
         block, kv_layer = BLOCKS[config.norm_placement], {layer: i for i, layer in enumerate(held)}
         self.layers: list[Block] = []
         self._whole = LayerPlan.whole(config.num_layers)
-        stored = None if weights == dtype else weights
-        if stored is not None and stored != "packed":  # checkpoints seldom quantise their tables, if ever
-            self.embedding.weight.store_as(stored)
-            if self.lm_head is not self.embedding:
-                self.lm_head.weight.store_as(stored)
         for i in range(config.num_layers):
             self.layers.append(block(config, i, kv_layer.get(i), attention_group, mlp_group, **options))
-            if stored is not None:  # one block after the other: room for all in `dtype` need not be there
-                _store_as(self.layers[-1], stored)
+            self._store(self.layers[-1], weights)  # one after the other: room for all in `dtype` need not be there
+        for layer in () if self.encoder is None else self.encoder.layers:
+            self._store(layer, weights)
+        if weights != "packed":  # checkpoints seldom quantise their tables, if ever
+            for one in {id(one): one for one in (self.embedding, self.lm_head)}.values():
+                self._store(one, weights)
 
     def make_pool(
         self,
@@ -129,11 +129,8 @@ class Decoder(Layer):
         tapped = {tap: hidden for tap in taps if not steps or tap <= steps[0][0]}
         for place, (index, attends, feeds) in enumerate(steps, 1):
             layer = self.layers[index]
-            if attends:
-                attended = layer.attend(hidden, ropes[layer.windowed], plan.attention)
-                hidden = layer.finish(hidden, attended) if feeds else layer.add(hidden, attended)
-            elif feeds:
-                hidden = layer.feed(hidden)
+            rope = ropes[layer.windowed]
+            hidden = layer(hidden, rope, plan.attention, plan.source, attends=attends, feeds=feeds)
             if taps:
                 following = steps[place][0] if place < len(steps) else len(self.layers)
                 tapped |= {tap: hidden for tap in taps if index < tap <= following}
@@ -146,14 +143,15 @@ class Decoder(Layer):
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids, positions [T] -> the stream that enters the first layer, [T, H]."""
-        hidden = self.embedding.embed(token_ids)
-        if self._embedding_scale is not None:
-            hidden = hidden * self._embedding_scale
-        if self.positions is not None:
-            # a drafted row may lie after the last position; it is never committed
-            rows = (positions + self.config.position_offset).clamp(max=self.positions.vocab_size - 1)
-            hidden = hidden + self.positions.embed(rows)
-        return hidden
+        return self._input_rows(token_ids, positions)
+
+    def write_source(self, token_ids: Tensor, pool: KVPool, slots: Tensor) -> None:
+        """Read a source, token_ids [S], and put what each block's rows read of it into these slots [S]."""
+        assert self.encoder is not None, "this model has no encoder"
+        encoded = self.encoder(token_ids)
+        for layer in self.layers:
+            assert layer.cross is not None
+            pool.write(layer.cross.heads.layer, slots, *layer.cross.keys_and_values(encoded))
 
     def normalize(self, hidden: Tensor) -> Tensor:
         """The residual stream after the last layer, [T, H] -> final hidden states."""
@@ -172,8 +170,9 @@ class Decoder(Layer):
         """Every checkpoint tensor this rank needs and where its part goes."""
         names = self.config.names
         yield from self.embedding.shards()
-        if self.positions is not None:
-            yield from self.positions.shards()
+        yield from self._input_rows.shards()
+        if self.encoder is not None:
+            yield from self.encoder.shards()
         num_real = self.config.num_layers - self.config.stretch
         for i, layer in enumerate(self.layers):
             yield from layer.shards(f"{names.blocks}.{min(i, num_real - 1)}")
@@ -181,25 +180,27 @@ class Decoder(Layer):
             yield from self.norm.shards(names.final_norm)
         if self.lm_head is not self.embedding:
             yield from self.lm_head.shards()
+        yield from self.lm_head.bias_shards()
 
     def silence_stretch(self) -> None:
         """Zero what the stretched layers would add to the residual stream."""
         for layer in self.layers[self.config.num_layers - self.config.stretch :]:
             layer.silence()
 
+    def _store(self, part: Layer, stored: Stored | None) -> None:
+        """Keep its matrices in this type: all but those of routers, whose choices rounding would change."""
+        if stored in (None, self.dtype):
+            return
+        routers = [one.router.weight for one in part.walk() if isinstance(one, Experts)]
+        for one in part.walk():
+            if isinstance(one, Weight) and one not in routers:
+                one.store_as(stored)
+
     def pack(self) -> None:
         """After loading: put the weights that are multiplied by into the order in which they are read."""
-        for layer in self.layers:
+        for layer in (*self.layers, *([] if self.encoder is None else self.encoder.layers)):
             pack_weights(layer)
         self.lm_head.weight.pack()
-
-
-def _store_as(block: Block, stored: Stored) -> None:
-    """All matrices but a router, whose choices rounding would change."""
-    router = block.mlp.router.weight if isinstance(block.mlp, Experts) else None
-    for part in block.walk():
-        if isinstance(part, Weight) and part is not router:
-            part.store_as(stored)
 
 
 def pack_weights(layer: Layer) -> None:

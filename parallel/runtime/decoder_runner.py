@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from parallel.kv.pass_plan import Span, SpanRows, logit_rows
@@ -21,6 +22,7 @@ from parallel.model.layers.attention import PassPlan
 from parallel.runtime.cuda_graphs import StepChoice
 from parallel.runtime.graph_list import GraphList
 from parallel.runtime.interface import PassOutput, Runner
+from parallel.transfers import upload
 
 
 class DecoderRunner(Runner):
@@ -50,7 +52,11 @@ class DecoderRunner(Runner):
         return self.pool.cached_len(seq_id)
 
     def can_reserve(self, num_rows: int) -> bool:
-        return self.pool.can_reserve(num_rows)
+        return self.pool.can_reserve(num_rows + self.sequences.num_unread)
+
+    def set_source(self, seq_id: SeqId, token_ids: Sequence[int]) -> None:
+        if self.config.encoder is not None:
+            self.sequences.set_source(seq_id, token_ids)
 
     def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
         self.sequences.commit(seq_id, keep, retain)
@@ -73,7 +79,22 @@ class DecoderRunner(Runner):
 
     def plan(self, spans: Sequence[Span]) -> PassPlan:
         """Reserve the rows of a pass and build its plan; call `can_reserve` first."""
-        return self.plan_rows(self.sequences.lay_out(spans), logit_rows(spans))
+        return self.plan_rows(self.lay_out(spans), logit_rows(spans))
+
+    def lay_out(self, spans: Sequence[Span]) -> list[SpanRows]:
+        """Reserve the rows of a pass, and before them those of sources that are read first."""
+        if self.sequences.unread:
+            self._read_sources(spans)
+        return self.sequences.lay_out(spans)
+
+    @torch.inference_mode()
+    def _read_sources(self, spans: Sequence[Span]) -> None:
+        """Encode the sources of these sequences that have no rows yet, each by itself."""
+        for span in spans:
+            if span.seq_id in self.sequences.unread:
+                token_ids, slots = self.sequences.reserve_source(span.seq_id)
+                device = self.decoder.device
+                self.decoder.write_source(upload(token_ids, device), self.pool, upload(slots, device))
 
     @abstractmethod
     def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:

@@ -95,6 +95,10 @@ class Runner(Protocol):
     def close(self, seq_id: SeqId) -> None:
         """Give its rows back."""
 
+    def set_source(self, seq_id: SeqId, token_ids: Sequence[int]) -> None:
+        """What the encoder of an encoder-decoder reads for a sequence that was just opened; without an encoder,
+        nothing."""
+
     def forget_texts(self) -> None:
         """Keep no rows of ended sequences; none is open."""
 

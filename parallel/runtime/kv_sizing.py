@@ -137,7 +137,8 @@ def fit_slots(
         shape = config.num_heads // ranks, config.local_kv_heads(ranks), config.head_dim
         reserved += most_partial_bytes(*shape, max_num_batched_tokens, max_num_seqs, torch.device(device))
     sizes, limits = (held + beside[0], per_slot + tables + beside[1]), {"reserved": reserved, "sharing": sharing}
-    most = max_num_seqs * max_model_len
+    max_source_len = 0 if config.encoder is None else config.encoder.max_positions
+    most = max_num_seqs * (max_model_len + max_source_len)
     beside_it = " and a drafter on its ranks, which drafter.placement=separate would give its own" * any(beside)
     num_slots = affordable_slots(path + beside_it, group, device, *sizes, most=most, num_slots=num_slots, **limits)
     return ModelMemory(chosen, rows, max_model_len, num_slots, held, num_slots * per_slot, stored)

@@ -6,6 +6,7 @@ Loads no PyTorch, so that a process that only starts ranks need not either.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from parallel.model.checkpoint import (
     block_tensors,
@@ -18,6 +19,7 @@ from parallel.model.checkpoint import (
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout
+from parallel.model.quantization import Quantization
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STORED_BYTES = {**ITEM_BYTES, "int8": 1}
@@ -89,7 +91,31 @@ def weight_bytes(
     stored_bytes = item_bytes if weights is None else STORED_BYTES[weights]
     scale_bytes = SCALE_BYTES if weights == "int8" else 0
     parts = {"heads": attention, "kv_heads": min(attention, config.num_kv_heads), "mlp": mlp, "whole": 1}
-    count = item_bytes * sum(math.prod(shape) for _, shape in end_tensors(config))
+    names = config.names
+    count = item_bytes * -(-config.vocab_size // ranks) * config.head_bias
+    for stack in (config, *([] if config.encoder is None else [config.encoder])):
+        count += item_bytes * sum(math.prod(shape) for name, shape in end_tensors(stack) if name != names.head_bias)
+        count += item_bytes * stack.max_positions * stack.hidden_size * (stack.positions == "sinusoidal")
+        num_held = held if stack is config else stack.num_layers
+        count += _block_bytes(stack, parts, num_held, item_bytes, weights, quantized, quantization)
+    is_shared = config.tied and attention == ranks and config.head is None  # embedding and head
+    num_rows = -(-config.vocab_size // attention) + (0 if is_shared else -(-config.num_head_rows // ranks))
+    columns = 0 if config.head is None else COLUMN_BYTES * config.num_head_rows
+    return count + columns + num_rows * (config.hidden_size * stored_bytes + scale_bytes)
+
+
+def _block_bytes(
+    config: DecoderConfig,
+    parts: Mapping[str, int],
+    held: int,
+    item_bytes: int,
+    weights: str | None,
+    quantized: Mapping[str, int],
+    quantization: Quantization | None,
+) -> int:
+    """The blocks of a stack, `held` of them with attention; each kind of split divides by its number of `parts`."""
+    stored_bytes = item_bytes if weights is None else STORED_BYTES[weights]
+    scale_bytes, count = SCALE_BYTES if weights == "int8" else 0, 0
     # split by their inputs, so that every rank has all outputs; of experts each rank has some, and these whole
     by_inputs = (f"{config.names.o}.weight", *([] if config.num_experts else [f"{config.names.down}.weight"]))
     for name, shape, split in block_tensors(config):
@@ -105,10 +131,7 @@ def weight_bytes(
             count += num_packed * quantization.packing().num_bytes(*share)
             num_layers -= num_packed
         count += num_layers * size
-    is_shared = config.tied and attention == ranks and config.head is None  # embedding and head
-    num_rows = -(-config.vocab_size // attention) + (0 if is_shared else -(-config.num_head_rows // ranks))
-    columns = 0 if config.head is None else COLUMN_BYTES * config.num_head_rows
-    return count + columns + num_rows * (config.hidden_size * stored_bytes + scale_bytes)
+    return count
 
 
 def kv_bytes_per_slot(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import Span, SpanRows, logit_rows
+from parallel.kv.pass_plan import Span, SpanRows, logit_rows, source_reads
 from parallel.kv.pool import FP8, KVPool, SeqId
 from parallel.kv.sequences import PooledSequences
 from parallel.model.checkpoint import resolve_checkpoint
@@ -63,10 +63,13 @@ class ModelRunner(DecoderRunner):
         super().__init__(decoder, PooledSequences(pool))
         backend = default_backend(pool) if backend in (None, "auto") else backend
         can_capture = decoder.device.type == "cuda" and backend in CAPTURED
-        graphs = can_capture and not decoder.config.num_experts if graphs is None else graphs
-        shape = decoder.attention_shape()
-        if graphs and decoder.config.num_experts:
+        config, shape = decoder.config, decoder.attention_shape()
+        if graphs is None:
+            graphs = can_capture and not config.num_experts and config.encoder is None
+        if graphs and config.num_experts:
             raise ValueError("graphs=True: passes of a mixture of experts cannot be captured")
+        if graphs and config.encoder is not None:
+            raise ValueError("graphs=True: passes of an encoder-decoder cannot be captured")
         if graphs and not can_capture:
             raise ValueError(f"graphs=True needs a CUDA device and one of {CAPTURED}, not {backend!r} here")
         self.attention = backend
@@ -139,7 +142,12 @@ class ModelRunner(DecoderRunner):
 
     @torch.inference_mode()
     def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
-        return self._backend.plan(rows, wanted)
+        return self._with_sources(self._backend.plan(rows, wanted), rows)
+
+    def _with_sources(self, plan: PassPlan, rows: Sequence[SpanRows]) -> PassPlan:
+        if self.config.encoder is not None:
+            plan.source = self._backend.plan_reads(source_reads(self.pool, rows))
+        return plan
 
     def _plan_chain(self, spans: Sequence[Span], num_steps: int) -> list[PassPlan]:
         """Plans of passes of one row of each sequence, one after the other, all of one shape."""

@@ -95,7 +95,7 @@ class ResumingRunner(DecoderRunner):
             return self.target.forward(spans, token_ids, taps, fuzzy=fuzzy)
         stop = stops.pop()
         tokens: list[int] = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
-        laid_out = self.sequences.lay_out(spans)
+        laid_out = self.lay_out(spans)
         taken = [_Taken.of(rows, kept.get(span.seq_id), tokens) for span, rows in zip(spans, laid_out, strict=True)]
         self._take_over(taken, stop)
         plan = self.plan_rows(laid_out, logit_rows(spans))

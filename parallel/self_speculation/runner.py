@@ -71,6 +71,9 @@ class SelfDraftRunner(DecoderRunner):
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:
         """Nothing to set up: a draft begins with its first pass, behind the rows that the target has."""
 
+    def set_source(self, seq_id: SeqId, token_ids: Sequence[int]) -> None:
+        """The target has it, and a draft reads it there."""
+
     def close(self, seq_id: SeqId) -> None:
         self._end(self._draft_of(seq_id))
 

@@ -120,6 +120,8 @@ class SpeculatorConfig:
 
     def check_target(self, target: DecoderConfig) -> None:
         """ValueError, one line, for a target that it was not made for."""
+        if target.encoder is not None:
+            raise ValueError("was made for a target without an encoder; use drafter=copy, self or model")
         for name, ours, theirs in (
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("hidden_size", self.target_hidden, target.hidden_size),

@@ -111,8 +111,9 @@ class ScriptedTarget:
             assert num_tokens == item.num_tokens or item.request_id in hits
             self.fed[item.request_id] = num_tokens
             num_nodes = item.proposal.tree.num_draft_tokens if item.proposal else 0
-            if (source := self.knows.sources[item.request_id]) and not cached:
-                assert not self.pool.cached_len((item.request_id, "source")), "a source is read once"
+            source = self.knows.sources[item.request_id]
+            if source and not self.pool.cached_len((item.request_id, "source")):
+                assert not cached, "a source is read before the text"
                 self.pool.reserve((item.request_id, "source"), len(source))
                 self.pool.commit((item.request_id, "source"), range(len(source)))
             self.pool.reserve(item.request_id, num_tokens + num_nodes)

@@ -115,6 +115,8 @@ class CascadeDrafter:
 
     def open(self, context: Context) -> None:
         self.runner.open(context.request_id)  # its rows run ahead of the text
+        if context.source:
+            self.runner.set_source(context.request_id, context.source)
         self._states[context.request_id] = RequestState(context, list(context.token_ids))
         self._child.open(context)
         if self._control is not None:

@@ -105,6 +105,8 @@ class ModelDrafter:
 
     def open(self, context: Context) -> None:
         self.runner.open(context.request_id, context.text if self._shares_rows else None)
+        if context.source:
+            self.runner.set_source(context.request_id, context.source)
         self._restart(context)
 
     def prefill(self, contexts: Sequence[Context]) -> None:

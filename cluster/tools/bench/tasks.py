@@ -51,11 +51,14 @@ def make_task(
 ) -> BenchTask:
     """Raise ValueError, one line, if no prompt leaves room for the answer."""
     sampling = setting.configure(config).sampling_params(engine.tokenizer)
-    room = int(engine.ready["target-0"].facts["max_model_len"])
+    facts = engine.ready["target-0"].facts
+    # what an encoder reads leaves the room of the answer as it is
+    max_tokens, room = (0, source) if (source := facts.get("max_source_len")) else (sampling.max_tokens, None)
+    room = int(room or facts["max_model_len"])
     if setting.context:
-        made = of_length(prompts, setting.context, engine.tokenizer, sampling.max_tokens, room)
+        made = of_length(prompts, setting.context, engine.tokenizer, max_tokens, room)
     else:
-        made = fitting(prompts, engine.tokenizer, sampling.max_tokens, room)
+        made = fitting(prompts, engine.tokenizer, max_tokens, room)
     return BenchTask(setting, tuple(made), sampling, num_target_threads(plain_places))
 
 

@@ -36,6 +36,7 @@ def refuse(hf: HfConfig, name: str, *supported: object) -> None:
 
 def read_activation(hf: HfConfig, name: str, default: Activation) -> Activation:
     value = hf.get(name) or default
+    value = "silu" if value == "swish" else value
     refuse({name: value}, name, *get_args(Activation))
     return value
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from parallel.model.config import DecoderConfig
 from parallel.model.config_fields import check_fields, read_config_file
+from parallel.model.families.bart import bart, marian
 from parallel.model.families.fields import HfConfig, architecture_of, refuse
 from parallel.model.families.gemma import gemma2, gemma3
 from parallel.model.families.llama import llama
@@ -27,6 +28,11 @@ FAMILIES: dict[str, Callable[[HfConfig], DecoderConfig]] = {
     "OPTForCausalLM": opt,
 }
 """Architecture, as config.json names it -> the function that reads that file."""
+ENCODER_DECODERS: dict[str, Callable[[HfConfig], DecoderConfig]] = {
+    "BartForConditionalGeneration": bart,
+    "MarianMTModel": marian,
+}
+"""The same for those with an encoder."""
 MOST_EXPERTS = 2**17
 """In all layers together, four times those of the largest published model."""
 
@@ -40,12 +46,14 @@ def read_config(source: str | Path | HfConfig) -> DecoderConfig:
         hf = source
         check_fields(hf)
     architecture = architecture_of(hf)
-    if architecture not in FAMILIES:
-        raise ValueError(f"architecture {architecture or None!r} is not supported; use one of {', '.join(FAMILIES)}")
+    families = FAMILIES | ENCODER_DECODERS
+    if architecture not in families:
+        raise ValueError(f"architecture {architecture or None!r} is not supported; use one of {', '.join(families)}")
     read_quantization(hf)  # refuses what cannot be read
     refuse(hf, "use_bidirectional_attention")
-    config = FAMILIES[architecture](hf)
-    _check_together(config)
+    config = families[architecture](hf)
+    for stack in (config, *([] if config.encoder is None else [config.encoder])):
+        _check_together(stack)
     return config
 
 

@@ -100,6 +100,7 @@ class PassPlan:
     fuzzy: bool = False
     layers: LayerPlan | None = None
     entering: Tensor | None = None  # [as positions, H]
+    source: ReadPlan | None = None  # of sequences that have sources
     num_logits: int | None = None  # None for all of `logit_rows`
 
 

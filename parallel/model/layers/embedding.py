@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Unpack
 
+import torch
 from torch import Tensor
 
 from parallel.comm.group import Group
@@ -41,6 +42,9 @@ class VocabTable(Layer):
         self.num_real = max(0, min(share, vocab_size - self.first))
         self.weight = Weight(share, hidden, **options)
         self.weight.plain[self.num_real :] = 0
+        self.bias: Tensor | None = None
+        """Bias of the logits of this rank's rows, where the model has one."""
+        self._bias_name = ""
         self.gathers = True
         """Whether `logits` brings the whole row to every rank."""
 
@@ -56,10 +60,23 @@ class VocabTable(Layer):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> [T, vocab] on every rank; this rank's columns unless it `gathers`."""
         logits = self.weight.scores(hidden)
+        if self.bias is not None:
+            logits = logits + self.bias
         if not self.gathers:
             return logits[:, : self.num_real]
         logits = self.group.all_gather(logits)
         return logits if logits.shape[-1] == self.vocab_size else logits[:, : self.vocab_size]
+
+    def add_bias(self, name: str) -> None:
+        """The checkpoint has a bias [1, vocab] of the logits under this name."""
+        plain = self.weight.plain
+        self._bias_name = name
+        self.bias = torch.zeros(self.weight.outputs, dtype=plain.dtype, device=plain.device)
+
+    def bias_shards(self) -> Iterator[Shard]:
+        if self.bias is not None:
+            rows = slice(self.first, self.first + self.num_real)
+            yield Shard(self._bias_name, (EVERY, rows), self.bias[None, : self.num_real])
 
     @contextmanager
     def ungathered(self) -> Iterator[None]:

@@ -138,6 +138,7 @@ def test_sampling_at_its_bounds_is_fine():
         ("prompt", Request(1, ())),
         ("prompt", Request(1, (3,) * 50)),
         ("source", Request(1, (3,), source=(10,))),
+        ("prompt_logprobs", Request(1, (3,), source=(4,), prompt_logprobs=0)),
     ],
 )
 def test_a_request_that_names_no_token_of_the_target_is_refused(field, request_):

@@ -48,6 +48,10 @@ HF_CASES = {
     "top-k and top-p": SamplingParams(temperature=1.7, top_k=12, top_p=0.8),
     "min tokens": SamplingParams(temperature=1.0, min_tokens=7, stop_token_ids=(8, 2)),
     "bad words": SamplingParams(bad_words=((20, 21), (1,), (5, 20, 30), (21, 5), (20, 20))),
+    "no n-gram twice": SamplingParams(no_repeat_ngram_size=2),
+    "no token twice": SamplingParams(no_repeat_ngram_size=1),
+    "n-grams longer than the text": SamplingParams(no_repeat_ngram_size=16),
+    "a forced end": SamplingParams(temperature=0.7, forced_eos_token_id=3, max_tokens=len(OUTPUT) + 2),
     "logit bias": SamplingParams(logit_bias=((4, 2.5), (9, -100.0))),
     "all": SamplingParams(
         temperature=0.7,
@@ -78,6 +82,11 @@ def transformers_row(logits: torch.Tensor, params: SamplingParams, history: list
         chain.append(transformers.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias]))
     if params.bad_words:
         chain.append(transformers.NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]))
+    if size := params.no_repeat_ngram_size:
+        chain.append(transformers.NoRepeatNGramLogitsProcessor(size))
+    if params.forced_eos_token_id is not None:
+        end = len(PROMPT) + params.max_tokens, params.forced_eos_token_id
+        chain.append(transformers.ForcedEOSTokenLogitsProcessor(*end, device="cpu"))
     if params.min_tokens:
         chain.append(transformers.MinNewTokensLengthLogitsProcessor(len(PROMPT), params.min_tokens, ends, device="cpu"))
     if params.repetition_penalty != 1.0:
@@ -150,6 +159,10 @@ def random_params(rng: random.Random) -> SamplingParams:
         bad_words=maybe(tuple(tuple(rng.choices(range(6), k=rng.randrange(1, 4))) for _ in range(4)), ()),
         stop_token_ids=maybe((rng.randrange(VOCAB),), ()),
         min_tokens=maybe(rng.randrange(12), 0),
+        no_repeat_ngram_size=maybe(rng.randrange(4), 0),
+        forced_bos_token_id=maybe(rng.randrange(VOCAB), None),
+        forced_eos_token_id=maybe(rng.randrange(VOCAB), None),
+        max_tokens=rng.randrange(1, 12),
         seed=rng.randrange(1 << 62),
     )
 
@@ -186,6 +199,20 @@ def test_the_model_s_logits_are_left_alone(case):
     choose_batch(logits, [rows], EOS)
     choose_batch(logits, [replace(rows, nodes=(0, 1, 2)), replace(rows, nodes=(3, 4, 5))], EOS)
     assert torch.equal(logits, before)
+
+
+def test_the_first_token_of_an_output_is_forced_and_its_last_one_before_that():
+    logits, tree = random_logits(3), TokenTree.chain(PROMPT[-1], [20, 21])
+    for max_tokens, forced in ((9, {0: 3}), (3, {0: 3, 2: 4}), (1, {0: 4})):
+        params = SamplingParams(
+            forced_bos_token_id=3, forced_eos_token_id=4, max_tokens=max_tokens, bad_words=((3,),), min_tokens=1
+        )
+        scores = process_logits(logits, LogitRows(params, len(PROMPT), PROMPT, tree), EOS)
+        for node in range(3):
+            if node in forced:
+                assert scores[node].isfinite().nonzero().tolist() == [[forced[node]]]
+            else:
+                assert scores[node].isfinite().sum() > 2
 
 
 def test_plain_logits_pass_through_untouched():

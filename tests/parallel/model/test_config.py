@@ -69,7 +69,7 @@ def test_windows_of_single_layers():
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; use one of LlamaForCausalLM"),
         ({"architectures": None}, "architecture None is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_act": "gelu_new"}, "hidden_act='gelu_new'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"rope_scaling": {"type": "longrope"}}, "rope_type='longrope' is not supported; use one of default, linear"),

@@ -1,0 +1,160 @@
+"""Encoder-decoders through the engine: tokens are those of `transformers.generate`, whatever drafts them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.drafters.lookup.copy import CopyDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.self_speculation.config import SelfDrafterConfig
+from actors.options import PipelineConfig, PipelineName, SchedulerConfig, TargetConfig
+from actors.protocol.messages import SamplingParams
+from cluster.io.text import load_tokenizer
+from tests.cluster.serving.conftest import serving
+from tests.families import ENCODER_DECODERS
+
+SOURCES = [
+    "def median(values):",
+    "x = x + 1",
+    "return",
+    "class Stack:\n    pass",
+    "a",
+    "import os, sys",
+    "1 2 3",
+    "# end",
+]
+MAX_TOKENS = 16
+SEEDS = {"plain": 28, "rules": 7}
+SETTINGS = {
+    "plain": {},
+    "rules": {"no_repeat_ngram_size": 2, "min_length": 6, "forced_bos_token_id": 9, "bad_words_ids": [[30], [40, 41]]},
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_checkpoint):
+    """A checkpoint with these settings in its generation_config.json, and what transformers writes for the sources."""
+    import transformers
+
+    made: dict[tuple[str, str], tuple[Path, list[list[int]]]] = {}
+
+    def make(family: str, settings: str) -> tuple[Path, list[list[int]]]:
+        if (family, settings) not in made:
+            path = tiny_checkpoint(family, seed=SEEDS[settings])
+            file = path / "generation_config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | SETTINGS[settings]))
+            model = transformers.AutoModelForSeq2SeqLM.from_pretrained(path)
+            tokenizer, written = load_tokenizer(path), []
+            for source in SOURCES:
+                ids = torch.tensor([tokenizer.encode(source).ids])
+                written.append(
+                    model.generate(ids, max_new_tokens=MAX_TOKENS, num_beams=1, do_sample=False)[0, 1:].tolist()
+                )
+            made[family, settings] = path, written
+        return made[family, settings]
+
+    return make
+
+
+def drafters(path: Path, other: Path):
+    on_cpu = {"device": "cpu", "num_draft_tokens": 3}
+    return {
+        "none": "none",
+        "ngram": "ngram",
+        "copy": CopyDrafterConfig(num_draft_tokens=4),
+        "suffix": SuffixDrafterConfig(),
+        "model": ModelDrafterConfig(path=str(other), **on_cpu),
+        "itself": ModelDrafterConfig(path=str(path), **on_cpu),
+        "self": SelfDrafterConfig(exit=2, num_draft_tokens=3),
+    }
+
+
+def tokens_of(engine, sources=SOURCES):
+    return [completion.token_ids for completion in engine.generate(sources, SamplingParams(max_tokens=MAX_TOKENS))]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
+def test_tokens_are_those_of_transformers(open_engine, reference, family, settings):
+    path, expected = reference(family, settings)
+    assert len({*map(tuple, expected)}) > 1, "the sources matter"
+    with open_engine(CopyDrafterConfig(), target=TargetConfig(path=str(path), device="cpu")) as engine:
+        assert tokens_of(engine) == expected
+        assert tokens_of(engine, SOURCES[:1]) == expected[:1], "alone as in a batch"
+        assert engine.report().counters["num_prompt_tokens"] > sum(map(len, SOURCES))
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "copy", "suffix", "model", "itself", "self"])
+def test_no_drafter_changes_a_token(open_engine, reference, name):
+    (path, expected), (other, _) = reference("Marian", "rules"), reference("Bart", "rules")
+    assert max(len(set(tokens)) for tokens in expected) > 6, "the tokens repeat"
+    config = drafters(path, other)[name]
+    pipeline = PipelineConfig(PipelineName.plain if name == "none" else PipelineName.sync, adaptive=False)
+    with open_engine(config, target=TargetConfig(path=str(path), device="cpu"), pipeline=pipeline) as engine:
+        assert tokens_of(engine) == expected
+        if name in ("itself", "self"):
+            assert engine.report().counters["num_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", ["copy", "itself"])
+def test_ranks_share_both_stacks_and_preempted_requests_read_their_source_again(open_engine, reference, name):
+    path, expected = reference("Bart", "rules")
+    target = TargetConfig(path=str(path), device="cpu", kv_slots=70)
+    config = drafters(path, path)[name]
+    with open_engine(config, tp=2, target=target, scheduler=SchedulerConfig(max_num_seqs=8)) as engine:
+        assert tokens_of(engine) == expected
+        assert engine.report().counters["num_preemptions"] > 0
+
+
+def test_sampled_text_is_the_same_whatever_drafts(open_engine, reference):
+    path, _ = reference("Marian", "rules")
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=3)
+    found = []
+    for config in ("none", drafters(path, path)["itself"]):
+        with open_engine(config, target=TargetConfig(path=str(path), device="cpu")) as engine:
+            found.append([completion.token_ids for completion in engine.generate(SOURCES, sampling)])
+    assert found[0] == found[1] and len({*map(tuple, found[0])}) > 4
+
+
+def test_a_server_reads_prompts_by_the_encoder(reference):
+    path, expected = reference("Bart", "rules")
+    with serving(path, CopyDrafterConfig()) as server:
+        body = {"prompt": SOURCES[0], "temperature": 0, "max_tokens": MAX_TOKENS}
+        status, _, answer = server.ask("/v1/completions", body)
+        assert status == 200 and answer["usage"]["prompt_tokens"] == len(SOURCES[0])
+        assert answer["choices"][0]["text"] == load_tokenizer(path).decode(expected[0])
+        status, _, answer = server.ask("/v1/completions", body | {"prompt": [5] * 257})
+        assert status == 400 and "257 tokens do not fit the encoder's 256" in answer["error"]["message"]
+        status, _, answer = server.ask("/v1/completions", body | {"prompt_logprobs": 0})
+        assert status == 400 and "prompt_logprobs" in answer["error"]["message"]
+
+
+def test_the_command_line_runs_it_and_names_the_jobs_that_cannot(entered, reference, tmp_path):
+    path, expected = reference("Marian", "rules")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": source}) for source in SOURCES))
+    options = ["target=hf", f"target.path={path}", "drafter=copy", "cluster=inprocess", f"job.prompts={prompts}"]
+    options += [f"sampling.max_tokens={MAX_TOKENS}", f"hydra.run.dir={tmp_path}/run"]
+    code, _, _ = entered(*options)
+    assert code == 0
+    lines = sorted(
+        map(json.loads, (tmp_path / "run/completions.jsonl").read_text().splitlines()), key=lambda o: o["index"]
+    )
+    assert [line["token_ids"] for line in lines] == expected
+    assert json.loads((tmp_path / "run/report.json").read_text())["tokens_equal_plain"] is True
+    code, _, error = entered("job=certify", *options[:3])
+    assert code == 2 and "job=certify: is for targets without an encoder" in error
+
+
+def test_what_does_not_fit_the_encoder_is_refused(open_engine, reference):
+    path, _ = reference("Bart", "plain")
+    with open_engine("none", target=TargetConfig(path=str(path), device="cpu")) as engine:
+        assert engine.ready["target-0"].facts["max_source_len"] == 256
+        long = engine.submit([5] * 257)
+        with pytest.raises(Exception, match="source: 257 tokens do not fit the encoder's 256"):
+            long.result()
