@@ -57,8 +57,8 @@ class AttachedPort(DrafterPort):
         num_stale = 0
         for proposal in batch.drafts.proposals if batch.drafts is not None else ():
             sequence = sequences.get(proposal.request_id)
-            if sequence is None or not sequence.is_current(proposal):
-                num_stale += 1
+            if sequence is None or not sequence.is_current(proposal) or sequence.draft.proposal is not None:
+                num_stale += 1  # also where a grammar has made a draft
             elif self._policy.draft_length(sequence.request_id, sequence.most_per_round):
                 length = self._lengths.get(proposal.request_id, 0)
                 sequence.draft = DraftState(num_ordered=length, is_answered=True, proposal=proposal)

@@ -13,6 +13,7 @@ from actors.coordinator.clients import CLIENT, OUT, Clients
 from actors.coordinator.state_machine import Coordinator
 from actors.protocol.membership import Alive, ClientKeys, Hello, PassFailed, RankLost, Ready, Stop
 from actors.protocol.messages import (
+    MOST_FORCED,
     Abort,
     DraftBatch,
     DraftPreviewBatch,
@@ -128,6 +129,9 @@ class RecordChecks:
                 known.logprobs.check(self.vocab_size)
         for verdict in batch.verdicts:
             check_tokens("token_ids", verdict.token_ids, self.vocab_size)
+            check_tokens("forced", verdict.forced, self.vocab_size)
+            if len(verdict.forced) > MOST_FORCED:
+                raise ValueError(f"forced: {len(verdict.forced)} tokens; at most {MOST_FORCED}")
         if self.coordinator is not None and not self.coordinator.expects(batch):
             raise ValueError("verdicts: they are not on what the target was given")
 

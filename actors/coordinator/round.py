@@ -55,7 +55,9 @@ class Round:
         """One sequence got its verdict; `num_ordered` draft tokens had been ordered for it."""
         num_drafted = 0 if proposal is None else proposal.tree.num_draft_tokens
         num_tokens = len(commit.token_ids)
-        outcome = DraftOutcome(commit.request_id, num_ordered, commit.path, num_tokens if num_drafted else 0)
+        is_own = proposal is not None and not proposal.is_forced  # what a grammar forced says nothing of the drafter
+        path, brought = (commit.path, num_tokens) if is_own and num_drafted else ((), 0)
+        outcome = DraftOutcome(commit.request_id, num_ordered, path, brought)
         self.outcomes.append(outcome)
         self.num_tokens += num_tokens
         self._num_rows += 1 + num_drafted

@@ -28,7 +28,7 @@ from actors.coordinator.outbox import Outbox
 from actors.coordinator.port import DrafterPort, PassOrders, PendingOrder
 from actors.coordinator.round import Round, load_of
 from actors.coordinator.scheduler import Load, Scheduler
-from actors.coordinator.sequence import Sequence
+from actors.coordinator.sequence import DraftState, Sequence
 from actors.coordinator.stats import CoordinatorStats
 from actors.policy.policy import Policy
 from actors.protocol.membership import PassFailed, RoleBack, RoleLost
@@ -47,6 +47,7 @@ from actors.protocol.messages import (
     VerifyBatch,
     VerifyItem,
 )
+from actors.protocol.token_tree import TokenTree
 
 Answer = VerifyBatch | DraftBatch | Tokens | Report
 MOST_FAILURES = 3
@@ -251,12 +252,23 @@ class Coordinator:
             return replace(end, position=position, token_ids=commit.token_ids, **known)
         round_.commit(commit, sequence.draft.num_ordered, proposal)
         self._target_outbox.commit(commit)
-        self._drafter.commit(sequence, commit)
+        is_own = proposal is None or not proposal.is_forced
+        self._drafter.commit(sequence, commit if is_own else replace(commit, path=()))
+        self._draft_forced(sequence, verdict)
         stats = None
         if sequence.finish_reason is not None:
             self._end(sequence, now)
             stats = sequence.stats()
         return Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats, **known)
+
+    def _draft_forced(self, sequence: Sequence, verdict: Verdict) -> None:
+        """What the grammar forces next is the draft, and no drafter is asked for one."""
+        length = min(len(verdict.forced), sequence.most_per_round - 1, self._policy.longest_draft)
+        if length > 0 and sequence.finish_reason is None and self._drafter.may_draft(sequence):
+            tree = TokenTree.chain(sequence.token_ids[-1], verdict.forced[:length])
+            known = sequence.request_id, sequence.epoch, sequence.prefix_len, sequence.prefix_hash
+            proposal = replace(Proposal.deterministic(*known, tree), prepared=None, is_forced=True)
+            sequence.draft = DraftState(is_answered=True, proposal=proposal)
 
     def _update_policy(self, batch: VerdictBatch, seconds: float) -> None:
         """The policy learns from the round before the next drafts are ordered; not while requests are tested singly."""

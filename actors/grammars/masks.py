@@ -21,6 +21,7 @@ from torch import Tensor
 
 from actors.grammars.compiler import GrammarCompiler
 from actors.protocol.grammar import Grammar
+from actors.protocol.messages import MOST_FORCED
 from actors.protocol.token_tree import TokenTree
 from actors.transport.token_bucket import TokenBucket
 from parallel.transfers import to_device
@@ -84,6 +85,16 @@ class TextMatcher:
             return [b""] * num_nodes
         return masks
 
+    def forced(self, generated: Sequence[int], token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of the only text that may follow `token_ids` behind the generated text; none where several may."""
+        matcher = self._at(generated)
+        if matcher is None:
+            return ()
+        num_read = matcher.try_consume_tokens(list(token_ids))
+        found = matcher.compute_ff_tokens() if num_read == len(token_ids) and not matcher.is_stopped() else []
+        matcher.rollback(num_read)
+        return tuple(found[:MOST_FORCED])
+
     def _at(self, generated: Sequence[int]) -> LLMatcher | None:
         """The matcher behind this text; None if it has failed."""
         if self._failed:
@@ -135,6 +146,11 @@ class GrammarMasks:
     def clear(self) -> None:
         for request_id in list(self._matchers):
             self.close(request_id)
+
+    def forced(self, text: MaskedText, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that a text's grammar leaves no other text for, once it goes on with `token_ids`."""
+        matcher = self._matchers.get(text.seq_id)
+        return () if matcher is None else matcher.forced(text.token_ids[text.prompt_len :], token_ids)
 
     def masked(self, inputs: Sequence[MaskedText], logits: Tensor) -> Tensor:
         """Logits [N, V] of all nodes of the inputs, where what a grammar does not allow is -inf; the same tensor if

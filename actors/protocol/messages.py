@@ -112,7 +112,8 @@ class Proposal:
     `sampling_kinds[i]` is how node i was drawn; `distributions[i]` is the distribution from which the children of node
     i were drawn, None where they were not drawn at random. Under the coupled rule both may be empty tuples. `prepared`
     tells a branch hit (the draft was there before the verdict it follows) from a miss; None if the drafter does not
-    work ahead. `parts` is (level, number of nodes it drafted) of a cascade, in node order; empty without levels.
+    work ahead. `parts` is (level, number of nodes it drafted) of a cascade, in node order; empty without levels. One
+    that `is_forced` was made of a grammar, and its path is none of the drafter's.
     """
 
     request_id: int
@@ -124,6 +125,7 @@ class Proposal:
     distributions: tuple[SparseDistribution | None, ...] = ()
     prepared: bool | None = None
     parts: tuple[tuple[str, int], ...] = ()
+    is_forced: bool = False
 
     def check(self, vocab_size: int) -> None:
         """Raise ValueError unless the tree is one of this vocabulary, and what is given for its nodes fits it."""
@@ -150,13 +152,18 @@ class Proposal:
         return Proposal(request_id, epoch, prefix_len, prefix_hash, tree, kinds, (None,) * num_nodes, prepared=True)
 
 
+MOST_FORCED = 64
+"""Tokens that a verdict may name as forced."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The target's answer to a proposal: the accepted `path` and the target's own tokens after it, `token_ids`.
 
     A target that writes token by token brings one; one that writes in blocks may bring none yet, or several. Where
     `none_follows`, the distribution after all of them is impossible, and the request ends with an error unless one of
-    them ends it. `logprobs` are those of path and tokens, if the request asks for them.
+    them ends it. `logprobs` are those of path and tokens, if the request asks for them. `forced` are the tokens of the
+    only text that the request's grammar allows next, at most `MOST_FORCED`: a draft that costs no pass.
     """
 
     request_id: int
@@ -166,6 +173,7 @@ class Verdict:
     token_ids: tuple[int, ...]
     none_follows: bool = False
     logprobs: Logprobs | None = None
+    forced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

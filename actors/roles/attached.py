@@ -67,20 +67,21 @@ class AttachedDrafter(AfterVerdicts):
         """The verdicts of the lead on every rank: one broadcast of whole numbers."""
         if self._group.size == 1:
             return tuple(verdicts)
-        room = 1 + sum(6 + _MOST_OWN + (max(item.proposal.tree.depths()) if item.proposal else 0) for item in items)
+        room = 1 + sum(7 + _MOST_OWN + (max(item.proposal.tree.depths()) if item.proposal else 0) for item in items)
         record = torch.zeros(room, dtype=torch.int64, device=self._device)
         if is_lead:
             numbers = [len(verdicts)]
             for one in verdicts:
-                numbers += [one.request_id, one.epoch, one.prefix_len, one.none_follows]
+                numbers += [one.request_id, one.epoch, one.prefix_len, one.none_follows, bool(one.forced)]
                 numbers += [len(one.path), len(one.token_ids), *one.path, *one.token_ids]
             record[: len(numbers)] = torch.tensor(numbers)
         numbers = iter(self._group.broadcast(record).tolist())
         shared = []
         for _ in range(next(numbers)):
-            request_id, epoch, prefix_len, none_follows, path_len, num_own = islice(numbers, 6)
+            request_id, epoch, prefix_len, none_follows, is_forced, path_len, num_own = islice(numbers, 7)
             path, own = tuple(islice(numbers, path_len)), tuple(islice(numbers, num_own))
-            shared.append(Verdict(request_id, epoch, prefix_len, path, own, bool(none_follows)))
+            forced = own if is_forced else ()  # some: which ones, only the lead has to know
+            shared.append(Verdict(request_id, epoch, prefix_len, path, own, bool(none_follows), forced=forced))
         return tuple(verdicts if is_lead else shared)  # what else they carry is the lead's alone
 
     def follow(self, batch: VerifyBatch, answer: VerdictBatch, features: Sequence[FeatureRows]) -> VerdictBatch:
@@ -114,10 +115,12 @@ class AttachedDrafter(AfterVerdicts):
                 continue
             item = items[verdict.request_id]
             tokens = [item.proposal.tree.token_ids[node] for node in verdict.path] if item.proposal else []
-            self._commit(verdict, committed := (*tokens, *verdict.token_ids))
+            is_own = item.proposal is None or not item.proposal.is_forced
+            committed = (*tokens, *verdict.token_ids)
+            self._commit(verdict if is_own else replace(verdict, path=()), committed)
             left = self._num_left(verdict.request_id, verdict.prefix_len + len(committed))
             # the target adds one token of its own after the path, so the last one is never worth drafting
-            if (num_draft_tokens := min(item.num_draft_tokens, left - 1)) > 0:
+            if (num_draft_tokens := min(item.num_draft_tokens, left - 1)) > 0 and not verdict.forced:
                 orders.append(DraftOrder(verdict.request_id, num_draft_tokens))
             elif item.reads_text:
                 orders.append(DraftOrder(verdict.request_id, 0))

@@ -118,7 +118,7 @@ class TargetRole:
         inputs = [self._verify_input(item, exports=batch.bridge > 0) for item in batch.items]
         first_positions = [self.runner.cached_len(one.seq_id) for one in inputs]
         logits, num_rows = self._verifier.forward(inputs, keeps_top_tokens=batch.may_draft)
-        verdicts = self._verify(inputs, logits) if self._is_lead else ()
+        verdicts = self._verify(inputs, logits, may_draft=batch.may_draft) if self._is_lead else ()
         top_tokens = self._verifier.top_tokens() if self._is_lead and not self._reads_later else None
         finished = time.monotonic()
         verdicts = drafter.agree(verdicts, batch.items, is_lead=self._is_lead)
@@ -215,7 +215,7 @@ class TargetRole:
             prompt_logprobs=context.prompt_logprobs,
         )
 
-    def _verify(self, inputs: Sequence[VerifyInput], logits: Tensor) -> tuple[Verdict, ...]:
+    def _verify(self, inputs: Sequence[VerifyInput], logits: Tensor, *, may_draft: bool) -> tuple[Verdict, ...]:
         verified = [one for one in inputs if self._verifier.reaches_root(one)]
         if self._grammars is not None:
             logits = self._grammars.masked(verified, logits)
@@ -224,12 +224,18 @@ class TargetRole:
             epoch, prefix_len = self.contexts[one.seq_id].epoch, len(one.token_ids)
             none_follows = result.next_token == NO_TOKEN
             token_ids = () if none_follows else (result.next_token,)
-            verdicts.append(
-                Verdict(one.seq_id, epoch, prefix_len, result.path, token_ids, none_follows, result.logprobs)
-            )
+            verdict = Verdict(one.seq_id, epoch, prefix_len, result.path, token_ids, none_follows, result.logprobs)
+            verdicts.append(self._with_forced(one, verdict) if may_draft and one.is_masked else verdict)
         if not verdicts:
             wait_for(logits.device)  # nothing was read, and the end of the answer is to be that of the pass
         return tuple(verdicts)
+
+    def _with_forced(self, text: VerifyInput, verdict: Verdict) -> Verdict:
+        """The verdict with the tokens that the grammar of its request forces next."""
+        if self._grammars is None or verdict.none_follows or not self.contexts[text.seq_id].speculates:
+            return verdict
+        path_tokens = [text.tree.token_ids[node] for node in verdict.path]
+        return replace(verdict, forced=self._grammars.forced(text, [*path_tokens, *verdict.token_ids]))
 
     def _commit_chunks(self, inputs: Sequence[VerifyInput]) -> None:
         """Rows of a prompt chunk are committed text already; no verdict follows for them."""

@@ -13,7 +13,7 @@ from actors.grammars.masks import TextMatcher
 from actors.options import SchedulerConfig
 from actors.policy.policy import PIPELINES
 from actors.protocol.grammar import Grammar
-from actors.protocol.messages import TokenTree
+from actors.protocol.messages import PLAIN_DECODING, TokenTree
 from actors.sampling.logits import LogitRows, choose_batch
 from tests.actors.test_contract import DRAFTERS, ON_TARGET, SPECULATORS, VARIANTS, every_drafter_in_turn
 
@@ -124,6 +124,33 @@ def test_tokens_with_a_separate_speculator(open_room, mixed, plain_tokens, draft
     expected = plain(open_room, plain_tokens, requests, "T=1")
     room = open_room(SPECULATORS[drafter], pipeline="branches").serve(requests)
     assert (room.tokens, room.ends) == expected
+
+
+RIGID = Grammar("regex", "[a-m]NOPQRSTUV[a-m]WXYZ[a-m]?")
+"""Between its choices stands text that it forces: 9 and 4 tokens of one character."""
+
+
+@pytest.mark.parametrize(
+    ("drafter", "pipeline", "attached"),
+    [("ngram", "sync", False), ("ngram", "sync", True), ("chain", "sync", True), ("chain", "branches", False)],
+)
+def test_what_a_grammar_forces_is_the_draft(open_room, make_requests, drafter, pipeline, attached, monkeypatch):
+    """It is accepted whole, in drafts of at most four tokens here, and a request that decodes plainly gets none."""
+    requests = [replace(one, grammar=RIGID) for one in make_requests(4, temperature=1.0)]
+    requests[3] = replace(requests[3], drafter=PLAIN_DECODING)
+    expected = open_room(pipeline="plain").serve(requests)
+    room = open_room(DRAFTERS[drafter], pipeline=pipeline, attached=attached).serve(requests)
+    assert (room.tokens, room.ends) == (expected.tokens, expected.ends) and {*room.ends.values()} == {"stop"}
+    assert room.stats.num_accepted_tokens >= 3 * (4 + 4 + 4)
+    monkeypatch.setattr(TextMatcher, "forced", lambda *_: ())
+    unforced = open_room(DRAFTERS[drafter], pipeline=pipeline, attached=attached).serve(requests)
+    assert unforced.tokens == expected.tokens
+    assert unforced.stats.num_accepted_tokens < room.stats.num_accepted_tokens, "the control"
+
+
+def test_nothing_is_forced_without_a_drafter(open_room, make_requests):
+    requests = [replace(one, grammar=RIGID) for one in make_requests(2)]
+    assert open_room(pipeline="plain").serve(requests).stats.num_draft_tokens == 0
 
 
 @pytest.mark.parametrize("attached", [False, True])

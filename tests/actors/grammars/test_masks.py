@@ -6,15 +6,16 @@ import json
 import random
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from actors.grammars.compiler import GrammarCompiler
 from actors.grammars.masks import GrammarMasks
 from actors.protocol.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
-from actors.protocol.messages import TokenTree
+from actors.protocol.messages import MOST_FORCED, TokenTree
 from cluster.pocket import TARGET
 
 SCHEMA = Grammar("json_schema", '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
@@ -160,6 +161,25 @@ def test_a_target_without_an_end_token_has_no_grammars():
         GrammarCompiler((TARGET / "tokenizer.json").read_text, ()).matcher(SCHEMA)
     with pytest.raises(ValueError, match="the target's tokenizer does not allow any"):
         GrammarCompiler(lambda: "{}", (1,)).matcher(SCHEMA)
+
+
+def test_forced_tokens_are_the_only_text_that_may_follow(compiler):
+    tokenizer, masks = Tokenizer.from_file(str(TARGET / "tokenizer.json")), GrammarMasks(compiler)
+    masks.open(7, Grammar("regex", "(yes|no), because of the weather(.|!)?"))
+
+    def ids(text):
+        return tokenizer.encode(text).ids
+
+    text = Text([5, 6], TokenTree.root(6))
+    assert masks.forced(text, ()) == () and masks.forced(replace(text, seq_id=8), ids("yes")) == ()
+    assert tokenizer.decode(masks.forced(text, ids("yes"))).startswith(", because of the weather"[:20])
+    assert masks.forced(text, ids("maybe")) == (), "no text of the grammar"
+    grown = replace(text, token_ids=[5, 6, *ids("no")])
+    assert tokenizer.decode(masks.forced(grown, ids(", bec"))).startswith("ause of the")
+    assert masks.forced(grown, ids(", because of the weather")) == ()
+    masks.close(7)
+    masks.open(7, Grammar("regex", "a{500}"))
+    assert 0 < len(masks.forced(text, ids("a"))) <= MOST_FORCED
 
 
 def test_a_grammar_is_compiled_once(compiler, monkeypatch):
