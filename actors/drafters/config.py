@@ -175,7 +175,9 @@ class DrafterConfig(Choice):
         """The target's runner, or another that also computes what this drafter reads."""
         return target
 
-    def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
+    def memory_beside(
+        self, target: TargetConfig, ranks: int, device: str, scheduler: SchedulerConfig
+    ) -> tuple[int, int]:
         """Bytes on each of the target's ranks, if it is attached to them, and those for each of the target's KV slots;
         upper bounds, before anything is loaded."""
         return 0, 0

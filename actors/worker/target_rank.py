@@ -42,7 +42,9 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
     most_rows = 1 + spec.drafter.num_draft_tokens * speculates
     graphs = GraphList(graph_shapes(spec.scheduler.max_num_seqs, most_rows, spec.scheduler.max_num_batched_tokens))
     is_attached = spec.drafter.is_attached(spec.pipeline)
-    held, per_slot = spec.drafter.memory_beside(config, group.size, spec.device) if is_attached else (0, 0)
+    held, per_slot = (0, 0)
+    if is_attached:
+        held, per_slot = spec.drafter.memory_beside(config, group.size, spec.device, spec.scheduler)
     fit = fit_slots(
         config.path,
         group,

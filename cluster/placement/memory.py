@@ -68,7 +68,8 @@ def _footprint(model: _Model, place: RankPlacement, config: LaunchConfig) -> Foo
         return _speculator_footprint(model, place, config)
     # A rank that divides layers instead of tensors holds at most all of them.
     weights, per_slot = model.memory(1 if model.parallel == Parallel.layer else place.size, place.device)
-    slots = model.kv_slots or config.scheduler.max_num_seqs * read_config(model.path).max_positions
+    longest = model.most_rows(config.scheduler, read_config(model.path).max_positions)
+    slots = model.kv_slots or config.scheduler.max_num_seqs * longest
     return Footprint(place.size * weights, place.size * slots * per_slot)
 
 

@@ -8,7 +8,7 @@ attention backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -121,6 +121,8 @@ class SpanRows:
     run: range | None  # the slots, if they are one contiguous run
     pending: PendingRows
     room: int = 0  # rows that later steps of a chain append: sizes that are rounded up are those of the last step
+    skipped: int = 0  # by how much the position of a pending row exceeds its index among `slots`
+    is_part: bool = False  # the slots are not those of the sequence's table
 
     @property
     def rows(self) -> slice:
@@ -136,8 +138,21 @@ class SpanRows:
         return self.slots[-self.num_rows :]
 
     def positions(self) -> Sequence[int]:
-        """Positions of the pass's rows."""
-        context, first = self.context, self.first_pending
+        """Positions that the pass's rows are computed with."""
+        return self._places(self.context + self.skipped)
+
+    def depth_indices(self) -> Sequence[int]:
+        """Positions of the pass's rows as those of keys are counted: by their indices."""
+        return self._places(self.context)
+
+    def seeing(self, chosen: np.ndarray) -> SpanRows:
+        """The same rows, which of the committed ones see those of the indices `chosen`, int64 in ascending order."""
+        slots = np.concatenate((self.slots[chosen], self.slots[self.context :]))
+        skipped = self.skipped + self.context - len(chosen)
+        return replace(self, context=len(chosen), slots=slots, run=None, skipped=skipped, is_part=True)
+
+    def _places(self, context: int) -> Sequence[int]:
+        first = self.first_pending
         if self.pending.is_chain:
             return range(context + first, context + self.num_pending)
         return [context + depth for depth in self.pending.depths[first:]]
@@ -182,7 +197,9 @@ def lay_out(pool: KVPool, forests: dict[SeqId, PendingRows], spans: Sequence[Spa
         slots, run = pool.slots(seq_id), pool.run(seq_id)
         num_pending = len(pending.parents)
         context = len(slots) - num_pending
-        laid_out.append(SpanRows(seq_id, first, span.num_tokens, context, num_pending, slots, run, pending))
+        rows = SpanRows(seq_id, first, span.num_tokens, context, num_pending, slots, run, pending)
+        rows.skipped = pool.skipped(seq_id)
+        laid_out.append(rows)
         first += span.num_tokens
     assert len({span.seq_id for span in spans}) == len(spans), "a sequence feeds one span in a pass"
     return laid_out

@@ -7,6 +7,10 @@ host; no row moves. Knows no token trees and no attention.
     table of a sequence   [ committed rows ........ | pending rows .... ]
                             0           cached_len ^     num_rows ^
 
+A sequence may have dropped rows of the middle of its text (`drop`): then a row's index in the table is not its position
+in the text (`text_len`), and the rows behind the gap either keep the positions that they were computed with, or were
+moved to those of their indices (`skipped`).
+
 A sequence may borrow committed rows: they are rows of another, which owns their slots; rows that it adds are its own.
 One that is opened with its text borrows the rows of the longest beginning of it that the prefix tree has
 (`prefix_tree.py`), and its own committed rows go over to the tree: when it is closed, and when a sequence is opened
@@ -42,8 +46,11 @@ class _SlotTable:
     __slots__ = (
         "cached_len",
         "first_changed",
+        "gap",
+        "moved",
         "node",
         "num_borrowed",
+        "num_dropped",
         "num_rows",
         "run_len",
         "slots",
@@ -59,6 +66,8 @@ class _SlotTable:
         self.cached_len = self.num_rows = self.num_borrowed = 0 if borrowed is None else len(borrowed)
         self.run_len = run_len
         self.first_changed = 0
+        self.num_dropped = self.gap = self.moved = 0
+        """Positions of the text without rows, from `gap` on, and by how many the rows behind were moved back."""
 
     def append(self, run: range) -> None:
         end = self.num_rows + len(run)
@@ -83,6 +92,12 @@ class _SlotTable:
         self.run_len = min(self.run_len, num_rows)
         self.first_changed = min(self.first_changed, num_rows)
         return dropped
+
+    def rows_before(self, length: int) -> int:
+        """Number of leading rows that are those of the first `length` positions; where some of these were dropped, of
+        the positions before them."""
+        behind = length - self.num_dropped
+        return behind if behind >= self.gap else min(length, self.gap)
 
     def may_begin(self, text: Text) -> bool:
         """Whether rows that the tree has not may be of a beginning of this text: it goes on with the same token."""
@@ -162,6 +177,7 @@ class KVPool:
         assert seq_id not in self._tables, f"sequence {seq_id!r} is open already"
         table = self._tables[owner]
         rows = table.cached_len
+        assert not table.num_dropped, "rows of a whole text are lent"
         self._tables[seq_id] = borrowing = _SlotTable(table.slots[:rows], min(rows, table.run_len))
         borrowing.source = table.source
 
@@ -189,6 +205,16 @@ class KVPool:
 
     def cached_len(self, seq_id: SeqId) -> int:
         return self._tables[seq_id].cached_len
+
+    def text_len(self, seq_id: SeqId) -> int:
+        """Positions of the text up to the last committed row, those of dropped rows included."""
+        table = self._tables[seq_id]
+        return table.cached_len + table.num_dropped
+
+    def skipped(self, seq_id: SeqId) -> int:
+        """By how much the position that a next row is computed with exceeds its index."""
+        table = self._tables[seq_id]
+        return table.num_dropped - table.moved
 
     def pending_len(self, seq_id: SeqId) -> int:
         table = self._tables[seq_id]
@@ -255,21 +281,52 @@ class KVPool:
         table.cached_len = start + len(keep)
 
     def truncate(self, seq_id: SeqId, length: int) -> None:
-        """Keep the first `length` committed rows; pending rows go too."""
+        """Keep the committed rows of the first `length` positions; pending rows go too. Where rows of these were
+        dropped and none behind them stays, only those of the positions in front."""
         table = self._tables[seq_id]
-        assert 0 <= length <= table.cached_len, f"cannot truncate {table.cached_len} rows to {length}"
-        self._release(table.shorten(length))
-        table.cached_len = length
+        text_len = table.cached_len + table.num_dropped
+        assert 0 <= length <= text_len, f"cannot truncate {text_len} positions to {length}"
+        rows = table.rows_before(length)
+        self._release(table.shorten(rows))
+        table.cached_len = rows
+        if rows + table.num_dropped > length:
+            table.num_dropped = table.gap = table.moved = 0
+
+    def drop(self, seq_id: SeqId, first: int, num_rows: int, *, moved: bool) -> None:
+        """Free committed rows of the sequence's own from index `first` on, which is the same in all calls. `moved`: the
+        caller gives the rows behind them the positions of their new indices."""
+        table = self._tables[seq_id]
+        stop = first + num_rows
+        assert table.text is None, "known rows of a text are not dropped"
+        assert table.num_borrowed <= first < stop <= table.cached_len, "rows that are dropped are committed and own"
+        assert table.gap == first or not table.num_dropped, "rows are dropped in one place"
+        freed = table.slots[first:stop].copy()
+        table.slots[first : table.num_rows - num_rows] = table.slots[stop : table.num_rows].copy()
+        table.num_rows -= num_rows
+        table.cached_len -= num_rows
+        table.gap = first
+        table.num_dropped += num_rows
+        table.moved += num_rows * moved
+        table.run_len = min(table.run_len, table.num_rows)
+        table.note_rewritten(first)
+        self._release(freed)
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put keys and values [n, kv_heads, head_dim] of a layer into these slots."""
-        for stored, rows, scale in zip(self._moved, (keys, values), self.scales[layer], strict=True):
-            if self.is_fp8:
-                rows = (rows if scale == 1 else rows.float() / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8)  # noqa: PLW2901
-                rows = rows.to(FP8).view(torch.uint8)  # noqa: PLW2901
-            stored[layer].index_copy_(0, slots, rows)
+        self.write_keys(layer, slots, keys)
+        self._moved[1][layer].index_copy_(0, slots, self._as_stored(values, self.scales[layer][1]))
+
+    def write_keys(self, layer: int, slots: torch.Tensor, keys: torch.Tensor) -> None:
+        """Put keys alone; the values in these slots stay."""
+        self._moved[0][layer].index_copy_(0, slots, self._as_stored(keys, self.scales[layer][0]))
+
+    def _as_stored(self, rows: torch.Tensor, scale: float) -> torch.Tensor:
+        if not self.is_fp8:
+            return rows
+        rows = (rows if scale == 1 else rows.float() / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8)
+        return rows.to(FP8).view(torch.uint8)
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [n, kv_heads, head_dim] of a layer in these slots."""

@@ -1,18 +1,30 @@
 """The sequences of a pool whose rows stand there as they were fed, and which pending rows hang on which.
 
 Runners over the same rows share one `PooledSequences`; drafts that borrow rows have one of their own over the same
-pool. Knows no model and no tokens.
+pool. A policy may let passes see some of the committed rows, and drop others. Knows no model and no tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from parallel.kv.pass_plan import PendingRows, Span, SpanRows, lay_out
 from parallel.kv.pool import KVPool, SeqId
 from parallel.kv.prefix_tree import Text
+
+
+class RowPolicy(Protocol):
+    """Which of its committed rows a sequence keeps, and which of them the rows of a pass see."""
+
+    def narrowed(self, rows: SpanRows, span: Span) -> SpanRows:
+        """The rows of a pass with what they are to see."""
+        ...
+
+    def after_commit(self, seq_id: SeqId) -> None:
+        """Drop what is not to be kept."""
 
 
 class PooledSequences:
@@ -24,6 +36,7 @@ class PooledSequences:
         self.pending: dict[SeqId, PendingRows] = {}
         self.unread: dict[SeqId, Sequence[int]] = {}
         self._with_source: set[SeqId] = set()
+        self.policy: RowPolicy | None = None
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:
         self.pool.open(seq_id, text)
@@ -65,6 +78,8 @@ class PooledSequences:
         """Commit the pending rows `keep`, a path that starts after the committed rows; rows `retain` stay pending."""
         self.pending[seq_id] = self.pending[seq_id].after_commit(keep, retain)
         self.pool.commit(seq_id, keep, retain)
+        if self.policy is not None:
+            self.policy.after_commit(seq_id)
 
     def truncate(self, seq_id: SeqId, length: int) -> None:
         self.pool.truncate(seq_id, length)
@@ -73,7 +88,10 @@ class PooledSequences:
     def lay_out(self, spans: Sequence[Span]) -> list[SpanRows]:
         """Reserve the rows of a pass; call `KVPool.can_reserve` first."""
         assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "call can_reserve before planning"
-        return lay_out(self.pool, self.pending, spans)
+        laid_out = lay_out(self.pool, self.pending, spans)
+        if self.policy is None:
+            return laid_out
+        return [self.policy.narrowed(rows, span) for rows, span in zip(laid_out, spans, strict=True)]
 
 
 def _source_of(seq_id: SeqId) -> SeqId:

@@ -22,6 +22,7 @@ from parallel.model.layers.attention import PassPlan
 from parallel.runtime.cuda_graphs import StepChoice
 from parallel.runtime.graph_list import GraphList
 from parallel.runtime.interface import PassOutput, Runner
+from parallel.runtime.row_policies import PartialRows
 from parallel.transfers import upload
 
 
@@ -32,24 +33,38 @@ class DecoderRunner(Runner):
         self.decoder = decoder
         self.sequences = sequences
         self.pool = sequences.pool
+        self._policy: PartialRows | None = None
+
+    def keep_rows_by(self, policy: PartialRows) -> None:
+        """Let a policy decide which rows passes see and which are kept; before any sequence is open."""
+        self._policy = self.sequences.policy = policy
 
     @property
     def config(self) -> DecoderConfig:
         return self.decoder.config
 
+    @property
+    def longest_text(self) -> int:
+        bound = None if self._policy is None else self._policy.longest_text
+        return self.config.max_positions if bound is None else bound
+
     # --- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:
-        self.sequences.open(seq_id, text)
+        """Without known rows where a policy drops some: another text needs them all."""
+        drops = self._policy is not None and self._policy.longest_text is not None
+        self.sequences.open(seq_id, None if drops else text)
 
     def close(self, seq_id: SeqId) -> None:
         self.sequences.close(seq_id)
+        if self._policy is not None:
+            self._policy.forget(seq_id)
 
     def forget_texts(self) -> None:
         self.pool.forget_texts()
 
     def cached_len(self, seq_id: SeqId) -> int:
-        return self.pool.cached_len(seq_id)
+        return self.pool.text_len(seq_id)
 
     def can_reserve(self, num_rows: int) -> bool:
         return self.pool.can_reserve(num_rows + self.sequences.num_unread)
@@ -79,7 +94,10 @@ class DecoderRunner(Runner):
 
     def plan(self, spans: Sequence[Span]) -> PassPlan:
         """Reserve the rows of a pass and build its plan; call `can_reserve` first."""
-        return self.plan_rows(self.lay_out(spans), logit_rows(spans))
+        plan = self.plan_rows(self.lay_out(spans), logit_rows(spans))
+        if self._policy is not None:
+            self._policy.watch(plan)
+        return plan
 
     def lay_out(self, spans: Sequence[Span]) -> list[SpanRows]:
         """Reserve the rows of a pass, and before them those of sources that are read first."""

@@ -78,6 +78,11 @@ class Runner(Protocol):
         return self.config.max_positions
 
     @property
+    def longest_text(self) -> int:
+        """Tokens of a text and the draft behind it, at most."""
+        return self.config.max_positions
+
+    @property
     def split_head(self) -> VocabTable | None:
         """The head of which each rank has some tokens, all of them and in their order, if passes without the exchange
         of logits (`ungathered`) are sound: the runner reads none itself. The verifier asks; None where not."""

@@ -75,7 +75,10 @@ class SelfDraftRunner(DecoderRunner):
         """The target has it, and a draft reads it there."""
 
     def close(self, seq_id: SeqId) -> None:
-        self._end(self._draft_of(seq_id))
+        draft = self._draft_of(seq_id)
+        self._end(draft)
+        if self._policy is not None:
+            self._policy.forget(draft)
 
     def cached_len(self, seq_id: SeqId) -> int:
         draft = self._draft_of(seq_id)

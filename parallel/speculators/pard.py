@@ -68,6 +68,10 @@ class PardRunner(Runner):
     def longest_draft(self) -> int:
         return self._depth
 
+    @property
+    def longest_text(self) -> int:
+        return self.runner.longest_text
+
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         """Without known rows: those of masks stand between them."""
         self.runner.open(seq_id)

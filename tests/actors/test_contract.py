@@ -29,7 +29,7 @@ from actors.drafters.lookup.copy import CopyDrafterConfig
 from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
-from actors.drafters.model.config import LengthRule, ModelDrafterConfig, Strategy, Translation
+from actors.drafters.model.config import DraftRows, LengthRule, ModelDrafterConfig, Strategy, Translation
 from actors.drafters.registry import DRAFTERS as REGISTERED
 from actors.drafters.retrieval.config import RestDrafterConfig
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
@@ -72,6 +72,13 @@ DRAFTERS = {
     "merged": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=14, branching=[3, 2, 1], merge_ngram=1),
     "cape": ModelDrafterConfig(strategy=Strategy.cape, num_draft_tokens=9, depth=4),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
+    "newest-rows": ModelDrafterConfig(num_draft_tokens=5, rows=DraftRows.streaming, sinks=2, window=9),
+    "newest-rows-tree": ModelDrafterConfig(
+        strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3, rows=DraftRows.streaming, sinks=1, window=16
+    ),
+    "chosen-rows": ModelDrafterConfig(
+        num_draft_tokens=5, rows=DraftRows.chunks, chunk_size=2, num_chunks=4, choose_every=6
+    ),
     "pard": ModelDrafterConfig(path="pard", num_draft_tokens=5),
     "pard-tree": ModelDrafterConfig(path="pard", strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "auto": AutoDrafterConfig(
@@ -138,6 +145,10 @@ SELVES = {
     "clasp": SelfDrafterConfig(search=Search.clasp, search_every=2, num_draft_tokens=5),
     "fly": SelfDrafterConfig(search=Search.fly, least_cosine=0.1, num_draft_tokens=5),
     "del": SelfDrafterConfig(search=Search.exit, search_every=1, search_window=8, num_draft_tokens=5),
+    "own-newest": SelfDrafterConfig(num_draft_tokens=5, rows=DraftRows.streaming, sinks=2, window=9),
+    "own-chosen": SelfDrafterConfig(
+        num_draft_tokens=5, rows=DraftRows.chunks, chunk_size=2, num_chunks=4, choose_every=6
+    ),
     "skip-tree": SelfDrafterConfig(skip=["0m"], strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
 }
 """Ways in which the target drafts for itself."""
@@ -185,8 +196,10 @@ VARIANTS = {name for name, config in DRAFTERS.items() if config.name == "model"}
     "best_first",
     "layer",
 }
-BY_ORDER = "recycling", "aded", "maxgram", "jacobi", "lookahead", "auto", "thompson"
-"""Those whose drafts depend on the order in which requests are served, or on the step."""
+_BY_PASSES = "newest-rows", "newest-rows-tree", "chosen-rows"
+BY_ORDER = "recycling", "aded", "maxgram", "jacobi", "lookahead", "auto", "thompson", *_BY_PASSES
+"""Those whose drafts depend on the order in which requests are served, on the step, or on how many rows of text a pass
+feeds."""
 LOOKUPS = [name for name, config in DRAFTERS.items() if not config.runs_passes]
 EVERY_PROCESSOR = dict(
     top_k=40,

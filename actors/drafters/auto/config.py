@@ -25,7 +25,7 @@ from parallel.speculators.config import STREAMS
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
-    from actors.options import TargetConfig
+    from actors.options import SchedulerConfig, TargetConfig
     from parallel.runtime.decoder_runner import DecoderRunner
     from parallel.speculators.fusing import TapFuser
 
@@ -125,8 +125,12 @@ class AutoDrafterConfig(PlacedDrafterConfig):
             target = one.on_target(target)
         return target
 
-    def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
-        held, per_slot = zip(*(one.memory_beside(target, ranks, device) for one in self.drafters), strict=True)
+    def memory_beside(
+        self, target: TargetConfig, ranks: int, device: str, scheduler: SchedulerConfig
+    ) -> tuple[int, int]:
+        held, per_slot = zip(
+            *(one.memory_beside(target, ranks, device, scheduler) for one in self.drafters), strict=True
+        )
         return sum(held), sum(per_slot)
 
     def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:

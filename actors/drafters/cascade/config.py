@@ -18,7 +18,7 @@ from parallel.ranges import Range, check_ranges, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
-    from actors.options import TargetConfig
+    from actors.options import SchedulerConfig, TargetConfig
 
 
 class LevelLengths(StrEnum):
@@ -227,8 +227,12 @@ class CascadeDrafterConfig(DrafterConfig):
         levels = placed_at(Placement.separate, [self.levels[level] for level in self.roles().get(role, ())])
         return [model for level in levels for model in level.models_of(TOP, pipeline)]
 
-    def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
-        held, per_slot = zip(*(level.memory_beside(target, ranks, device) for level in self.levels), strict=True)
+    def memory_beside(
+        self, target: TargetConfig, ranks: int, device: str, scheduler: SchedulerConfig
+    ) -> tuple[int, int]:
+        held, per_slot = zip(
+            *(level.memory_beside(target, ranks, device, scheduler) for level in self.levels), strict=True
+        )
         return sum(held), sum(per_slot)
 
     def models(self) -> list[str]:

@@ -386,7 +386,7 @@ class CascadeDrafter:
         for state, num_tokens in wanted:
             length = max(len(state.text), len(state.context.token_ids) + num_tokens)
             needed = length + below - self.runner.cached_len(state.request_id)
-            if length + below <= self.runner.config.max_positions and self.runner.can_reserve(rows + needed):
+            if length + below <= self.runner.longest_text and self.runner.can_reserve(rows + needed):
                 able.append(state)
                 rows += needed
         return able

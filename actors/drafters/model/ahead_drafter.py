@@ -210,7 +210,7 @@ class AheadDrafter(ModelDrafter):
         fitting, num_rows = [], 0
         for state, nodes in chosen:
             last = len(state.context.token_ids) + max((state.tree.nodes[node].depth for node in nodes), default=0)
-            fits = state.num_rows + len(nodes) <= MAX_ROWS_AHEAD and last < self.runner.config.max_positions
+            fits = state.num_rows + len(nodes) <= MAX_ROWS_AHEAD and last < self.runner.longest_text
             if nodes and fits and self.runner.can_reserve(num_rows + len(nodes)):
                 fitting.append((state, nodes))
                 num_rows += len(nodes)
@@ -229,7 +229,7 @@ class AheadDrafter(ModelDrafter):
         fed, num_rows = [], 0
         for state in states:
             context, tree = state.context, state.tree
-            room = self.runner.config.max_positions - len(context.token_ids)
+            room = self.runner.longest_text - len(context.token_ids)
             nodes = [node for node in tree.nodes_to_refresh(width) if tree.nodes[node].depth <= room]
             needed = len(context.token_ids) - self.runner.cached_len(context.request_id) + len(nodes)
             if self.runner.can_reserve(num_rows + needed):

@@ -32,7 +32,8 @@ from parallel.ranges import OneOf, Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
-    from actors.options import TargetConfig
+    from actors.options import SchedulerConfig, TargetConfig
+    from parallel.kv.row_limits import ChunkLimits, RowLimits
 
 
 class MlpParallel(StrEnum):
@@ -84,6 +85,14 @@ class Draws(StrEnum):
     auto = "auto"
     independent = "independent"
     without_replacement = "without_replacement"
+
+
+class DraftRows(StrEnum):
+    """Which KV rows of a long text a draft model keeps, or sees."""
+
+    full = "full"
+    streaming = "streaming"
+    chunks = "chunks"
 
 
 DRAWN = (Strategy.chain, Strategy.tree, Strategy.beam)
@@ -166,6 +175,23 @@ class PassDrafterConfig(PlacedDrafterConfig):
     """How matrices are stored, as `target.weights`."""
     attention: Annotated[str, OneOf(ATTENTION)] = "auto"
     """How attention is computed, as `target.attention`."""
+    rows: DraftRows = DraftRows.full
+    """Which KV rows of the text drafts attend to. full: all; streaming: the first `sinks` and the newest `window` ones,
+    so that a draft model takes the same memory and time behind any text; its positions are counted from the first kept
+    row, so a text may be longer than the model can read (StreamingLLM, TriForce); chunks: all are kept, and drafts
+    attend to those `num_chunks` chunks of the text that the newest token attends to most (TriForce, SpecExtend).
+    drafter=self: drafts attend to so many of the target's rows, and no layer need be left out (MagicDec)."""
+    sinks: Annotated[int, Range(1)] = 4
+    """rows=streaming: first rows of the text."""
+    window: Annotated[int, Range(8)] = 508
+    """rows=streaming: newest rows of the text; an eighth more before the oldest of them leave."""
+    chunk_size: Annotated[int, Range(1)] = 8
+    """rows=chunks: rows of a chunk."""
+    num_chunks: Annotated[int, Range(2)] = 128
+    """rows=chunks: chunks that drafts attend to, the first one and the newest eighth of them included."""
+    choose_every: Annotated[int, Range(1)] = 64
+    """rows=chunks: tokens after which chunks are chosen again, by a pass that reads all rows; until then drafts attend
+    to the newer tokens too."""
     pace_ms: Any = 0.0
     """Milliseconds that every pass of this drafter's model takes at least, as `target.pace_ms`; 0 = off."""
 
@@ -199,6 +225,19 @@ class PassDrafterConfig(PlacedDrafterConfig):
         counted = self.calibrate_every == 1 or self.calibration_policy is CalibrationPolicy.every
         remedy = "counts rounds; add drafter.calibration_policy=every or drop it"
         require(counted, f"{where}.calibrate_every", self.calibrate_every, remedy)
+
+    @property
+    def keeps_all_rows(self) -> bool:
+        return self.rows is DraftRows.full
+
+    @property
+    def row_limits(self) -> RowLimits | ChunkLimits:
+        """Those of `rows`, which is not `full`."""
+        from parallel.kv.row_limits import ChunkLimits, RowLimits
+
+        if self.rows is DraftRows.streaming:
+            return RowLimits(self.sinks, self.window)
+        return ChunkLimits(self.chunk_size, self.num_chunks, self.choose_every)
 
     @property
     def chooses_lengths(self) -> bool:
@@ -388,6 +427,11 @@ class ModelDrafterConfig(LearningDrafterConfig):
         self._check_layers(where)
         remedy = "runs a prefix of the layers one by one; drop it or use drafter.parallel=single or tensor"
         require(self.parallel is not Parallel.layer or not self.prefixes, f"{where}.prefixes", self.prefixes, remedy)
+        partial = not self.keeps_all_rows
+        remedy = f"has layers side by side, which keep all rows; drop it or use {where}.parallel=single or tensor"
+        require(not partial or self.parallel is not Parallel.layer, f"{where}.rows", self.rows, remedy)
+        remedy = f"contradicts {where}.prefixes, whose rows are read again by more layers; drop one of them"
+        require(not (partial and self.prefixes), f"{where}.rows", self.rows, remedy)
         super(ModelDrafterConfig, self).check_fields(where)
 
     def _check_learning(self, where: str) -> None:
@@ -453,6 +497,13 @@ class ModelDrafterConfig(LearningDrafterConfig):
         num_layers, deepest = read_config(self.path).num_layers, max(self.prefixes, default=0)
         remedy = f"{self.path} has {num_layers} layers; name none above"
         require(deepest <= num_layers, f"{where}.prefixes", self.prefixes, remedy)
+        if not self.keeps_all_rows:
+            from parallel.kv.row_limits import check_partial
+
+            try:
+                check_partial(read_config(self.path), self.row_limits, moves=self.rows is DraftRows.streaming)
+            except ValueError as error:
+                raise ValueError(f"{where}.rows={self.rows}: {error}") from None
         if self.online:
             from parallel.model.adapted import check_adaptable
 
@@ -496,9 +547,23 @@ class ModelDrafterConfig(LearningDrafterConfig):
         weights = weight_bytes(shapes, ranks, ITEM_BYTES[dtype], weights=stored, path=self.path)
         return weights, kv_bytes_per_slot(shapes, ranks, kv_item_bytes(self.kv_dtype, dtype))
 
-    def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
+    def memory_beside(
+        self, target: TargetConfig, ranks: int, device: str, scheduler: SchedulerConfig
+    ) -> tuple[int, int]:
         weights, per_slot = self.memory(ranks, device)
-        return (weights + self.kv_slots * per_slot, 0) if self.kv_slots else (weights, per_slot)
+        streams = self.rows is DraftRows.streaming
+        slots = self.kv_slots or (scheduler.max_num_seqs * self.most_rows(scheduler) if streams else 0)
+        return (weights + slots * per_slot, 0) if slots else (weights, per_slot)
+
+    def most_rows(self, scheduler: SchedulerConfig, longest: int = 0) -> int:
+        """KV rows of one request, at most: `longest` positions of the model, or what streaming keeps."""
+        if self.rows is not DraftRows.streaming:
+            return longest
+        from parallel.kv.row_limits import RowLimits
+
+        drafted = max(self.num_draft_tokens, self.ahead_width * self.depth)
+        most = RowLimits(self.sinks, self.window).most + max(scheduler.prefill_chunk, drafted) + drafted
+        return min(most, longest) if longest else most
 
     def translated_models(self) -> list[str]:
         return [self.path] if self.tokenizer else []

@@ -193,7 +193,7 @@ class ModelDrafter:
         for context, budget in zip(contexts, budgets, strict=True):
             suffix = len(context.token_ids) - self.runner.cached_len(context.request_id)
             needed = suffix + self._growth.max_fed(budget)
-            fits = len(context.token_ids) + self._growth.max_depth(budget) <= self.runner.config.max_positions
+            fits = len(context.token_ids) + self._growth.max_depth(budget) <= self.runner.longest_text
             if fits and self.runner.can_reserve(rows + needed):
                 able.append((context, budget))
                 rows += needed

@@ -36,6 +36,7 @@ from actors.options import Parallel, PipelineName, SchedulerConfig
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import ChoicesAhead
 from parallel.comm.group import Group
+from parallel.kv.row_limits import RowLimits
 from parallel.model.adapted import AdaptedDecoder, block_weights
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig, HeadRows
@@ -48,7 +49,8 @@ from parallel.runtime.model_bytes import dtype_name
 from parallel.runtime.nested_runner import NestedRunner
 from parallel.runtime.pacing import pace
 from parallel.runtime.profiling import faster_mlp
-from parallel.runtime.runner import captured_facts, open_model
+from parallel.runtime.row_policies import ChunkRows, PartialRows, StreamingRows
+from parallel.runtime.runner import ModelRunner, captured_facts, open_model
 from parallel.speculators.pard import filling_masks
 
 _FEWEST = 2
@@ -99,6 +101,7 @@ def open_draft_model(
         device,
         config.dtype,
         max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=config.most_rows(scheduler),
         num_slots=config.kv_slots,
         layout=layout,
         weights=weights,
@@ -120,11 +123,21 @@ def open_draft_model(
     if config.prefixes:
         depths, backend = (config.prefixes, config.prefix_confidence), runner.attention
         runner = NestedRunner(runner.decoder, runner.pool, *depths, backend=backend)
+    if not config.keeps_all_rows:
+        runner.keep_rows_by(_policy_of(config, runner))
     facts |= captured_facts(runner, graphs, choices=partial(_sampled_chains, runner.decoder.device))
     reads_text = runner if layout is not None or config.prefixes else filling_masks(runner, config.path)
     runner = _translated(reads_text, config, head)
     pace(runner, config.pace_ms)
     return runner, facts
+
+
+def _policy_of(config: ModelDrafterConfig, runner: ModelRunner) -> PartialRows:
+    """What keeps the rows of the draft model."""
+    limits = config.row_limits
+    if isinstance(limits, RowLimits):
+        return StreamingRows(runner.decoder, runner.pool, limits)
+    return ChunkRows(runner.decoder, runner.pool, limits)
 
 
 def graph_list(config: ModelDrafterConfig, scheduler: SchedulerConfig, pipeline: str) -> GraphList:

@@ -12,7 +12,7 @@ from parallel.runtime.interface import Runner
 def prefill(runner: Runner, seq_id: SeqId, token_ids: Sequence[int], *, leave: int, chunk: int) -> None:
     """Cache the text until at most its last `leave` tokens are uncached, `chunk` rows a pass; stops where the pool or
     the model's context is full."""
-    end = min(len(token_ids) - leave, runner.config.max_positions)
+    end = min(len(token_ids) - leave, runner.longest_text)
     while (missing := end - (start := runner.cached_len(seq_id))) > 0:
         rows = token_ids[start : start + min(missing, chunk)]
         if not runner.can_reserve(len(rows)):

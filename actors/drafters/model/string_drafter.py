@@ -58,7 +58,7 @@ class StringDrafter:
             state = self._texts[context.request_id]
             length = len(state.text.token_ids) + budget
             more = length - self.runner.cached_len(context.request_id)
-            fits = state.text.is_whole and length <= self.runner.config.max_positions
+            fits = state.text.is_whole and length <= self.runner.longest_text
             if fits and self.runner.can_reserve(needed + more):
                 able.append((context.request_id, budget))
                 needed += more

@@ -35,7 +35,7 @@ class SelfDrafterConfig(PassDrafterConfig):
     """The target itself with fewer layers, on its ranks and over its KV rows: no second model in memory."""
 
     name: str = "self"
-    exit: Annotated[int, Range(0, zero="all of them; half of them if `skip` is empty")] = 0
+    exit: Annotated[int, Range(0, zero="all of them; half of them if `skip` is empty and rows=full")] = 0
     """Layers that draft: the first so many, then the target's own norm and head (LayerSkip's early exit)."""
     skip: list[Any] = field(default_factory=list)
     """Sublayers that drafts leave out, by their number from 0: 3a the attention of layer 3, 3m its MLP, 3 both, as
@@ -102,18 +102,23 @@ class SelfDrafterConfig(PassDrafterConfig):
     def check_layers(self, num_layers: int, where: str = "drafter") -> None:
         """Raise ValueError if a target of so many layers cannot draft so."""
         remedy = f"leaves no layer out: the target has {num_layers}; give at most {num_layers - 1}"
-        require(self.exit < num_layers, f"{where}.exit", self.exit, remedy)
+        most = num_layers - self.keeps_all_rows
+        require(self.exit <= most, f"{where}.exit", self.exit, remedy)
         for entry, (layer, _) in zip(self.skip, self._skipped(), strict=True):
             remedy = f"the target has layers 0 to {num_layers - 1}; give one of them"
             require(layer < num_layers, f"{where}.skip", entry, remedy)
         plan = self.layer_plan(num_layers)
+        is_whole = plan.num_sublayers == 2 * num_layers
+        remedy = "drafts with all layers and all rows, as the target itself; leave out one of them"
+        require(not (is_whole and self.keeps_all_rows), f"{where}.exit", self.exit, remedy)
         require(bool(plan.num_sublayers), f"{where}.skip", self.skip, "leaves no sublayer to draft with; drop some")
 
     def layer_plan(self, num_layers: int) -> LayerPlan:
         """What runs of a target of so many layers."""
         from parallel.model.layer_plan import LayerPlan
 
-        stop = self.exit or (num_layers if self.skip else num_layers // 2)
+        leaves_out = bool(self.skip) or not self.keeps_all_rows
+        stop = self.exit or (num_layers if leaves_out else num_layers // 2)
         skipped = self._skipped()
         attention, mlp = ([layer for layer, part in skipped if part in ("", kind)] for kind in "am")
         return LayerPlan.prefix(stop).without(attention=attention, mlp=mlp)

@@ -14,12 +14,15 @@ from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.self_speculation.layer_search import LayerSearch
 from actors.drafters.self_speculation.searches import open_search
+from parallel.kv.row_limits import RowLimits, check_partial
 from parallel.runtime.pacing import pace
+from parallel.runtime.row_policies import ChunkRows, PartialRows, RecentRows
 from parallel.self_speculation.runner import SelfDraftRunner
 
 if TYPE_CHECKING:
     from actors.drafters.config import DraftSetup, ModelOptions
     from actors.drafters.self_speculation.config import SelfDrafterConfig
+    from parallel.runtime.decoder_runner import DecoderRunner
 
 
 class SelfDrafter(ModelDrafter):
@@ -67,9 +70,22 @@ def open_self_draft(config: SelfDrafterConfig, setup: DraftSetup, *, resumes: bo
         raise ValueError("drafter=self: drafts with the target's own layers, and has to be on its ranks")
     num_layers = target.config.num_layers
     config.check_layers(num_layers)
-    runner = SelfDraftRunner(target, config.layer_plan(num_layers), resumes=resumes)
+    # what attended to a part of the rows is not exact, in any layer but the first
+    runner = SelfDraftRunner(target, config.layer_plan(num_layers), resumes=resumes and config.keeps_all_rows)
+    if not config.keeps_all_rows:
+        runner.keep_rows_by(_policy_of(config, target))
     pace(runner, config.pace_ms)
     return runner
+
+
+def _policy_of(config: SelfDrafterConfig, target: DecoderRunner) -> PartialRows:
+    """What of the target's rows drafts see. ValueError, one line, where they cannot see a part."""
+    limits = config.row_limits
+    try:
+        check_partial(target.config, limits, moves=False)
+    except ValueError as error:
+        raise ValueError(f"drafter.rows={config.rows}: {error}") from None
+    return RecentRows(limits) if isinstance(limits, RowLimits) else ChunkRows(target.decoder, target.pool, limits)
 
 
 def build_self_drafter(config: SelfDrafterConfig, setup: DraftSetup) -> tuple[SelfDrafter, dict[str, object]]:

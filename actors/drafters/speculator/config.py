@@ -14,7 +14,7 @@ from parallel.ranges import OneOf, Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
-    from actors.options import TargetConfig
+    from actors.options import SchedulerConfig, TargetConfig
     from parallel.runtime.decoder_runner import DecoderRunner
     from parallel.speculators.config import SpeculatorConfig
     from parallel.speculators.fusing import TapFuser
@@ -46,6 +46,8 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
 
     def check_fields(self, where: str) -> None:
         super(SpeculatorDrafterConfig, self).check_fields(where)
+        remedy = "is for models whose rows follow from text alone; drop it"
+        require(self.keeps_all_rows, f"{where}.rows", self.rows, remedy)
         require(bool(self.path), f"{where}.path", self.path, CHECKPOINT)
 
     @property
@@ -94,7 +96,9 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
         stored = weights_name(target.weights, dtype, device, target.path)
         return weight_bytes(replace(read_config(target.path), num_layers=0), ranks, ITEM_BYTES[dtype], weights=stored)
 
-    def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
+    def memory_beside(
+        self, target: TargetConfig, ranks: int, device: str, scheduler: SchedulerConfig
+    ) -> tuple[int, int]:
         memory = self.memory(target, ranks, device)
         if self.kv_slots:
             return memory.weight_bytes + self.kv_slots * memory.bytes_per_slot, 0

@@ -75,6 +75,10 @@ class TranslatedRunner(Runner):
     def longest_draft(self) -> int:
         return self.runner.longest_draft
 
+    @property
+    def longest_text(self) -> int:
+        return self.runner.longest_text
+
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:
         """Without known rows: how its tokens begin depends on the text after them."""
         self.runner.open(seq_id)

@@ -95,6 +95,10 @@ class ScriptedRunner:
     def longest_draft(self) -> int:
         return self.config.max_positions
 
+    @property
+    def longest_text(self) -> int:
+        return self.config.max_positions
+
     def open(self, request_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         self._sequences[request_id] = _ScriptedSequence()
 

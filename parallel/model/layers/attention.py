@@ -7,12 +7,14 @@ rectangle with a fixed number of kernels, and `sdpa.py` one by one: it is the or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from parallel.kv.pass_plan import SpanRows
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.norm import Norm
 from parallel.model.layers.rope import Rotation, rotate
@@ -102,6 +104,11 @@ class PassPlan:
     entering: Tensor | None = None  # [as positions, H]
     source: ReadPlan | None = None  # of sequences that have sources
     num_logits: int | None = None  # None for all of `logit_rows`
+
+
+def check_window(shape: AttentionShape, laid_out: Sequence[SpanRows]) -> None:
+    """Assert that a backend that takes positions for indices has no window to apply where they differ."""
+    assert shape.window is None or not any(rows.skipped for rows in laid_out), "a window over rows that were dropped"
 
 
 def capped_attention(

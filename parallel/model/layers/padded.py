@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import SpanRows, TableRead, rounded_logit_rows
 from parallel.kv.pool import KVPool
-from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, capped_attention
+from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, capped_attention, check_window
 from parallel.model.layers.rope import Rotation
 from parallel.transfers import to_device
 
@@ -157,6 +157,7 @@ class PaddedBackend:
 
     def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
         """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
+        check_window(self.shape, laid_out)
         short = [rows for rows in laid_out if rows.num_rows <= _LONG_SPAN]
         batches = [short] if short else []
         batches += [[rows] for rows in laid_out if rows.num_rows > _LONG_SPAN]

@@ -40,6 +40,11 @@ class Rope:
         cos, sin = self._table
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
+    def turned_back(self, distance: int) -> Rotation:
+        """What turns a rotated row to a position that is so much smaller: cos, sin [1, 1, head_dim]."""
+        angles = -distance * self.frequencies.view(1, 1, -1)
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
     def _rotation(self, positions: Tensor) -> Rotation:
         angles = positions.view(-1, 1, 1) * self.frequencies
         cos, sin = angles.cos(), angles.sin()

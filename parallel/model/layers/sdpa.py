@@ -179,7 +179,7 @@ class SdpaBackend:
         hidden[:, rows.context :] = ~rows.pending.visible(rows.first_pending)
         if window is not None:
             keys = np.concatenate((np.arange(rows.context), np.array(rows.pending.depths) + rows.context))
-            hidden |= keys <= np.array(rows.positions())[:, None] - window
+            hidden |= keys <= np.array(rows.depth_indices())[:, None] - window
         mask = torch.zeros(hidden.shape, dtype=self._pool.dtype, device=self._device)
         mask.masked_fill_(upload(hidden, self._device, bool), float("-inf"))
         return mask.repeat(self._shape.group, 1) if folded else mask

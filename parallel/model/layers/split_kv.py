@@ -22,8 +22,8 @@ from torch import Tensor
 from parallel.kernels.triton_launch import INTERPRETS, block_size, launch, runs_on
 from parallel.kv.pass_plan import SpanRows, TableRead, rounded_logit_rows
 from parallel.kv.pool import KVPool
-from parallel.kv.slot_mirror import SlotMirror
-from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
+from parallel.kv.slot_mirror import SlotMirror, TableOrPart
+from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, check_window
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rotation
 from parallel.transfers import to_device
@@ -215,7 +215,8 @@ class SplitKVBackend:
 
     def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
         """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
-        starts, indices, slots = self.mirror.update([rows.seq_id for rows in laid_out])
+        check_window(self.shape, laid_out)
+        starts, indices, slots = self.mirror.update([_table_of(rows) for rows in laid_out])
         spans, words, depths = self._spans(laid_out, starts)
         most_rows = max(rows.num_rows for rows in laid_out)
         tile_rows, block_m = self._tile(most_rows)
@@ -256,7 +257,8 @@ class SplitKVBackend:
         text: the host's work for all steps is little more than that for one."""
         assert self._bucketed
         assert all(rows.pending.is_chain and rows.num_rows == num_steps for rows in laid_out)
-        starts, indices, slots = self.mirror.update([rows.seq_id for rows in laid_out])
+        check_window(self.shape, laid_out)
+        starts, indices, slots = self.mirror.update([_table_of(rows) for rows in laid_out])
         num_rows, steps = len(laid_out), np.arange(num_steps)
         size = block_size(num_rows, 1)
         tile_rows, block_m = self._tile(1)
@@ -272,7 +274,7 @@ class SplitKVBackend:
         items = np.zeros((num_steps, size + self._num_cuts, first.shape[1]), dtype=np.int32)
         items[:, : len(first)] = first + steps[:, None, None] * growth
         positions = np.zeros((num_steps, size), dtype=np.int64)
-        positions[:, :num_rows] = [own.context + own.first_pending for own in laid_out] + steps[:, None]
+        positions[:, :num_rows] = [own.context + own.skipped + own.first_pending for own in laid_out] + steps[:, None]
         written = np.full((num_steps, size), self.pool.scratch_slot, dtype=np.int64)
         written[:, :num_rows] = np.stack([own.written_slots for own in laid_out], 1)
         rows = np.concatenate([rows, np.tile(_PADDING_ROW, (size - num_rows, 1))]).astype(np.int32)
@@ -294,7 +296,7 @@ class SplitKVBackend:
 
     def plan_reads(self, reads: Sequence[TableRead]) -> SplitKVPlan:
         """Build the plan of queries over other tables, which write nothing: `SplitKVPlan.read` takes them."""
-        starts, indices, slots = self.mirror.update([read.seq_id for read in reads])
+        starts, indices, slots = self.mirror.update([(read.seq_id, None) for read in reads])
         firsts = np.cumsum([0, *(read.num_rows for read in reads)])
         parts = zip(firsts, reads, starts, strict=False)
         # no chain: rows see the context alone, and there are no bits to be read
@@ -405,6 +407,10 @@ def _cut(spans: np.ndarray, tile_rows: int, block_n: int, num_cuts: int) -> tupl
     row_tile = np.repeat(np.arange(len(tile_span)), tile_len)
     rows = np.stack((partial[row_tile], (parts * is_cut)[row_tile], _places(tile_len)), axis=1, dtype=np.int32)
     return items, rows, int((parts * is_cut).sum())
+
+
+def _table_of(rows: SpanRows) -> TableOrPart:
+    return rows.seq_id, rows.slots if rows.is_part else None
 
 
 def _places(counts: np.ndarray) -> np.ndarray:

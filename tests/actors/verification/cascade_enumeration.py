@@ -46,6 +46,7 @@ class ToyRunner:
     """A model runner of one sequence: the logits after a row are the logarithm of a toy model's distribution there."""
 
     decoder = SimpleNamespace(group=SimpleNamespace(size=1))
+    longest_text = _LONGEST
 
     def __init__(self, distribution: ConditionalDistribution, vocab_size: int, prompt_len: int) -> None:
         self.config = SimpleNamespace(max_positions=_LONGEST, vocab_size=vocab_size)

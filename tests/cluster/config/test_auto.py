@@ -88,13 +88,14 @@ def test_all_of_them_are_in_one_place(drafters, options, attached):
 
 def test_attached_drafters_take_memory_of_the_targets_ranks():
     config = load_quickly(["drafter=auto", "drafter.drafters=[suffix,model,speculator,self]"])
-    parts = [one.memory_beside(config.target, 1, "cpu") for one in config.drafter.drafters]
+    places = config.target, 1, "cpu", config.scheduler
+    parts = [one.memory_beside(*places) for one in config.drafter.drafters]  # pyright: ignore
     assert [held > 0 and per_slot > 0 for held, per_slot in parts] == [False, True, True, False]
-    assert config.drafter.memory_beside(config.target, 1, "cpu") == tuple(map(sum, zip(*parts, strict=True)))
-    places = lay_out(config, Devices((0, 1)))
+    assert config.drafter.memory_beside(*places) == tuple(map(sum, zip(*parts, strict=True)))
+    roles = lay_out(config, Devices((0, 1)))
     alone = load_quickly(["drafter=none"])
-    with_drafters, without = footprints(config, places)["target"], footprints(alone, places)["target"]
-    assert with_drafters.weights - without.weights == config.drafter.memory_beside(config.target, 1, "cpu")[0]
+    with_drafters, without = footprints(config, roles)["target"], footprints(alone, roles)["target"]
+    assert with_drafters.weights - without.weights == config.drafter.memory_beside(*places)[0]
 
 
 def test_its_models_get_ranks_and_memory():

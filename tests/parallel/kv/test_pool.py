@@ -226,3 +226,25 @@ def test_the_leading_run_ends_with_the_rows():
     table.run_len = 0
     table.note_rewritten(0)
     assert table.run_len == table.num_rows == 4
+
+
+def test_rows_of_the_middle_are_dropped_and_their_positions_remembered():
+    pool = KVPool(1, 32, 1, 2)
+    pool.open("a")
+    pool.reserve("a", 12)
+    pool.commit("a", range(10), [10, 11])
+    before = pool.slots("a").tolist()
+    pool.drop("a", 2, 3, moved=False)
+    assert pool.slots("a").tolist() == before[:2] + before[5:] and pool.num_free == 23
+    assert (pool.cached_len("a"), pool.pending_len("a"), pool.text_len("a"), pool.skipped("a")) == (7, 2, 10, 3)
+    pool.check()
+    pool.drop("a", 2, 1, moved=True)
+    assert (pool.cached_len("a"), pool.text_len("a"), pool.skipped("a")) == (6, 10, 3)
+    pool.truncate("a", 8)
+    assert pool.slots("a").tolist() == before[:2] + before[6:8] and pool.text_len("a") == 8
+    pool.truncate("a", 5)
+    assert pool.slots("a").tolist() == before[:2] and (pool.text_len("a"), pool.skipped("a")) == (2, 0)
+    pool.check()
+    for first, count in ((0, 3), (2, 0)):
+        with pytest.raises(AssertionError, match="committed"):
+            pool.drop("a", first, count, moved=False)

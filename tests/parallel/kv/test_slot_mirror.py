@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -57,8 +58,8 @@ class Mirrored:
             self.pool.reserve(name, size)
         return fits or len(self.pool.slots(name)) > 0
 
-    def write(self, chosen: list[object]) -> dict[object, range]:
-        starts, indices, slots = self.mirror.update(chosen)
+    def write(self, chosen: Sequence[object]) -> dict[object, range]:
+        starts, indices, slots = self.mirror.update([(name, None) for name in chosen])
         assert len(set(indices.tolist())) == len(indices), "an index that is written twice reads as either"
         self.mirror.tables[indices.tolist()] = self.mirror.tables.new_tensor(slots)
         regions = {

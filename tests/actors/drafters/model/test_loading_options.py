@@ -12,6 +12,7 @@ import torch
 from actors.drafters.model import loading
 from actors.drafters.model.config import (
     CalibrationPolicy,
+    DraftRows,
     LengthRule,
     ModelDrafterConfig,
     Parallel,
@@ -19,7 +20,7 @@ from actors.drafters.model.config import (
     Translation,
 )
 from actors.drafters.model.loading import graph_list, head_rows, open_draft_model
-from actors.options import SchedulerConfig
+from actors.options import SchedulerConfig, TargetConfig
 from parallel.comm.group import SINGLE
 from parallel.model.config import HeadRows
 from parallel.runtime.graph_list import GraphList, chain_shapes, graph_shapes
@@ -100,6 +101,7 @@ def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
         dict(
             *(),
             max_num_seqs=3,
+            max_model_len=0,
             num_slots=9,
             layout=None,
             weights="int8",
@@ -121,6 +123,20 @@ def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
     assert opened.captured == (opened.runner, CHAINS, ["choices"])
     assert runner == ("masks", opened.runner, "draft") and opened.pace == (runner, [2.0, 0.5])
     assert facts == {"kv_slots": 77, "graphs": "some"}
+
+
+def test_a_window_of_rows_is_all_that_the_pool_is_sized_for(models):
+    limits = SchedulerConfig(max_num_seqs=3, prefill_chunk=100)
+    shape = dict(sinks=4, window=80, num_draft_tokens=5, ahead_width=2, depth=3)
+    config = replace(MODEL, path=str(models["drafter"]), rows=DraftRows.streaming, **shape)
+    rows = 4 + 80 + 9 + 100 + 6  # and an eighth of the window before its oldest leave, a chunk of text, and drafts
+    assert config.most_rows(limits) == config.most_rows(limits, 100_000) == rows
+    assert config.most_rows(limits, 50) == 50 and MODEL.most_rows(limits, 100_000) == 100_000
+    beside = config.memory_beside(TargetConfig(), 1, "cpu", limits)
+    weights, per_slot = config.memory(1, "cpu")
+    assert beside == (weights + 3 * rows * per_slot, 0)
+    given = replace(config, kv_slots=7).memory_beside(TargetConfig(), 1, "cpu", limits)
+    assert given == (weights + 7 * per_slot, 0)
 
 
 @pytest.mark.parametrize(

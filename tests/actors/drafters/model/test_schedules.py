@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ class Runner:
     """Caches what it is fed while there is room."""
 
     def __init__(self, *, cached=0, room=99, max_positions=99):
-        self.config = SimpleNamespace(max_positions=max_positions)
+        self.longest_text = max_positions
         self.cached, self.room, self.passes = cached, room, []
 
     def cached_len(self, seq_id):

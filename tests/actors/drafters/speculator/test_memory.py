@@ -76,11 +76,11 @@ def test_an_attached_one_takes_room_from_the_targets_pool(setup, speculator, mon
     def fit(beside=(0, 0)):
         return fit_slots(setup.target.path, SINGLE, "cpu", "auto", max_num_seqs=10**6, beside=beside)
 
-    weights, per_slot = config.memory_beside(setup.target, 1, "cpu")
+    weights, per_slot = config.memory_beside(setup.target, 1, "cpu", setup.scheduler)
     alone, own = fit().num_slots, fit().kv_bytes // fit().num_slots
     taken = alone * own - fit((weights, per_slot)).num_slots * (own + per_slot)
     assert taken == pytest.approx(weights / 4, abs=own + per_slot)
-    given = replace(config, kv_slots=7).memory_beside(setup.target, 1, "cpu")
+    given = replace(config, kv_slots=7).memory_beside(setup.target, 1, "cpu", setup.scheduler)
     assert given == (weights + 7 * per_slot, 0)
 
 

@@ -61,6 +61,7 @@ def test_what_is_asked_of_the_model_behind_the_tokens_reaches_it(pair):
     _, runner, _ = open_translated(pair)
     runner.runner = Narrow(runner.runner)
     assert runner.longest_draft == 3, "a model that fills masks has no logits below its deepest one"
+    assert runner.longest_text == 70, "one that drops rows reads longer texts than it has positions"
     runner.run_eagerly()
     assert runner.runner.eager, "only the parts of an eager pass can be timed"
 
@@ -69,6 +70,7 @@ class Narrow:
     """A runner that drafts three tokens at most."""
 
     longest_draft = 3
+    longest_text = 70
     eager = False
 
     def __init__(self, runner) -> None:

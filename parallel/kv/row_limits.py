@@ -1,0 +1,56 @@
+"""How many KV rows of a long text a draft model keeps or sees, and which models can. Loads no PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from parallel.model.config import DecoderConfig
+
+PAGES = 8
+"""Parts of a window, of which one is freed at a time: a row is moved at most so often."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """`sinks` first rows and `window` newest ones."""
+
+    sinks: int
+    window: int
+
+    @property
+    def page(self) -> int:
+        return max(1, self.window // PAGES)
+
+    @property
+    def most(self) -> int:
+        """Committed rows of a sequence, at most, after a commit."""
+        return self.sinks + self.window + self.page - 1
+
+    def recent(self, num_rows: int) -> np.ndarray:
+        """Indices of these among so many."""
+        first = max(self.sinks, num_rows - self.window)
+        return np.concatenate((np.arange(min(self.sinks, num_rows)), np.arange(first, num_rows)))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLimits:
+    """`num_chunks` of `size` rows, chosen again after `every` further rows, all of which are seen too."""
+
+    size: int
+    num_chunks: int
+    every: int
+
+
+def check_partial(config: DecoderConfig, limits: RowLimits | ChunkLimits, *, moves: bool) -> None:
+    """ValueError, a clause, for a model whose rows cannot be kept or seen so."""
+    if moves and config.rope is None:
+        raise ValueError("the model has learned positions, which rows cannot be moved to; use rows=full or chunks")
+    if not moves and config.windowed:
+        raise ValueError("the model has layers with a sliding window, which counts all positions; use rows=full")
+    most = limits.most if isinstance(limits, RowLimits) else limits.size * limits.num_chunks
+    if most > config.max_positions:
+        raise ValueError(f"{most} rows are more than the model's {config.max_positions} positions; lower them")
