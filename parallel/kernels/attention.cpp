@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "vectors.h"
@@ -23,6 +24,8 @@ constexpr int BLOCKS = 4, KEYS = BLOCKS * WIDTH;   // keys whose scores are comp
 constexpr int ROWS = REGISTERS == 32 ? 6 : 2;      // queries whose scores are computed together
 constexpr int64_t GROUP = 128;                      // rows of one task
 constexpr int PARTS = REGISTERS == 32 ? 4 : 2;     // vectors of a head that are summed together
+constexpr int64_t AT_ONCE = 64;                     // queries of several heads that are computed together
+constexpr int64_t NEAR = 1 << 18;                   // bytes of a block of several heads, two of which the cache holds
 constexpr int64_t LINE = 64;                        // bytes of a cache line
 constexpr int64_t WORTH_THREADS = 1 << 15;         // multiplications; fewer take less time than to wake a thread
 constexpr float NONE = -std::numeric_limits<float>::infinity();
@@ -70,7 +73,7 @@ inline Floats interleaved(Floats a, Floats b) {  // a[First], b[First], a[First 
 }
 
 template <int Step = 1>
-inline void transpose(Floats (&square)[WIDTH]) {
+inline __attribute__((always_inline)) void transpose(Floats (&square)[WIDTH]) {
     if constexpr (Step < WIDTH) {
         Floats next[WIDTH];
         for (int i = 0; i < WIDTH / 2; i++) {
@@ -155,19 +158,25 @@ struct Table {
     const Number *value(int64_t index) const { return values + (slots ? slots[index] : index) * stride; }
 };
 
-// Rows of a table that are read next. A row of a head is a few lines, apart from the next one: the processor would
-// find their order out too late, so memory is asked for them while the head before is computed.
+// Up to KEYS rows of a table, which several heads read one after the other: where each begins for the first of them. A row of
+// a head is a few lines, apart from the next one, and a table of slots may have rows in any order: the processor finds
+// out too late what is read next, so memory is asked for one block while the one before it is computed.
 template <class Number>
-struct Ahead {
-    Table<Number> table;
-    int64_t at, end, size;
+struct Block {
+    const Number *rows[KEYS] = {};  // the last is repeated
+    int64_t count = 0;
 
-    void fetch(int64_t count) {
-        for (const int64_t stop = end - at < count ? end : at + count; at < stop; at++)
-            for (int64_t i = 0; i < size; i += LINE / sizeof(Number)) {
-                __builtin_prefetch(table.key(at) + i, 0, 2);
-                __builtin_prefetch(table.value(at) + i, 0, 2);
-            }
+    // Of none it keeps those that it had, which it costs little to ask for again.
+    void set(const Table<Number> &table, bool values, int64_t first, int64_t last) {
+        count = last - first < KEYS ? last - first : KEYS;
+        for (int64_t k = 0; k < count; k++) rows[k] = values ? table.value(first + k) : table.key(first + k);
+        for (int64_t k = count; k > 0 && k < KEYS; k++) rows[k] = rows[count - 1];
+    }
+
+    // With each row of `before` that is computed, one of these is asked for; here a head's part of the others.
+    void ask_for_rest(const Block &before, int64_t column, int64_t size) const {
+        for (int64_t k = before.count; k < count; k++)
+            for (int64_t i = 0; i < size; i += LINE / sizeof(Number)) __builtin_prefetch(rows[k] + column + i, 0, 2);
     }
 };
 
@@ -203,39 +212,35 @@ inline void score_tile(const Step *const *q, const float *turned, int64_t steps,
         for (int b = 0; b < BLOCKS; b++) store(scores[r] + b * WIDTH, total[r][b]);
 }
 
-// Writes scores of the table's rows first .. last to to[query] + 0, rounded up to KEYS.
+// Writes the scores of `count` queries of one head and the keys of a block to to[query * to_stride] and the numbers after it,
+// rounded up to KEYS. The head begins `column` numbers after the first one, in the rows of the block that is read `next` too.
 template <class Number>
-void score(const Table<Number> &table, int64_t size, std::vector<Query<Number>> &queries, int64_t first, int64_t last,
-           float *turned, float *to, int64_t to_stride, Ahead<Number> &ahead) {
-    using Step = std::remove_cv_t<std::remove_pointer_t<decltype(steps_of(table.keys))>>;
-    const int64_t steps = size * sizeof(Number) / sizeof(Step);
-    for (int64_t start = first; start < last; start += KEYS) {
-        const float *keys[KEYS];  // a step has the size of a float
-        for (int64_t k = 0; k < KEYS; k++)
-            keys[k] = reinterpret_cast<const float *>(table.key(start + k < last ? start + k : last - 1));
-        for (int block = 0; block < BLOCKS && start + block * WIDTH < last; block++) {
-            ahead.fetch(WIDTH);
-            for (int64_t i = 0; i < steps; i += WIDTH) {
-                Floats square[WIDTH];
-                for (int k = 0; k < WIDTH; k++) square[k] = load_some(keys[block * WIDTH + k] + i, steps - i);
-                transpose(square);
-                for (int k = 0; k < WIDTH && i + k < steps; k++)
-                    store(turned + (i + k) * KEYS + block * WIDTH, square[k]);
+void score(const Block<Number> &block, const Block<Number> &next, int64_t column, int64_t size,
+           const Query<Number> *queries, int64_t count, float *turned, float *to, int64_t to_stride) {
+    using Step = std::remove_cv_t<std::remove_pointer_t<decltype(steps_of(block.rows[0]))>>;
+    const int64_t steps = size * sizeof(Number) / sizeof(Step);  // a step has the size of a float
+    for (int64_t start = 0; start < block.count; start += WIDTH) {
+        const Number *const *rows = block.rows + start, *const *later = next.rows + start;
+        for (int64_t i = 0; i < steps; i += WIDTH) {
+            Floats square[WIDTH];
+            for (int k = 0; k < WIDTH; k++) {
+                __builtin_prefetch(reinterpret_cast<const float *>(later[k] + column) + i, 0, 2);
+                square[k] = load_some(reinterpret_cast<const float *>(rows[k] + column) + i, steps - i);
             }
+            transpose(square);
+            for (int k = 0; k < WIDTH && i + k < steps; k++) store(turned + (i + k) * KEYS + start, square[k]);
         }
-        const int64_t count = queries.size();
-        float *base = to + (start - first);
-        for (int64_t r = 0; r < count; r += ROWS) {
-            const Step *q[ROWS];
-            float *scores[ROWS];
-            for (int64_t k = 0; k < ROWS; k++) {
-                const int64_t row = r + k < count ? r + k : count - 1;
-                q[k] = steps_of(queries[row].q), scores[k] = base + row * to_stride;
-            }
-            if (count - r == 1) score_tile<1>(q, turned, steps, scores);
-            else if (ROWS > 2 && count - r == 2) score_tile<2>(q, turned, steps, scores);
-            else score_tile<ROWS>(q, turned, steps, scores);
+    }
+    for (int64_t r = 0; r < count; r += ROWS) {
+        const Step *q[ROWS];
+        float *scores[ROWS];
+        for (int64_t k = 0; k < ROWS; k++) {
+            const int64_t row = r + k < count ? r + k : count - 1;
+            q[k] = steps_of(queries[row].q), scores[k] = to + row * to_stride;
         }
+        if (count - r == 1) score_tile<1>(q, turned, steps, scores);
+        else if (ROWS > 2 && count - r == 2) score_tile<2>(q, turned, steps, scores);
+        else score_tile<ROWS>(q, turned, steps, scores);
     }
 }
 
@@ -276,7 +281,53 @@ void add(float *const *out, const float *const *weights, int64_t count, At at, i
     for (int64_t i = 0; i < size; i += PARTS * WIDTH) {
         float *part[Rows];
         for (int r = 0; r < Rows; r++) part[r] = out[r] + i;
-        add_parts<Rows>(part, weights, count, [&](int64_t k) { return at(k) + i; }, size - i);
+        add_parts<Rows>(part, weights, count, [&](int64_t k) { return at(k, i); }, size - i);
+    }
+}
+
+// Adds the values of a block, which is at position `start`, by their weights to the results of `count` queries of one head.
+// Their scores begin at position `lo`; `column` and `next` are as above.
+template <class Number>
+void add_values(const Block<Number> &block, const Block<Number> &next, int64_t column, int64_t size,
+                Query<Number> *queries, int64_t count, int64_t lo, int64_t start) {
+    auto one = [&](Query<Number> &query, int64_t from, int64_t to) {
+        from = query.first > from ? query.first : from, to = query.end < to ? query.end : to;
+        const float *weights = query.scores + (from - lo);
+        const Number *const *rows = block.rows + (from - start), *const *later = next.rows + (from - start);
+        auto at = [rows, later, column](int64_t k, int64_t i) {
+            for (size_t n = 0; n < sizeof(Number); n++)  // lines of a part
+                __builtin_prefetch(later[k] + column + i + n * (LINE / sizeof(Number)), 0, 2);
+            return rows[k] + column + i;
+        };
+        if (from < to) add<1>(&query.out, &weights, to - from, at, size);
+    };
+    const int64_t stop = start + block.count;
+    for (int64_t r = 0; r < count; r += ROWS) {
+        Query<Number> *some = queries + r;
+        const int64_t num_some = count - r < ROWS ? count - r : ROWS;
+        int64_t from = start, to = stop;  // what all of these see
+        for (int64_t k = 0; k < num_some; k++) {
+            from = some[k].first > from ? some[k].first : from;
+            to = some[k].end < to ? some[k].end : to;
+        }
+        if (num_some < 2 || from >= to) from = to = start;
+        for (int64_t k = 0; k < num_some; k++) one(some[k], start, from);
+        if (from < to) {
+            float *out[ROWS];
+            const float *weights[ROWS];
+            for (int64_t k = 0; k < ROWS; k++) {  // where fewer are left, the last is repeated
+                const Query<Number> &query = some[k < num_some ? k : num_some - 1];
+                out[k] = query.out, weights[k] = query.scores + (from - lo);
+            }
+            const Number *const *rows = block.rows + (from - start), *const *later = next.rows + (from - start);
+            auto at = [rows, later, column](int64_t k, int64_t i) {
+                __builtin_prefetch(later[k] + column + i, 0, 2);
+                return rows[k] + column + i;
+            };
+            if (num_some == 2) add<2>(out, weights, to - from, at, size);
+            else add<ROWS>(out, weights, to - from, at, size);
+        }
+        for (int64_t k = 0; k < num_some; k++) one(some[k], to, stop);
     }
 }
 
@@ -307,9 +358,17 @@ void soften(const Layer &layer, Query<Number> &query, int64_t first, int64_t end
     query.out[layer.head_dim] = max, query.out[layer.head_dim + 1] = sum(total);
 }
 
+// A row of a task that sees something of a chunk: positions first .. end, by its path.
+struct Row {
+    int64_t row, first, end;
+    const int64_t *path;
+};
+
 // What a thread needs besides its results; grows, and is kept for the next call.
 template <class Number>
 struct Workspace {
+    Block<Number> blocks[2];
+    std::vector<Row> rows;
     std::vector<Query<Number>> queries;
     std::vector<float> scores, pending, turned, parts;
     std::vector<int64_t> paths;
@@ -345,10 +404,20 @@ struct Call {
         return {keys + start, values + start, nullptr, stride};
     }
 
-    Ahead<Number> ahead(const Task &task, int64_t kv_head, int64_t chunk) const {
+    // The first keys of a chunk.
+    void set_first(Block<Number> &block, const Task &task, int64_t kv_head, int64_t chunk) const {
         const Span &span = pass.spans[task.span];
-        const int64_t rows = span.context + span.num_pending, end = (chunk + 1) * CHUNK;
-        return {table(span, kv_head), chunk * CHUNK, end < rows ? end : rows, layer.head_dim};
+        const int64_t rows = span.context + span.num_pending, first = chunk * CHUNK, end = first + CHUNK;
+        block.set(table(span, kv_head), false, first, end < rows ? end : rows);
+    }
+
+    // KV heads that are taken together, so that whole rows of the pool are read one after the other: as many as have
+    // their scores and the block that is read ahead in the cache.
+    int64_t heads_at_once(const Task &task) const {
+        const int64_t queries = task.num_rows * (layer.num_heads / layer.num_kv_heads);
+        const int64_t bytes = KEYS * layer.head_dim * sizeof(Number);
+        const int64_t heads = AT_ONCE / queries < NEAR / bytes ? AT_ONCE / queries : NEAR / bytes;
+        return heads < 1 ? 1 : heads < task.num_kv_heads ? heads : task.num_kv_heads;
     }
 };
 
@@ -372,27 +441,19 @@ void finish(const float *so_far, Number *out, int64_t size) {
     for (int64_t i = 0; i < size; i += WIDTH) store_some(out + i, load_some(so_far + i, size - i) * factor, size - i);
 }
 
-// The results of a chunk go to parts[row * group + query head of the KV head].
+// Rows of the task that see something of the positions lo .. hi, with the paths of those of a tree.
 template <class Number>
-void attend_head(const Call<Number> &call, const Task &task, int64_t kv_head, int64_t chunk, Ahead<Number> ahead,
-                 Workspace<Number> &space, float *parts) {
-    const Layer &layer = call.layer;
+void find_rows(const Call<Number> &call, const Task &task, int64_t lo, int64_t hi, Workspace<Number> &space) {
     const Span &span = call.pass.spans[task.span];
-    const int64_t size = layer.head_dim, group = layer.num_heads / layer.num_kv_heads;
-    const int64_t lo = chunk * CHUNK, hi = lo + CHUNK;
-    const bool chain = span.parents < 0, reads = span.parents == READS;
-    const Table<Number> table = call.table(span, kv_head);
-
-    // the paths of tree rows, as indices in the table: path[depth]
-    const int64_t fed = span.num_pending - span.num_rows;
-    const int64_t *parents = chain ? nullptr : call.pass.parents + span.parents;
-    if (!chain) space.paths.resize(task.num_rows * span.num_pending);
-    space.queries.clear();
+    const int64_t fed = span.num_pending - span.num_rows, window = call.layer.window;
+    const int64_t *parents = span.parents < 0 ? nullptr : call.pass.parents + span.parents;
+    if (parents) space.paths.resize(task.num_rows * span.num_pending);
+    space.rows.clear();
     for (int64_t row = 0; row < task.num_rows; row++) {
         const int64_t index = fed + task.row + row;
-        int64_t position = span.context + (reads ? -1 : index);
+        int64_t position = span.context + (span.parents == READS ? -1 : index);
         const int64_t *path = nullptr;
-        if (!chain) {
+        if (parents) {
             int64_t depth = -1;
             for (int64_t at = index; at >= 0; at = parents[at]) depth++;
             position = span.context + depth;
@@ -400,111 +461,133 @@ void attend_head(const Call<Number> &call, const Task &task, int64_t kv_head, in
             path = to;
             for (int64_t at = index; at >= 0; at = parents[at]) to[depth--] = span.context + at;
         }
-        const int64_t first = layer.window && position >= layer.window ? position - layer.window + 1 : 0;
-        for (int64_t g = 0; g < group; g++) {
-            float *part = parts + (row * group + g) * (size + 2);
-            clear(part, size);
-            if (first >= hi || position < lo) continue;  // it sees nothing of this chunk
-            const int64_t head = (span.first + task.row + row) * call.row_heads + kv_head * group + g;
-            space.queries.push_back({call.heads + head * size, part, nullptr, first > lo ? first : lo,
-                                     position < hi ? position + 1 : hi, path});
-        }
+        const int64_t first = window && position >= window ? position - window + 1 : 0;
+        if (first < hi && position >= lo)
+            space.rows.push_back({row, first > lo ? first : lo, position < hi ? position + 1 : hi, path});
     }
-    std::vector<Query<Number>> &queries = space.queries;
-    if (queries.empty()) return;
+}
 
-    const int64_t shared = chain ? span.context + span.num_pending : span.context;
+// `num_heads` KV heads from `kv_head` on, block of keys after block. The results of the chunk go to parts[head, row, query head of
+// the KV head]; `follow` sets the block of keys that is read after them.
+template <class Number, class Follow>
+void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, int64_t num_heads, int64_t chunk,
+                  const Follow &follow, Workspace<Number> &space, float *parts) {
+    const Layer &layer = call.layer;
+    const Span &span = call.pass.spans[task.span];
+    const int64_t size = layer.head_dim, group = layer.num_heads / layer.num_kv_heads;
+    const int64_t lo = chunk * CHUNK, hi = lo + CHUNK;
+    for (int64_t i = 0; i < num_heads * task.num_rows * group; i++) clear(parts + i * (size + 2), size);
+    const std::vector<Row> &rows = space.rows;
+    if (rows.empty()) return;
+
+    const int64_t stride = CHUNK + KEYS, count = rows.size() * group;  // queries of a KV head
+    space.scores.resize(num_heads * count * stride);
+    space.turned.resize(size * KEYS);
+    space.queries.clear();
     int64_t first = hi, end = lo;
-    for (const Query<Number> &query : queries) {
-        first = query.first < first ? query.first : first;
-        end = query.end > end ? query.end : end;
-    }
+    for (int64_t head = 0; head < num_heads; head++)
+        for (const Row &row : rows)
+            for (int64_t g = 0; g < group; g++) {
+                const int64_t place = (head * task.num_rows + row.row) * group + g;
+                const int64_t in_pass = (span.first + task.row + row.row) * call.row_heads;
+                space.queries.push_back({call.heads + (in_pass + (kv_head + head) * group + g) * size,
+                                         parts + place * (size + 2),
+                                         space.scores.data() + space.queries.size() * stride, row.first, row.end,
+                                         row.path});
+                first = row.first < first ? row.first : first;
+                end = row.end > end ? row.end : end;
+            }
+    Query<Number> *queries = space.queries.data();
+
+    const bool chain = span.parents < 0;
+    const int64_t shared = chain ? span.context + span.num_pending : span.context;
     const int64_t last = end < shared ? end : shared;  // of the keys that every query finds at the same place
     first = lo + (first - lo) / WIDTH * WIDTH;
-    space.turned.resize(size * KEYS);
-    space.scores.resize(queries.size() * (CHUNK + KEYS));
-    const int64_t stride = CHUNK + KEYS;
-    for (size_t r = 0; r < queries.size(); r++) queries[r].scores = space.scores.data() + r * stride;
-    if (first < last)
-        score(table, size, queries, first, last, space.turned.data(), space.scores.data() + (first - lo), stride,
-              ahead);
+    const Table<Number> table = call.table(span, kv_head);
+    Block<Number> *block = space.blocks, *next = space.blocks + 1;
+    if (first < last) block->set(table, false, first, last);
+    for (int64_t start = first; start < last; start += KEYS, std::swap(block, next)) {
+        if (start + KEYS < last) next->set(table, false, start + KEYS, last);
+        else next->set(table, true, first, last);
+        for (int64_t head = 0; head < num_heads; head++) {
+            score(*block, *next, head * size, size, queries + head * count, count, space.turned.data(),
+                  queries[head * count].scores + (start - lo), stride);
+            next->ask_for_rest(*block, head * size, size);
+        }
+    }
     if (!chain && end > shared) {  // of pending rows every query takes those of its path
         const int64_t pending_stride = (span.num_pending + KEYS - 1) / KEYS * KEYS;
-        space.pending.resize(queries.size() * pending_stride);
-        score(table, size, queries, shared, shared + span.num_pending, space.turned.data(), space.pending.data(),
-              pending_stride, ahead);
-        for (size_t r = 0; r < queries.size(); r++) {
-            const Query<Number> &query = queries[r];
-            const float *found = space.pending.data() + r * pending_stride;
-            for (int64_t at = query.first > shared ? query.first : shared; at < query.end; at++)
-                query.scores[at - lo] = found[query.path[at - shared] - shared];
+        space.pending.resize(count * pending_stride);
+        Block<Number> pending;
+        for (int64_t head = 0; head < num_heads; head++) {
+            Query<Number> *own = queries + head * count;
+            for (int64_t start = 0; start < span.num_pending; start += KEYS) {
+                pending.set(table, false, shared + start, shared + span.num_pending);
+                score(pending, pending, head * size, size, own, count, space.turned.data(), space.pending.data() + start,
+                      pending_stride);
+            }
+            for (int64_t r = 0; r < count; r++) {
+                const float *found = space.pending.data() + r * pending_stride;
+                for (int64_t at = own[r].first > shared ? own[r].first : shared; at < own[r].end; at++)
+                    own[r].scores[at - lo] = found[own[r].path[at - shared] - shared];
+            }
         }
     }
-    for (Query<Number> &query : queries) soften(layer, query, query.first - lo, query.end - lo);
+    for (Query<Number> &query : space.queries) soften(layer, query, query.first - lo, query.end - lo);
 
-    for (size_t r = 0; r < queries.size(); r += ROWS) {
-        const size_t count = queries.size() - r < ROWS ? queries.size() - r : ROWS;
-        int64_t from = lo, to = last;  // what all of these see
-        for (size_t k = r; k < r + count; k++) {
-            from = queries[k].first > from ? queries[k].first : from;
-            to = queries[k].end < to ? queries[k].end : to;
+    for (int64_t start = first; start < last; start += KEYS, std::swap(block, next)) {
+        if (start + KEYS < last) next->set(table, true, start + KEYS, last);
+        else follow(*next);
+        for (int64_t head = 0; head < num_heads; head++) {
+            add_values(*block, *next, head * size, size, queries + head * count, count, lo, start);
+            next->ask_for_rest(*block, head * size, size);
         }
-        if (count < 2 || from > to) from = to = lo;
-        auto one = [&](Query<Number> &query, int64_t start, int64_t stop) {
-            const float *weights = query.scores + (start - lo);
-            if (start < stop)
-                add<1>(&query.out, &weights, stop - start, [&](int64_t k) { return table.value(start + k); }, size);
-        };
-        if (from < to) {
-            float *out[ROWS];
-            const float *weights[ROWS];
-            for (size_t k = 0; k < ROWS; k++) {  // where fewer are left, the last is repeated
-                Query<Number> &query = queries[r + (k < count ? k : count - 1)];
-                if (k < count) one(query, query.first, from);
-                out[k] = query.out, weights[k] = query.scores + (from - lo);
-            }
-            auto at = [&](int64_t k) { return table.value(from + k); };
-            if (count == 2) add<2>(out, weights, to - from, at, size);
-            else add<ROWS>(out, weights, to - from, at, size);
-        }
-        for (size_t k = r; k < r + count; k++) {
-            Query<Number> &query = queries[k];
-            const int64_t done = from < to ? to : query.first;
-            one(query, done, query.end < last ? query.end : last);
-            if (!chain && query.end > shared) {
-                const int64_t start = query.first > shared ? query.first : shared;
-                const float *weights = query.scores + (start - lo);
-                add<1>(&query.out, &weights, query.end - start,
-                       [&](int64_t k) { return table.value(query.path[start - shared + k]); }, size);
-            }
-        }
+    }
+    if (chain || end <= shared) return;
+    for (int64_t r = 0; r < num_heads * count; r++) {
+        Query<Number> &query = queries[r];
+        const Table<Number> own = call.table(span, kv_head + r / count);
+        const int64_t start = query.first > shared ? query.first : shared;
+        const float *weights = query.scores + (start - lo);
+        auto at = [&](int64_t k, int64_t i) { return own.value(query.path[start - shared + k]) + i; };
+        if (start < query.end) add<1>(&query.out, &weights, query.end - start, at, size);
     }
 }
 
-// All heads of a chunk one after the other: their keys are neighbours in memory. `after` follows the last of them.
-template <class Number>
-void attend_chunk(const Call<Number> &call, const Task &task, int64_t chunk, const Ahead<Number> &after,
+// All heads of a chunk, as many at once as their rows allow. `follow` is of the last of them.
+template <class Number, class Follow>
+void attend_chunk(const Call<Number> &call, const Task &task, int64_t chunk, const Follow &follow,
                   Workspace<Number> &space, float *parts) {
-    const int64_t group = call.layer.num_heads / call.layer.num_kv_heads, last = task.kv_head + task.num_kv_heads - 1;
-    for (int64_t head = task.kv_head; head <= last; head++) {
-        attend_head(call, task, head, chunk, head < last ? call.ahead(task, head + 1, chunk) : after, space, parts);
-        parts += task.num_rows * group * (call.layer.head_dim + 2);
+    const int64_t group = call.layer.num_heads / call.layer.num_kv_heads, end = task.kv_head + task.num_kv_heads;
+    find_rows(call, task, chunk * CHUNK, (chunk + 1) * CHUNK, space);
+    for (int64_t head = task.kv_head, next; head < end; head = next) {
+        const int64_t count = call.heads_at_once(task);
+        next = head + count < end ? head + count : end;
+        auto then = [&](Block<Number> &block) {
+            if (next < end) call.set_first(block, task, next, chunk);
+            else follow(block);
+        };
+        attend_heads(call, task, head, next - head, chunk, then, space, parts);
+        parts += (next - head) * task.num_rows * group * (call.layer.head_dim + 2);
     }
 }
 
-// `after` is what this thread does next.
-template <class Number>
-void attend_task(const Call<Number> &call, const Task &task, const Ahead<Number> &after, Workspace<Number> &space) {
+// `follow` sets the keys that this thread reads next.
+template <class Number, class Follow>
+void attend_task(const Call<Number> &call, const Task &task, const Follow &follow, Workspace<Number> &space) {
     const Layer &layer = call.layer;
     const int64_t size = layer.head_dim;
     const int64_t count = task.num_rows * task.num_kv_heads * (layer.num_heads / layer.num_kv_heads);
-    if (task.partial >= 0) return attend_chunk(call, task, task.chunk, after, space, call.partial + task.partial);
+    if (task.partial >= 0) return attend_chunk(call, task, task.chunk, follow, space, call.partial + task.partial);
     space.parts.resize(2 * count * (size + 2));
     float *so_far = space.parts.data(), *parts = so_far + count * (size + 2);
     for (int64_t r = 0; r < count; r++) clear(so_far + r * (size + 2), size);
     for (int64_t chunk = task.chunk; chunk < task.last_chunk; chunk++) {
-        const Ahead<Number> next = chunk + 1 < task.last_chunk ? call.ahead(task, task.kv_head, chunk + 1) : after;
-        attend_chunk(call, task, chunk, next, space, parts);
+        auto then = [&](Block<Number> &block) {
+            if (chunk + 1 < task.last_chunk) call.set_first(block, task, task.kv_head, chunk + 1);
+            else follow(block);
+        };
+        attend_chunk(call, task, chunk, then, space, parts);
         for (int64_t i = 0; i < count * (size + 2); i += size + 2) merge(parts + i, so_far + i, size);
     }
     for (int64_t r = 0; r < count; r++) finish(so_far + r * (size + 2), call.place(task, r), size);
@@ -560,9 +643,10 @@ void attend_spans(const Layer *layer, const Pass *pass, const Number *heads, int
         static thread_local Workspace<Number> space;
         for (int64_t i = next++, after; i < num_tasks; i = after) {
             after = next++;
-            const bool is_last = after >= num_tasks;
-            attend_task(call, todo[i], is_last ? Ahead<Number>{} : call.ahead(todo[after], todo[after].kv_head, todo[after].chunk),
-                        space);
+            attend_task(call, todo[i], [&](Block<Number> &block) {
+                block.count = 0;
+                if (after < num_tasks) call.set_first(block, todo[after], todo[after].kv_head, todo[after].chunk);
+            }, space);
         }
     });
     for (int64_t i = 0; i < num_tasks; i++) {
