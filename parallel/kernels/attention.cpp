@@ -24,7 +24,7 @@ constexpr int BLOCKS = 4, KEYS = BLOCKS * WIDTH;   // keys whose scores are comp
 constexpr int ROWS = REGISTERS == 32 ? 6 : 2;      // queries whose scores are computed together
 constexpr int64_t GROUP = 128;                      // rows of one task
 constexpr int PARTS = REGISTERS == 32 ? 4 : 2;     // vectors of a head that are summed together
-constexpr int64_t AT_ONCE = 64;                     // queries of several heads that are computed together
+constexpr int64_t AT_ONCE = 36;                     // queries of several heads that are computed together
 constexpr int64_t NEAR = 1 << 18;                   // bytes of a block of several heads, two of which the cache holds
 constexpr int64_t LINE = 64;                        // bytes of a cache line
 constexpr int64_t WORTH_THREADS = 1 << 15;         // multiplications; fewer take less time than to wake a thread
@@ -290,16 +290,22 @@ void add(float *const *out, const float *const *weights, int64_t count, At at, i
 template <class Number>
 void add_values(const Block<Number> &block, const Block<Number> &next, int64_t column, int64_t size,
                 Query<Number> *queries, int64_t count, int64_t lo, int64_t start) {
+    auto values = [&](int64_t from) {
+        const Number *const *rows = block.rows + (from - start);
+        return [rows, column](int64_t k, int64_t i) { return rows[k] + column + i; };
+    };
+    auto asking = [&](int64_t from) {  // for the lines of each part that is added
+        const Number *const *later = next.rows + (from - start);
+        return [later, column, at = values(from)](int64_t k, int64_t i) {
+            for (size_t line = 0; line < PARTS * WIDTH * sizeof(Number); line += LINE)
+                __builtin_prefetch(later[k] + column + i + line / sizeof(Number), 0, 2);
+            return at(k, i);
+        };
+    };
     auto one = [&](Query<Number> &query, int64_t from, int64_t to) {
         from = query.first > from ? query.first : from, to = query.end < to ? query.end : to;
         const float *weights = query.scores + (from - lo);
-        const Number *const *rows = block.rows + (from - start), *const *later = next.rows + (from - start);
-        auto at = [rows, later, column](int64_t k, int64_t i) {
-            for (size_t n = 0; n < sizeof(Number); n++)  // lines of a part
-                __builtin_prefetch(later[k] + column + i + n * (LINE / sizeof(Number)), 0, 2);
-            return rows[k] + column + i;
-        };
-        if (from < to) add<1>(&query.out, &weights, to - from, at, size);
+        if (from < to) add<1>(&query.out, &weights, to - from, asking(from), size);
     };
     const int64_t stop = start + block.count;
     for (int64_t r = 0; r < count; r += ROWS) {
@@ -319,13 +325,9 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
                 const Query<Number> &query = some[k < num_some ? k : num_some - 1];
                 out[k] = query.out, weights[k] = query.scores + (from - lo);
             }
-            const Number *const *rows = block.rows + (from - start), *const *later = next.rows + (from - start);
-            auto at = [rows, later, column](int64_t k, int64_t i) {
-                __builtin_prefetch(later[k] + column + i, 0, 2);
-                return rows[k] + column + i;
-            };
-            if (num_some == 2) add<2>(out, weights, to - from, at, size);
-            else add<ROWS>(out, weights, to - from, at, size);
+            if (num_some == 2) add<2>(out, weights, to - from, asking(from), size);
+            else if (r == 0) add<ROWS>(out, weights, to - from, asking(from), size);
+            else add<ROWS>(out, weights, to - from, values(from), size);
         }
         for (int64_t k = 0; k < num_some; k++) one(some[k], to, stop);
     }
@@ -467,8 +469,8 @@ void find_rows(const Call<Number> &call, const Task &task, int64_t lo, int64_t h
     }
 }
 
-// `num_heads` KV heads from `kv_head` on, block of keys after block. The results of the chunk go to parts[head, row, query head of
-// the KV head]; `follow` sets the block of keys that is read after them.
+// `num_heads` KV heads from `kv_head` on, block of keys after block. The results of the chunk go to parts[head, row, query
+// head of the KV head]; `follow` sets the block of keys that is read after them.
 template <class Number, class Follow>
 void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, int64_t num_heads, int64_t chunk,
                   const Follow &follow, Workspace<Number> &space, float *parts) {

@@ -189,6 +189,29 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_company(seed, dtype):
 
 
 @TYPES
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+@pytest.mark.parametrize("is_run", [True, False])
+def test_a_head_is_the_same_to_the_bit_alone_and_beside_others(num_rows, is_run, dtype):
+    """Also where the heads of a layer are too many to be taken together, and where a chunk ends within a block."""
+    torch.manual_seed(num_rows)
+    num_heads, head_dim, contexts = 40, 20, [333, 0, 64, 250]
+    sequences, first = [], 0
+    for context in contexts:
+        table = list(range(first, first + context + num_rows))
+        sequences.append(Sequence(context, table if is_run else table[::-1], None, num_rows))
+        first += len(table)
+    keys, values = (torch.randn(NUM_SLOTS, num_heads, head_dim).to(dtype) for _ in "kv")
+    projected = torch.randn(num_rows * len(contexts), 3, num_heads, head_dim).to(dtype)
+    case = Case(num_heads, head_dim, 0, 0.0, sequences, keys, values, projected.flatten(1), None)
+    together = case.attend(sequences, slice(None)).view(-1, num_heads, head_dim)
+    for head in (0, 7, 8, 35, 36, 39):
+        one = slice(head, head + 1)
+        own = [part[:, one].contiguous() for part in (keys, values)]
+        alone = replace(case, num_heads=1, keys=own[0], values=own[1], projected=projected[:, :, one].flatten(1))
+        assert torch.equal(alone.attend(sequences, slice(None)), together[:, head])
+
+
+@TYPES
 @pytest.mark.parametrize("seed", range(4))
 def test_threads_change_no_bit(seed, dtype):
     case = numbers_of(random_case(200 + seed), dtype)
