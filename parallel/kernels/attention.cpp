@@ -158,17 +158,17 @@ struct Table {
     const Number *value(int64_t index) const { return values + (slots ? slots[index] : index) * stride; }
 };
 
-// Up to KEYS rows of a table, which several heads read one after the other: where each begins for the first of them. A row of
+// Some rows of a table, which several heads read one after the other: where each begins for the first of them. A row of
 // a head is a few lines, apart from the next one, and a table of slots may have rows in any order: the processor finds
 // out too late what is read next, so memory is asked for one block while the one before it is computed.
 template <class Number>
 struct Block {
-    const Number *rows[KEYS] = {};  // the last is repeated
+    const Number *rows[CHUNK] = {};  // after `count` the last is repeated, up to KEYS
     int64_t count = 0;
 
     // Of none it keeps those that it had, which it costs little to ask for again.
-    void set(const Table<Number> &table, bool values, int64_t first, int64_t last) {
-        count = last - first < KEYS ? last - first : KEYS;
+    void set(const Table<Number> &table, bool values, int64_t first, int64_t last, int64_t most = KEYS) {
+        count = last - first < most ? last - first : most;
         for (int64_t k = 0; k < count; k++) rows[k] = values ? table.value(first + k) : table.key(first + k);
         for (int64_t k = count; k > 0 && k < KEYS; k++) rows[k] = rows[count - 1];
     }
@@ -286,8 +286,9 @@ void add(float *const *out, const float *const *weights, int64_t count, At at, i
 }
 
 // Adds the values of a block, which is at position `start`, by their weights to the results of `count` queries of one head.
-// Their scores begin at position `lo`; `column` and `next` are as above.
-template <class Number>
+// Their scores begin at position `lo`; `column` and `next` are as above. With many queries nothing is asked for, since most
+// of the time memory is idle.
+template <bool Asks, class Number>
 void add_values(const Block<Number> &block, const Block<Number> &next, int64_t column, int64_t size,
                 Query<Number> *queries, int64_t count, int64_t lo, int64_t start) {
     auto values = [&](int64_t from) {
@@ -305,7 +306,9 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
     auto one = [&](Query<Number> &query, int64_t from, int64_t to) {
         from = query.first > from ? query.first : from, to = query.end < to ? query.end : to;
         const float *weights = query.scores + (from - lo);
-        if (from < to) add<1>(&query.out, &weights, to - from, asking(from), size);
+        if (from >= to) return;
+        if constexpr (Asks) add<1>(&query.out, &weights, to - from, asking(from), size);
+        else add<1>(&query.out, &weights, to - from, values(from), size);
     };
     const int64_t stop = start + block.count;
     for (int64_t r = 0; r < count; r += ROWS) {
@@ -325,8 +328,8 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
                 const Query<Number> &query = some[k < num_some ? k : num_some - 1];
                 out[k] = query.out, weights[k] = query.scores + (from - lo);
             }
-            if (num_some == 2) add<2>(out, weights, to - from, asking(from), size);
-            else if (r == 0) add<ROWS>(out, weights, to - from, asking(from), size);
+            if (num_some == 2) add<2>(out, weights, to - from, values(from), size);
+            else if (Asks && r == 0) add<ROWS>(out, weights, to - from, asking(from), size);
             else add<ROWS>(out, weights, to - from, values(from), size);
         }
         for (int64_t k = 0; k < num_some; k++) one(some[k], to, stop);
@@ -507,10 +510,12 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
     first = lo + (first - lo) / WIDTH * WIDTH;
     const Table<Number> table = call.table(span, kv_head);
     Block<Number> *block = space.blocks, *next = space.blocks + 1;
+    const bool is_small = num_heads * count <= AT_ONCE;
+    const int64_t num_values = is_small ? KEYS : CHUNK;
     if (first < last) block->set(table, false, first, last);
     for (int64_t start = first; start < last; start += KEYS, std::swap(block, next)) {
         if (start + KEYS < last) next->set(table, false, start + KEYS, last);
-        else next->set(table, true, first, last);
+        else next->set(table, true, first, last, num_values);
         for (int64_t head = 0; head < num_heads; head++) {
             score(*block, *next, head * size, size, queries + head * count, count, space.turned.data(),
                   queries[head * count].scores + (start - lo), stride);
@@ -537,12 +542,16 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
     }
     for (Query<Number> &query : space.queries) soften(layer, query, query.first - lo, query.end - lo);
 
-    for (int64_t start = first; start < last; start += KEYS, std::swap(block, next)) {
-        if (start + KEYS < last) next->set(table, true, start + KEYS, last);
+    for (int64_t start = first; start < last; start += num_values, std::swap(block, next)) {
+        if (start + num_values < last) next->set(table, true, start + num_values, last, num_values);
         else follow(*next);
         for (int64_t head = 0; head < num_heads; head++) {
-            add_values(*block, *next, head * size, size, queries + head * count, count, lo, start);
-            next->ask_for_rest(*block, head * size, size);
+            if (is_small) {
+                add_values<true>(*block, *next, head * size, size, queries + head * count, count, lo, start);
+                next->ask_for_rest(*block, head * size, size);
+            } else {
+                add_values<false>(*block, *next, head * size, size, queries + head * count, count, lo, start);
+            }
         }
     }
     if (chain || end <= shared) return;
