@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not has_attention(), reason="no C++ compiler")
 
 
 def test_a_row_tells_a_case_its_time_and_its_bits():
-    """The rows of a table have the columns of its head, and names are told apart."""
+    """The rows of a table have the columns of its head, and no two cases share a name."""
     case = replace(CASES[0], num_sequences=2, context=20, num_layers=1)
     rows = [line(replace(case, num_rows=num_rows), repeats=1) for num_rows in (1, 1, 3)]
     digests = [row.split(" | ")[-1] for row in rows]
