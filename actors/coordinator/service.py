@@ -192,6 +192,7 @@ class CoordinatorService:
     def _stop_waiting(self) -> None:
         if self._coordinator is not None:
             self._send(self._coordinator.stop_waiting(time.monotonic()))
+            self._coordinator.learn()
 
     def _wait_until(self) -> float:
         """When drafts are waited for no longer."""
@@ -332,6 +333,7 @@ class CoordinatorService:
         """Pass a record to the state machine. Before there is one the record is dropped."""
         if self._coordinator is not None:
             self._send(self._coordinator.on(record, time.monotonic()))
+            self._coordinator.learn()
 
     def _submit(self, link: str, request: Request) -> None:
         """Before there is a state machine the request is dropped; its client sends it again."""

@@ -30,7 +30,7 @@ from actors.coordinator.round import Round, load_of
 from actors.coordinator.scheduler import Load, Scheduler
 from actors.coordinator.sequence import DraftState, Sequence
 from actors.coordinator.stats import CoordinatorStats
-from actors.policy.policy import Policy
+from actors.policy.policy import Policy, RoundObservation
 from actors.protocol.membership import PassFailed, RoleBack, RoleLost
 from actors.protocol.messages import (
     Abort,
@@ -79,6 +79,7 @@ class Coordinator:
         self._verify_round = drafter.round  # of the last batch to the target; both batches of one round have one number
         self._drafter = drafter
         self._round = Round(now)
+        self._unlearned: RoundObservation | None = None
         self._lost_at: dict[str, float] = {}  # roles that have not answered since they were lost
         self._active_since: float | None = None
 
@@ -127,7 +128,11 @@ class Coordinator:
         return (self._round.verifying if role == "target" else self._drafter.pending) is not None
 
     def on(self, record: object, now: float) -> list[Answer]:
-        """Process one record; return what to send, most urgent first. `now` is CLOCK_MONOTONIC seconds."""
+        """Process one record; return what to send, most urgent first. `now` is CLOCK_MONOTONIC seconds.
+
+        Then call `learn`, once all of it is sent.
+        """
+        self.learn()
         emitted: list[Tokens] = []
         match record:
             case VerdictBatch():
@@ -159,9 +164,20 @@ class Coordinator:
 
     def stop_waiting(self, now: float) -> list[Answer]:
         """Go on without the awaited drafts if `wait_until` has passed; what to send, as of `on`."""
+        self.learn()
         if self.wait_until is None or now < self.wait_until:
             return []
         return [*self._advance(now, may_wait=False)]
+
+    def learn(self) -> None:
+        """The policy learns from the round that ended, if it has not yet: beside the pass that was started since."""
+        seen, self._unlearned = self._unlearned, None
+        if seen is None:
+            return
+        self._policy.update(seen)
+        for outcome in seen.outcomes:
+            if outcome.request_id not in self._sequences:
+                self._policy.release(outcome.request_id)
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
@@ -271,7 +287,8 @@ class Coordinator:
             sequence.draft = DraftState(is_answered=True, proposal=proposal)
 
     def _update_policy(self, batch: VerdictBatch, seconds: float) -> None:
-        """The policy learns from the round before the next drafts are ordered; not while requests are tested singly."""
+        """The policy learns from the round: before the next drafts are ordered, where these may need it, else in
+        `learn`; not while requests are tested singly."""
         if self._scheduler.tested is not None:
             return
         policy, running, stats = self._policy, self._scheduler.running, self.stats
@@ -283,10 +300,9 @@ class Coordinator:
             stats.add_mode(
                 policy.mode, seen.seconds + seen.unused_s, [outcome.num_ordered for outcome in seen.outcomes]
             )
-        policy.update(seen)
-        for outcome in seen.outcomes:
-            if outcome.request_id not in self._sequences:
-                policy.release(outcome.request_id)
+        self._unlearned = seen
+        if not policy.may_learn_later:
+            self.learn()
 
     def _order_drafts(self, now: float) -> list[DraftBatch]:
         verifying = self._round.verifying

@@ -103,7 +103,7 @@ class DraftedCosts:
     the target's pass, against the mean draft. The slope of the first tells whether the target's pass hides drafting.
     """
 
-    gap: LinearFit = field(default_factory=lambda: LinearFit(doubts_first=True))
+    gap: LinearFit = field(default_factory=LinearFit)
     verify: LinearFit = field(default_factory=lambda: LinearFit(doubts_first=True))
     draft_s: LinearFit = field(default_factory=lambda: LinearFit(doubts_first=True))
     served: Ewma = field(default_factory=lambda: Ewma(mean=1.0))

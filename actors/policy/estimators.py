@@ -15,6 +15,8 @@ ROUND_MEMORY = 0.875
 """Least weight that the past keeps in a round: a large batch would else be judged by its last round alone."""
 OUTLIER = 2.0
 """A time above this many means is counted as this many: the machine paused, the cost did not change."""
+COMMON = 0.2
+"""Share of outliers from which on they are no pauses, but waits for drafts that were not prepared."""
 _CLAMP_FROM = 4.0
 """Weight from which on outliers are clamped; below it the mean is not known well enough."""
 
@@ -57,7 +59,10 @@ class Ewma:
 
 @dataclass(slots=True)
 class LinearFit:
-    """Exponentially weighted least squares of y on x, with a prior for the slope where x hardly varied."""
+    """Exponentially weighted least squares of y on x, with a prior for the slope where x hardly varied.
+
+    A y above `OUTLIER` means is clamped, unless such are `COMMON`.
+    """
 
     memory: float = MEMORY
     doubts_first: bool = False
@@ -67,10 +72,14 @@ class LinearFit:
     mean_y: float = 0.0
     _var_x: float = 0.0
     _cov: float = 0.0
+    _num_outliers: float = 0.0
 
     def update(self, x: float, y: float) -> None:
         if self.mean_y > 0 and self.weight > _CLAMP_FROM:
-            y = min(y, OUTLIER * self.mean_y)
+            limit = OUTLIER * self.mean_y
+            self._num_outliers = MEMORY * self._num_outliers + (y > limit)
+            if self._num_outliers < COMMON / (1 - MEMORY):
+                y = min(y, limit)
         elif y > 0 and self.doubts_first:
             self.mean_y = min(self.mean_y, OUTLIER * y)
         self.weight = self.memory * self.weight + 1

@@ -104,6 +104,11 @@ class Policy:
         """Whether the next round with drafts may be the last one for now."""
         return False
 
+    @property
+    def may_learn_later(self) -> bool:
+        """Whether what the next round is does not wait for `update` of the last one, which may come beside it."""
+        return False
+
     def findings(self) -> dict[str, str | float | None] | None:
         """The mode and the speeds that it follows from, under the present load; None where nothing is compared."""
         return None
@@ -212,6 +217,11 @@ class AdaptivePolicy(Policy):
     @property
     def may_end(self) -> bool:
         return self.weighs_waiting and self._decision.may_end
+
+    @property
+    def may_learn_later(self) -> bool:
+        """While a choice goes on that may go on for long. Of a trial or a probe, each round counts."""
+        return self.mode is Mode.speculate and self._decision.is_settled
 
     def findings(self) -> dict[str, str | float | None] | None:
         if not self.weighs_waiting:

@@ -19,10 +19,15 @@ class MoodyPolicy(Policy):
         self._choose = choose
         self._lengths: dict[int, int] = {}
         self._works_ahead = True
+        self._may_learn_later = False
 
     @property
     def works_ahead(self) -> bool:
         return self._works_ahead
+
+    @property
+    def may_learn_later(self) -> bool:
+        return self._may_learn_later
 
     @property
     def mode(self) -> Mode:
@@ -44,6 +49,7 @@ class MoodyPolicy(Policy):
         self.rounds_in[self._mode] += 1
         self._lengths = {outcome.request_id: self._choose.randrange(6) for outcome in seen.outcomes}
         self._works_ahead = self._choose.random() < 0.5
+        self._may_learn_later = not self._may_learn_later
         if self._mode is not Mode.catch_up and self._choose.random() < 0.6:
             self._mode = self._choose.choice([mode for mode in Mode if mode is not Mode.trial])
 

@@ -359,6 +359,8 @@ class World:
     def deliver(self, record) -> None:
         self.clock += self.tick_s
         self.post(self.coordinator.on(record, self.clock))
+        if self.clock % 2 < 1:  # else it learns before it does anything else
+            self.coordinator.learn()
 
     def stop_waiting(self) -> None:
         """Nothing arrives until the coordinator waits no longer."""

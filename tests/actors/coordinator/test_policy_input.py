@@ -10,7 +10,15 @@ import pytest
 from actors.options import SchedulerConfig
 from actors.policy.draft_wait import DraftWait
 from actors.policy.policy import Policy
-from actors.protocol.messages import Abort, DraftBatch, ProposalBatch, Request, VerdictBatch, VerifyBatch
+from actors.protocol.messages import (
+    Abort,
+    DraftBatch,
+    ProposalBatch,
+    Request,
+    SamplingParams,
+    VerdictBatch,
+    VerifyBatch,
+)
 from tests.actors.scripted_roles import World
 from tests.actors.small_language import requests_of
 
@@ -153,3 +161,21 @@ def test_a_policy_hears_of_every_load_delay_round_and_end(seed):
     assert policy.wait.delays == world.delays
     assert set(policy.released) == {*world.ends} and len(world.ends) == 6
     assert pipeline == "plain" or policy.asked
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_round_is_learned_before_the_next_pass_or_beside_it(later, calls):
+    """Once, and before anything else is decided, whether or not the caller finds the time in between."""
+    policy = type("Policy", (RecordingPolicy,), {"may_learn_later": later})("plain")
+    world = World(random.Random(1), "plain", policy=policy)
+    world.post(world.coordinator.on(Request(0, (1, 2, 3), SamplingParams(max_tokens=4)), 0.0))
+    for number in range(3):
+        answers = world.coordinator.on(world.answers["target"].popleft(), 1.0)
+        assert any(isinstance(answer, VerifyBatch) for answer in answers)
+        assert len(policy.seen) == number + (not later), "what came before was learned"
+        if calls:
+            world.coordinator.learn()
+            world.coordinator.learn()
+            assert len(policy.seen) == number + 1
+        world.post(answers)

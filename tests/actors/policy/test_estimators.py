@@ -70,6 +70,17 @@ def test_an_outlier_counts_as_two_means_in_a_line_whenever_it_came():
     assert early.mean_y == pytest.approx((2 + 1) / 2), "once there is an ordinary one, the first shows as an outlier"
 
 
+@pytest.mark.parametrize(("every", "least"), [(2, 0.9), (4, 0.9), (20, 0.0)])
+def test_what_is_common_is_no_outlier(every, least):
+    """Rounds that find their draft prepared wait for nothing, those that do not wait for an exchange."""
+    line = LinearFit(doubts_first=True)
+    for number in range(200):
+        line.update(4, 70e-3 if number % every == 0 else 0.1e-3)
+    mean = 70e-3 / every
+    assert least * mean < line.mean_y < 1.2 * mean
+    assert every < 20 or line.mean_y < 0.1 * mean, "rare ones are pauses"
+
+
 @pytest.mark.parametrize(("count", "kept"), [(1, 0.98), (4, 0.98**4), (64, ROUND_MEMORY)])
 def test_a_round_is_forgotten_with_each_of_its_requests_but_by_no_more_than_an_eighth(count, kept):
     estimate = Ewma(0.98, mean=2.0, weight=5.0)
