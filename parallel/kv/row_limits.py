@@ -45,12 +45,14 @@ class ChunkLimits:
     every: int
 
 
-def check_partial(config: DecoderConfig, limits: RowLimits | ChunkLimits, *, moves: bool) -> None:
-    """ValueError, a clause, for a model whose rows cannot be kept or seen so."""
+def check_partial(config: DecoderConfig, limits: RowLimits | None = None) -> None:
+    """ValueError, a clause, for a model whose rows cannot be moved to the places that `limits` leaves them or, without
+    limits, seen in part."""
+    moves = limits is not None
     if moves and config.rope is None:
         raise ValueError("the model has learned positions, which rows cannot be moved to; use rows=full or chunks")
     if not moves and config.windowed:
         raise ValueError("the model has layers with a sliding window, which counts all positions; use rows=full")
-    most = limits.most if isinstance(limits, RowLimits) else limits.size * limits.num_chunks
-    if most > config.max_positions:
-        raise ValueError(f"{most} rows are more than the model's {config.max_positions} positions; lower them")
+    if moves and limits.most > config.max_positions:
+        remedy = "lower sinks and window"
+        raise ValueError(f"{limits.most} rows are more than the model's {config.max_positions} positions; {remedy}")

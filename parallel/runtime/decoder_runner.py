@@ -25,6 +25,9 @@ from parallel.runtime.interface import PassOutput, Runner
 from parallel.runtime.row_policies import PartialRows
 from parallel.transfers import upload
 
+LONGEST_TEXT = 1 << 62
+"""Tokens of a text where rows, and with them positions, are dropped: any number."""
+
 
 class DecoderRunner(Runner):
     """`sequences` may be those of another runner, whose rows this one then reads and writes."""
@@ -45,15 +48,17 @@ class DecoderRunner(Runner):
 
     @property
     def longest_text(self) -> int:
-        bound = None if self._policy is None else self._policy.longest_text
-        return self.config.max_positions if bound is None else bound
+        return LONGEST_TEXT if self.drops_rows else self.config.max_positions
+
+    @property
+    def drops_rows(self) -> bool:
+        return self._policy is not None and self._policy.drops_rows
 
     # --- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:
         """Without known rows where a policy drops some: another text needs them all."""
-        drops = self._policy is not None and self._policy.longest_text is not None
-        self.sequences.open(seq_id, None if drops else text)
+        self.sequences.open(seq_id, None if self.drops_rows else text)
 
     def close(self, seq_id: SeqId) -> None:
         self.sequences.close(seq_id)

@@ -83,6 +83,11 @@ class Runner(Protocol):
         return self.config.max_positions
 
     @property
+    def drops_rows(self) -> bool:
+        """Whether it takes back rows of what it has read, so that a text needs room for a part of it at a time."""
+        return False
+
+    @property
     def split_head(self) -> VocabTable | None:
         """The head of which each rank has some tokens, all of them and in their order, if passes without the exchange
         of logits (`ungathered`) are sound: the runner reads none itself. The verifier asks; None where not."""

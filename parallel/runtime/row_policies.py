@@ -33,8 +33,8 @@ RECENT = 8
 class PartialRows(RowPolicy):
     """A policy of one runner's sequences."""
 
-    longest_text: int | None = None
-    """Tokens of a text, at most; None: as many as the model has positions."""
+    drops_rows = False
+    """Whether rows are freed, and those behind them have smaller positions than in the text."""
 
     def narrowed(self, rows: SpanRows, span: Span) -> SpanRows:  # noqa: ARG002
         return rows
@@ -52,7 +52,7 @@ class PartialRows(RowPolicy):
 class StreamingRows(PartialRows):
     """Frees the other rows, a page at a time."""
 
-    longest_text = 1 << 62
+    drops_rows = True
 
     def __init__(self, decoder: Decoder, pool: KVPool, limits: RowLimits) -> None:
         self._decoder = decoder
@@ -118,13 +118,15 @@ class ChunkRows(PartialRows):
         if not span.num_logits or rows.context <= self._limits.size * self._limits.num_chunks:
             return rows
         chosen = self._chosen.get(rows.seq_id)
-        is_stale = chosen is None or not 0 <= rows.context - chosen.context < self._limits.every
+        # rows of drafts may have been taken back since
+        is_stale = chosen is None or abs(rows.context - chosen.context) >= self._limits.every
         if is_stale and not rows.first_pending:
             self._due.append(rows)
             return rows
-        if chosen is None or rows.context < chosen.context:
+        if chosen is None:
             return rows
-        return rows.seeing(np.concatenate((chosen.rows, np.arange(chosen.context, rows.context))))
+        before = chosen.rows[chosen.rows < rows.context]
+        return rows.seeing(np.concatenate((before, np.arange(chosen.context, rows.context))))
 
     def watch(self, plan: PassPlan) -> None:
         if self._due:

@@ -72,6 +72,10 @@ class PardRunner(Runner):
     def longest_text(self) -> int:
         return self.runner.longest_text
 
+    @property
+    def drops_rows(self) -> bool:
+        return self.runner.drops_rows
+
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         """Without known rows: those of masks stand between them."""
         self.runner.open(seq_id)

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, Placement, TypedPart, placed_at
+from actors.drafters.config import (
+    DrafterConfig,
+    DraftSetup,
+    PathResolver,
+    PlacedDrafterConfig,
+    Placement,
+    TypedPart,
+    placed_at,
+)
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.config import Draws, ModelDrafterConfig, Strategy, Translation
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
@@ -45,7 +53,8 @@ class CascadeDrafterConfig(DrafterConfig):
     name: str = "cascade"
     levels: list[Any] = field(default_factory=lambda: [{"name": "ngram", "num_draft_tokens": 3}, "model"])
     """The cheapest first; each a drafter's name or its keys, as `{name: model, path: DIR, num_draft_tokens: 4}`. The
-    first may be any drafter but a speculator, the others are models; the last may be `self`, over a lookup.
+    first may be any drafter but a speculator, the others are models; the last may be `self`, and the others are then on
+    the target's ranks too.
     `num_draft_tokens`: tokens that a level passes to the next at a time; 0 = it forwards the drafts of the level before
     it, as if it were not there."""
     num_draft_tokens: Annotated[int, Range(0, zero="those of the last level, its tail and merge")] = 0
@@ -145,7 +154,9 @@ class CascadeDrafterConfig(DrafterConfig):
             remedy = "must be 0 or above, and 0 for the first level, which has no level before it"
             require(i > 0 or tail == 0, f"{where}.tails[{i}]", tail, remedy)
         for i, level in enumerate(self.levels[:-1]):
-            if isinstance(level, ModelDrafterConfig) and self.placement is LevelsPlacement.together:
+            on_target = isinstance(self.levels[-1], SelfDrafterConfig)
+            together = self.placement is LevelsPlacement.together and not on_target
+            if isinstance(level, ModelDrafterConfig) and together:
                 alike = (level.ranks, level.device) in ((1, "auto"), (self.ranks, self.device))
                 remedy = "needs the last level's ranks and device; use drafter.placement=separate for its own"
                 require(alike, f"{where}.levels[{i}]", level.name, remedy)
@@ -155,9 +166,12 @@ class CascadeDrafterConfig(DrafterConfig):
         for i, level in enumerate(self.levels):
             if not isinstance(level, SelfDrafterConfig):
                 continue
-            remedy = "runs the target's own layers; put it last, over lookups, which can run on the target's ranks"
-            alone = i == len(self.levels) - 1 and not any(one.models() for one in self.levels)
-            require(alone, f"{where}.levels[{i}]", level.name, remedy)
+            remedy = "runs the target's own layers; put it last"
+            require(i == len(self.levels) - 1, f"{where}.levels[{i}]", level.name, remedy)
+            for j, below in enumerate(self.levels[:-1]):
+                remedy = "is below drafter=self, on the target's ranks; drop what asks for ranks of its own"
+                alone = isinstance(below, PlacedDrafterConfig) and below.needs_own_ranks
+                require(not alone, f"{where}.levels[{j}]", below.name, remedy)
             together = self.placement is LevelsPlacement.together
             remedy = "has a level on the target's ranks, where all are; use together"
             require(together, f"{where}.placement", self.placement, remedy)
@@ -224,6 +238,9 @@ class CascadeDrafterConfig(DrafterConfig):
             level.check_checkpoints(f"{where}.levels[{i}]")
 
     def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:
+        if self.is_attached(pipeline):
+            attached = placed_at(Placement.attached, list(self.levels)) if role == "target" else []
+            return [model for level in attached for model in level.models_of(role, pipeline)]
         levels = placed_at(Placement.separate, [self.levels[level] for level in self.roles().get(role, ())])
         return [model for level in levels for model in level.models_of(TOP, pipeline)]
 

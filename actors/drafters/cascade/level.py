@@ -386,6 +386,8 @@ class CascadeDrafter:
         for state, num_tokens in wanted:
             length = max(len(state.text), len(state.context.token_ids) + num_tokens)
             needed = length + below - self.runner.cached_len(state.request_id)
+            if self.runner.drops_rows:
+                needed = min(needed, self._prefill_chunk + below + num_tokens)
             if length + below <= self.runner.longest_text and self.runner.can_reserve(rows + needed):
                 able.append(state)
                 rows += needed

@@ -498,10 +498,11 @@ class ModelDrafterConfig(LearningDrafterConfig):
         remedy = f"{self.path} has {num_layers} layers; name none above"
         require(deepest <= num_layers, f"{where}.prefixes", self.prefixes, remedy)
         if not self.keeps_all_rows:
-            from parallel.kv.row_limits import check_partial
+            from parallel.kv.row_limits import RowLimits, check_partial
 
             try:
-                check_partial(read_config(self.path), self.row_limits, moves=self.rows is DraftRows.streaming)
+                limits = self.row_limits
+                check_partial(read_config(self.path), limits if isinstance(limits, RowLimits) else None)
             except ValueError as error:
                 raise ValueError(f"{where}.rows={self.rows}: {error}") from None
         if self.online:

@@ -192,6 +192,8 @@ class ModelDrafter:
         able, rows = [], 0
         for context, budget in zip(contexts, budgets, strict=True):
             suffix = len(context.token_ids) - self.runner.cached_len(context.request_id)
+            if self.runner.drops_rows:
+                suffix = min(suffix, self._options.prefill_chunk)
             needed = suffix + self._growth.max_fed(budget)
             fits = len(context.token_ids) + self._growth.max_depth(budget) <= self.runner.longest_text
             if fits and self.runner.can_reserve(rows + needed):

@@ -97,6 +97,14 @@ class SelfDrafterConfig(PassDrafterConfig):
             path = resolve.file(f"{where}.layers", self.layers, "one made by job=search")
             config = replace(config, layers=path, skip=_skipped_in(path, resolve.target_layers, f"{where}.layers"))
         config.check_layers(resolve.target_layers, where)
+        if not self.keeps_all_rows:
+            from parallel.kv.row_limits import check_partial
+            from parallel.model.families.registry import read_config
+
+            try:
+                check_partial(read_config(Path(resolve.target)))
+            except ValueError as error:
+                raise ValueError(f"{where}.rows={self.rows}: {error}") from None
         return config
 
     def check_layers(self, num_layers: int, where: str = "drafter") -> None:

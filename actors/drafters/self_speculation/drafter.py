@@ -14,7 +14,7 @@ from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.self_speculation.layer_search import LayerSearch
 from actors.drafters.self_speculation.searches import open_search
-from parallel.kv.row_limits import RowLimits, check_partial
+from parallel.kv.row_limits import RowLimits
 from parallel.runtime.pacing import pace
 from parallel.runtime.row_policies import ChunkRows, PartialRows, RecentRows
 from parallel.self_speculation.runner import SelfDraftRunner
@@ -79,12 +79,8 @@ def open_self_draft(config: SelfDrafterConfig, setup: DraftSetup, *, resumes: bo
 
 
 def _policy_of(config: SelfDrafterConfig, target: DecoderRunner) -> PartialRows:
-    """What of the target's rows drafts see. ValueError, one line, where they cannot see a part."""
+    """What of the target's rows drafts see."""
     limits = config.row_limits
-    try:
-        check_partial(target.config, limits, moves=False)
-    except ValueError as error:
-        raise ValueError(f"drafter.rows={config.rows}: {error}") from None
     return RecentRows(limits) if isinstance(limits, RowLimits) else ChunkRows(target.decoder, target.pool, limits)
 
 

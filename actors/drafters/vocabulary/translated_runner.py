@@ -79,6 +79,10 @@ class TranslatedRunner(Runner):
     def longest_text(self) -> int:
         return self.runner.longest_text
 
+    @property
+    def drops_rows(self) -> bool:
+        return self.runner.drops_rows
+
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:
         """Without known rows: how its tokens begin depends on the text after them."""
         self.runner.open(seq_id)

@@ -99,6 +99,10 @@ class ScriptedRunner:
     def longest_text(self) -> int:
         return self.config.max_positions
 
+    @property
+    def drops_rows(self) -> bool:
+        return False
+
     def open(self, request_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         self._sequences[request_id] = _ScriptedSequence()
 

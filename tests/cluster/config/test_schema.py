@@ -512,8 +512,12 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         *(
             (["drafter=cascade", f"drafter.levels={levels}", *overrides], f"drafter{line}")
             for levels, overrides, line in (
-                ("[self,model]", [], ".levels[0]=self: runs the target's own layers; put it last, over lookups"),
-                ("[model,self]", [], ".levels[1]=self: runs the target's own layers; put it last, over lookups"),
+                ("[self,model]", [], ".levels[0]=self: runs the target's own layers; put it last"),
+                (
+                    "[{name: model, num_threads: 1},self]",
+                    [],
+                    ".levels[0]=model: is below drafter=self, on the target's",
+                ),
                 ("[ngram,self]", ["drafter.placement=separate"], ".placement=separate: has a level on the target's"),
                 ("[ngram,{name: self, search: swift}]", [], ".levels[1].search=swift: is for drafter=self by itself"),
                 ("[ngram,self]", ["pipeline=pearl"], ".levels[1]=self: runs the target's own layers, which are busy"),

@@ -256,10 +256,12 @@ def test_models_whose_rows_cannot_be_moved_or_skipped_are_refused(make_checkpoin
         for name, more in (("OPT", {}), ("Mistral", {"sliding_window": 9}))
     )
     assert learned.rope is None and windowed.windowed
-    check_partial(windowed, LIMITS, moves=True)
-    check_partial(learned, CHUNKS, moves=False)
-    for config, moves, reason in ((learned, True, "learned positions"), (windowed, False, "sliding window")):
+    check_partial(windowed, LIMITS)
+    check_partial(learned)
+    for config, limits, reason in (
+        (learned, LIMITS, "learned positions"),
+        (windowed, None, "sliding window"),
+        (windowed, RowLimits(4, 100_000), "more than the model's"),
+    ):
         with pytest.raises(ValueError, match=reason):
-            check_partial(config, LIMITS, moves=moves)
-    with pytest.raises(ValueError, match="more than the model's"):
-        check_partial(learned, ChunkLimits(64, 64, 1), moves=False)
+            check_partial(config, limits)

@@ -14,7 +14,7 @@ from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.model.config import DraftRows, ModelDrafterConfig, Strategy
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.options import SchedulerConfig
 from parallel.runtime.runner import Span, open_model
@@ -69,6 +69,10 @@ SELVES = {
     "tails": cascade(MAXGRAM, SelfDrafterConfig(skip=["0m"], num_draft_tokens=4), tails=(0, 3)),
 }
 """Lookups under the target with fewer layers, on its ranks (CAS-Spec)."""
+TRIFORCE = cascade(
+    ModelDrafterConfig(path="small", num_draft_tokens=2, rows=DraftRows.streaming, sinks=1, window=12),
+    SelfDrafterConfig(num_draft_tokens=5, rows=DraftRows.chunks, chunk_size=2, num_chunks=4, choose_every=6),
+)
 QUICK = [
     ("ngram-model", "processed", "sync"),
     ("ngram-model", "greedy", "branches"),
@@ -119,11 +123,13 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
 
 
 @pytest.mark.parametrize(
-    ("levels", "sampling", "rule"), list(in_turn(zip(SELVES, SAMPLINGS, strict=True), ["coupled", "rejection"]))
+    ("levels", "sampling", "rule"),
+    list(in_turn([*zip(SELVES, SAMPLINGS, strict=True), ("triforce", "T=1")], ["coupled", "rejection"])),
 )
 def test_the_target_with_fewer_layers_is_a_level(open_room, make_requests, plain_tokens, levels, sampling, rule):
     """In a short pool too, whose rows it borrows."""
-    config, requests = SELVES[levels], make_requests(5, max_tokens=30, **SAMPLINGS[sampling])
+    config = TRIFORCE if levels == "triforce" else SELVES[levels]
+    requests = make_requests(5, max_tokens=30, **SAMPLINGS[sampling])
     if levels not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
         plain_tokens[levels] = plain.tokens, plain.ends
@@ -235,3 +241,15 @@ def test_kv_of_every_level_is_that_of_its_text(open_room, make_requests, models,
     open_room(CASCADES[levels], pipeline=pipeline).serve(make_requests(3, max_tokens=30), compare)
     models_above = [level.path for level in CASCADES[levels].levels[1:]]
     assert all(checked[name] == 12 for name in models_above)
+
+
+def test_chunks_that_hold_the_whole_text_are_accepted_whole(open_room, make_requests):
+    """TriForce's middle level is the target itself then: every token that it has verified is the target's."""
+    rows = dict(rows=DraftRows.chunks, chunk_size=8, num_chunks=64)
+    config = cascade(TRIFORCE.levels[0], SelfDrafterConfig(num_draft_tokens=5, **rows))
+    for sampling in ({}, {"temperature": 1.0}):
+        room = open_room(config, attached=True).serve(make_requests(3, max_tokens=24, **sampling))
+        work = room.stats.levels["1-self"]
+        assert work["num_accepted_tokens"] == work["num_draft_tokens"] > 20
+        below = room.stats.levels["0-model"]
+        assert 0 < below["num_accepted_tokens"] < below["num_draft_tokens"]
