@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from parallel.kernels.attention_tiles import KeyTiles, num_warps
 from parallel.kernels.triton_launch import INTERPRETS, block_size, launch, runs_on
 from parallel.kv.pass_plan import SpanRows, TableRead, rounded_logit_rows
 from parallel.kv.pool import KVPool
@@ -176,12 +177,12 @@ class SplitKVPlan:
             window or 0,
             WINDOWED=bool(window),
             CAPPED=shape.softcap is not None,
-            BLOCK_N=backend.block_n,
+            BLOCK_N=backend.tiles.block_n,
             PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",  # without effect on 16-bit products
             WIDEN=INTERPRETS and out.dtype == torch.bfloat16,  # the interpreter has no such products
             **options,
-            num_warps=8 if self.block_m * head_dim > 4096 else 4,
-            num_stages=backend.num_stages,
+            num_warps=num_warps(self.block_m, head_dim),
+            num_stages=backend.tiles.num_stages,
         )
         if self.num_partials:
             grid = (len(queries), heads.num_heads)
@@ -200,9 +201,8 @@ class SplitKVBackend:
         self.num_bytes_sent = 0
         self._bucketed = bucketed
         _, _, num_kv_heads, head_dim = pool.keys.shape
-        row_bytes = block_size(head_dim) * pool.dtype.itemsize  # FP8 is converted before it is multiplied
-        self.block_n = 64 if row_bytes <= 512 else 32  # with the stages: up to 100 kB of shared memory
-        self.num_stages = 3 if self.block_n * row_bytes <= 1 << 14 else 2
+        item_bytes = pool.dtype.itemsize  # FP8 is converted before it is multiplied
+        self.tiles = KeyTiles.choose(block_size(head_dim), item_bytes, _shared_bytes(pool.keys.device))
         self._num_cuts = _most_cuts(pool.keys.device, num_kv_heads)
 
     @staticmethod
@@ -220,7 +220,7 @@ class SplitKVBackend:
         spans, words, depths = self._spans(laid_out, starts)
         most_rows = max(rows.num_rows for rows in laid_out)
         tile_rows, block_m = self._tile(most_rows)
-        items, rows, num_partials = _cut(spans, tile_rows, self.block_n, self._num_cuts)
+        items, rows, num_partials = _cut(spans, tile_rows, self.tiles.block_n, self._num_cuts)
         num_rows = len(rows)
         positions = np.concatenate([np.asarray(rows.positions(), dtype=np.int64) for rows in laid_out])
         written = np.concatenate([rows.written_slots for rows in laid_out])
@@ -267,7 +267,7 @@ class SplitKVBackend:
             (i, 1, rows.context, pending[i], start, -1, 0, -1)
             for i, (rows, start) in enumerate(zip(laid_out, starts, strict=True))
         ]
-        first, rows, _ = _cut(np.array(spans), tile_rows, self.block_n, self._num_cuts)
+        first, rows, _ = _cut(np.array(spans), tile_rows, self.tiles.block_n, self._num_cuts)
         growth = np.zeros_like(first)
         growth[:, _END] = first[:, _END] > first[:, _LIMIT]  # the ranges that end with the step's own key
         growth[:, [_WHOLE, _LIMIT]] = 1
@@ -302,7 +302,7 @@ class SplitKVBackend:
         # no chain: rows see the context alone, and there are no bits to be read
         spans = [(first, read.num_rows, len(read.slots), 0, start, 0, 0, 0) for first, read, start in parts]
         tile_rows, block_m = self._tile(max(read.num_rows for read in reads))
-        items, rows, num_partials = _cut(np.array(spans), tile_rows, self.block_n, self._num_cuts)
+        items, rows, num_partials = _cut(np.array(spans), tile_rows, self.tiles.block_n, self._num_cuts)
         nothing = np.zeros(1, dtype=np.int32)
         nowhere = np.zeros(len(rows), dtype=np.int64)
         moved = self._send([nowhere, items, rows, nothing, indices, slots])
@@ -355,6 +355,13 @@ def _most_cuts(device: torch.device, num_kv_heads: int) -> int:
     if device.type == "cuda" and torch.cuda.is_available():
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     return block_size(_PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads, 1)
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have; as on an H100 where there is no GPU."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return 227 << 10
 
 
 _NOTHING = np.empty(0, dtype=np.int32)

@@ -1,10 +1,12 @@
-"""Compile every Triton kernel for compute capability 9.0, as launched by the engine; run by `test_triton_rows.py`.
+"""Compile every Triton kernel for compute capability 9.0, and attention for 8.0 and 8.9 too, as launched by the engine;
+run by `test_triton_rows.py`.
 
-Prints a line for each: name, bytes of shared memory, registers that spill. Needs no GPU.
+Prints a line for each: name, type, capability, bytes of shared memory, registers that spill. Needs no GPU.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 
@@ -14,11 +16,11 @@ from triton.compiler import ASTSource
 
 from actors.sampling import noise_kernels, truncation_kernels
 from parallel.kernels import triton_attention, triton_products, triton_rows
+from parallel.kernels.attention_tiles import KeyTiles, num_warps
 from parallel.kernels.packing import Packing
 
-H100 = GPUTarget("cuda", 90, 32)
-SHARED = 227 * 1024
-"""Bytes of shared memory that a program may have there."""
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+"""Bytes of shared memory that a program may have, by compute capability: A100, Ada, H100."""
 TYPES = {
     **dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32"),
     **dict.fromkeys(("items", "tables", "words", "depths", "rows", "top_ks"), "*i32"),
@@ -38,32 +40,40 @@ def compile_kernel(
     others: Mapping[str, str] = TYPES,
     *,
     fp8: bool = False,
+    capability: int = 90,
     **options: int,
-) -> None:
+) -> str:
+    """Its PTX."""
     types = {name: "constexpr" if name in constants else f"*{dtype}" for name in kernel.arg_names}
     types |= {name: "*fp8e4nv" for name in ("keys", "values") if fp8 and name in types}
     types |= {name: kind for name, kind in others.items() if name in types}
     aligned = [(i,) for i, kind in enumerate(types.values()) if kind.startswith("*") or kind == "i32"]
     attributes = {key: [["tt.divisibility", 16]] for key in aligned}  # as a launch finds of these sizes
-    compiled = triton.compile(ASTSource(kernel, types, constants, attributes), target=H100, options=options)
-    spills = compiled.asm["ptx"].count("st.local")
-    print(kernel.__name__, dtype, compiled.metadata.shared, spills, flush=True)
-    assert compiled.metadata.shared <= SHARED, f"{kernel.__name__}: {compiled.metadata.shared} bytes of shared memory"
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(ASTSource(kernel, types, constants, attributes), target=target, options=options)
+    spills, shared = compiled.asm["ptx"].count("st.local"), compiled.metadata.shared
+    print(kernel.__name__, dtype, capability, shared, spills, flush=True)
+    assert shared <= SHARED[capability], f"{kernel.__name__}: {shared} bytes of shared memory for {capability}"
     assert compiled.asm["cubin"]
+    return compiled.asm["ptx"]
 
 
-def compile_attention(dtype: str, head_dim: int, block_m: int, *, masks: bool, fp8: bool = False) -> None:
+def compile_attention(
+    dtype: str, head_dim: int, block_m: int, *, masks: bool, fp8: bool = False, capability: int = 90
+) -> None:
     block_d = triton.next_power_of_2(head_dim)
-    row_bytes = block_d * (4 if dtype == "fp32" else 2)
-    block_n = 64 if row_bytes <= 512 else 32  # as SplitKVBackend chooses
-    num_stages = 3 if block_n * row_bytes <= 1 << 14 else 2
+    tiles = KeyTiles.choose(block_d, 4 if dtype == "fp32" else 2, SHARED[capability])
     constants = dict(GROUP=4, D=head_dim, BLOCK_M=block_m, BLOCK_D=block_d, WANTS_LSE=masks)
     precision = "ieee" if dtype == "fp32" else "tf32"
-    more = dict(BLOCK_N=block_n, WINDOWED=masks, CAPPED=masks, PRECISION=precision, WIDEN=False)
-    num_warps = 8 if block_m * head_dim > 4096 else 4
-    kernel = triton_attention.attend_items
-    compile_kernel(kernel, dtype, constants | more, fp8=fp8, num_warps=num_warps, num_stages=num_stages)
-    compile_kernel(triton_attention.merge_items, dtype, constants | dict(BLOCK_P=16))
+    more = dict(BLOCK_N=tiles.block_n, WINDOWED=masks, CAPPED=masks, PRECISION=precision, WIDEN=False)
+    kernel, options = triton_attention.attend_items, dict(num_warps=num_warps(block_m, head_dim))
+    ptx = compile_kernel(
+        kernel, dtype, constants | more, fp8=fp8, capability=capability, num_stages=tiles.num_stages, **options
+    )
+    waits = [int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)]
+    # keys of later tiles are on their way while those of one are multiplied
+    assert tiles.num_stages < 5 or max(waits) >= 4, f"attend_items waits for all its loads: {waits}"
+    compile_kernel(triton_attention.merge_items, dtype, constants | dict(BLOCK_P=16), capability=capability)
 
 
 def compile_products(dtype: str, packing: Packing, block_m: int, *, is_cut: bool) -> None:
@@ -94,6 +104,7 @@ def compile_noise() -> None:
 
 def main(which: str) -> None:
     compile_attention("bf16", 64, 16, masks=True, fp8=True)
+    compile_attention("bf16", 256, 64, masks=True, capability=89)  # the most shared memory of those with the least
     compile_products("bf16", Packing("int4", 128, has_zeros=True, scale_bytes=2), 16, is_cut=True)
     compile_products("bf16", Packing("fp8", 128), 16, is_cut=False)
     compile_noise()
@@ -106,6 +117,8 @@ def main(which: str) -> None:
                 for block_m in (16, 64):
                     for masks in (False, True):
                         compile_attention(dtype, head_dim, block_m, masks=masks)
+                    for capability in (80, 89):
+                        compile_attention(dtype, head_dim, block_m, masks=True, capability=capability)
             for packing in (Packing("int4", 32), Packing("int4"), Packing("int8"), Packing("fp8"), Packing("fp8", 64)):
                 for block_m in (16, 32, 64):
                     compile_products(dtype, packing, block_m, is_cut=block_m == 32)

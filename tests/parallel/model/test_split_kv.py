@@ -191,7 +191,7 @@ def test_plans_of_a_chain_are_those_of_its_steps(make_checkpoint, device):
     for _ in range(2):
         model = open_model(path, num_slots=100, backend="triton", device=device, graphs=False)
         model._backend._bucketed, model._backend._num_cuts = True, 4
-        for seq_id, length in ((0, 70), (1, 0)):
+        for seq_id, length in ((0, 40), (1, 0)):
             model.open(seq_id)
             model.pool.reserve(seq_id, length)
             model.pool.commit(seq_id, range(length))
