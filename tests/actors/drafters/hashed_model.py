@@ -29,7 +29,7 @@ class HashedDecoder:
 
     def __init__(self, seed: int, max_positions: int) -> None:
         self.config = SimpleNamespace(
-            max_positions=max_positions, vocab_size=VOCAB_SIZE, num_logits=VOCAB_SIZE, num_experts=0
+            max_positions=max_positions, vocab_size=VOCAB_SIZE, num_logits=VOCAB_SIZE, num_experts=0, encoder=None
         )
         common, own = (torch.rand(4093, VOCAB_SIZE, generator=torch.Generator().manual_seed(s)) for s in (0, seed))
         self._logits = 4 * (common + 0.3 * own)

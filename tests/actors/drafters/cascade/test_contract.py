@@ -245,8 +245,8 @@ def test_kv_of_every_level_is_that_of_its_text(open_room, make_requests, models,
 
 def test_chunks_that_hold_the_whole_text_are_accepted_whole(open_room, make_requests):
     """TriForce's middle level is the target itself then: every token that it has verified is the target's."""
-    rows = dict(rows=DraftRows.chunks, chunk_size=8, num_chunks=64)
-    config = cascade(TRIFORCE.levels[0], SelfDrafterConfig(num_draft_tokens=5, **rows))
+    whole = SelfDrafterConfig(num_draft_tokens=5, rows=DraftRows.chunks, chunk_size=8, num_chunks=64)
+    config = cascade(TRIFORCE.levels[0], whole)
     for sampling in ({}, {"temperature": 1.0}):
         room = open_room(config, attached=True).serve(make_requests(3, max_tokens=24, **sampling))
         work = room.stats.levels["1-self"]

@@ -280,7 +280,7 @@ def test_drafts_for_which_there_is_no_room_are_not_made(by, room, is_able):
     """Two tokens of text, three of its own, and three of the child's behind them."""
     runner = ToyRunner(successor, VOCAB, 0)
     if by == "context":
-        runner.config.max_positions = room
+        runner.longest_text = room
     else:
         runner.can_reserve = lambda num_rows: num_rows <= room
     level = level_over(ScriptedChild(), PassedLengths((3, 3)), runner=runner.as_runner())

@@ -11,9 +11,12 @@ import torch
 
 from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Context
-from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.model.config import DraftRows, ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
+from actors.options import SchedulerConfig
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams
+from parallel.kv.row_limits import RowLimits
+from parallel.runtime.row_policies import StreamingRows
 from parallel.runtime.runner import Span, open_model
 from tests.matrices import in_turn
 
@@ -338,3 +341,23 @@ def test_sampled_trees_grow_where_the_noise_of_the_target_leads(open_room, make_
         room = open_room(SHAPES["best_first"], path=models["target"], wrap=wrap).serve(requests)
         rounds.append(sum(room.stats.acceptance_histogram))
     assert rounds[0] < 0.9 * rounds[1], "the same tokens in fewer rounds"
+
+
+@pytest.mark.parametrize("shape", ["chain", "best_first"])
+def test_a_window_of_rows_drafts_behind_a_text_beyond_pool_and_positions(open_drafter, shape):
+    """In the least room that the record asks for, and whatever verdicts are."""
+    config = replace(SHAPES[shape], rows=DraftRows.streaming, sinks=2, window=24, ahead_width=1, depth=4)
+    num_slots = config.most_rows(SchedulerConfig(prefill_chunk=16))
+    drafter, runner = open_drafter(shape, num_slots=num_slots, prefill_chunk=16)
+    assert drafter.propose(opened(drafter, context_of(1, 2 * MAX_LEN)), [4])[0].tree.num_draft_tokens == 0
+    drafter.release(1)
+    runner.keep_rows_by(StreamingRows(runner.decoder, runner.pool, RowLimits(2, 24)))
+    (context,) = opened(drafter, context_of(1, 2 * MAX_LEN))
+    for round_ in range(12):
+        (draft,) = drafter.propose([context], [4])
+        assert draft.tree.num_draft_tokens >= 4
+        judge(drafter, context, draft.tree, round_ % 5, 7)
+        runner.pool.check()
+    drafter.truncate(context)
+    drafter.release(1)
+    assert runner.pool.num_free == num_slots
