@@ -27,6 +27,7 @@ from cluster.io.console import ABSENT, Terminal, figure, percent
 from cluster.io.prompts import Prompt, read_prompts
 from cluster.io.resume import drop_unfinished
 from cluster.observability import timeline
+from cluster.observability.choices import describe_choices
 from cluster.observability.report import (
     Circumstances,
     RunFigures,
@@ -130,6 +131,8 @@ class GenerateReport(RunFigures, Circumstances):
     plain: RunFigures | None
     baseline: str | None
     """What plain decoding ran on."""
+    chosen: str | None
+    """What was chosen without being asked for, and why."""
     incidents: list[dict[str, Any]]
     interrupted: bool
 
@@ -144,14 +147,16 @@ def _report(
 ) -> GenerateReport:
     """`plain_places` are the ranks of an engine of its own; none: plain decoding ran in this one."""
     job: GenerateConfig = engine.config.job
+    measured = figures(speculative, plain)
     return {
         "job": job.name,
         "concurrency": job.concurrency,
         "num_resumed": num_resumed,
         "startup_s": engine.startup.seconds(first_token_s),
-        **figures(speculative, plain),
+        **measured,
         "plain": figures(plain) if plain else None,
         "baseline": describe(plain_places or engine.places, own_engine=bool(plain_places)) if plain else None,
+        "chosen": describe_choices(engine.config, measured),
         "incidents": [asdict(incident) for incident in engine.supervisor.incidents],
         **circumstances(engine.config, engine.places, engine.ready),
         "interrupted": speculative.interrupted or (plain is not None and plain.interrupted),
@@ -279,6 +284,8 @@ def _summarise(terminal: Terminal, report: GenerateReport, run_dir: Path) -> Non
         ("target waited", _waiting(report)),
     ]
     terminal.table("Summary", ("", ""), rows)
+    if report["chosen"]:
+        terminal.line(f"chosen: {report['chosen']}")
     for note in report["notes"]:
         terminal.line(f"note: {note}")
     files = [name for name in ("report.json", "completions.jsonl", "timeline.png", "logs") if (run_dir / name).exists()]

@@ -1,0 +1,59 @@
+"""What a run says that it chose, against the configuration and figures made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.config import load_config
+from cluster.observability.choices import describe_choices
+
+TURNS = "since the two work in turn (pipeline=sync) and each has all devices so"
+GUARD = {"gain": 1.994}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place"),
+    [
+        (["drafter=model"], f"on the target's ranks, {TURNS}"),
+        (
+            ["drafter=model", "drafter.ranks=2", "drafter.parallel=tensor"],
+            "on ranks of its own, since the drafter's keys ask for them",
+        ),
+        (
+            ["drafter=model", "pipeline=branches"],
+            "on ranks of its own, since it drafts beside the target (pipeline=branches)",
+        ),
+        (
+            ["drafter=model", "drafter.placement=separate"],
+            "on ranks of its own, as drafter.placement=separate says",
+        ),
+        (["drafter=cascade", "drafter.levels=[ngram,model]"], "on ranks of its own"),
+    ],
+)
+def test_the_place_is_said_with_its_reason(overrides, place):
+    run: Any = {"levels": None, "guard": None, "fallback_s": 0.0, "wall_s": 1.0}
+    assert describe_choices(load_config(["cluster=inprocess", *overrides]), run) == place
+
+
+@pytest.mark.parametrize("overrides", [["drafter=none", "pipeline=plain"], ["drafter=model", "pipeline=plain"]])
+def test_nothing_is_said_where_nothing_is_drafted(overrides):
+    run: Any = {"levels": None, "guard": GUARD, "fallback_s": 0.0, "wall_s": 1.0}
+    assert describe_choices(load_config(overrides), run) is None
+
+
+@pytest.mark.parametrize(
+    ("guard", "words"),
+    [
+        (GUARD, "measured at 1.99x of plain rounds, plain decoding for 25% of the time"),
+        ({"gain": None}, "never measured against plain decoding, plain decoding for 25% of the time"),
+    ],
+)
+def test_drafters_are_named_by_their_share_and_decoding_by_its_measurement(guard, words):
+    levels = {"model": {"num_drafts": 77}, "suffix": {"num_drafts": 135}}
+    run: Any = {"levels": levels, "guard": guard, "fallback_s": 0.5, "wall_s": 2.0}
+    by_share = "drafts by tokens per second: suffix 64%, model 36%"
+    assert describe_choices(load_config([]), run) == f"on the target's ranks, {TURNS}; {by_share}; {words}"
+    run["levels"] = {"model": {"num_drafts": 0}, "suffix": {"num_drafts": None}}
+    assert describe_choices(load_config([]), run) == f"on the target's ranks, {TURNS}; {words}", "before any draft"
