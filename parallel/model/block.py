@@ -21,7 +21,7 @@ from parallel.model.layers.attention import AttentionPlan, Heads, ReadPlan
 from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rotation
-from parallel.model.layers.weight import Layer, Shard, TensorOptions
+from parallel.model.layers.weight import Layer, Shard, TensorOptions, join_weights
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -123,7 +123,11 @@ class MLP(Layer):
 class Experts(Layer):
     """A mixture of experts (arXiv 2401.04088, section 2): of `num_experts` MLPs every row uses the `experts_per_token`
     that the router scores highest, weighted by their probabilities. Each rank holds an equal share of the experts and
-    the whole router; the ranks' sums are all-reduced. The host reads which experts are used, once per call."""
+    the whole router; the ranks' sums are all-reduced.
+
+    Rows are sorted by their experts on the device. Where PyTorch multiplies all groups of rows at once, the host waits
+    for nothing and a pass can be captured; elsewhere it reads once per call how many rows each expert has.
+    """
 
     def __init__(self, config: DecoderConfig, group: Group, **options: Unpack[TensorOptions]) -> None:
         share = even_rows(config.num_experts, group)
@@ -135,6 +139,18 @@ class Experts(Layer):
         self.normalize = config.normalize_expert_weights
         self.first = share.start
         self.experts = [MLP(config, SINGLE, **options) for _ in range(share.start, share.stop)]
+        self._matrices: tuple[Tensor, Tensor] | None = None  # of all experts, [experts, outputs, inputs]
+
+    @property
+    def is_grouped(self) -> bool:
+        return self._matrices is not None
+
+    def pack(self) -> None:
+        """After loading: make the experts' matrices parts of one tensor, where all are multiplied by at once."""
+        weights = [expert.gate_up.weight for expert in self.experts], [expert.down.weight for expert in self.experts]
+        if self.experts[0].gated and all(weight.can_group for part in weights for weight in part):
+            gate_up, down = map(join_weights, weights)
+            self._matrices = gate_up, down
 
     def __call__(self, x: Tensor) -> Tensor:
         scores = self.router(x).softmax(-1, dtype=torch.float32)
@@ -142,12 +158,38 @@ class Experts(Layer):
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights.to(x.dtype)
-        total = torch.zeros_like(x)
-        for index in chosen.unique().tolist():
-            if 0 <= index - self.first < len(self.experts):
-                rows, choice = torch.where(chosen == index)
-                total.index_add_(0, rows, self.experts[index - self.first](x[rows]) * weights[rows, choice, None])
+        order, ends = self._by_expert(chosen)
+        if self._matrices is not None:
+            return self.group.all_reduce(self._grouped(x, weights, order, ends, *self._matrices))
+        rows, weights = order // self.per_token, weights.flatten()[order, None]
+        total, bounds = torch.zeros_like(x), [0, *ends.tolist()]
+        for expert, first, last in zip(self.experts, bounds, bounds[1:], strict=False):
+            if last > first:
+                own = rows[first:last]
+                total.index_add_(0, own, expert(x[own]) * weights[first:last])
         return self.group.all_reduce(total)
+
+    def _by_expert(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The entries of `chosen`, flattened, in the order of this rank's experts, then those of other ranks; and where
+        those of each of its experts end."""
+        num_experts = len(self.experts)
+        own = chosen.flatten() - self.first
+        if self.group.size > 1:
+            own = torch.where((own >= 0) & (own < num_experts), own, num_experts)
+        counts = (own[:, None] == torch.arange(num_experts, device=own.device)).sum(0)
+        return own.argsort(stable=True), counts.cumsum(0, dtype=torch.int32)
+
+    def _grouped(
+        self, x: Tensor, weights: Tensor, order: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        """What this rank's experts give each row, [T, H]."""
+        projected = F.grouped_mm(x[order // self.per_token], gate_up.transpose(1, 2), offs=ends)
+        gate, up = projected.chunk(2, -1)
+        made = F.grouped_mm(self.experts[0].activation(gate) * up, down.transpose(1, 2), offs=ends)
+        if self.group.size > 1:  # rows of other ranks' experts, which no product has written
+            made = torch.where((torch.arange(len(made), device=made.device) < ends[-1])[:, None], made, 0)
+        by_choice = torch.empty_like(made).index_copy_(0, order, made).view(*weights.shape, -1)
+        return (by_choice * weights[:, :, None]).sum(1)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from self.router.shards(prefix)

@@ -102,6 +102,12 @@ class Decoder(Layer):
         shape = self.config.local_kv_heads(self.attention_ranks), self.config.head_dim
         return KVPool(len(self.held), num_slots, *shape, self.dtype, self.device, stored=stored, scales=scales)
 
+    @property
+    def waits_for_nothing(self) -> bool:
+        """Whether the host reads no number that a pass computes."""
+        parts = [part for layer in self.layers for part in layer.walk()]
+        return all(part.is_grouped for part in parts if isinstance(part, Experts))
+
     def attention_shape(self) -> AttentionShape:
         config, ranks = self.config, self.attention_ranks
         group = config.num_heads // ranks // config.local_kv_heads(ranks)
@@ -204,7 +210,9 @@ class Decoder(Layer):
 
 
 def pack_weights(layer: Layer) -> None:
-    """Pack every weight within `layer`."""
-    for part in layer.walk():
-        if isinstance(part, Weight):
-            part.pack()
+    """Pack every weight within `layer`, and then what is made of several."""
+    parts = list(layer.walk())
+    for kind in (Weight, Experts):
+        for part in parts:
+            if isinstance(part, kind):
+                part.pack()

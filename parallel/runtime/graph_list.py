@@ -87,7 +87,10 @@ def graph_bytes(config: DecoderConfig, item_bytes: int, graphs: GraphList) -> in
         return 0
     copies = graphs.of_every_row + graphs.of_last_rows
     rows = [total for _, _, total in graphs.passes]
-    activations = max(rows) * (6 * config.hidden_size + 3 * config.intermediate_size)
+    copies_of_rows = max(1, config.experts_per_token)
+    activations = max(rows) * (6 * config.hidden_size + 3 * copies_of_rows * config.intermediate_size)
+    if config.num_experts:
+        activations += max(rows) * 3 * copies_of_rows * config.hidden_size
     results = copies * sum(rows) * _RESULTS * config.hidden_size
     logits = 2 * graphs.largest_head() * config.num_logits
     scores = 4 * max((batch for batch, _ in graphs.chains), default=0) * config.num_logits  # in float32

@@ -49,7 +49,7 @@ class ModelRunner(DecoderRunner):
 
     `backend` is "ragged", on CPU in float32 and bfloat16 where its kernel can be had, "triton", on CUDA where Triton
     can be had, "padded", on CUDA elsewhere, or "sdpa"; None or "auto" is the first that can be had. `graphs` captures
-    passes of "triton" and "padded" on CUDA, by default except for mixtures of experts, whose passes depend on which
+    passes of "triton" and "padded" on CUDA, by default except for mixtures of experts in which the host reads which
     experts the rows use.
     """
 
@@ -65,9 +65,9 @@ class ModelRunner(DecoderRunner):
         can_capture = decoder.device.type == "cuda" and backend in CAPTURED
         config, shape = decoder.config, decoder.attention_shape()
         if graphs is None:
-            graphs = can_capture and not config.num_experts and config.encoder is None
-        if graphs and config.num_experts:
-            raise ValueError("graphs=True: passes of a mixture of experts cannot be captured")
+            graphs = can_capture and decoder.waits_for_nothing and config.encoder is None
+        if graphs and not decoder.waits_for_nothing:
+            raise ValueError("graphs=True: the host reads what experts this mixture's rows use; no pass is captured")
         if graphs and config.encoder is not None:
             raise ValueError("graphs=True: passes of an encoder-decoder cannot be captured")
         if graphs and not can_capture:

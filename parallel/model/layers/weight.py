@@ -6,7 +6,7 @@ cost as much as its kernels (a fifth of a small model's pass). Knows no ranks an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
@@ -22,6 +22,8 @@ Stored = torch.dtype | Literal["packed"]
 """In which matrices are kept: a type of numbers, or "packed": as codes where the checkpoint has them."""
 EVERY = slice(None)
 _LARGEST_CODE = 127
+_GROUPING_CAPABILITY = (9, 0)
+"""Compute capability from which on PyTorch 2.11 multiplies groups of bfloat16 rows by a kernel."""
 
 
 class TensorOptions(TypedDict):
@@ -171,6 +173,12 @@ class Weight(Layer):
             self.packed = self._panels.weights
             self.plain = self.plain.new_empty(0)
 
+    @property
+    def can_group(self) -> bool:
+        """Whether PyTorch multiplies groups of rows by many such matrices at once, without the host."""
+        is_plain = self._codes is None and self.scales is None and self.plain.dtype == self.dtype
+        return is_plain and groups_on(self.plain.device, self.dtype) and not (self.inputs % 8 or self.outputs % 8)
+
     def clear(self) -> None:
         """Zero it, before it is packed or when it was loaded as codes."""
         if self._codes is not None:
@@ -222,3 +230,18 @@ class Weight(Layer):
     def _widened(self, rows: Tensor, scales: Tensor | None) -> Tensor:
         rows = rows.to(self.dtype)  # without effect where that is how they are stored
         return rows if scales is None else rows * scales[:, None]
+
+
+def groups_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `grouped_mm` has a kernel there; elsewhere PyTorch reads on the host where groups end."""
+    has_kernel = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _GROUPING_CAPABILITY
+    return has_kernel and dtype == torch.bfloat16
+
+
+def join_weights(weights: Sequence[Weight]) -> Tensor:
+    """Make weights of one shape, kept as PyTorch multiplies by them, the parts of one tensor, which is returned:
+    [weights, outputs, inputs]."""
+    joined = torch.stack([weight.plain for weight in weights])
+    for weight, part in zip(weights, joined, strict=True):
+        weight.plain = part
+    return joined
