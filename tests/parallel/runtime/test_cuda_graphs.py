@@ -45,8 +45,10 @@ def walk(model):
     return found
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "OPT"])
-def test_a_replay_is_the_eager_pass_to_the_bit(make_checkpoint, twin, family):
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "OPT", "Mixtral", "Qwen3Moe"])
+def test_a_replay_is_the_eager_pass_to_the_bit(make_checkpoint, twin, family, monkeypatch):
+    """Other rows of a mixture use other experts."""
+    monkeypatch.setattr("parallel.model.layers.weight.groups_on", lambda device, dtype: True)
     path = make_checkpoint(family, **FAMILIES[family] | {"initializer_range": 0.2, "init_std": 0.2}).path
     captured, eager = (open_model(path, num_slots=128, backend="padded") for _ in range(2))
     passes = capture_passes(captured)

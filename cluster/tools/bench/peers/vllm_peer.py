@@ -98,6 +98,7 @@ class _Program:
         answers, theirs = os.pipe()
         environment = {
             "OMP_NUM_THREADS": str(num_threads),
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # by itself it leaves a core to others, of two one
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_CPU_KVCACHE_SPACE": _KV_GIB,
             **os.environ,
