@@ -5,7 +5,7 @@ Chances follow counts of accepted draft tokens, with exponential forgetting. Kno
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from actors.policy.estimators import Ewma
@@ -42,6 +42,7 @@ class Survival:
         """`weight`: observations that the first estimates, those of `like`, count as."""
         means = like.chances if like is not None else [_FIRST_CHANCE ** (i + 1) for i in range(longest)]
         self._places = [Ewma(_MEMORY, mean=mean, weight=weight) for mean in means]
+        self._accepted: list[float] | None = None  # of so many tested nodes, until the chances change
 
     @property
     def chances(self) -> list[float]:
@@ -59,6 +60,7 @@ class Survival:
 
     def update(self, drafts: Sequence[tuple[int, Sequence[int]]]) -> None:
         """The drafts of a round: of nodes 1, 2, ... `num_offered` the target accepted those in `path`."""
+        self._accepted = None
         places, num_offered = self._places, max([offered for offered, _ in drafts])
         for i in range(num_offered):
             places[i].update_round([i + 1 in path for offered, path in drafts if offered > i])
@@ -74,11 +76,12 @@ class Survival:
 
     def expected_accepted(self, num_tested: int) -> float:
         """Sum over the first `num_tested` nodes of P(the node is accepted | the one before it is)."""
-        total, before = 0.0, 1.0
-        for place in self._places[:num_tested]:
-            total += min(1.0, place.mean / before)
-            before = place.mean
-        return total
+        if self._accepted is None:
+            before, self._accepted = 1.0, [0.0]
+            for chance in self.chances:
+                self._accepted.append(self._accepted[-1] + min(1.0, chance / before))
+                before = chance
+        return self._accepted[num_tested]
 
 
 _AVERAGE_STEPS = 16.0
@@ -98,10 +101,16 @@ class RelativeAcceptance:
         self.accepted.update_round([accepted for _, accepted in drafts])
         self.expected.update_round([average.expected_accepted(min(taken + 1, ordered)) for ordered, taken in drafts])
 
+    def update_one(self, num_tokens: int, num_accepted: int, average: Survival) -> None:
+        """The only draft of a round."""
+        self.accepted.update(num_accepted)
+        self.expected.update(average.expected_accepted(min(num_accepted + 1, num_tokens)))
+
     def ratio(self) -> float:
         """Acceptance per draft token, relative to the average."""
-        ratio = (self.accepted.total + _AVERAGE_STEPS) / (self.expected.total + _AVERAGE_STEPS)
-        return min(ratio, _MOST_OVER_AVERAGE)
+        accepted, expected = self.accepted, self.expected
+        ratio = (accepted.mean * accepted.weight + _AVERAGE_STEPS) / (expected.mean * expected.weight + _AVERAGE_STEPS)
+        return ratio if ratio < _MOST_OVER_AVERAGE else _MOST_OVER_AVERAGE
 
 
 class AcceptanceModel:
@@ -128,8 +137,10 @@ class AcceptanceModel:
         of_way = self._ways.setdefault(way, RelativeAcceptance(Ewma(_LONG_MEMORY), Ewma(_LONG_MEMORY)))
         drafted = [outcome for outcome in outcomes if outcome.num_ordered]
         for outcome in drafted:
-            request = self.requests.setdefault(outcome.request_id, RelativeAcceptance())
-            request.update([(outcome.num_ordered, len(outcome.path))], average)
+            request = self.requests.get(outcome.request_id)
+            if request is None:
+                request = self.requests[outcome.request_id] = RelativeAcceptance()
+            request.update_one(outcome.num_ordered, len(outcome.path), average)
         counted = [outcome for outcome in drafted if outcome.request_id not in left_out]
         if counted:
             of_way.update([(outcome.num_ordered, len(outcome.path)) for outcome in counted], average)
@@ -149,14 +160,33 @@ class AcceptanceModel:
 
     def expected(self, key: Hashable, request_ids: Collection[int], way: Hashable = None) -> list[float]:
         """Tokens of a pass for each request, in the mean, with drafts of 0, 1, 2, ... nodes; its own token included."""
-        of_way = self._ways[way].ratio() if way in self._ways else 1.0
-        ratios = [of_way * self.ratio(request_id) for request_id in request_ids] or [of_way]
+        ratios = self._ratios(request_ids, way)
+        chances = self.of_class(key).chances
+        accepted = _accepted_at(chances, [(ratio, len(chances)) for ratio in ratios])
         tokens = [1.0]
-        for place, chance in enumerate(self.of_class(key).chances, 1):
-            tokens.append(tokens[-1] + sum(min(1.0, chance * ratio**place) for ratio in ratios) / len(ratios))
+        for total in accepted:
+            tokens.append(tokens[-1] + total / len(ratios))
         return tokens
 
     def expected_of(self, key: Hashable, outcomes: Collection[DraftOutcome], way: Hashable = None) -> float:
         """Tokens that drafts of the ordered lengths bring a request in the mean, its own token included."""
-        tokens = [self.expected(key, [outcome.request_id], way)[outcome.num_ordered] for outcome in outcomes]
-        return sum(tokens) / len(tokens)
+        ratios = self._ratios([outcome.request_id for outcome in outcomes], way)
+        lengths = [outcome.num_ordered for outcome in outcomes]
+        return 1.0 + sum(_accepted_at(self.of_class(key).chances, zip(ratios, lengths, strict=True))) / len(lengths)
+
+    def _ratios(self, request_ids: Collection[int], way: Hashable) -> list[float]:
+        """Acceptance of these requests relative to the average, with drafts made in this way; of none, of the way."""
+        of_way = self._ways[way].ratio() if way in self._ways else 1.0
+        return [of_way * self.ratio(request_id) for request_id in request_ids] or [of_way]
+
+
+def _accepted_at(chances: Sequence[float], drafts: Iterable[tuple[float, int]]) -> list[float]:
+    """Expected accepted tokens at each place, over drafts of a relative acceptance and a length."""
+    accepted = [0.0] * len(chances)
+    for ratio, length in drafts:  # of 64 requests in every round: no call for each place
+        power = 1.0
+        for place in range(length):
+            power *= ratio
+            chance = chances[place] * power
+            accepted[place] += chance if chance < 1.0 else 1.0
+    return accepted

@@ -133,18 +133,18 @@ class DraftLengths:
         `speed` is tokens per second of one sequence. A drafting pass costs `draft_s` however few requests take part.
         """
         lengths = {one: self._shortest for one in acceptance.requests if one not in self._retries}
-        ratios = {request_id: acceptance.ratio(request_id) for request_id in lengths}
+        offered = [(request_id, acceptance.ratio(request_id)) for request_id in lengths]
         draft_s, verify_s = tradeoff.draft_s * len(request_ids), tradeoff.verify_s
         for place in range(self._shortest + 1, self._longest + 1):
-            chances = (
-                (request_id, average[place - 1] * ratios[request_id] ** place)
-                for request_id, length in lengths.items()
-                if length == place - 1
-            )
-            worth = {request_id: chance for request_id, chance in chances if chance >= speed * verify_s}
-            if sum(worth.values()) < speed * (draft_s + verify_s * len(worth)):
+            chance, least, worth, total = average[place - 1], speed * verify_s, [], 0.0
+            for request_id, ratio in offered:
+                if (its_chance := chance * ratio**place) >= least:
+                    worth.append((request_id, ratio))
+                    total += its_chance
+            if total < speed * (draft_s + verify_s * len(worth)):
                 break
-            lengths.update(dict.fromkeys(worth, place))
+            lengths.update([(request_id, place) for request_id, _ in worth])
+            offered = worth
         if any(lengths.values()):  # else the decision is for plain decoding, on measured rounds
             self._retries.update({request_id: _Retry() for request_id, length in lengths.items() if not length})
             self._by_request = lengths

@@ -153,7 +153,7 @@ class DrafterAcceptance:
         one = self._kinds.get(kind)
         if one is None:
             one = self._kinds[kind] = Survival(self._longest, like=self._all, weight=PRIOR_DRAFTS)
-        self._requests.setdefault(request_id, RelativeAcceptance()).update([(depth, num_accepted)], one)
+        self._requests.setdefault(request_id, RelativeAcceptance()).update_one(depth, num_accepted, one)
         for scored in (self._all, one):
             scored.update([(depth, range(1, num_accepted + 1))])
         self.num_drafts += 1
