@@ -62,7 +62,8 @@ class MeasuredRound:
 
     def at(self, factor: float) -> MeasuredRound:
         """The same on a machine without this slowness."""
-        return replace(self, verify_s=self.verify_s / factor, gap_s=self.gap_s / factor, draft_s=self.draft_s / factor)
+        seconds = self.verify_s / factor, self.gap_s / factor, self.draft_s / factor
+        return MeasuredRound(*seconds, self.longest, self.mean, self.served)
 
 
 @dataclass(slots=True)
@@ -167,7 +168,10 @@ class LoadCosts:
     drafted: dict[Hashable, DraftedCosts] = field(default_factory=dict)
 
     def way(self, way: Hashable) -> DraftedCosts:
-        return self.drafted.setdefault(way, DraftedCosts())
+        known = self.drafted.get(way)
+        if known is None:
+            known = self.drafted[way] = DraftedCosts()
+        return known
 
     def measure(self, way: Hashable | None, times: MeasuredRound, speed: MachineSpeed, *, is_first: bool) -> None:
         """A round with drafts made in this way, or without, ended; after a change the first one hardly counts."""
@@ -186,7 +190,8 @@ class LoadCosts:
         plain = self.plain.verify
         if not isinstance(costs, DraftedCosts) or plain.weight <= 1:
             return times
-        return replace(times, verify_s=min(times.verify_s, OUTLIER * max(plain.mean, costs.verify.mean_y)))
+        most_s = OUTLIER * max(plain.mean, costs.verify.mean_y)
+        return times if times.verify_s <= most_s else replace(times, verify_s=most_s)
 
     def _expected_pass(
         self, costs: PlainCosts | DraftedCosts, times: MeasuredRound, factor: float
