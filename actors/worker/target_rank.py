@@ -105,6 +105,7 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
         start = list(runner.config.text_start)
         facts |= {"max_source_len": encoder.max_positions, "text_start": start}
         facts["sampling"] = read_defaults(resolve_checkpoint(config.path), len(start))
+    sizes["pass_bytes"] = runner.decoder.pass_bytes()
     checkpoint = str(Path(config.path).absolute())
     return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes, **facts}
 

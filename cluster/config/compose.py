@@ -27,7 +27,7 @@ from actors.options import CHECKPOINT, VerifyRule
 from actors.verification.compatibility import choose_rule
 from cluster import pocket
 from cluster.config.errors import describe, unknown_key
-from cluster.config.jobs import WITH_ENCODER, BenchConfig, PlanConfig, PromptsJobConfig
+from cluster.config.jobs import SPECDEC, WITH_ENCODER, BenchConfig, PlanConfig, PromptsJobConfig, TrainConfig
 from cluster.config.schema import CHOICES, LaunchConfig
 from cluster.config.validation import validate
 from cluster.io.prompts import prompt_sets
@@ -104,11 +104,14 @@ def checked(config: LaunchConfig) -> LaunchConfig:
     config = _with_real_paths(config)
     target = read_config(config.target.path).stretched(config.target.stretch)
     target.check_ranks(config.target.tp, "target.tp")
-    if target.encoder is not None and config.job.name not in WITH_ENCODER:
+    is_specdec = isinstance(config.job, TrainConfig) and config.job.recipe == SPECDEC
+    if target.encoder is not None and config.job.name not in WITH_ENCODER and not is_specdec:
         raise ValueError(
             f"job={config.job.name}: is for targets without an encoder; of {config.target.path} use one of "
-            f"{', '.join(WITH_ENCODER)}"
+            f"{', '.join(WITH_ENCODER)}, or train with job.recipe={SPECDEC}"
         )
+    if target.encoder is None and is_specdec:
+        raise ValueError(f"job.recipe={SPECDEC}: is for a target with an encoder; name one with target.path")
     config.drafter.check_checkpoints()
     return config
 

@@ -276,7 +276,8 @@ class TrainConfig(JobConfig):
     name: str = "train"
     """Set by the choice `job=`."""
     recipe: str = "distill"
-    """What to train, as docs/recipes.md lists it; distill = a plain draft model."""
+    """What to train, as docs/recipes.md lists it; distill = a plain draft model, specdec = one that fills blocks, for a
+    target with an encoder."""
     options: dict[str, Any] = field(default_factory=dict)
     """The recipe's own settings, as `{divergence: tvd}`; docs/recipes.md lists them."""
     minutes: Annotated[float, Range(above=0)] = 5.0
@@ -346,4 +347,6 @@ JOBS: tuple[JobConfig, ...] = (
 )
 """The jobs with their defaults; the job's name is that of its module in `cluster/jobs`."""
 WITH_ENCODER = ("generate", "bench", "serve", "drill", "datastore")
-"""Those that may have a target with an encoder."""
+"""Those that may have a target with an encoder; `job=train` may with the recipe `SPECDEC`."""
+SPECDEC = "specdec"
+"""The recipe for targets with an encoder."""

@@ -34,6 +34,7 @@ from cluster.observability.report import (
     circumstances,
     figures,
     mean_draft_length,
+    memory_bound_speedup,
     request_metrics,
     write_json,
 )
@@ -106,7 +107,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
 def _report_nothing(config: LaunchConfig, file: Path, num_resumed: int) -> None:
     """Unless the run that finished all prompts wrote a report before it was killed."""
     if not file.exists():
-        nothing = {"num_resumed": num_resumed, **figures(Run()), **circumstances(config, [], {})}
+        nothing = {"num_resumed": num_resumed, **figures(Run()), "mbsu": None, **circumstances(config, [], {})}
         write_json(file, {"job": config.job.name, **nothing, "interrupted": False})
 
 
@@ -128,6 +129,8 @@ class GenerateReport(RunFigures, Circumstances):
     concurrency: int
     num_resumed: int
     startup_s: dict[str, float]
+    mbsu: float | None
+    """Memory-bound speed-up."""
     plain: RunFigures | None
     baseline: str | None
     """What plain decoding ran on."""
@@ -154,6 +157,7 @@ def _report(
         "num_resumed": num_resumed,
         "startup_s": engine.startup.seconds(first_token_s),
         **measured,
+        "mbsu": memory_bound_speedup(speculative.counters, engine.ready),
         "plain": figures(plain) if plain else None,
         "baseline": describe(plain_places or engine.places, own_engine=bool(plain_places)) if plain else None,
         "chosen": describe_choices(engine.config, measured),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cluster.config.jobs import TrainConfig
+from cluster.config.jobs import SPECDEC, TrainConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal, figure
 from cluster.observability.report import write_json
@@ -30,6 +30,8 @@ def run(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
     out = Path(config.out or run_dir).absolute()
     work = Path(config.work or run_dir / "work").absolute()
     out.mkdir(parents=True, exist_ok=True)
+    if config.recipe == SPECDEC:
+        return _train_with_encoder(config, Path(launched.target.path), out, work)
     course = training.Course(config, launched.target.path, str(out), str(work))
     course.options()
     terminal = Terminal()
@@ -44,6 +46,27 @@ def run(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
     training.draw_curves(course.folder, out / "curves.png")
     write_json(out / "report.json", outcome)
     terminal.table("held-out acceptance", *_acceptance_table(config, outcome))
+    terminal.line(f"written to {out}")
+    return outcome
+
+
+def _train_with_encoder(config: TrainConfig, target: Path, out: Path, work: Path) -> dict[str, Any]:
+    """The recipe for targets with an encoder, whose text is another and whose loop has one rank."""
+    from cluster.tools.training import specdec
+    from cluster.tools.training.speculators.run import draw_curves
+
+    terminal = Terminal()
+    with terminal.starting() as say:
+        outcome = specdec.train(config, target, out, work, say)
+    draw_curves(work / specdec.NAME, out / "curves.png")
+    write_json(out / "report.json", outcome)
+    depths = [name for name in outcome["held_out"] if name.startswith("accept_")][:8]
+    rows = [
+        [when, *(figure(outcome[key][name]) for name in ("length", *depths))]
+        for when, key in (("before", "held_out_before"), ("after", "held_out"))
+    ]
+    header = ["", "tokens per round", *(f"depth {depth.removeprefix('accept_')}" for depth in depths)]
+    terminal.table("held-out acceptance", header, rows)
     terminal.line(f"written to {out}")
     return outcome
 

@@ -88,6 +88,24 @@ class RunFigures(TypedDict):
     """What the never-slower guard measured last: its mode, plain tokens per second, the gain of speculation."""
 
 
+def memory_bound_speedup(counters: Mapping[str, Any], ready: Mapping[str, Ready]) -> float | None:
+    """Speed over plain decoding if passes took the time that reading their weights takes, and nothing else took any
+    (MBSU, arXiv 2403.00858): tokens of a round over its passes, in passes of the target. A draft takes a pass for each
+    depth, or as many as its rank reports. None where rounds had no draft, or passes of a drafter read what is not
+    reported: modules on the target's states share its head and tables, and levels of a cascade take turns."""
+    steps = counters.get("num_spec_steps")
+    target = sum([rank.facts.get("pass_bytes", 0) for rank in ready.values() if rank.role == "target"])
+    parts = [rank.facts.get("drafter", {}) if rank.role == "target" else rank.facts for rank in ready.values()]
+    is_known = all("pass_bytes" in part or not part.get("weight_bytes") for part in parts)
+    if not steps or not target or not is_known or counters.get("levels"):
+        return None
+    share = max([part.get("draft_share", 0.0) for part in parts])
+    read = sum([part.get("pass_bytes", 0) for part in parts]) + share * target
+    depth = sum(counters.get("num_drafted_per_pos", ())) / steps
+    passes = next((part["passes_per_draft"] for part in parts if "passes_per_draft" in part), depth)
+    return (1 + counters["num_accepted_tokens"] / steps) * target / (target + passes * read)
+
+
 class RankLayout(TypedDict):
     """Where every rank is, and what its role holds in memory."""
 

@@ -108,6 +108,32 @@ class MutualRows(PendingRows):
         return np.full((num_rows - first, -(-num_rows // _WORD)), -1, dtype=np.int32)
 
 
+class TextThenBlock(PendingRows):
+    """A chain of `num_text` rows after the committed ones, then a block of rows that see the chain and each other."""
+
+    __slots__ = ("_num_text",)
+
+    def __init__(self, num_text: int) -> None:
+        super().__init__()
+        self._num_text = num_text
+
+    def append(self, num_rows: int, parents: Sequence[int] | None) -> None:
+        super().append(num_rows, parents)
+        self.is_chain = len(self.parents) <= self._num_text
+
+    def visible(self, first: int) -> np.ndarray:
+        num_rows = len(self.parents)
+        visible = np.tri(num_rows, dtype=bool)
+        visible[self._num_text :] = True
+        return visible[first:]
+
+    def visible_words(self, first: int) -> np.ndarray:
+        num_rows, num_words = len(self.parents), -(-len(self.parents) // _WORD)
+        padded = np.zeros((num_rows - first, num_words * _WORD), dtype=bool)
+        padded[:, :num_rows] = self.visible(first)
+        return np.packbits(padded, axis=1, bitorder="little").view("<i4")
+
+
 @dataclass(slots=True)
 class SpanRows:
     """A span in its pass: rows `first` to `first + num_rows`, of a sequence with `context` committed rows."""

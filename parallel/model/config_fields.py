@@ -149,6 +149,7 @@ class DecoderFields(TypedDict, total=False):
     eos_token_id: StopToken | list[StopToken] | None
     pard_token: TokenId
     pard_depth: Annotated[int, Meta(ge=1, le=1024)]
+    pard_mutual: bool
 
 
 def read_config_file(path: Path, fields: type = DecoderFields) -> dict[str, Any]:

@@ -172,6 +172,12 @@ class Decoder(Layer):
             return logits
         return logits.new_full((len(logits), self.config.num_logits), -torch.inf).index_copy_(1, self._columns, logits)
 
+    def pass_bytes(self) -> int:
+        """Bytes of the weights that a pass reads: of a table of tokens that is not the head too, some rows; of an
+        encoder, nothing."""
+        read = [*self.layers, *([] if self.norm is None else [self.norm]), self.lm_head]
+        return sum([part.nbytes() for part in read])
+
     def shards(self) -> Iterator[Shard]:
         """Every checkpoint tensor this rank needs and where its part goes."""
         names = self.config.names

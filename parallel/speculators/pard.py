@@ -3,6 +3,10 @@
 One pass feeds the text that is not cached yet and the masks; the logits at the root and at every draft token are those
 of the row at their depth, so draft tokens are never fed, and the rows of masks are given back at once. Accepted tokens
 are fed as text by the next draft. Knows no requests and no rounds.
+
+Masks see those before them. With `pard_mutual` in its config.json they all see each other, as in the non-autoregressive
+drafter of SpecDec (arXiv 2203.16487), in whose released code, however, rows of text see the masks too, so that none can
+be kept.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import Span
+from parallel.kv.pass_plan import Span, TextThenBlock
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.checkpoint import resolve_checkpoint
@@ -24,8 +28,10 @@ from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.interface import PassOutput, Runner
 from parallel.transfers import upload
 
-MASK_FIELD, DEPTH_FIELD = "pard_token", "pard_depth"
-"""Fields of config.json. The depth is ours: a published checkpoint leaves it to the engine."""
+MASK_FIELD, DEPTH_FIELD, MUTUAL_FIELD = "pard_token", "pard_depth", "pard_mutual"
+"""Fields of config.json. The last two are ours: a published checkpoint leaves the depth to the engine."""
+MUTUAL_BACKENDS = ("sdpa", "padded", "triton")
+"""Attention backends in which rows may see later ones."""
 DEPTH = 8
 """That of published checkpoints."""
 
@@ -54,8 +60,9 @@ class PardRunner(Runner):
     """Passes of such a model, of which `runner` has the rows of text and masks; a node below its deepest mask has
     logits of minus infinity."""
 
-    def __init__(self, runner: DecoderRunner, mask_token: int, depth: int) -> None:
+    def __init__(self, runner: DecoderRunner, mask_token: int, depth: int, *, is_mutual: bool = False) -> None:
         self.runner = runner
+        self._is_mutual = is_mutual
         self.decoder = runner.decoder
         self._mask_token, self._depth = mask_token, depth
         self._texts: dict[SeqId, _MaskedText] = {}
@@ -80,6 +87,9 @@ class PardRunner(Runner):
         """Without known rows: those of masks stand between them."""
         self.runner.open(seq_id)
         self._texts[seq_id] = _MaskedText()
+
+    def set_source(self, seq_id: SeqId, token_ids: Sequence[int]) -> None:
+        self.runner.set_source(seq_id, token_ids)
 
     def close(self, seq_id: SeqId) -> None:
         self.runner.close(seq_id)
@@ -141,6 +151,8 @@ class PardRunner(Runner):
             has_root = span.num_logits > 0
             parts += [token_ids[first : first + num_text], masks[: len(masks) * has_root]]
             fed.append(Span(span.seq_id, num_text + len(masks) * has_root, None, self._depth * has_root))
+            if self._is_mutual:  # nothing is pending between two passes
+                self.runner.sequences.pending[span.seq_id] = TextThenBlock(num_text)
             first += span.num_tokens
         output = self.runner.forward(fed, torch.cat(parts))
         blocks = iter(output.logits.split(self._depth))
@@ -174,4 +186,17 @@ def filling_masks(runner: DecoderRunner, path: str | Path) -> DecoderRunner | Pa
     hf = read_config_file(resolve_checkpoint(str(path)))
     if MASK_FIELD not in hf:
         return runner
-    return PardRunner(runner, int(hf[MASK_FIELD]), int(hf.get(DEPTH_FIELD, DEPTH)))
+    is_mutual, depth = bool(hf.get(MUTUAL_FIELD)), int(hf.get(DEPTH_FIELD, DEPTH))
+    return PardRunner(runner, int(hf[MASK_FIELD]), depth, is_mutual=is_mutual)
+
+
+def mutual_backend(path: str | Path, asked: str, device: str) -> str:
+    """The attention backend for the checkpoint at `path`: as `asked`, or one in which masks can see each other, where
+    they are to. ValueError, one line, for one in which they cannot."""
+    if not read_config_file(resolve_checkpoint(str(path))).get(MUTUAL_FIELD):
+        return asked
+    if asked == "auto":
+        return "sdpa" if device.startswith("cpu") else asked
+    if asked not in MUTUAL_BACKENDS:
+        raise ValueError(f"drafter.attention={asked}: masks of {path} see each other; use auto or sdpa")
+    return asked

@@ -51,7 +51,7 @@ from parallel.runtime.pacing import pace
 from parallel.runtime.profiling import faster_mlp
 from parallel.runtime.row_policies import ChunkRows, PartialRows, StreamingRows
 from parallel.runtime.runner import ModelRunner, captured_facts, open_model
-from parallel.speculators.pard import filling_masks
+from parallel.speculators.pard import PardRunner, filling_masks, mutual_backend
 
 _FEWEST = 2
 _WIDEST_BY_DEFAULT = 4
@@ -117,7 +117,8 @@ def open_draft_model(
     if layout is not None:
         groups = [len(members) for members in layout.partition]
         facts |= {"layer_groups": groups, "mlp_parallel": layout.mlp, "calibration": layout.calibration}
-    options = {"layout": layout, "weights": fit.weights, "head": head, "backend": config.attention}
+    backend = mutual_backend(config.path, config.attention, device)
+    options = {"layout": layout, "weights": fit.weights, "head": head, "backend": backend}
     options["kv_dtype"] = fit.kv_dtype
     runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, **options)
     if config.prefixes:
@@ -126,7 +127,10 @@ def open_draft_model(
     if not config.keeps_all_rows:
         runner.keep_rows_by(_policy_of(config, runner))
     facts |= captured_facts(runner, graphs, choices=partial(_sampled_chains, runner.decoder.device))
+    facts["pass_bytes"] = runner.decoder.pass_bytes()
     reads_text = runner if layout is not None or config.prefixes else filling_masks(runner, config.path)
+    if isinstance(reads_text, PardRunner):
+        facts["passes_per_draft"] = 1
     runner = _translated(reads_text, config, head)
     pace(runner, config.pace_ms)
     return runner, facts

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cluster.config.schema import LaunchConfig
-from cluster.observability.report import layout, notes
+from cluster.observability.report import layout, memory_bound_speedup, notes
 from cluster.tools.bench.figures import BenchEntry, drafting_figures, summarise
 from cluster.tools.bench.tables import choices
-from cluster.tools.bench.tasks import num_target_threads
+from cluster.tools.bench.tasks import SPECULATIVE, num_target_threads
 from cluster.tools.bench.trials import SettingTrials
 
 
@@ -18,6 +18,7 @@ def entry_of(name: str, measured: SettingTrials, num_prompts: int) -> BenchEntry
         "setting": task.setting.labels(),
         **summarise(measured.trials, greedy=task.setting.temperature == 0),
         **drafting,
+        "mbsu": memory_bound_speedup(measured.trials[-1][SPECULATIVE].counters, engine.ready),
         "first_prediction": first_prediction,
         "num_skipped_prompts": num_prompts - len(task.prompts),
         "num_threads": {

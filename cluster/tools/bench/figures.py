@@ -94,6 +94,8 @@ class BenchEntry(SettingFigures, DraftingFigures, RankLayout):
 
     name: str
     setting: dict[str, Any]
+    mbsu: float | None
+    """Memory-bound speed-up of the last repeat."""
     first_prediction: float | None
     """Tokens per second that the first repeat alone predicts."""
     num_skipped_prompts: int

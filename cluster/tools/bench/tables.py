@@ -31,6 +31,7 @@ _PLAIN_COLUMNS = (
     "num_unequal_requests",
     "repeats",
     *DraftingFigures.__annotations__,
+    "mbsu",
 )
 
 _SPEED: Cells = (

@@ -51,6 +51,8 @@ def test_times_every_setting_against_plain_decoding_and_peers(tiny_launch, promp
         assert held > 1e7
         role = entry["bytes_per_role"].get("draft")  # a lookup holds nothing
         assert entry["drafter_bytes"] == (role or {"weights": 0, "kv": 0})
+        assert (entry["mbsu"] is None) == (entry["mean_acceptance_length"] is None)
+    assert 0 < entries["model k=3 b=1"]["mbsu"] < 4
     assert entries["model k=3 b=1"]["drafter_bytes"]["weights"] > 0 < entries["model k=3 b=1"]["draft_share"] < 1
     alone, count = entries["model k=3 b=1"], len(os.sched_getaffinity(0))
     assert {name: entry["baseline"].partition(",")[0] for name, entry in entries.items()} == {

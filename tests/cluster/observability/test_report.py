@@ -23,6 +23,7 @@ from cluster.observability.report import (
     drafter_bytes,
     figures,
     mean_draft_length,
+    memory_bound_speedup,
     notes,
     request_metrics,
     versions,
@@ -210,6 +211,27 @@ def test_bytes_are_summed_over_the_ranks_of_a_role():
     }
     assert bytes_per_role(ready) == {"target": {"weights": 21, "kv": 10}, "draft": {"weights": 0, "kv": 0}}
     assert drafter_bytes(ready) == {"weights": 3, "kv": 0}, "the target's part is not the drafter's"
+
+
+def test_the_memory_bound_speed_up_counts_what_passes_read():
+    """Rounds of 4 tokens behind drafts 3 deep; the drafter's pass reads a tenth of the target's."""
+    counters = {"num_spec_steps": 10, "num_accepted_tokens": 30, "num_drafted_per_pos": [10, 10, 10]}
+
+    def speedup(drafter, counted=counters, role="draft"):
+        target = {"pass_bytes": 100, "weight_bytes": 150} | ({} if role == "draft" else {"drafter": drafter})
+        ready = {"target-0": Ready("target", 0, target)}
+        return memory_bound_speedup(counted, ready | ({"d": Ready("draft", 0, drafter)} if role == "draft" else {}))
+
+    model = {"weight_bytes": 30, "pass_bytes": 10}
+    assert speedup(model) == speedup(model, role="target") == pytest.approx(4 / 1.3)
+    assert speedup(model | {"passes_per_draft": 1}) == pytest.approx(4 / 1.1)
+    assert speedup({"draft_share": 0.25}, role="target") == pytest.approx(4 / 1.75)
+    assert speedup({}) == 4, "a lookup reads no weights"
+    assert speedup({"weight_bytes": 5}, role="target") is None, "what a pass of it reads is not known"
+    assert speedup(model, counters | {"num_spec_steps": 0}) is None
+    assert speedup(model, counters | {"levels": {"draft": {}}}) is None
+    halves = {f"target-{i}": Ready("target", i, {"pass_bytes": 50}) for i in range(2)}
+    assert memory_bound_speedup(counters, halves | {"d": Ready("draft", 0, model)}) == pytest.approx(4 / 1.3)
 
 
 def test_circumstances_survive_json(tmp_path):

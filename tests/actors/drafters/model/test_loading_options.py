@@ -62,7 +62,9 @@ def opened(monkeypatch):
         kv_dtype=torch.float8_e4m3fn,
         facts=lambda: {"kv_slots": 77},
     )
-    runner = SimpleNamespace(decoder=SimpleNamespace(device="cpu"), pool="pool", attention="sdpa")
+    runner = SimpleNamespace(
+        decoder=SimpleNamespace(device="cpu", pass_bytes=lambda: 33), pool="pool", attention="sdpa"
+    )
 
     def fit_slots(*place, **options):
         seen.fit = place, options
@@ -80,6 +82,7 @@ def opened(monkeypatch):
     monkeypatch.setattr(loading, "open_model", open_model)
     monkeypatch.setattr(loading, "captured_facts", captured_facts)
     monkeypatch.setattr(loading, "head_rows", lambda config: seen.head)
+    monkeypatch.setattr(loading, "mutual_backend", lambda path, asked, device: asked)
     monkeypatch.setattr(loading, "filling_masks", lambda one, path: ("masks", one, path))
     monkeypatch.setattr(loading, "pace", lambda one, ms: setattr(seen, "pace", (one, ms)))
     monkeypatch.setattr(
@@ -122,7 +125,7 @@ def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
     assert opened.model == (("draft", SINGLE, "cpu", torch.float16, 77), options)
     assert opened.captured == (opened.runner, CHAINS, ["choices"])
     assert runner == ("masks", opened.runner, "draft") and opened.pace == (runner, [2.0, 0.5])
-    assert facts == {"kv_slots": 77, "graphs": "some"}
+    assert facts == {"kv_slots": 77, "graphs": "some", "pass_bytes": 33}
 
 
 def test_a_window_of_rows_is_all_that_the_pool_is_sized_for(models):

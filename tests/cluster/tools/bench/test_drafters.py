@@ -101,6 +101,7 @@ def entry(name: str, speed: float, predicted: float | None, workload: str = "age
         "mean_acceptance_length": 2.5,
         "ms_per_draft": 1.0,
         "draft_share": 0.05,
+        "mbsu": 1.5,
         "drafter_bytes": {"weights": 3 << 20, "kv": 0},
         "verify_ms": 20.0,
         "speedup_vs_ar": 1.5,

@@ -12,7 +12,7 @@ from actors.drafters.config import NoDrafterConfig
 from actors.options import PipelineConfig
 from actors.protocol.membership import Ready
 from cluster.config.jobs import BenchConfig
-from cluster.observability.report import layout
+from cluster.observability.report import layout, memory_bound_speedup
 from cluster.placement.ranks import RankPlacement
 from cluster.tools.bench import entries as module
 from cluster.tools.bench.entries import entry_of, remarks_on
@@ -22,7 +22,7 @@ from cluster.tools.bench.tasks import BenchTask
 from cluster.tools.bench.trials import SettingTrials
 from tests.cluster.tools.bench.test_figures import TRIALS
 
-READY = {"target-0": Ready("target", 0, {"weight_bytes": 5, "kv_bytes": 6, "device": "cpu"})}
+READY = {"target-0": Ready("target", 0, {"weight_bytes": 5, "pass_bytes": 4, "kv_bytes": 6, "device": "cpu"})}
 PLACES = [RankPlacement("target", 0, 1, "cpu", (0, 1), 2, 1.0)]
 
 
@@ -44,6 +44,7 @@ def test_an_entry_has_the_figures_of_its_trials_and_what_they_ran_on(temperature
         "setting": setting.labels(),
         **summarise(TRIALS, greedy=temperature == 0.0),
         **drafting,
+        "mbsu": memory_bound_speedup(TRIALS[-1]["speculative"].counters, READY),
         "first_prediction": first,
         "num_skipped_prompts": 3,
         "num_threads": {"target": 2, "plain": 3, "peers": 3},

@@ -64,6 +64,7 @@ def entry(name: str = "model k=3", trials=TRIALS) -> dict[str, object]:
         "setting": {"drafter": "model", "batch": 1},
         "num_threads": {"target": 1, "plain": 1, "peers": 1},
         "resident_bytes": {"target-0": 2**20, "draft-0": 2**20},
+        "mbsu": 1.5,
         "drafter_bytes": {"weights": 2**20, "kv": 2**21},
         **summarise(trials, greedy=True),
         **dict.fromkeys(DraftingFigures.__annotations__),

@@ -62,6 +62,7 @@ def entry(**changes: Any) -> Any:
         "first_prediction": 31.0,
         "num_threads": {"target": 3, "plain": 6, "peers": 4},
         "resident_bytes": {"target-0": 32 << 20, "draft-0": 4 << 20},
+        "mbsu": 1.5,
         "drafter_bytes": {"weights": 33 << 20, "kv": 34 << 20},
         "sides": {
             "plain": side(40.0) | {"num_unequal_requests": 2},
@@ -165,7 +166,7 @@ def test_a_row_of_the_csv_file():
         *("tokens", "wall_s", "tokens_per_s", "plain_tokens_per_s", "speedup_vs_ar", "mean_acceptance_length"),
         *("draft_acceptance_rate", "decode_ms_per_token", "draft_busy", "target_busy", "round_ms"),
         *("round_overhead_ms", "preemptions", "stale", "num_unequal_requests", "repeats", "ms_per_draft"),
-        *("draft_share", "verify_ms", "decode_tokens_per_s", "predicted_tokens_per_s", "prediction_error"),
+        *("draft_share", "verify_ms", "decode_tokens_per_s", "predicted_tokens_per_s", "prediction_error", "mbsu"),
     ]
     sides = {"plain": 40.0, "speculative": 50.0, "other": 60.0}
     ratios = {"speculative / plain": 1.75, "speculative / other": 71.0, "plain / other": 72.0}
