@@ -33,8 +33,9 @@ SWITCH_INTERVAL_S = 5e-4
 
 MEETING_S = 5.0
 """Limit for forming a process group: every rank that gets a `Join`, and the host of the store, answers or is dead."""
-NCCL_MEETING_S = 60.0
-"""The same for NCCL, which looks for the ways between all GPUs of all ranks meanwhile."""
+NCCL_MEETING_S = 25.0
+"""The same for NCCL, which looks for the ways between all GPUs of all ranks meanwhile. A rank in a meeting cannot be
+recalled, so this is less than the time after which one that ignores its recall is killed (`RECALL_LIMIT_S`)."""
 
 
 def serve(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -82,13 +83,20 @@ class RankLoop:
         outdated."""
         group, status = self._group, self.status
         leaves = isinstance(order, Recall) and order.epoch > status.epoch and not status.waiting
+        ends = list[Callable[[], None]]()
         if group is not None and leaves:
             if not group.is_abortable:
                 log_event(self._logger, "ends", level=logging.WARNING, epoch=status.epoch, why=_NOT_ABORTABLE)
                 self.end_process()
-            group.interrupt()
+            ends.append(group.interrupt)
         if self.bridge is not None and (leaves or (isinstance(order, Bridge) and order.number > self.bridge.number)):
-            self.bridge.interrupt()
+            ends.append(self.bridge.interrupt)
+        # At once: the end of one group of GPUs may wait for a kernel that waits for a peer of the other.
+        threads = [threading.Thread(target=end, name="interrupt") for end in ends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def serve(self) -> None:
         """Until `Stop`."""

@@ -14,9 +14,11 @@ meet in its memory, and processes of one machine in a file that their user alone
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import socket
 import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -25,7 +27,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from parallel.comm.group import SINGLE, GlooGroup, Group, NcclGroup, PeerLost
+from parallel.comm.group import SINGLE, Backend, GlooGroup, Group, NcclGroup, PeerLost
 from parallel.comm.symmetric import meet
 
 LOOPBACK = "127.0.0.1"
@@ -124,7 +126,8 @@ def join(
         if device.type == "cuda":
             if interface := interface_of(host or LOOPBACK):
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-            return nccl_group(meeting, rank, size, device, timeout_s, f"{name}-{epoch}" if symmetric else None)
+            by_memory = f"{name}-{epoch}" if symmetric else None
+            return nccl_group(meeting, rank, size, device, timeout_s, by_memory, meeting_s=meeting_s)
         return _gloo_group(meeting, rank, size, timeout_s, host or LOOPBACK, meeting_s)
     except RuntimeError as error:
         raise PeerLost(
@@ -150,6 +153,19 @@ def _gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float, host:
     return GlooGroup(backend, timeout_s)
 
 
+def _take_first_sum(backend: Backend, device: torch.device, meeting_s: float) -> None:
+    """Waits until all ranks have connected, by the clock of the host: the kernel of a sum waits for its peers for
+    ever. Aborts the group and raises PeerLost if they have not."""
+    ends_at = time.monotonic() + meeting_s
+    work = backend.allreduce([torch.zeros(1, device=device)])
+    while not work.is_completed():
+        if time.monotonic() > ends_at:
+            backend.abort()
+            raise PeerLost(f"a peer has not connected in {meeting_s:g} s")
+        time.sleep(_POLL_S)
+
+
+_POLL_S = 1e-3
 _NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -159,20 +175,30 @@ the coordinator finds out that a rank died, and the survivors abort their groups
 
 
 def nccl_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, symmetric: str | None = None
+    store: dist.Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout_s: float,
+    symmetric: str | None = None,
+    *,
+    meeting_s: float = 60.0,
 ) -> Group:
-    """Connects at once, because the first collective may run inside a graph capture.
+    """Connects at once, because the first collective may run inside a graph capture; PeerLost after about `meeting_s`.
 
-    `symmetric` names a meeting over symmetric memory, if there is to be one.
+    `symmetric` names a meeting over symmetric memory, if there is to be one. NCCL's calls return while it connects, so
+    that a peer which died is waited for no longer than that; a call that blocks would wait for ever (NVIDIA/nccl#289).
     """
-    for name, value in _NCCL_SETTINGS.items():
+    for name, value in (_NCCL_SETTINGS | {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(meeting_s))}).items():
         os.environ.setdefault(name, value)
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
+    options.config.blocking = 0
     torch.cuda.set_device(device)
     backend = dist.ProcessGroupNCCL(store, rank, size, options)
     backend._set_sequence_number_for_group()
     backend.eager_connect_single_device(device)
+    _take_first_sum(backend, device, meeting_s)
     return NcclGroup(backend, meet(store, rank, size, device, symmetric) if symmetric else None)

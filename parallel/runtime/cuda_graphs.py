@@ -24,7 +24,10 @@ from parallel.model.decoder import Decoder
 from parallel.model.layers.attention import PassPlan
 
 MOST_GRAPHS = 256
-"""Graphs that are kept; the one that was used longest ago goes first. Each takes some MiB of the device."""
+"""Graphs that are kept, or more if a longer list is captured at the start; the one that was used longest ago goes
+first. Each takes some MiB of the device."""
+MOST_OTHERS = 64
+"""Of these, graphs of shapes that are not in the list."""
 _capturing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 """By device: PyTorch captures one graph at a time. Held without waiting for the device or for another rank, so that
 ranks that are threads cannot wait for each other in a circle."""
@@ -106,6 +109,10 @@ class CapturedPasses:
 
     def __len__(self) -> int:
         return len(self._captured)
+
+    def expect(self, num_graphs: int) -> None:
+        """So many are about to be captured, and stay while others are."""
+        self._most = max(self._most, num_graphs + MOST_OTHERS)
 
     def forward(
         self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()

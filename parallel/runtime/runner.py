@@ -108,6 +108,7 @@ class ModelRunner(DecoderRunner):
 
         passes, chains = list[GraphShape](), list[ChainShape]()
         kinds = [kind for kind, is_wanted in ((True, graphs.of_every_row), (False, graphs.of_last_rows)) if is_wanted]
+        self._passes.expect(len(graphs.passes) * len(kinds) + len(graphs.chains))
         for shape in graphs.passes:
             numbers = example_rows(shape)
             gave = [gives_graph(numbers, partial(feed_pass, numbers, kind)) for kind in kinds]

@@ -12,10 +12,13 @@ from typing import ClassVar
 import pytest
 import torch
 
+from actors.coordinator.membership import RECALL_LIMIT_S
 from actors.protocol.membership import Alive, Bridge, Join, PassFailed, Ready, Recall, Stop
 from actors.protocol.messages import DraftBatch, FeatureExport, ProposalBatch, VerifyBatch
+from actors.roles import bridge as bridge_module
 from actors.roles.bridge import FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
+from actors.worker import factory
 from actors.worker.heartbeat import Heartbeat
 from actors.worker.rank_loop import CHECK_S, RankLoop
 from parallel.comm.group import SINGLE, NcclGroup, PeerLost
@@ -356,6 +359,30 @@ def test_a_recall_ends_a_transfer_that_waits_for_the_other_end_of_the_bridge():
     thread.join(WAIT_S)
     assert not thread.is_alive() and ("ready", 0, 2) in log
     assert not [entry for entry in log if entry[0] == "sent"]
+
+
+def test_a_recall_ends_both_groups_at_once():
+    """The end of the ranks' group waits for a kernel of the bridge here, as for one that a lost node left behind."""
+    nccl, across, log = Nccl(), Nccl(), []
+    bridge, _ = bridge_over(across, 1)
+    nccl.abort = lambda: nccl.ended.set() if across.ended.wait(WAIT_S) else None
+    role = Stuck(nccl, None)
+    spec = SimpleNamespace(role="target", rank=0, incarnation=3, identity="target-0", device="cuda:0")
+    link = Script([Join(1, 0), VerifyBatch(1, after=0, items=(1,)), Recall(2)], log)
+    groups = [NcclGroup(nccl), SINGLE]
+    loop = RankLoop(
+        spec, link, lambda *_: groups.pop(0), lambda *_: (role, FACTS), lambda _: None, lambda: False, bridge
+    )
+    thread = threading.Thread(target=loop.serve, daemon=True)
+    thread.start()
+    assert role.begun.wait(WAIT_S)
+    loop.interrupt(Recall(2))
+    assert nccl.ended.is_set() and across.ended.is_set()
+    thread.join(WAIT_S)
+
+
+def test_a_meeting_ends_before_a_recall_that_it_ignores_kills_its_rank():
+    assert max(factory.NCCL_MEETING_S, factory.MEETING_S, bridge_module.MEETING_S) < RECALL_LIMIT_S
 
 
 def test_a_process_whose_sums_cannot_be_aborted_does_not_outlive_its_epoch():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +20,16 @@ from parallel.comm.rendezvous import connect_store, interface_of, join, nccl_gro
 class Options:
     _timeout = None
 
+    def __init__(self):
+        self.config = SimpleNamespace(blocking=None)
+
 
 class Nccl:
     """In place of `ProcessGroupNCCL`."""
 
     def __init__(self, store, rank, size, options):
         self.made_of = store, rank, size, options._timeout
+        self.blocking = options.config.blocking
         self.calls = []
 
     def rank(self):
@@ -38,6 +44,18 @@ class Nccl:
     def eager_connect_single_device(self, device):
         self.calls.append(device)
 
+    has_peers = True
+
+    def allreduce(self, tensors):
+        self.calls.append("first sum")
+        return SimpleNamespace(is_completed=lambda: self.has_peers)
+
+    def abort(self):
+        ABORTED.append(self)
+
+
+ABORTED = []
+
 
 @pytest.fixture
 def on_gpus(monkeypatch):
@@ -48,7 +66,9 @@ def on_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", seen["set"].append)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     monkeypatch.setattr(rendezvous, "meet", lambda *place: seen["met"].append(place) or "buffer")
-    for name in (*rendezvous._NCCL_SETTINGS, "NCCL_SOCKET_IFNAME"):
+    on_host = functools.partial(torch.zeros, device="cpu")
+    monkeypatch.setattr(torch, "zeros", lambda size, device: on_host(size))
+    for name in (*rendezvous._NCCL_SETTINGS, "TORCH_NCCL_NONBLOCKING_TIMEOUT", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return seen
@@ -61,9 +81,20 @@ def test_a_group_of_gpus_connects_at_once_on_its_device(on_gpus, asked, index, s
     group = nccl_group("store", 1, 4, torch.device(asked), 7.0, symmetric)
     assert isinstance(group, NcclGroup) and (group.rank, group.size) == (1, 4)
     assert group._backend.made_of == ("store", 1, 4, timedelta(seconds=7))
-    assert group._backend.calls == ["numbered", device] and on_gpus["set"] == [device]
+    assert group._backend.calls == ["numbered", device, "first sum"] and group._backend.blocking == 0
+    assert on_gpus["set"] == [device]
     assert on_gpus["met"] == ([] if symmetric is None else [("store", 1, 4, device, "target-3")])
     assert group.is_abortable == (symmetric is None)
+
+
+def test_a_meeting_of_gpus_without_a_peer_ends(on_gpus, monkeypatch):
+    """In NCCL itself, whose calls return meanwhile, and in the kernel of the first sum."""
+    monkeypatch.setattr(Nccl, "has_peers", False)
+    ABORTED.clear()
+    with pytest.raises(PeerLost, match="could not meet all 2 ranks in 0.05 s"):
+        join(store_in_memory().store, "target", 3, 0, 2, torch.device("cuda:0"), meeting_s=0.05)
+    assert len(ABORTED) == 1 and ABORTED[0].blocking == 0
+    assert int(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == 1
 
 
 def test_processes_do_not_end_with_their_collectives(on_gpus, monkeypatch):
@@ -76,14 +107,14 @@ def test_processes_do_not_end_with_their_collectives(on_gpus, monkeypatch):
 @pytest.mark.parametrize(("symmetric", "name"), [(False, None), (True, "draft-4")])
 def test_ranks_on_gpus_meet_under_their_names(monkeypatch, symmetric, name):
     made = []
-    monkeypatch.setattr(rendezvous, "nccl_group", lambda *place: made.append(place) or "group")
+    monkeypatch.setattr(rendezvous, "nccl_group", lambda *place, meeting_s: made.append((*place, meeting_s)) or "group")
     monkeypatch.setattr(rendezvous, "interface_of", {"10.0.0.7": "eth3"}.get)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     store = dist.HashStore()
     assert join(store, "draft", 4, 1, 2, "cuda:0", 9.0, "10.0.0.7", symmetric=symmetric) == "group"
     ((meeting, *place),) = made
-    assert place == [1, 2, torch.device("cuda:0"), 9.0, name] and os.environ["NCCL_SOCKET_IFNAME"] == "=eth3"
+    assert place == [1, 2, torch.device("cuda:0"), 9.0, name, 9.0] and os.environ["NCCL_SOCKET_IFNAME"] == "=eth3"
     meeting.set("key", "value")
     assert store.get("e4/draft/key") == b"value"
     join(store, "draft", 4, 1, 2, "cuda:0", 9.0, "10.0.0.8")

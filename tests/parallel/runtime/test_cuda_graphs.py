@@ -11,7 +11,7 @@ import torch
 
 from parallel.comm.group import NcclGroup, PeerLost
 from parallel.kv.pass_plan import Span
-from parallel.runtime.cuda_graphs import _capturing
+from parallel.runtime.cuda_graphs import MOST_GRAPHS, MOST_OTHERS, _capturing
 from parallel.runtime.graph_list import GraphList, graph_shapes
 from parallel.runtime.profiling import PassClock, TimedGroup, watch
 from parallel.runtime.runner import captured_facts, open_model
@@ -174,6 +174,17 @@ def test_graphs_are_few_and_the_one_used_longest_ago_goes(llama, twin):
         model.forward([Span(0, size)], TOKENS[:size])
         model.close(0)
     assert len(passes) == len(twin.live) == 2 and twin.num_captures == 4
+
+
+def test_a_long_list_stays_whole(llama, twin):
+    """As that for drafts of 64 nodes and 64 sequences, which has more graphs than are kept otherwise."""
+    model = open_model(llama.path, num_slots=64, backend="padded")
+    passes = capture_passes(model)
+    passes._most = 3
+    captured_facts(model, GraphList(graph_shapes(4, 4, 2048)))
+    assert len(passes) == len(twin.live) == twin.num_captures == 10
+    both = 2 * len(graph_shapes(64, 65, 2048))  # with the logits of all rows, and of the last ones
+    assert both > MOST_GRAPHS > MOST_OTHERS
 
 
 def test_the_list_is_captured_at_the_start_and_later_passes_find_it(llama, twin):
