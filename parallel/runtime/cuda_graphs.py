@@ -27,7 +27,7 @@ MOST_GRAPHS = 256
 """Graphs that are kept, or more if a longer list is captured at the start; the one that was used longest ago goes
 first. Each takes some MiB of the device."""
 MOST_OTHERS = 64
-"""Of these, graphs of shapes that are not in the list."""
+"""Graphs of shapes that are not in the list, of all that are kept."""
 _capturing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 """By device: PyTorch captures one graph at a time. Held without waiting for the device or for another rank, so that
 ranks that are threads cannot wait for each other in a circle."""
