@@ -51,19 +51,34 @@ _STACKS = {
     "decoder_ffn_dim": 48,
     "init_std": 0.3,
 }
+_T5 = {
+    "d_model": 32,
+    "d_kv": 12,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 0,
+    "initializer_factor": 2.0,
+}
 ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "Marian": _STACKS | {"scale_embedding": True, "activation_function": "swish", "decoder_start_token_id": 2},
     "Bart": _STACKS | {"decoder_start_token_id": 1},
+    "T5": _T5,
 }
 """Families with an encoder: their whole shape but for the vocabulary and the number of positions."""
-_MODELS = {"Marian": "MarianMTModel", "Bart": "BartForConditionalGeneration"}
+_MODELS = {"Marian": "MarianMTModel", "Bart": "BartForConditionalGeneration", "T5": "T5ForConditionalGeneration"}
 
 
 def tiny_encoder_decoder(family: str, seed: int, **shape: Any) -> Any:
     """A model of transformers with random weights, strong ones, whose outputs repeat little. The end token is 0."""
     ends = {"eos_token_id": 0, "pad_token_id": 0, "bos_token_id": 0, "forced_eos_token_id": 0}
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**ends | ENCODER_DECODERS[family] | shape)
+    shape, family = ends | ENCODER_DECODERS[family] | shape, family.partition(" ")[0]
+    if family == "T5":
+        shape["n_positions"] = shape.pop("max_position_embeddings")
+    config = getattr(transformers, f"{family}Config")(**shape)
     model = getattr(transformers, _MODELS[family])(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -79,6 +79,8 @@ def end_tensors(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
         yield from ((name, shape) for name, shape, _ in _norm(config, config.names.embedding_norm))
     if config.head_bias:
         yield config.names.head_bias, (1, config.vocab_size)
+    if config.relative_bias is not None:
+        yield f"{config.names.relative_bias}.weight", (config.relative_bias.num_buckets, config.num_heads)
     if config.rope is None and config.positions == "learned":
         yield f"{config.names.positions}.weight", (config.max_positions + config.position_offset, config.hidden_size)
 

@@ -61,6 +61,18 @@ class CheckpointNames:
     router: str = ""
     experts: str = ""
     head_bias: str = ""
+    relative_bias: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeBias:
+    """A bias of every head's scores by the distance of key and query, in `num_buckets` (arXiv 1910.10683, section 2.1):
+    near distances have buckets of their own, further ones share them, up to `max_distance`. In an encoder, whose rows
+    see later ones (`both_ways`), half of the buckets are theirs."""
+
+    num_buckets: int
+    max_distance: int
+    both_ways: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +100,7 @@ class DecoderConfig:
 
     With an `encoder`, rows also attend to what it makes of a source, between their own attention and the MLP. It is a
     stack of blocks with the same embedding, whose rows all see each other. A text starts with `text_start`.
+    `head_scale` multiplies what the head reads.
     """
 
     vocab_size: int
@@ -127,6 +140,8 @@ class DecoderConfig:
     positions: Positions = "learned"
     embedding_norm: bool = False
     head_bias: bool = False
+    head_scale: float | None = None
+    relative_bias: RelativeBias | None = None
     encoder: DecoderConfig | None = None
     text_start: tuple[int, ...] = ()
 

@@ -102,6 +102,17 @@ class DecoderFields(TypedDict, total=False):
     intermediate_size: Size | None
     ffn_dim: Size | None
     d_model: Size
+    d_kv: Annotated[int, Meta(ge=1, le=2**14)]
+    d_ff: Size
+    num_layers: Layers
+    num_decoder_layers: Layers | None
+    num_heads: Heads
+    n_positions: Positions | None
+    relative_attention_num_buckets: Annotated[int, Meta(ge=4, le=2**12)]
+    relative_attention_max_distance: Annotated[int, Meta(ge=2, le=2**20)]
+    feed_forward_proj: str | None
+    layer_norm_epsilon: Annotated[float, Meta(ge=0, lt=1)]
+    scale_decoder_outputs: bool
     encoder_layers: Layers
     decoder_layers: Layers
     encoder_attention_heads: Heads

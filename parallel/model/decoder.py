@@ -22,6 +22,7 @@ from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.input_rows import InputRows
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rope, Rotation
+from parallel.model.layers.score_bias import ScoreBias
 from parallel.model.layers.weight import Layer, Shard, Stored, TensorOptions, Weight
 from parallel.model.partition import LayerLayout
 
@@ -75,6 +76,10 @@ class Decoder(Layer):
         self.rope = config.rope and Rope(config.rope, config.head_dim, dtype, device)
         self.local_rope = config.local_rope and Rope(config.local_rope, config.head_dim, dtype, device)
         self._input_rows = InputRows(config, self.embedding, **options)
+        self.bias: ScoreBias | None = None
+        if config.relative_bias is not None:
+            assert layout is None, "ranks that divide the layers of a model have no bias of its scores"
+            self.bias = ScoreBias(config.relative_bias, names.relative_bias, config.num_heads, group, **options)
         self.encoder: Encoder | None = None
         if config.encoder is not None:
             assert layout is None, "ranks that divide the layers of a model have no encoder"
@@ -111,7 +116,7 @@ class Decoder(Layer):
     def attention_shape(self) -> AttentionShape:
         config, ranks = self.config, self.attention_ranks
         group = config.num_heads // ranks // config.local_kv_heads(ranks)
-        return AttentionShape(group, config.window, config.attention_scale, config.attention_softcap)
+        return AttentionShape(group, config.window, config.attention_scale, config.attention_softcap, self.bias)
 
     def forward(self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()) -> tuple[Tensor, tuple[Tensor, ...]]:
         """token_ids [T] -> final hidden states [T, H] and, for every tap i, the residual stream [T, H] after i layers.
@@ -165,6 +170,8 @@ class Decoder(Layer):
 
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> logits [N, `num_logits`], on every rank."""
+        if self.config.head_scale is not None:
+            hidden = hidden * self.config.head_scale
         logits, softcap = self.lm_head.logits(hidden), self.config.logit_softcap
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
@@ -183,6 +190,8 @@ class Decoder(Layer):
         names = self.config.names
         yield from self.embedding.shards()
         yield from self._input_rows.shards()
+        if self.bias is not None:
+            yield from self.bias.shards()
         if self.encoder is not None:
             yield from self.encoder.shards()
         num_real = self.config.num_layers - self.config.stretch

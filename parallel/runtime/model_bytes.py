@@ -94,7 +94,10 @@ def weight_bytes(
     names = config.names
     count = item_bytes * -(-config.vocab_size // ranks) * config.head_bias
     for stack in (config, *([] if config.encoder is None else [config.encoder])):
-        count += item_bytes * sum(math.prod(shape) for name, shape in end_tensors(stack) if name != names.head_bias)
+        split = (names.head_bias, f"{stack.names.relative_bias}.weight")
+        count += item_bytes * sum(math.prod(shape) for name, shape in end_tensors(stack) if name not in split)
+        if stack.relative_bias is not None:
+            count += item_bytes * stack.relative_bias.num_buckets * stack.num_heads // ranks
         count += item_bytes * stack.max_positions * stack.hidden_size * (stack.positions == "sinusoidal")
         num_held = held if stack is config else stack.num_layers
         count += _block_bytes(stack, parts, num_held, item_bytes, weights, quantized, quantization)

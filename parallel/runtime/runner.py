@@ -61,7 +61,7 @@ class ModelRunner(DecoderRunner):
         self, decoder: Decoder, pool: KVPool, *, backend: str | None = None, graphs: bool | None = None
     ) -> None:
         super().__init__(decoder, PooledSequences(pool))
-        backend = default_backend(pool) if backend in (None, "auto") else backend
+        backend = default_backend(pool, decoder.attention_shape()) if backend in (None, "auto") else backend
         can_capture = decoder.device.type == "cuda" and backend in CAPTURED
         config, shape = decoder.config, decoder.attention_shape()
         if graphs is None:
@@ -211,8 +211,10 @@ CAPTURED = ("triton", "padded")
 """Backends whose passes can be captured as CUDA graphs."""
 
 
-def default_backend(pool: KVPool) -> str:
+def default_backend(pool: KVPool, shape: AttentionShape | None = None) -> str:
     """The name of the attention backend that is fastest for this pool."""
+    if shape is not None and shape.bias is not None:
+        return "sdpa"
     if pool.keys.device.type == "cuda":
         return "triton" if SplitKVBackend.runs(pool) else "padded"
     return "ragged" if RaggedBackend.runs(pool) else "sdpa"
@@ -223,6 +225,8 @@ def make_backend(
 ) -> PaddedBackend | SdpaBackend | RaggedBackend | SplitKVBackend:
     """The attention backend of this name; ValueError if it is unknown or cannot serve the pool. With "triton" the norms
     and the gates of `layers` use Triton's kernels too."""
+    if shape.bias is not None and name != "sdpa":
+        raise ValueError(f"backend={name!r}: this model adds a bias to its scores, which only 'sdpa' does; use 'auto'")
     if name == "triton":
         if not SplitKVBackend.runs(pool):
             raise ValueError("backend='triton' needs a CUDA device, Triton and a C compiler; use 'padded' or 'sdpa'")

@@ -14,6 +14,7 @@ from parallel.model.families.llama import llama
 from parallel.model.families.mistral import mistral, mixtral
 from parallel.model.families.opt import opt
 from parallel.model.families.qwen import qwen2, qwen3, qwen3_moe
+from parallel.model.families.t5 import t5
 from parallel.model.quantization import read_quantization
 
 FAMILIES: dict[str, Callable[[HfConfig], DecoderConfig]] = {
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Callable[[HfConfig], DecoderConfig]] = {
 ENCODER_DECODERS: dict[str, Callable[[HfConfig], DecoderConfig]] = {
     "BartForConditionalGeneration": bart,
     "MarianMTModel": marian,
+    "T5ForConditionalGeneration": t5,
 }
 """The same for those with an encoder."""
 MOST_EXPERTS = 2**17

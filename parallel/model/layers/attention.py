@@ -18,17 +18,20 @@ from parallel.kv.pass_plan import SpanRows
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.norm import Norm
 from parallel.model.layers.rope import Rotation, rotate
+from parallel.model.layers.score_bias import ScoreBias
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """What all attention layers of a model share: `group` query heads per KV head, the sliding window of the layers
-    that have one, the factor of the scores (None: 1/sqrt(head_dim)) and the bound on them (None: unbounded)."""
+    that have one, the factor of the scores (None: 1/sqrt(head_dim)), the bound on them (None: unbounded) and what is
+    added to them for the distance of a key."""
 
     group: int
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    bias: ScoreBias | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

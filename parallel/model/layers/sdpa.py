@@ -19,6 +19,7 @@ from parallel.kv.pass_plan import SpanRows, TableRead
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, capped_attention
 from parallel.model.layers.rope import Rotation
+from parallel.model.layers.score_bias import ScoreBias
 from parallel.transfers import to_device, upload
 
 _FOLDED_ROWS = 32
@@ -166,12 +167,21 @@ class SdpaBackend:
         folded = rows.num_rows <= _FOLDED_ROWS
         chain = rows.pending.is_chain
         causal = chain and not folded and rows.num_rows == len(rows.slots) and shape.softcap is None
-        if not causal and not (chain and rows.num_rows == 1):
+        if shape.bias is not None:
+            causal, mask = False, self._biased(shape.bias, rows)
+        elif not causal and not (chain and rows.num_rows == 1):
             mask = self._mask(rows, None, folded=folded)
         window_mask = mask
         if shape.window is not None and rows.context + max(rows.pending.depths) >= shape.window:
             window_mask = self._mask(rows, shape.window, folded=folded)
         return SdpaSpan(rows.rows, keys, values, slots, mask, window_mask, folded, causal)
+
+    def _biased(self, bias: ScoreBias, rows: SpanRows) -> Tensor:
+        """The mask with the bias of every head, [heads, 1, rows, L]: a KV head has one query head."""
+        assert self._shape.group == 1, "a bias is of one head"
+        keys = np.concatenate((np.arange(rows.context), np.array(rows.pending.depths) + rows.context))
+        distances = upload(keys[None] - np.array(rows.positions())[:, None], self._device)
+        return (bias.of(distances) + self._mask(rows, None, folded=False))[:, None]
 
     def _mask(self, rows: SpanRows, window: int | None, *, folded: bool) -> Tensor:
         """Zero where a row sees a key, else minus infinity. A window is a number of positions, not of rows."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from parallel.kernels.attention import has_attention
 from parallel.kv.pass_plan import Span
+from parallel.model.checkpoint import tensor_headers
 from parallel.model.families import registry
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import weight_bytes
@@ -15,14 +18,24 @@ from tests.families import ENCODER_DECODERS, tiny_encoder_decoder
 from tests.parallel.backends import EVERY_BACKEND
 
 SOURCES = [[5, 6, 7, 8, 9, 0], [40, 3, 0], [11, *range(20, 50), 0]]
+T5_FIELDS = {"feed_forward_proj", "scale_decoder_outputs", "relative_attention_num_buckets", "d_kv"}
 TEXT = [2, 11, 12, 13, 60, 61, 9]
 
 
-@pytest.fixture(scope="module", params=ENCODER_DECODERS)
+@pytest.fixture(scope="module", params=[*ENCODER_DECODERS, "T5, version 1.1"])
 def saved(request, tmp_path_factory):
-    model = tiny_encoder_decoder(request.param, 0, vocab_size=97, max_position_embeddings=64)
-    path = tmp_path_factory.mktemp("checkpoint")
+    family, _, is_later = request.param.partition(", ")
+    later = {"feed_forward_proj": "gated-gelu", "initializer_factor": 1.0} if is_later else {}
+    shape = {"vocab_size": 97, "max_position_embeddings": 64} | later
+    model, path = tiny_encoder_decoder(family, 0, **shape), tmp_path_factory.mktemp("checkpoint")
+    if is_later:  # which has a head of its own, that is not scaled
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(97, 32) * 0.3)
+        model.config.scale_decoder_outputs = False
     model.save_pretrained(path)
+    if is_later:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+        assert "lm_head.weight" in tensor_headers(path)
     return path, model
 
 
@@ -45,13 +58,17 @@ def feed(runner, source, chunks, seq_id: int | str = 0):
 
 
 def test_every_encoder_decoder_has_a_row():
-    named = {model for model in registry.ENCODER_DECODERS if not model.startswith("T5")}
-    assert named == {"MarianMTModel", "BartForConditionalGeneration"} and not set(registry.FAMILIES) & named
+    named = {"MarianMTModel", "BartForConditionalGeneration", "T5ForConditionalGeneration"}
+    assert set(registry.ENCODER_DECODERS) == named and len(ENCODER_DECODERS) == 3 and not set(registry.FAMILIES) & named
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_logits_are_those_of_transformers(saved, backend):
     path, model = saved
+    if read_config(path).relative_bias is not None and backend != "sdpa":
+        with pytest.raises(ValueError, match="adds a bias to its scores, which only 'sdpa' does"):
+            open_model(path, num_slots=80, backend=backend)
+        return
     runner = open_model(path, num_slots=80, backend=backend)
     for source in SOURCES:
         expected = reference(model, source)
@@ -91,7 +108,7 @@ def test_sequences_of_a_pass_read_their_own_sources_and_so_do_trees_and_those_th
 
 
 @pytest.mark.skipif(not has_attention(), reason="bits of a row depend on those beside it without a compiler")
-@pytest.mark.parametrize("family", ENCODER_DECODERS)
+@pytest.mark.parametrize("family", ["Marian", "Bart"])
 def test_a_row_is_the_same_to_the_bit_alone_in_a_batch_and_in_chunks(family, tmp_path):
     """But for PyTorch's other activations, whose last bit depends on the place in a vector."""
     shape = {"vocab_size": 97, "max_position_embeddings": 64, "activation_function": "relu"}
@@ -150,9 +167,14 @@ def test_both_stacks_are_stored_in_a_smaller_type(saved, weights):
         ({"decoder_start_token_id": 97}, "decoder_start_token_id=97: is no token"),
         ({"decoder_attention_heads": 5}, "d_model=32: must be divided"),
         ({"activation_function": "gelu_new"}, "activation_function='gelu_new'"),
+        ({"feed_forward_proj": "gated-relu"}, "feed_forward_proj='gated-relu'"),
+        ({"scale_decoder_outputs": False}, "write tie_word_embeddings=false if the checkpoint has lm_head.weight"),
+        ({"relative_attention_num_buckets": 6}, "relative_attention_num_buckets=6: must be a multiple of 4"),
+        ({"d_kv": None}, "lacks d_kv|d_kv"),
     ],
 )
 def test_what_we_cannot_run_is_named(change, message):
-    hf = ENCODER_DECODERS["Marian"] | {"vocab_size": 97, "max_position_embeddings": 64}
+    family, name = ("T5", "T5ForConditionalGeneration") if T5_FIELDS & set(change) else ("Marian", "MarianMTModel")
+    hf = ENCODER_DECODERS[family] | {"vocab_size": 97, "max_position_embeddings": 64}
     with pytest.raises(ValueError, match=message):
-        read_config(hf | {"architectures": ["MarianMTModel"]} | change)
+        read_config(hf | {"architectures": [name]} | change)

@@ -129,7 +129,7 @@ def test_lines_are_corrupted_alike_for_equal_seeds(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tiny_checkpoint, tmp_path_factory) -> tuple[Path, Path]:
-    target, run = tiny_checkpoint("Bart", seed=7), tmp_path_factory.mktemp("specdec")
+    target, run = tiny_checkpoint("Bart", seed=70), tmp_path_factory.mktemp("specdec")
     text = run / "pairs.jsonl"
     text.write_text("\n".join(json.dumps({"source": f"def f{i}(x): return {i}"}) for i in range(24)))
     steps = dict(steps=12, batch_tokens=400, continuation_length=12, options={"block": 6, "mask_token": 2})
