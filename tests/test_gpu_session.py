@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,8 @@ def session():
 def test_every_step_measures_something_and_the_report_shows_it(session, tmp_path):
     """All but those that import every library, start an engine or run tests."""
     machine = session.Machine("cpu", tiny=True)
-    steps = [name for name in session.STEPS if name not in ("environment", "kernels", "engine", "tests")]
+    left_out = ("environment", "kernels", "engine", "tests-kernels", "tests-parallel", "tests-actors")
+    steps = [name for name in session.STEPS if name not in left_out]
     for name in steps:
         session.run_step(name, tmp_path, machine)
         record = json.loads((tmp_path / f"{name}.json").read_text())
@@ -45,6 +47,49 @@ def test_a_step_that_fails_is_named_and_the_others_go_on(session, tmp_path, monk
     session.run_step("gemm", tmp_path, None)
     record = json.loads((tmp_path / "gemm.json").read_text())
     assert record["status"] == "failed: RuntimeError: CUDA error: an illegal memory access" and record["rows"]
+
+
+def test_a_wrong_kernel_is_named(session, tmp_path, monkeypatch):
+    """The control: one row of attention is taken for another."""
+    kernels = session.session_kernels
+    run = kernels.AttentionPass.run
+    monkeypatch.setattr(kernels.AttentionPass, "run", lambda one: run(one).roll(1, 0))
+    session.run_step("exact", tmp_path, session.Machine("cpu", tiny=True))
+    record = json.loads((tmp_path / "exact.json").read_text())
+    assert record["status"].startswith(
+        "failed: ArithmeticError: 2 of the kernels are wrong: attention 2 x 40, tree of 5"
+    )
+    assert [row["right"] for row in record["rows"] if row["kernel"] == "attention"] == [False, False]
+
+
+def test_the_step_of_tests_fails_as_pytest_does(session, tmp_path, monkeypatch):
+    machine = session.Machine("cpu", tiny=True)
+    for code, status in ((0, "done"), (5, "done"), (1, "failed: RuntimeError: pytest ended with 1: 1 failed")):
+        done = SimpleNamespace(stdout="FAILED a\n1 failed\n", stderr="", returncode=code)
+        monkeypatch.setattr(session.subprocess, "run", lambda *_, done=done, **__: done)
+        session.run_step("tests-actors", tmp_path, machine)
+        assert json.loads((tmp_path / "tests-actors.json").read_text())["status"] == status
+
+
+def test_what_a_machine_lacks_is_said_before_the_first_step(session, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(session, "find_spec", lambda name: None if name in ("zmq", "hydra") else name)
+    keys = [
+        "session.py",
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--steps",
+        "engine,exact",
+        "--seconds",
+        "0",
+    ]
+    monkeypatch.setattr(sys, "argv", keys)
+    assert session.main() == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "engine: cannot run here without zmq, hydra; install them from their wheels"
+    )
 
 
 @pytest.mark.slow  # the steps as processes: each imports PyTorch

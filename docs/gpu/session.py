@@ -1,13 +1,14 @@
 """The first session on a GPU as one program: what the machine reaches, and what the engine reaches of it.
 
-    python docs/gpu/session.py --out gpu-session            # all steps, about 28 minutes on one GPU
-    python docs/gpu/session.py --out gpu-session --steps passes-8b,tests --seconds 560
+    python docs/gpu/session.py --out gpu-session            # all steps, about 45 minutes on one GPU
+    python docs/gpu/session.py --out gpu-session --steps exact,attention,passes-8b --seconds 560
     python docs/gpu/session.py --out /tmp/tiny --device cpu --tiny
 
 Every step is a process of its own with a budget of seconds, so that one that hangs or breaks its CUDA context costs
 only itself. A step's rows go to OUT/STEP.json as they are measured; OUT/session.md is a table of each. Steps whose file
-is complete are not run again, so that a session may be cut into several calls. Needs PyTorch, numpy and this
-repository: no Ray, no network, no checkpoint but the bundled pair, no weights but random ones.
+is complete are not run again, so that a session may be cut into several calls; already the first ones decide something.
+Needs PyTorch, numpy, safetensors and this repository: no Ray, no network, no checkpoint but the bundled pair, and no
+weights but random ones. What further packages single steps need (`NEEDS`) is said before the first begins.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+
+from docs.gpu import session_kernels, session_rounds  # noqa: E402
 
 Row = dict[str, Any]
 
@@ -52,6 +56,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", rope_theta=1e6, rms_norm_eps=1e-6)
     | dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
     | dict(intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True),
+    # a quarter of the layers of a mixture with 30B parameters, of which a token uses 3B
+    "mixture": LLAMA
+    | ROPE
+    | dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", rope_theta=1e6, rms_norm_eps=1e-6)
+    | dict(hidden_size=2048, num_hidden_layers=12, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
+    | dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True)
+    | dict(intermediate_size=6144, vocab_size=151936, decoder_sparse_step=1, mlp_only_layers=[]),
     # what one of eight tensor-parallel ranks computes, without its collectives
     "70b-of-8": LLAMA
     | ROPE
@@ -61,9 +72,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16) | dict(
     intermediate_size=96, vocab_size=512
 )
-GRID = [(1, 1024, 1), (1, 1024, 8), (1, 32768, 8), (8, 1024, 1), (8, 1024, 6), (64, 1024, 1), (64, 1024, 6)]
+GRID = [(1, 1024, 1), (1, 1024, 8), (1, 2048, 32), (1, 32768, 8), (16, 2048, 1), (16, 2048, 6), (64, 1024, 6)]
 """Sequences, committed rows of each, rows of each in the pass."""
 TINY_GRID = [(1, 40, 1), (2, 40, 3)]
+NEEDS = {
+    "engine": ("msgspec", "zmq", "hydra", "omegaconf"),
+    "round": ("msgspec",),
+    "sampling": ("msgspec",),
+    "tests-parallel": ("pytest", "hypothesis"),
+    "tests-actors": ("pytest", "hypothesis", "msgspec", "zmq", "hydra"),
+}
+"""Packages beside PyTorch, NumPy and safetensors without which a step cannot run."""
 CHAIN = 8
 """Steps of a chain, measured where a pass has one row of each sequence."""
 GEMM_ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
@@ -80,6 +99,11 @@ class Machine:
         self.dtype = torch.bfloat16 if self.on_cuda else torch.float32
         self.repeats = 3 if tiny else 30
         use_device(self.device)
+
+    @staticmethod
+    def tiny_of(shape: dict[str, Any]) -> dict[str, Any]:
+        few = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+        return TINY | (few if "num_experts" in shape else {})
 
     def wait(self) -> None:
         if self.on_cuda:
@@ -123,20 +147,31 @@ class Machine:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
-    def runner(self, shape: dict[str, Any], num_slots: int, dtype: torch.dtype | None = None, **options: Any) -> Any:
-        """A model of this shape with random weights, made on the device."""
+    def runner(
+        self,
+        shape: dict[str, Any],
+        num_slots: int,
+        dtype: torch.dtype | None = None,
+        pool: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """A model of this shape with random weights and KV rows, made on the device; `pool` are options of the pool."""
         from parallel.model.decoder import Decoder
         from parallel.model.families.registry import read_config
         from parallel.runtime.profiling import fill_at_random
         from parallel.runtime.runner import ModelRunner
 
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(shape | (TINY if self.tiny else {})))
+            (Path(folder) / "config.json").write_text(json.dumps(shape | (self.tiny_of(shape) if self.tiny else {})))
             config = read_config(Path(folder))
         with torch.inference_mode():
             decoder = Decoder(config, device=self.device, dtype=dtype or self.dtype)
             fill_at_random(decoder)
-            return ModelRunner(decoder, decoder.make_pool(num_slots), **options)
+            kept = decoder.make_pool(num_slots, **(pool or {}))
+            for rows in (kept.keys, kept.values):
+                for layer in rows:
+                    layer.copy_(torch.randn(layer.shape, device=self.device))
+            return ModelRunner(decoder, kept, **options)
 
 
 # --- the steps --------------------------------------------------------------------------------------------------------
@@ -236,6 +271,16 @@ def passes(machine: Machine, name: str) -> Iterator[Row]:
     yield from _measured(machine, runner, grid, rate)
 
 
+def fp8_rows(machine: Machine) -> Iterator[Row]:
+    """Passes of the 8B shape over keys and values in FP8."""
+    from parallel.kv.pool import FP8
+
+    grid = TINY_GRID if machine.tiny else [(1, 32768, 8), (16, 2048, 6)]
+    num_slots = max(count * (context + max(rows, CHAIN)) for count, context, rows in grid)
+    options = {"stored": FP8, "scales": None} if machine.on_cuda else {}
+    yield from _measured(machine, machine.runner(SHAPES["8b"], num_slots, pool=options), grid, machine.copy_rate())
+
+
 def ragged(machine: Machine) -> Iterator[Row]:
     """One long request beside 63 short ones, which padding to the longest would make as expensive."""
     count, short, long = (4, 20, 100) if machine.tiny else (64, 1024, 32768)
@@ -262,7 +307,7 @@ def _measured(
         for index in range(count):
             runner.open(index)
             runner.pool.reserve(index, length := longest if longest and not index else context)
-            runner.pool.commit(index, range(length))  # of zeros: the time does not depend on them
+            runner.pool.commit(index, range(length))
         committed = (count - 1) * context + (longest or context)
         bytes_read = weights + committed * 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
         spans = [Span(index, rows, num_logits=rows) for index in range(count)]
@@ -435,21 +480,33 @@ def engine(machine: Machine) -> Iterator[Row]:
         }
 
 
-def tests(machine: Machine) -> Iterator[Row]:
-    """The tests that need a GPU."""
-    files = ["tests/parallel/runtime/test_cuda.py"] if machine.tiny else ["tests/parallel", "tests/actors"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "gpu or multi_gpu", *files]
+_PASSED, _NO_TESTS = 0, 5
+
+
+def tests(machine: Machine, folder: str) -> Iterator[Row]:
+    """The tests that need a GPU, and those of Triton's kernels, which run on it where there is one."""
+    files = ["tests/parallel/runtime/test_cuda.py"] if machine.tiny else [f"tests/{folder}"]
+    marks = "gpu or multi_gpu or not slow" if folder == "parallel/kernels" else "gpu or multi_gpu"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", marks, *files]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = found.stdout.strip().splitlines()
     yield from ({"line": line} for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED")))
     yield {"line": lines[-1] if lines else found.stderr.strip()[-200:]}
+    if found.returncode not in (_PASSED, _NO_TESTS):
+        raise RuntimeError(f"pytest ended with {found.returncode}: {lines[-1] if lines else found.stderr[-200:]}")
 
 
 STEPS: dict[str, tuple[int, Callable[[Machine], Iterator[Row]]]] = {
     "environment": (60, environment),
+    "exact": (120, session_kernels.exact),
     "tokens": (90, tokens),
+    "attention": (180, session_kernels.attention),
     "passes-8b": (240, lambda machine: passes(machine, "8b")),
     "passes-1b": (90, lambda machine: passes(machine, "1b")),
+    "round": (120, lambda machine: session_rounds.round_of_two(machine, SHAPES)),
+    "prompts": (120, lambda machine: session_rounds.prompts(machine, SHAPES["8b"])),
+    "mixture": (120, lambda machine: passes(machine, "mixture")),
+    "fp8-rows": (90, fp8_rows),
     "passes-0.6b": (90, lambda machine: passes(machine, "0.6b")),
     "passes-70b-of-8": (120, lambda machine: passes(machine, "70b-of-8")),
     "ragged": (90, ragged),
@@ -459,12 +516,20 @@ STEPS: dict[str, tuple[int, Callable[[Machine], Iterator[Row]]]] = {
     "sampling": (60, sampling),
     "loader": (60, loader),
     "engine": (180, engine),
-    "tests": (300, tests),
+    "tests-kernels": (300, lambda machine: tests(machine, "parallel/kernels")),
+    "tests-parallel": (300, lambda machine: tests(machine, "parallel")),
+    "tests-actors": (300, lambda machine: tests(machine, "actors")),
 }
 """Name -> its budget in seconds, and the step; the most wanted first."""
 
 
 # --- the session ------------------------------------------------------------------------------------------------------
+
+
+def missing(steps: list[str]) -> dict[str, list[str]]:
+    """By step, the packages that it needs and this machine lacks."""
+    lacking = {name: [one for one in NEEDS.get(name, ()) if find_spec(one) is None] for name in steps}
+    return {name: packages for name, packages in lacking.items() if packages}
 
 
 def run_step(name: str, out: Path, machine: Machine) -> None:
@@ -518,6 +583,11 @@ def main() -> int:
     wanted = options.steps.split(",") if options.steps else list(STEPS)
     if unknown := [name for name in wanted if name not in STEPS]:
         parser.error(f"--steps: {', '.join(unknown)} unknown; there are {', '.join(STEPS)}")
+    for name, packages in missing(wanted).items():
+        print(
+            f"{name}: cannot run here without {', '.join(packages)}; install them from their wheels",
+            flush=True,
+        )
     deadline = time.monotonic() + options.seconds
     for name in wanted:
         file, budget = options.out / f"{name}.json", STEPS[name][0]
