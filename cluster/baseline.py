@@ -65,9 +65,9 @@ class PlainEngine(Apart):
         """Where its ranks are; waits until it has started. Raises what its start raises."""
         return self.call("places")
 
-    def serve(self, prompts: Sequence[Prompt], sampling: SamplingParams, concurrency: int) -> Run:
+    def serve(self, prompts: Sequence[Prompt], sampling: SamplingParams, concurrency: int, salt: str = "") -> Run:
         """As `serve_prompts`, which says nothing of single requests until all have ended."""
-        return self.call("serve", prompts, sampling, concurrency)
+        return self.call("serve", prompts, sampling, concurrency, salt)
 
 
 class _PlainDecoder:
@@ -79,8 +79,8 @@ class _PlainDecoder:
     def places(self) -> list[RankPlacement]:
         return self._engine.places
 
-    def serve(self, prompts: Sequence[Prompt], sampling: SamplingParams, concurrency: int) -> Run:
-        return serve_prompts(self._engine, prompts, sampling, speculate=False, concurrency=concurrency)
+    def serve(self, prompts: Sequence[Prompt], sampling: SamplingParams, concurrency: int, salt: str) -> Run:
+        return serve_prompts(self._engine, prompts, sampling, speculate=False, concurrency=concurrency, cache_salt=salt)
 
     def close(self) -> None:
         self._engine.close()

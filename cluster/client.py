@@ -172,9 +172,10 @@ class Client:
         file that it edits: `drafter=copy` drafts from it. Of the requests of this client that wait, one of lower
         `priority` comes first; 10 s of waiting make up for 1. The text follows `grammar`, which is compiled here first,
         if it is new. KV rows of texts that begin alike are shared between this client's requests with the same
-        `cache_salt`. `logprobs` asks for the log-probability of each generated token and of so many of the likeliest
-        ones there, `prompt_logprobs` for the same at the prompt's tokens: `Completion.logprobs` and
-        `Completion.prompt_logprobs`, log-softmax of the target's logits before sampling parameters and grammars apply.
+        `cache_salt`, and so is what drafters remember of ended ones. `logprobs` asks for the log-probability of each
+        generated token and of so many of the likeliest ones there, `prompt_logprobs` for the same at the prompt's
+        tokens: `Completion.logprobs` and `Completion.prompt_logprobs`, log-softmax of the target's logits before
+        sampling parameters and grammars apply.
         Raises ValueError for an invalid token, sampling parameter, name, bound or grammar, EngineError once the engine
         has failed. A prompt that does not fit the target's context is not sent: its completion has failed.
         """

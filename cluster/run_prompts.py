@@ -24,12 +24,14 @@ def serve_prompts(
     speculate: bool,
     concurrency: int,
     phase: str = "",
+    cache_salt: str = "",
     on_finished: Callable[[Served], None] = lambda _: None,
 ) -> Run:
     """Complete all prompts, `concurrency` at a time (0: all at once); a failed request does not end the others.
 
     Each prompt may name its drafter; without `speculate` all are decoded plainly. `phase` labels the run in the
-    metrics. Ctrl-C aborts the requests in flight; the run is then `interrupted`.
+    metrics. With a `cache_salt` of its own a run finds no rows and no drafts of those before it. Ctrl-C aborts the
+    requests in flight; the run is then `interrupted`.
     """
     run = Run()
     live: dict[int, Completion] = {}
@@ -37,9 +39,8 @@ def serve_prompts(
     def complete(index: int, prompt: Prompt) -> Served:
         error = None
         try:
-            live[index] = engine.submit(
-                prompt.content, sampling, drafter=prompt.drafter if speculate else PLAIN_DECODING
-            )
+            drafter = prompt.drafter if speculate else PLAIN_DECODING
+            live[index] = engine.submit(prompt.content, sampling, drafter=drafter, cache_salt=cache_salt)
             if run.interrupted:  # submitted after the loop below aborted the others
                 live[index].abort()
             live[index].result()

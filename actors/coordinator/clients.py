@@ -14,7 +14,7 @@ import itertools
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from actors.protocol.messages import Request, Tokens
+from actors.protocol.messages import SCOPE_BYTES, Request, Tokens
 from actors.transport.channel import Hub
 from actors.transport.keys import peer_of
 
@@ -29,14 +29,13 @@ MOST_OF_OWNER = 100_000
 """The same for the owner, whose jobs submit all their prompts at once."""
 MOST_TOKENS = 1 << 23
 """Tokens that came with their requests in flight, the owner's excepted: about 300 MB at the coordinator."""
-_SCOPE_BYTES = 7
 _REMEDY = "submit this one again once some have ended"
 
 
 def scope_of(client: str) -> int:
     """The scope of the clients with the same key: the same at every coordinator, and 0 for the owner."""
     peer = peer_of(client)
-    return 0 if peer == CLIENT else int.from_bytes(blake2b(peer.encode(), digest_size=_SCOPE_BYTES).digest())
+    return 0 if peer == CLIENT else int.from_bytes(blake2b(peer.encode(), digest_size=SCOPE_BYTES).digest())
 
 
 def num_tokens(request: Request) -> int:

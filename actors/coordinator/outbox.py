@@ -45,6 +45,7 @@ class Outbox:
                 sequence.request.logprobs,
                 sequence.logprobs.prompt_asked(sequence.num_generated),
                 sequence.request.source,
+                sequence.request.memory_scope,
             )
         )
         sequence.num_admissions += 1

@@ -56,7 +56,7 @@ class Context:
     vocab_size: int | None = None  # of the drafter; tokens beyond it are clamped
     drafter: str | None = None  # the one that the request names, of those that the drafter consists of
     rows_scope: Hashable = None  # KV rows of its text may be shared within it; None: not
-    scope: int = 0  # of the client; what is remembered of ended requests is kept apart by it
+    scope: int = 0  # of the client and its `cache_salt`; what is remembered of ended requests is kept apart by it
     reference: tuple[int, ...] = ()  # a text of the request that its output may follow
     source: tuple[int, ...] = ()  # what the target's encoder reads; empty where it has none
 
@@ -75,7 +75,7 @@ class Context:
             vocab_size=vocab_size,
             drafter=admit.drafter,
             rows_scope=None if admit.rows_scope is None else (life, *admit.rows_scope),
-            scope=admit.scope,
+            scope=admit.memory_scope,
             reference=_clamped(admit.reference, vocab_size),
             source=_clamped(admit.source, vocab_size),
         )

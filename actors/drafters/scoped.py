@@ -1,4 +1,4 @@
-"""What a drafter remembers of ended requests, kept apart for every client.
+"""What a drafter remembers of ended requests, kept apart for every client and `cache_salt`.
 
 A draft shows in the acceptance of the one who asked, so a memory that clients share tells each of them what others
 have read. Knows neither clients nor tokens.
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 Memory = TypeVar("Memory")
 
 MOST_SCOPES = 8
-"""Clients whose memories are kept: that of the one that drafted longest ago is dropped for another."""
+"""Memories that are kept: the one that was used longest ago is dropped for another."""
 
 
 class Share(StrEnum):

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
+from hashlib import blake2b
 from math import isfinite
 from typing import Any
 
@@ -74,6 +75,8 @@ MOST_PRIORITY = 100
 
 LONGEST_SALT = 128
 """Characters of a `cache_salt`."""
+SCOPE_BYTES = 7
+"""Of the number of a client, or of a client and `cache_salt`."""
 
 PLAIN_DECODING = "none"
 """In place of a drafter's name: decode plainly, whatever the engine's pipeline is."""
@@ -187,7 +190,7 @@ class Request:
     the end token with which it ends. `logprobs` asks for the log-probability of each generated token and of so many of
     the likeliest ones there, `prompt_logprobs` for those of the prompt's tokens; None for none.
 
-    KV rows are shared with requests of the same client and `cache_salt`.
+    KV rows are shared with requests of the same client and `cache_salt`, and so is what drafters remember.
 
     A client that misses tokens sends the request again, with those it has: `generated`. A repetition does no harm.
     `request_id` is a number of the client's own; the coordinator replaces it by one of its own, and sets `scope`, the
@@ -212,6 +215,14 @@ class Request:
     @property
     def speculates(self) -> bool:
         return self.drafter != PLAIN_DECODING
+
+    @property
+    def memory_scope(self) -> int:
+        """Another number for every client and `cache_salt`."""
+        if not self.cache_salt:
+            return self.scope
+        salted = f"{self.scope}:{self.cache_salt}".encode("utf-8", "surrogatepass")
+        return int.from_bytes(blake2b(salted, digest_size=SCOPE_BYTES).digest())
 
     def check(
         self,
@@ -436,7 +447,8 @@ class Admit:
     `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice. `drafter`,
     `source`, `reference` and `grammar` are those of the request, and so are `logprobs` and `prompt_logprobs`, as far as
     they are not known yet. Requests of one client have one `scope`, which roles do not know otherwise. KV rows are
-    shared between requests with the same scope and `cache_salt`; None: not with any.
+    shared between requests with the same scope and `cache_salt`; None: not with any. What drafters remember of ended
+    requests is shared within `memory_scope`.
     """
 
     request_id: int
@@ -453,6 +465,7 @@ class Admit:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     source: tuple[int, ...] = ()
+    memory_scope: int = 0
 
     @property
     def speculates(self) -> bool:

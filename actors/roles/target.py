@@ -46,7 +46,7 @@ class TargetContext:
     prompt_len: int
     sampling: SamplingParams
     speculates: bool = True
-    scope: int = 0
+    memory_scope: int = 0
     is_masked: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -166,7 +166,7 @@ class TargetRole:
             admit.prompt_len,
             admit.sampling,
             admit.speculates,
-            admit.scope,
+            admit.memory_scope,
             is_masked=admit.grammar is not None,
             logprobs=admit.logprobs,
             prompt_logprobs=admit.prompt_logprobs,
@@ -209,7 +209,7 @@ class TargetRole:
             context.num_fed,
             item.proposal,
             drafts_follow=exports or item.num_draft_tokens > 0,
-            scope=context.scope,
+            scope=context.memory_scope,
             is_masked=context.is_masked,
             logprobs=context.logprobs,
             prompt_logprobs=context.prompt_logprobs,

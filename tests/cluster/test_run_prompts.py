@@ -58,12 +58,14 @@ class ScriptedEngine:
         self.in_flight: set[ScriptedCompletion] = set()
         self.most_in_flight = 0
         self.submitted: list[tuple[object, str | None]] = []
+        self.salts: list[str] = []
         self.num_resets = 0
         self.winds_down = False
         self.phases: list[str] = []
         self._lock = threading.Lock()
 
-    def submit(self, content, sampling, *, drafter):
+    def submit(self, content, sampling, *, drafter, cache_salt):
+        self.salts.append(cache_salt)
         if self.dead:
             raise EngineError("target-0: died")
         with self._lock:
@@ -98,8 +100,9 @@ def serve(engine: Any, concurrency: int, **more):
 def test_a_prompt_may_name_its_drafter_unless_all_are_decoded_plainly(speculate, expected):
     prompts = [Prompt("a", drafter="ngram"), Prompt("b")]
     engine: Any = ScriptedEngine(waits_for=1)
-    serve_prompts(engine, prompts, SamplingParams(), speculate=speculate, concurrency=1)
+    serve_prompts(engine, prompts, SamplingParams(), speculate=speculate, concurrency=1, cache_salt="mine")
     assert engine.submitted == [*zip(["a", "b"], expected, strict=True)]
+    assert engine.salts == ["mine", "mine"]
 
 
 @pytest.mark.parametrize(("concurrency", "most"), [(1, 1), (2, 2), (0, 6)])
@@ -204,8 +207,8 @@ def test_what_is_submitted_behind_an_interrupt_is_aborted_too():
     class SlowEngine(ScriptedEngine):
         ending = threading.Event()
 
-        def submit(self, content, sampling, *, drafter):
-            completion = super().submit(content, sampling, drafter=drafter)
+        def submit(self, content, sampling, *, drafter, cache_salt):
+            completion = super().submit(content, sampling, drafter=drafter, cache_salt=cache_salt)
             if content in self.endless:
                 assert self.ending.wait(GIVE_UP_S)
                 time.sleep(0.05)  # in which those known are aborted

@@ -207,7 +207,7 @@ class ChildLevel:
                 context.prompt_len,
                 context.sampling,
                 admission,
-                scope=context.scope,
+                memory_scope=context.scope,
                 reference=context.reference,
                 source=context.source,
             )

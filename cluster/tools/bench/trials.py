@@ -3,7 +3,8 @@
 Settings take turns within a repeat, and the sides of a setting swap places from repeat to repeat, so that a machine
 that warms up or slows down affects all sides alike. An idle engine waits on a socket and costs memory alone, so engines
 on a CPU may all stay open and be measured in turn; GPUs, and the cores that Ray reserves, belong to one engine at a
-time. It derives no figures.
+time. A run finds nothing that earlier ones left: no rows of its prompts, and no answers to draft from. It derives no
+figures.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cluster.baseline import PlainEngine, describe, needs_own_engine
 from cluster.config.jobs import BenchConfig
@@ -112,13 +114,14 @@ class SettingTrials:
         """What plain decoding runs on."""
         return describe((self.plain or self.engine).places, own_engine=self.plain is not None)
 
-    def serve(self, side: str, task: BenchTask) -> Run:
-        """Raises EngineError if a request failed, KeyboardInterrupt."""
+    def serve(self, side: str, task: BenchTask, salt: str) -> Run:
+        """`salt` is another one for every run. Raises EngineError if a request failed, KeyboardInterrupt."""
+        prompts, sampling, batch = task.prompts, task.sampling, task.setting.batch
         if side == PLAIN and self.plain is not None:
-            run = self.plain.serve(task.prompts, task.sampling, task.setting.batch)
+            run = self.plain.serve(prompts, sampling, batch, salt)
         else:
-            speculate, batch = side == SPECULATIVE, task.setting.batch
-            run = serve_prompts(self.engine, task.prompts, task.sampling, speculate=speculate, concurrency=batch)
+            how: dict[str, Any] = {"speculate": side == SPECULATIVE, "concurrency": batch, "cache_salt": salt}
+            run = serve_prompts(self.engine, prompts, sampling, **how)
         all_completed(run)
         return run
 
@@ -135,6 +138,7 @@ class TrialRunner:
         self.described: dict[str, dict[str, object]] = {}
         self._config = config
         self._prompts = prompts
+        self._num_runs = 0
 
     def __enter__(self) -> TrialRunner:
         return self
@@ -179,7 +183,8 @@ class TrialRunner:
         for each, task in tasks:
             trial: Trial = {}
             for side in (SPECULATIVE, PLAIN) if swapped else (PLAIN, SPECULATIVE):
-                trial[side] = each.serve(side, task)
+                self._num_runs += 1
+                trial[side] = each.serve(side, task, f"run {self._num_runs}")
             each.resident_bytes = resident_bytes(each.engine.ready)
             for peer in self.peers.values():
                 for side, key in peer.sides(task).items():

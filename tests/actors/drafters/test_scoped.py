@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from actors.coordinator.outbox import Outbox
+from actors.coordinator.sequence import Sequence
 from actors.drafters.adjacency.aded import AdedDrafter
 from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
 from actors.drafters.adjacency.recycling import RecyclingDrafter
@@ -14,7 +17,7 @@ from actors.drafters.interface import Context
 from actors.drafters.lookup.maxgram import MaxgramDrafter, MaxgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafter, SuffixDrafterConfig
 from actors.drafters.scoped import MOST_SCOPES, ScopedMemory, Share
-from actors.protocol.messages import HASH_SEED, Admit, Commit, SamplingParams, TopTokens, extend_hash
+from actors.protocol.messages import HASH_SEED, Admit, Commit, Request, SamplingParams, TopTokens, extend_hash
 
 DRAFTERS = {
     "suffix": lambda share: SuffixDrafter(SuffixDrafterConfig(share=share)),
@@ -27,7 +30,7 @@ ANN, BOB, EVE = 0, 7, 8
 
 
 def admitted(drafter, number: int, scope: int, token_ids: tuple[int, ...]) -> Context:
-    context = Context.admitted(Admit(number, 0, token_ids, len(token_ids), SamplingParams(), scope=scope), None)
+    context = Context.admitted(Admit(number, 0, token_ids, len(token_ids), SamplingParams(), memory_scope=scope), None)
     drafter.open(context)
     return context
 
@@ -101,5 +104,18 @@ def test_rows_of_several_clients_are_kept_apart():
 
 
 def test_the_scope_of_a_request_reaches_its_context():
-    context = Context.admitted(Admit(1, 0, (3, 4), 2, SamplingParams(), scope=5), None)
+    context = Context.admitted(Admit(1, 0, (3, 4), 2, SamplingParams(), scope=6, memory_scope=5), None)
     assert context.scope == 5 and context.prefix_hash == extend_hash(HASH_SEED, (3, 4))
+
+
+def test_what_is_remembered_is_kept_apart_by_clients_and_salts():
+    """As KV rows are; without a salt it is the client's, for which its fair share is counted too."""
+    requests = [Request(1, (3,), scope=scope, cache_salt=salt) for scope in (0, 5) for salt in ("", "a", "b")]
+    outbox = Outbox()
+    for request in requests:
+        outbox.admit(Sequence.start(replace(request, request_id=len(outbox.known)), 64))
+    admits, _, _ = outbox.flush()
+    assert [admit.scope for admit in admits] == [0, 0, 0, 5, 5, 5]
+    scopes = [admit.memory_scope for admit in admits]
+    assert scopes[0] == 0 and scopes[3] == 5 and len(set(scopes)) == 6
+    assert all(0 <= scope < 1 << 63 for scope in scopes)

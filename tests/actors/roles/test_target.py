@@ -148,9 +148,9 @@ def test_likely_tokens_come_with_their_pass_or_with_the_next_record(open_role, i
 def test_a_request_that_returns_is_known_as_it_was_admitted(open_role, following):
     """Each field its own value; of a text that is fed, no more than is there."""
     role, sampling = open_role(), SamplingParams(max_tokens=11, seed=5)
-    admit = Admit(3, 8, LONG, 2, sampling, admission=6, drafter="none", scope=9)
+    admit = Admit(3, 8, LONG, 2, sampling, admission=6, drafter="none", memory_scope=9)
     answer = answered(role, VerifyBatch(1, (admit,), items=(VerifyItem(3, 99),)))
     context = role.contexts[3]
     assert (context.epoch, context.token_ids, context.prompt_len) == (8, [*LONG], 2)
-    assert (context.sampling, context.speculates, context.scope, context.num_fed) == (sampling, False, 9, 7)
+    assert (context.sampling, context.speculates, context.memory_scope, context.num_fed) == (sampling, False, 9, 7)
     assert answer.verdicts == (Verdict(3, 8, 7, (), (following(*LONG),)),)

@@ -62,7 +62,7 @@ def admission(number):
 def test_a_text_is_admitted_with_all_that_belongs_to_it():
     port = Port()
     batch = posted(opened(port), port, ([5, 6, 1], 3))
-    assert batch.admits == (Admit(7, 3, (5, 6, 1), 2, SAMPLING, admission(0), scope=9),)
+    assert batch.admits == (Admit(7, 3, (5, 6, 1), 2, SAMPLING, admission(0), memory_scope=9),)
     assert (batch.round, batch.commits, batch.releases, batch.orders) == (1, (), (), (DraftOrder(7, 3),))
 
 
@@ -144,7 +144,7 @@ def test_a_child_that_came_back_without_state_is_sent_all():
     child.release(8)
     port.epoch = 1
     batch = posted(child, port, (7, [5, 6, 1], 1))
-    assert batch.releases == () and batch.admits == (Admit(7, 3, (5, 6, 1), 2, SAMPLING, admission(1), scope=9),)
+    assert batch.releases == () and batch.admits == (Admit(7, 3, (5, 6, 1), 2, SAMPLING, admission(1), memory_scope=9),)
     assert port.num_polls == 2
     assert not posted(child, port, (7, [5, 6, 1, 2], 1)).admits
 

@@ -34,6 +34,7 @@ class Bench:
 
     def __init__(self, tiny_launch, monkeypatch) -> None:
         self.calls: list[Any] = []
+        self.salts: list[str] = []
         self.said: list[str] = []
         self.num_steps = 0
         self.engines = {batch: SimpleNamespace(ready=f"ranks of {batch}", places=[batch]) for batch in (1, 2)}
@@ -61,8 +62,9 @@ class Bench:
     def _advance(self) -> None:
         self.num_steps += 1
 
-    def _serve(self, engine, prompts, sampling, *, speculate, concurrency) -> Run:
+    def _serve(self, engine, prompts, sampling, *, speculate, concurrency, cache_salt) -> Run:
         assert engine is self.engines[concurrency] and sampling is GREEDY
+        self.salts.append(cache_salt)
         self.calls.append(("speculative" if speculate else "plain", concurrency, len(prompts)))
         failed = [Served(4, Prompt("x"), error="lost")] if self.fails(len(self.calls)) else []
         return Run(failed, float(len(self.calls)))
@@ -101,10 +103,12 @@ def test_sides_swap_from_repeat_to_repeat_and_settings_take_turns(bench):
     assert found == [[(5, 6), (10, 9), (13, 14)], [(7, 8), (12, 11), (15, 16)]]
     assert [each.resident_bytes for each in runner.measured] == [{"ranks of 1": 14}, {"ranks of 2": 16}], "the latest"
     assert [each.engine.ready for each in runner.measured] == ["ranks of 1", "ranks of 2"]
+    assert all(bench.salts) and len({*bench.salts}) == len(bench.calls) == 16, "no run finds what another one left"
 
 
 def test_plain_decoding_runs_in_an_engine_of_its_own_where_there_is_one(bench):
-    def serve(prompts, sampling, concurrency) -> Run:
+    def serve(prompts, sampling, concurrency, salt) -> Run:
+        bench.salts.append(salt)
         bench.calls.append(("alone", concurrency, len(prompts)))
         return Run([], float(len(bench.calls)))
 
@@ -112,6 +116,7 @@ def test_plain_decoding_runs_in_an_engine_of_its_own_where_there_is_one(bench):
     bench.run(warmup=0, repeats=2)
     even = [("plain", 1, 3), ("speculative", 1, 3), ("alone", 2, 3), ("speculative", 2, 3)]
     assert bench.calls == [*even, even[1], even[0], even[3], even[2]]
+    assert all(bench.salts) and len({*bench.salts}) == 8, "no run finds rows or answers of another"
 
 
 def test_a_peer_is_opened_once_and_does_once_what_settings_have_in_common(bench):
