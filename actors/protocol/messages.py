@@ -76,7 +76,7 @@ MOST_PRIORITY = 100
 LONGEST_SALT = 128
 """Characters of a `cache_salt`."""
 SCOPE_BYTES = 7
-"""Of the number of a client, or of a client and `cache_salt`."""
+"""Bytes of the number of a client, or of a client and a `cache_salt`."""
 
 PLAIN_DECODING = "none"
 """In place of a drafter's name: decode plainly, whatever the engine's pipeline is."""
