@@ -30,6 +30,10 @@ class RowLimits:
         """Committed rows of a sequence, at most, after a commit."""
         return self.sinks + self.window + self.page - 1
 
+    def most_with(self, chunk: int, drafted: int) -> int:
+        """Rows, committed or not, where passes feed up to `chunk` rows of text and drafts have up to `drafted`."""
+        return self.most + max(chunk, drafted) + drafted
+
     def recent(self, num_rows: int) -> np.ndarray:
         """Indices of these among so many."""
         first = max(self.sinks, num_rows - self.window)

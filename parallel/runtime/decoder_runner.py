@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import Span, SpanRows, logit_rows
+from parallel.kv.pass_plan import Span, SpanRows, TableRead, logit_rows
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.kv.sequences import PooledSequences
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
-from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.attention import PassPlan, ReadPlan
 from parallel.runtime.cuda_graphs import StepChoice
 from parallel.runtime.graph_list import GraphList
 from parallel.runtime.interface import PassOutput, Runner
@@ -122,6 +122,11 @@ class DecoderRunner(Runner):
     @abstractmethod
     def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
         """The plan of a pass over rows that are laid out; the head reads those `wanted`."""
+        ...
+
+    @abstractmethod
+    def plan_reads(self, reads: Sequence[TableRead]) -> ReadPlan:
+        """The plan of queries over rows of its pool, which writes nothing."""
         ...
 
     @abstractmethod

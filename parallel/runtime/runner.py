@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import Span, SpanRows, logit_rows, source_reads
+from parallel.kv.pass_plan import Span, SpanRows, TableRead, logit_rows, source_reads
 from parallel.kv.pool import FP8, KVPool, SeqId
 from parallel.kv.sequences import PooledSequences
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import HeadRows
 from parallel.model.decoder import Decoder
 from parallel.model.families.registry import read_config
-from parallel.model.layers.attention import AttentionShape, PassPlan
+from parallel.model.layers.attention import AttentionShape, PassPlan, ReadPlan
 from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.linear import ColumnLinear
 from parallel.model.layers.norm import RMSNorm
@@ -149,6 +149,9 @@ class ModelRunner(DecoderRunner):
         if self.config.encoder is not None:
             plan.source = self._backend.plan_reads(source_reads(self.pool, rows))
         return plan
+
+    def plan_reads(self, reads: Sequence[TableRead]) -> ReadPlan:
+        return self._backend.plan_reads(reads)
 
     def _plan_chain(self, spans: Sequence[Span], num_steps: int) -> list[PassPlan]:
         """Plans of passes of one row of each sequence, one after the other, all of one shape."""

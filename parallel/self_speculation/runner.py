@@ -15,12 +15,12 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import Span, SpanRows
+from parallel.kv.pass_plan import Span, SpanRows, TableRead
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.kv.sequences import PooledSequences
 from parallel.model.layer_plan import LayerPlan
-from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.attention import PassPlan, ReadPlan
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.interface import PassOutput
 from parallel.self_speculation.resuming import KeptRows, ResumingRunner
@@ -131,6 +131,9 @@ class SelfDraftRunner(DecoderRunner):
 
     def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
         return self.target.plan_rows(rows, wanted)
+
+    def plan_reads(self, reads: Sequence[TableRead]) -> ReadPlan:
+        return self.target.plan_reads(reads)
 
     def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
         return self.target.run(plan, token_ids, taps)

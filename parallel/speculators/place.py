@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from parallel.comm.group import Group
 from parallel.kv.pool import KVPool
+from parallel.kv.row_limits import RowLimits
 from parallel.model.checkpoint import Shape
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder, pack_weights
@@ -25,7 +26,8 @@ class SpeculatorPlace:
 
     Matrices are stored as `weights`, None for `dtype`. `target_layers` is 0 if that is not known. `target` is the
     target itself, on whose layers a `SelfDraftRunner` can draft; None where the speculator has ranks of its own.
-    `reads_fused`: the target's features come fused (`SpeculatorConfig.fuser`).
+    `reads_fused`: the target's features come fused (`SpeculatorConfig.fuser`). `slots_of_windows`: KV rows that are
+    enough where every sequence keeps a window of them.
     """
 
     tables: Decoder
@@ -37,10 +39,16 @@ class SpeculatorPlace:
     target_layers: int = 0
     target: DecoderRunner | None = None
     reads_fused: bool = False
+    slots_of_windows: Callable[[RowLimits], int] | None = None
 
     @property
     def options(self) -> TensorOptions:
         return TensorOptions(dtype=self.dtype, device=self.device)
+
+    def keeping(self, limits: RowLimits) -> SpeculatorPlace:
+        """With room for so many rows of every sequence."""
+        slots = self.num_slots if self.slots_of_windows is None else self.slots_of_windows(limits)
+        return replace(self, num_slots=min(self.num_slots, slots))
 
     def its_target(self, directory: Path, method: str) -> DecoderRunner:
         """The target; ValueError, one line, if it is not there."""

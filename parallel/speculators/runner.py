@@ -39,6 +39,8 @@ class SpeculatorRunner(Runner):
     """
 
     self_draft: SelfDraftRunner | None = None
+    kv_bytes = 0
+    """Bytes of the rows that it keeps, where its record's `bytes_per_slot` does not say; else 0."""
 
     def __init__(self, config: SpeculatorConfig, tables: Decoder) -> None:
         self.speculator = config

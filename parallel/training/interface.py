@@ -51,6 +51,8 @@ class TargetBatch:
     """The target's embedding: tokens -> `[..., hidden]`. Frozen."""
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys after RoPE and values of each of the module's `kv_layers`, `[rows, KV heads, length, head size]` each."""
+    positions: Tensor | None = None
+    """int64 `[rows, length]`, of all that was computed; None: 0, 1, and so on in each row."""
     temperature: float = 0.0
     """At which held-out acceptance is measured: 0 = greedy, the rows then are the target's greedy text."""
 
@@ -79,6 +81,8 @@ class Speculator(nn.Module, ABC):
     """Layers of the target, from 0, whose keys and values it reads."""
     num_draft_tokens: int = 1
     """Depths it is trained for."""
+    reach: int = 0
+    """Positions that offsets of the later tokens of a row reach, at most; 0: none is moved."""
 
     @abstractmethod
     def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:

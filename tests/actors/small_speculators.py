@@ -13,6 +13,7 @@ from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.speculators.block.training import BlockOptions
 from parallel.speculators.config import FINAL
 from parallel.speculators.exits.training import ExitOptions
+from parallel.speculators.glide.training import GlideOptions
 from parallel.speculators.streams.training import StreamsOptions
 from parallel.training.interface import TargetBatch, TargetShape
 
@@ -53,6 +54,8 @@ def train_speculator(recipe, target, drafter: Path, folder: Path, steps: int | N
         options = replace(options, anchors=3, intermediate_size=64, base_steps=min(options.base_steps, _STEPS // 4))
     if isinstance(options, StreamsOptions):
         options = replace(options, layers=min(options.layers, 1), skip=0, prune_rank=4 * (options.layers > 0))
+    if isinstance(options, GlideOptions):
+        options = replace(options, window=9)  # below the length of texts: rows leave it
     if isinstance(options, ExitOptions):
         options = replace(options, exit=1)
     if isinstance(options, DistillOptions):

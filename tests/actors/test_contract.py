@@ -105,7 +105,7 @@ DRAFTERS = {
 _HEADS = "medusa", "blockwise", "hydra", "rnn", "mlp", "lstm"
 _STREAMS = "streaming", "mask_lora", "s3d"
 _EXITS = "kangaroo", "eesd"
-_LAYERS = "eagle", "eagle3", "eagle3.1", "mtp", "p_eagle", "chimera", "glide"
+_LAYERS = "eagle", "eagle3", "eagle3.1", "mtp", "p_eagle", "chimera", "glide", "longspec"
 _BLOCKS = "dflash", "dspark", "dflash2", "domino"
 SPECULATORS = {
     recipe: SpeculatorDrafterConfig(path=recipe, num_draft_tokens=5)

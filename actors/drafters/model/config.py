@@ -563,7 +563,7 @@ class ModelDrafterConfig(LearningDrafterConfig):
         from parallel.kv.row_limits import RowLimits
 
         drafted = max(self.num_draft_tokens, self.ahead_width * self.depth)
-        most = RowLimits(self.sinks, self.window).most + max(scheduler.prefill_chunk, drafted) + drafted
+        most = RowLimits(self.sinks, self.window).most_with(scheduler.prefill_chunk, drafted)
         return min(most, longest) if longest else most
 
     def translated_models(self) -> list[str]:

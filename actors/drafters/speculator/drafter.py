@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from actors.drafters.config import DraftSetup, ModelOptions
     from actors.drafters.online.drafter import OnlineDrafter
     from actors.drafters.speculator.config import SpeculatorDrafterConfig
+    from actors.options import SchedulerConfig
+    from parallel.kv.row_limits import RowLimits
     from parallel.runtime.decoder_runner import DecoderRunner
     from parallel.speculators.fusing import TapFuser
 
@@ -102,7 +105,16 @@ def build_speculator_drafter(
     copied = config.table_bytes(target, setup.group.size, device) if target_runner is None else 0
     reads_fused = target_runner is None and record.travels_fused
     place = SpeculatorPlace(
-        tables, setup.group, device, dtype, num_slots, weights, num_layers, target_runner, reads_fused
+        tables,
+        setup.group,
+        device,
+        dtype,
+        num_slots,
+        weights,
+        num_layers,
+        target_runner,
+        reads_fused,
+        partial(_slots_of_windows, config, setup.scheduler),
     )
     runner = open_speculator(config.path, place)
     pace(runner, config.pace_ms)
@@ -111,7 +123,7 @@ def build_speculator_drafter(
         "method": runner.speculator.method,
         "kv_slots": num_slots,
         "weight_bytes": memory.weight_bytes + copied,
-        "kv_bytes": num_slots * memory.bytes_per_slot,
+        "kv_bytes": runner.kv_bytes or num_slots * memory.bytes_per_slot,
     }
     drafter = (
         AheadSpeculatorDrafter(runner, config, setup.model_options, setup.pipeline)
@@ -119,6 +131,12 @@ def build_speculator_drafter(
         else SpeculatorDrafter(runner, config, setup.model_options)
     )
     return (_learning(drafter, config, target.path, place) if config.online else drafter), facts
+
+
+def _slots_of_windows(config: SpeculatorDrafterConfig, scheduler: SchedulerConfig, limits: RowLimits) -> int:
+    """KV slots for all requests where each keeps so many rows."""
+    drafted = max(config.num_draft_tokens, config.depth * config.width)
+    return scheduler.max_num_seqs * limits.most_with(scheduler.prefill_chunk, drafted)
 
 
 def _learning(

@@ -1,16 +1,20 @@
-"""GliDe (arXiv 2402.02082): one decoder layer that also attends to keys and values of the target's last layer.
+"""GliDe (arXiv 2402.02082) and LongSpec (2502.17421): one decoder layer that also attends to keys and values of the
+target's last layer.
 
 A token's own row is its embedding, so rows of draft tokens are as exact as those of text. Between its attention over
 these rows and its MLP, a row attends to the target's keys and values of all positions whose features are known: those
-before the newest committed token, for every token of a draft. They arrive as features and stand in the pool as a
-second layer, at their positions' rows, where queries read them (`ReadPlan`). Attached, that is a
-second copy of one layer of the target's pool.
+before the newest committed token, for every token of a draft. On the target's ranks it reads them in the target's pool
+(`ReadPlan`); elsewhere they arrive as features and stand in the pool as a second layer, at their positions' rows.
+
+LongSpec's layer attends to its own newest 513 rows alone (its release: a window of 512 to the left), normalises the
+queries' input, has biases where the release has, and no final norm. Rows that left the window are freed where the pool
+has no rows of the target, so that the layer's memory is constant in the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -20,6 +24,7 @@ from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span, lay_out, logit_rows, table_read
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
+from parallel.kv.row_limits import RowLimits
 from parallel.model.block import Block
 from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
@@ -31,13 +36,18 @@ from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, rotate
 from parallel.model.layers.weight import Layer, Shard, TensorOptions
 from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.config import SpeculatorConfig, beside, kv_tap
+from parallel.speculators.config import TARGET_LAYERS, SpeculatorConfig, beside, kv_tap, method_of
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 from parallel.transfers import upload
 
 _OWN, _TARGETS = 0, 1
 """Layers of the pool."""
+LONGSPEC = "longspec"
+PUBLISHED_WINDOW = 513
+"""Keys of LongSpec's own attention: flash attention with a window of 512 to the left sees the row itself too."""
+_ARCHITECTURE = "GlideDecoderLayer"
+_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +66,19 @@ class GlideConfig(SpeculatorConfig):
             raise ValueError(f"(KV heads, head size) is {ours}, the target's {theirs}; they must be equal")
 
     @property
+    def is_longspec(self) -> bool:
+        return self.method == LONGSPEC
+
+    @property
+    def kv_layer(self) -> int:
+        """The layer of the target whose keys and values it reads."""
+        return kv_tap(self.taps[0])
+
+    @property
+    def window(self) -> int | None:
+        return self.block.window
+
+    @property
     def feature_size(self) -> int:
         return 2 * self.block.num_kv_heads * self.block.head_dim
 
@@ -65,6 +88,14 @@ class GlideConfig(SpeculatorConfig):
     def tensor_shapes(self) -> dict[str, Shape]:
         """Every tensor of the checkpoint."""
         hidden, queries = self.block.hidden_size, self.block.num_heads * self.block.head_dim
+        if self.is_longspec:
+            shapes = {name: shape for name, shape, _ in block_tensors(self.block)}
+            return shapes | {
+                "cross_attn.q_proj.weight": (queries, hidden),
+                "cross_attn.q_proj.bias": (queries,),
+                "cross_attn.o_proj.weight": (hidden, queries),
+                "post_self_attention_layernorm.weight": (hidden,),
+            }
         shapes: dict[str, Shape] = {
             "cross.q_proj.weight": (queries, hidden),
             "cross.o_proj.weight": (hidden, queries),
@@ -81,9 +112,11 @@ class GlideLayers(Layer):
         block.check_ranks(group.size)
         hidden, queries = block.hidden_size, block.num_heads * block.head_dim
         self.layer = Block(block, 0, _OWN, group, group, **options)
-        self.q = ColumnLinear(hidden, [("q_proj", even_rows(queries, group))], bias=False, **options)
+        self.is_longspec = config.is_longspec
+        self.q = ColumnLinear(hidden, [("q_proj", even_rows(queries, group))], bias=self.is_longspec, **options)
         self.o = RowLinear("o_proj", queries, hidden, group, bias=False, **options)
         self.norm = RMSNorm(hidden, block.norm_eps, **options)
+        """GliDe: of what the head reads; LongSpec: of what the queries of the target's keys are made from."""
         own = self.layer.attention
         assert own is not None
         self.heads = Heads(_TARGETS, own.heads.num_heads, own.heads.num_kv_heads, block.head_dim, False, None)
@@ -97,14 +130,23 @@ class GlideLayers(Layer):
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """[N, H] -> this rank's queries of the target's keys, rotated, [N, heads, head size]."""
+        x = self.norm(x) if self.is_longspec else x
         return rotate(self.q(x).view(len(x), -1, self.heads.head_dim), self.rope(positions))
 
     def finish(self, x: Tensor, crossed: Tensor) -> Tensor:
         """Rows and what their queries read of the target [N, H / ranks] -> what the head reads."""
         x = x + self.o(crossed)
-        return self.norm(x + self.layer.mlp(self.layer.norms[1](x)))
+        x = x + self.layer.mlp(self.layer.norms[1](x))
+        return x if self.is_longspec else self.norm(x)
 
     def shards(self) -> Iterator[Shard]:
+        if self.is_longspec:
+            for shard in self.layer.shards("layer"):
+                yield replace(shard, name=shard.name.removeprefix("layer."))
+            yield from self.q.shards("cross_attn")
+            yield from self.o.shards("cross_attn")
+            yield from self.norm.shards("post_self_attention_layernorm")
+            return
         yield from self.layer.shards("layer")
         yield from self.q.shards("cross")
         yield from self.o.shards("cross")
@@ -119,7 +161,13 @@ class GlideRunner(PooledRunner):
     def __init__(
         self, config: GlideConfig, layers: GlideLayers, place: SpeculatorPlace, *, backend: str | None = None
     ) -> None:
-        super().__init__(config, layers, place.tables, *place.make_pool(config.block, 2), backend)
+        self._target = place.target if _reads_in_place(config, place) else None
+        num_layers = 1 if self._target is not None else 2
+        # backends that take indices for positions keep all rows
+        drops = self._target is not None and str(place.device) == "cpu" and backend not in ("padded", "triton")
+        self._limits = RowLimits(0, config.window) if drops and config.window is not None else None
+        place = place if self._limits is None else place.keeping(self._limits)
+        super().__init__(config, layers, place.tables, *place.make_pool(config.block, num_layers), backend)
         self.layers = layers
         num_heads = config.block.num_kv_heads
         first = place.group.rank * num_heads // place.group.size
@@ -135,6 +183,23 @@ class GlideRunner(PooledRunner):
         super().close(seq_id)
         del self._num_written[seq_id]
 
+    @property
+    def kv_bytes(self) -> int:
+        return self.pool.keys.nbytes + self.pool.values.nbytes
+
+    @property
+    def drops_rows(self) -> bool:
+        return self._limits is not None
+
+    def cached_len(self, seq_id: SeqId) -> int:
+        return self.pool.text_len(seq_id)
+
+    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+        super().commit(seq_id, keep, retain)
+        limits = self._limits
+        if limits is not None and (excess := self.pool.cached_len(seq_id) - limits.window) >= limits.page:
+            self.pool.drop(seq_id, 0, excess, moved=False)
+
     def truncate(self, seq_id: SeqId, length: int) -> None:
         super().truncate(seq_id, length)
         self._num_written[seq_id] = min(self._num_written[seq_id], length)
@@ -146,7 +211,7 @@ class GlideRunner(PooledRunner):
         layers = self.layers
         plan = self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
         for span in spans:
-            self._write(span.seq_id)
+            self._read_target(span.seq_id)
         x = layers.attend(self.decoder.embedding.embed(token_ids), plan)
         positions = plan.positions[: plan.num_rows]
         if plan.logit_rows is not None:
@@ -158,6 +223,15 @@ class GlideRunner(PooledRunner):
 
     def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002
         return self.decoder.head(hidden)
+
+    def _read_target(self, seq_id: SeqId) -> None:
+        """How far the target's keys and values of the text are there."""
+        if self._target is None:
+            self._write(seq_id)
+            return
+        features = self._features[seq_id]
+        self._num_written[seq_id] = min(features.end, self._target.cached_len(seq_id))
+        features.forget(features.end)
 
     def _write(self, seq_id: SeqId) -> None:
         """Put the target's keys and values of the text into the pool, as far as its rows are there."""
@@ -178,13 +252,52 @@ class GlideRunner(PooledRunner):
     def _cross(self, asked: Sequence[tuple[SeqId, int]], queries: Tensor) -> Tensor:
         """[N, heads, head size], so many of each sequence -> what they read of the target's text, [N, heads * head
         size]; 0 if there is none."""
-        reads = [table_read(self.pool, seq_id, num_rows, self._num_written[seq_id]) for seq_id, num_rows in asked]
-        return self._backend.plan_reads(reads).read(self.layers.heads, queries)
+        pool = self.pool if self._target is None else self._target.pool
+        reads = [table_read(pool, seq_id, num_rows, self._num_written[seq_id]) for seq_id, num_rows in asked]
+        if self._target is None:
+            return self._backend.plan_reads(reads).read(self.layers.heads, queries)
+        in_place = replace(self.layers.heads, layer=self.speculator.kv_layer)
+        return self._target.plan_reads(reads).read(in_place, queries)
+
+
+def _reads_in_place(config: GlideConfig, place: SpeculatorPlace) -> bool:
+    """Whether the target's pool has what the layer reads, as the layer reads it."""
+    target = place.target
+    if target is None or target.pool.is_fp8 or target.pool.dtype != place.dtype:
+        return False
+    theirs, block, ranks = target.decoder.attention_shape(), config.block, place.group.size
+    own = block.num_heads // ranks // block.local_kv_heads(ranks), block.attention_scale, block.attention_softcap
+    return own == (theirs.group, theirs.scale, theirs.softcap)
+
+
+def is_longspec(hf: HfConfig) -> bool:
+    """The release saves the layer alone, with the config.json of its target."""
+    return any(str(name).endswith(_ARCHITECTURE) for name in hf.get("architectures") or ())
+
+
+def read_longspec(hf: HfConfig) -> GlideConfig:
+    """LongSpec as its authors publish it: the keys and values of its second attention are in the file, and unused."""
+    family = _FAMILIES.get(model_type := hf.get("model_type", ""))
+    if family is None:
+        remedy = f"use {', '.join(_FAMILIES)}"
+        raise ValueError(f"model_type={model_type!r} of a layer of LongSpec is not supported; {remedy}")
+    last = (hf.get(TARGET_LAYERS) or hf["num_hidden_layers"]) - 1
+    head_dim = hf["hidden_size"] // hf["num_attention_heads"]
+    layer = {"num_hidden_layers": 1, "use_sliding_window": False, "head_dim": head_dim}
+    return _longspec(read_config({**hf, "architectures": [family], **layer}), last, PUBLISHED_WINDOW)
+
+
+def _longspec(block: DecoderConfig, kv_layer: int, window: int) -> GlideConfig:
+    names = replace(block.names, mlp_norm="post_cross_attention_layernorm")
+    block = replace(block.with_window(window, [0]), qkv_bias=True, o_bias=False, names=names)
+    return GlideConfig(method=LONGSPEC, **beside(block), taps=(kv_tap(kv_layer),), block=block)
 
 
 def read_own(hf: HfConfig) -> GlideConfig:
-    """The record of a checkpoint that `job=train job.recipe=glide` made."""
+    """The record of a checkpoint that `job=train job.recipe=glide` or `longspec` made."""
     block = read_config(hf)
+    if method_of(hf) == LONGSPEC:
+        return _longspec(block, hf["speculator"]["kv_layer"], hf["speculator"]["window"])
     return GlideConfig(
         method="glide",
         **beside(block),

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import PendingRows, Span, SpanRows, logit_rows
+from parallel.kv.pass_plan import PendingRows, Span, SpanRows, TableRead, logit_rows
 from parallel.model.layer_plan import LayerPlan
-from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.attention import PassPlan, ReadPlan
 from parallel.runtime.cuda_graphs import StepChoice
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.graph_list import GraphList
@@ -88,6 +88,9 @@ class StreamingRunner(DecoderRunner):
 
     def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
         return self._target.plan_rows(rows, wanted)
+
+    def plan_reads(self, reads: Sequence[TableRead]) -> ReadPlan:
+        return self._target.plan_reads(reads)
 
     def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
         """A pass without streams."""

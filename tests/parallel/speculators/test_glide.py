@@ -141,3 +141,14 @@ def test_features_are_the_keys_and_values_of_all_ranks(
 def test_it_learns(one: Trained) -> None:
     check_it_learns(one.net, one.batch, num_steps=12)
     assert held_out_metrics(one.net, one.batch) == {f"accept_{depth}" for depth in range(1, STEPS + 1)} | {"length"}
+
+
+def test_a_further_stage_begins_with_the_one_before(one: Trained, tmp_path: Path) -> None:
+    options, model = GlideOptions(depths=STEPS, start=str(one.path)), one.target.model
+    continued = make_net(build, options, one.target, tmp_path / "continued", noise=0.0)
+    assert model is not None
+    for name, parameter in one.net.named_parameters():
+        assert torch.equal(continued.get_parameter(name), parameter), name
+    for start, reason in ((tmp_path / "nowhere", "nowhere"), (one.target.path, "is missing")):
+        with pytest.raises(ValueError, match=reason):
+            make_net(build, replace(options, start=str(start)), one.target, tmp_path / "none")

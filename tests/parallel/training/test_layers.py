@@ -21,6 +21,7 @@ NETS: dict[str, tuple[Any, Any]] = {
     "masks": (eagle.build, eagle.DraftLayerOptions("p_eagle", depths=3, keep=1.0)),
     "chimera": (chimera.build, chimera.ChimeraOptions(depths=2)),
     "glide": (glide.build, glide.GlideOptions(depths=1)),
+    "longspec": (glide.build, glide.GlideOptions(method="longspec", window=5, shift=2)),
     "exits": (exits.build, exits.ExitOptions("eesd", exit=1)),
     "blocks": (
         block.build,

@@ -21,6 +21,7 @@ from parallel.speculators.config import FINAL
 from parallel.training.interface import TargetBatch, TargetShape
 
 ROWS_PER_PASS = 16
+MOST_ANCHORS = 4
 """Rows of one pass of the target: its memory does not grow with the batch."""
 
 
@@ -81,8 +82,10 @@ class FrozenTarget:
         taps: Sequence[int],
         kv_layers: Sequence[int] = (),
         cache_bytes: int = 0,
+        reach: int = 0,
     ) -> None:
-        """Keep up to `cache_bytes` of what was computed; rows are the same while the object lives."""
+        """Keep up to `cache_bytes` of what was computed; rows are the same while the object lives. `reach`: positions
+        of each row are moved (`offset_positions`)."""
         self.rows = rows
         self._model = model
         self._taps = sorted({*taps, FINAL})
@@ -91,6 +94,10 @@ class FrozenTarget:
         self._free = cache_bytes
         self._kept: dict[int, list[Tensor]] = {}
         self._mask = rows.mask()
+        self._positions: Tensor | None = None
+        if reach:
+            num_rows, length = rows.tokens.shape
+            self._positions = offset_positions(num_rows, length, min(reach, model.config.max_position_embeddings))
 
     def batch(self, chosen: Tensor) -> TargetBatch:
         """The chosen rows, int64 indices, on the target's device."""
@@ -98,7 +105,9 @@ class FrozenTarget:
         fresh: dict[int, list[Tensor]] = {}
         for start in range(0, len(unknown), ROWS_PER_PASS):
             part = unknown[start : start + ROWS_PER_PASS]
-            for row, states in zip(part, zip(*self._states(self.rows.tokens[part]), strict=True), strict=True):
+            positions = None if self._positions is None else self._positions[part]
+            computed = self._states(self.rows.tokens[part], positions)
+            for row, states in zip(part, zip(*computed, strict=True), strict=True):
                 fresh[row] = list(states)
                 size = sum(state.numel() * state.element_size() for state in states)
                 if size <= self._free:
@@ -111,18 +120,30 @@ class FrozenTarget:
         kv = states[len(self._taps) :]
         pairs = zip(self._kv_layers, zip(kv[::2], kv[1::2], strict=True), strict=True)
         tokens, mask = self.rows.tokens[chosen].to(device), self._mask[chosen].to(device)
-        return TargetBatch(tokens, taps, mask, self._parts.head, self._parts.embed, dict(pairs))
+        positions = None if self._positions is None else self._positions[chosen].to(device)
+        return TargetBatch(tokens, taps, mask, self._parts.head, self._parts.embed, dict(pairs), positions)
 
     @torch.no_grad()
-    def _states(self, tokens: Tensor) -> list[Tensor]:
+    def _states(self, tokens: Tensor, positions: Tensor | None) -> list[Tensor]:
         """The taps, then keys and values of each layer, bfloat16, `[rows, ...]` each."""
         device = self._model.device
         found: dict[int, Tensor] = {}
         cache = DynamicCache() if self._kv_layers else None  # without the config: layers with a window keep all rows
         with tapped(self._parts, self._taps, found), torch.autocast(device.type, torch.bfloat16):
-            self._parts.trunk(input_ids=tokens.to(device), past_key_values=cache, use_cache=cache is not None)
+            moved = {} if positions is None else {"position_ids": positions.to(device)}
+            self._parts.trunk(input_ids=tokens.to(device), past_key_values=cache, use_cache=cache is not None, **moved)
         states = [found[tap] for tap in self._taps]
         for layer in self._kv_layers:
             assert cache is not None
             states += [getattr(cache.layers[layer], name) for name in ("keys", "values")]
         return [state.to("cpu", torch.bfloat16) for state in states]
+
+
+def offset_positions(num_rows: int, length: int, reach: int, seed: int = 0) -> Tensor:
+    """Positions [rows, length] below `reach`: each row's first 0 to 4 tokens stay, and those after them are moved by a
+    distance that is drawn for the row (LongSpec, arXiv 2502.17421, section 3.2)."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.randint(0, MOST_ANCHORS + 1, (num_rows, 1), generator=generator)
+    offsets = torch.randint(0, max(0, reach - length) + 1, (num_rows, 1), generator=generator)
+    places = torch.arange(length).expand(num_rows, -1)
+    return torch.where(places < kept, places, places + offsets)

@@ -63,6 +63,7 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "p_eagle": _method("eagle", "DraftLayerOptions", "p_eagle", layers=2),
     "chimera": _method("chimera", "ChimeraOptions"),
     "glide": _method("glide", "GlideOptions"),
+    "longspec": _method("glide", "GlideOptions", "longspec", reach=30_000),
     "kangaroo": _method("exits", "ExitOptions", "kangaroo"),
     "eesd": _method("exits", "ExitOptions", "eesd"),
     "layerskip": _whole("layerskip", "LayerSkipOptions", _WHOLE, "target"),

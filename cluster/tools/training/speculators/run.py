@@ -216,9 +216,9 @@ class _Source:
     def __init__(self, course: Course, texts: Texts, model: LlamaForCausalLM, net: Speculator, ranks: Ranks) -> None:
         config = course.config
         self._config, self._model, self._net, self._ranks = config, model, net, ranks
-        self._taps, self._kv_layers = net.taps, net.kv_layers
+        self._taps, self._kv_layers, self._reach = net.taps, net.kv_layers, net.reach
         self._rows = texts.training
-        self._target = FrozenTarget(model, texts.training, net.taps, net.kv_layers, config.cache_mb << 20)
+        self._target = FrozenTarget(model, texts.training, net.taps, net.kv_layers, config.cache_mb << 20, net.reach)
         self._size = max(1, config.batch_tokens // config.continuation_length // ranks.count)
         self._is_own = {"on_policy": 1.0, "mixed": 0.5}.get(config.data, 0.0)
         self._groups = grouped(texts.prompts, config.continuation_length, POOL_PROMPTS)
@@ -229,7 +229,9 @@ class _Source:
         """The batch of a step: equal for equal steps, except that text of the drafter's own depends on its weights."""
         random = _generator(self._config.seed, step, self._ranks.rank)
         if self._is_own and (self._pool is None or step % REFRESH_STEPS == 0):
-            self._pool = FrozenTarget(self._model, self._write(random), self._taps, self._kv_layers, 1 << 30)
+            self._pool = FrozenTarget(
+                self._model, self._write(random), self._taps, self._kv_layers, 1 << 30, self._reach
+            )
         own = self._pool
         if own is None or (self._is_own < 1 and step % 2 == 0):
             return self._target.batch(self._shuffled(step))
@@ -262,7 +264,7 @@ class _Source:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with that text."""
         if len(state["tokens"]):
-            self._pool = FrozenTarget(self._model, TextRows(**state), self._taps, self._kv_layers, 1 << 30)
+            self._pool = FrozenTarget(self._model, TextRows(**state), self._taps, self._kv_layers, 1 << 30, self._reach)
 
 
 class _Judge:

@@ -34,6 +34,7 @@ BASES: dict[str, tuple[Callable[..., Any], Any]] = {
     "p_eagle": (eagle.build, eagle.DraftLayerOptions("p_eagle", **DRAFT_LAYERS)),
     "chimera": (chimera.build, chimera.ChimeraOptions(depths=2)),
     "glide": (glide.build, glide.GlideOptions(depths=2)),
+    "longspec": (glide.build, glide.GlideOptions(depths=2, method="longspec", window=4)),
     "exits": (exits.build, exits.ExitOptions("kangaroo", exit=1, depth=2)),
     "layerskip": (layerskip.build, layerskip.LayerSkipOptions(exit=1, depth=2)),
     "heads": (heads.build, heads.HeadsOptions("hydra", heads=2)),
@@ -66,7 +67,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "eagle with features": dict(feature_weight=1.5),
     "p_eagle": dict(keep=0.3, depths=3, layers=2),
     "chimera": dict(intermediate_size=24, depths=3, decay=0.5, divergence="tvd", feature_weight=2.0),
-    "glide": dict(intermediate_size=24, depths=3, divergence="tvd"),
+    "glide": dict(intermediate_size=24, depths=3, divergence="tvd", method="longspec"),
+    "longspec": dict(window=3, shift=1, reach=50),
     "exits": dict(method="eesd", exit=2, intermediate_size=24, divergence="tvd", depth=3),
     "layerskip": dict(exit=2, dropout=0.9, exit_scale=0.3, curriculum="gradual", divergence="tvd", repeat=2, depth=3),
     "heads": dict(
@@ -92,7 +94,7 @@ def trace(build: Any, options: Any, target: Checkpoint, batch: TargetBatch, fold
     folder.mkdir(parents=True)
     net = make_net(build, options, copy.deepcopy(target), folder)
     net.train()
-    found: list[Any] = [{name: tuple(one.shape) for name, one in net.state_dict().items()}, net.taps]
+    found: list[Any] = [{name: tuple(one.shape) for name, one in net.state_dict().items()}, net.taps, net.reach]
     optimizer = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=0.01)
     for step in range(2):
         loss, _ = net.loss(batch, torch.Generator().manual_seed(step))
@@ -121,7 +123,7 @@ def test_no_setting_is_ignored(base: str, target: Checkpoint, batch: TargetBatch
 def test_the_settings_of_every_kind_of_recipe_are_changed():
     """A new one needs a value here; those of `distill` and `pard`, which begin with a model, are tested with theirs."""
     kinds: set[Any] = {type(recipe.options) for recipe in RECIPES.values()}
-    elsewhere = {"interval", "tied", "linear_skip", "skip"}
+    elsewhere = {"interval", "tied", "linear_skip", "skip", "start"}
     for kind in kinds - {distill.DistillOptions, type(RECIPES["pard"].options)}:
         changed = {name for base, (_, options) in BASES.items() if type(options) is kind for name in CHANGES[base]}
         assert {one.name for one in fields(kind)} - changed <= elsewhere, kind.__name__

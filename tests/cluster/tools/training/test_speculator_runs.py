@@ -90,13 +90,30 @@ def test_taps_are_the_streams_between_blocks_and_the_last_is_behind_the_norm(tar
     assert (batch.target_logits().float() - output.logits).abs().max() < 0.05 * output.logits.abs().max()
 
 
+def test_moved_positions_are_those_of_the_target_too(target: Path):
+    """Keys of the later tokens are turned by the offset, and the batch says so."""
+    model = load_target(target, "cpu")
+    rows, reach = written_rows(TOKENS, 4, []), model.config.max_position_embeddings
+    moved = FrozenTarget(model, rows, [], [0], reach=reach).batch(torch.tensor([2]))
+    assert moved.positions is not None and moved.positions.max() > TOKENS.shape[1]
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(TOKENS[[2]], position_ids=moved.positions, past_key_values=cache, use_cache=True)
+    expected: Any = cache.layers[0]
+    for ours, theirs in zip(moved.kv[0], (expected.keys, expected.values), strict=True):
+        assert (ours.float() - theirs.float()).abs().max() < 0.05 * theirs.abs().max()
+    still = FrozenTarget(model, rows, [], [0]).batch(torch.tensor([2]))
+    assert still.positions is None
+    assert (moved.kv[0][0].float() - still.kv[0][0].float()).abs().max() > 0.2 * still.kv[0][0].abs().max()
+
+
 def test_what_was_computed_is_kept_up_to_a_bound(target: Path, monkeypatch: pytest.MonkeyPatch):
     rows = written_rows(TOKENS, 4, [])
     one_row = 24 * (48 * 2 + 2 * 2 * 48) * 2  # taps 1 and FINAL, keys and values of two KV heads, bfloat16
     bounded = taps_of(target, rows, [1], 2 * one_row)
     computed: list[int] = []
     states = bounded._states
-    monkeypatch.setattr(bounded, "_states", lambda tokens: computed.append(len(tokens)) or states(tokens))
+    monkeypatch.setattr(bounded, "_states", lambda tokens, moved: computed.append(len(tokens)) or states(tokens, moved))
     every = torch.arange(6)
     first, second = bounded.batch(every), bounded.batch(every.flip(0))
     assert computed == [6, 4]
