@@ -105,8 +105,8 @@ class DraftedCosts:
     """
 
     gap: LinearFit = field(default_factory=LinearFit)
-    verify: LinearFit = field(default_factory=lambda: LinearFit(doubts_first=True))
-    draft_s: LinearFit = field(default_factory=lambda: LinearFit(doubts_first=True))
+    verify: LinearFit = field(default_factory=lambda: LinearFit(corrects_first=True))
+    draft_s: LinearFit = field(default_factory=lambda: LinearFit(corrects_first=True))
     served: Ewma = field(default_factory=lambda: Ewma(mean=1.0))
     """Share of the batch that a pass serves: where two halves take turns about a half."""
 

@@ -65,7 +65,7 @@ class LinearFit:
     """
 
     memory: float = MEMORY
-    doubts_first: bool = False
+    corrects_first: bool = False
     """Whether the first observations are taken back to twice a later one: they may have been pauses."""
     weight: float = 0.0
     mean_x: float = 0.0
@@ -80,7 +80,7 @@ class LinearFit:
             self._num_outliers = MEMORY * self._num_outliers + (y > limit)
             if self._num_outliers < COMMON / (1 - MEMORY):
                 y = min(y, limit)
-        elif y > 0 and self.doubts_first:
+        elif y > 0 and self.corrects_first:
             self.mean_y = min(self.mean_y, OUTLIER * y)
         self.weight = self.memory * self.weight + 1
         share = 1 / self.weight

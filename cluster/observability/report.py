@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.membership import Ready
 from actors.protocol.messages import RequestStats
-from cluster.config.schema import LaunchConfig
+from cluster.config.schema import LaunchConfig, PlacementName
 from cluster.observability.results import Run, Served
 from cluster.placement.ranks import RankPlacement
 from cluster.pocket import is_bundled
@@ -294,7 +294,7 @@ def circumstances(config: LaunchConfig, places: Sequence[RankPlacement], ready: 
     return {
         **layout(places, ready),
         "stretch": config.target.stretch,
-        "notes": notes(config),
+        "notes": [*notes(config), *_shared_cores(config, places)],
         "versions": versions(),
         "config": asdict(config),
     }
@@ -324,6 +324,19 @@ def notes(config: LaunchConfig) -> list[str]:
     if config.cluster.oversubscribe:
         found.append("cluster.oversubscribe=true: ranks may share cores, so their times mean little")
     return found
+
+
+def _shared_cores(config: LaunchConfig, places: Sequence[RankPlacement]) -> list[str]:
+    """Two roles that compute on the same cores are slower than the target alone on few of them."""
+    roles = {place.role for place in places if place.kind == "cpu" and place.share < 1}
+    if config.placement.name != PlacementName.colocated or not {"target", "draft"} <= roles:
+        return []
+    if not config.drafter.runs_passes or config.drafter.paces_ms:
+        return []
+    remedy = "drafter.placement=attached drafts on the target's ranks, with all of their threads"
+    if config.pipeline.name != PipelineName.sync:
+        remedy = "placement=separate gives each its own, and pipeline=sync lets them work in turn"
+    return [f"placement=colocated: drafter and target wait for each other's threads on the same CPU cores; {remedy}"]
 
 
 def _pace_notes(config: LaunchConfig) -> list[str]:

@@ -154,10 +154,10 @@ def num_followed(reference: Sequence[int], output: Sequence[int]) -> int:
     A function of the two texts, in linear time: it does not depend on whether or how drafts were made.
     """
     context = Context(0, 0, [NO_TOKEN], 1, SamplingParams(), reference=tuple(reference))
-    copying, foreseen = _Copying(context, _TRIGGER_LEN), set[int]()
+    copying, covered = _Copying(context, _TRIGGER_LEN), set[int]()
     for token in output:
         context.token_ids.append(token)
         if (place := copying.place) >= 0 and copying.next_tokens(1) == [token]:
-            foreseen.add(place)
+            covered.add(place)
         copying.read(context)
-    return len(foreseen)
+    return len(covered)

@@ -58,7 +58,7 @@ def test_a_line_is_the_least_squares_fit_with_a_prior_for_its_slope(points, prio
 
 
 def test_an_outlier_counts_as_two_means_in_a_line_whenever_it_came():
-    late, early, plain = LinearFit(1.0), LinearFit(1.0, doubts_first=True), LinearFit(1.0)
+    late, early, plain = LinearFit(1.0), LinearFit(1.0, corrects_first=True), LinearFit(1.0)
     for _ in range(5):
         late.update(1, 1.0)
     late.update(1, 100.0)
@@ -73,7 +73,7 @@ def test_an_outlier_counts_as_two_means_in_a_line_whenever_it_came():
 @pytest.mark.parametrize(("every", "least"), [(2, 0.9), (4, 0.9), (20, 0.0)])
 def test_what_is_common_is_no_outlier(every, least):
     """Rounds that find their draft prepared wait for nothing, those that do not wait for an exchange."""
-    line = LinearFit(doubts_first=True)
+    line = LinearFit(corrects_first=True)
     for number in range(200):
         line.update(4, 70e-3 if number % every == 0 else 0.1e-3)
     mean = 70e-3 / every

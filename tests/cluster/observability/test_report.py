@@ -11,6 +11,7 @@ from actors.options import PipelineConfig, PipelineName, SamplingConfig, TargetC
 from actors.protocol.membership import Ready
 from actors.protocol.messages import RequestStats
 from cluster import pocket
+from cluster.config import load_config
 from cluster.config.jobs import GenerateConfig
 from cluster.config.schema import ClusterConfig, LaunchConfig, PlacementConfig
 from cluster.io.prompts import Prompt
@@ -30,7 +31,7 @@ from cluster.observability.report import (
     write_json,
 )
 from cluster.observability.results import Run, Served
-from cluster.placement.ranks import RankPlacement
+from cluster.placement.ranks import Devices, RankPlacement, lay_out
 
 FIGURES, CIRCUMSTANCES = set(RunFigures.__annotations__), set(Circumstances.__annotations__)
 PROMISED = [
@@ -243,6 +244,27 @@ def test_circumstances_survive_json(tmp_path):
     assert [place["cores"] for place in report["layout"]] == [[0, 1], []], "in a cluster no rank is bound to a core"
     assert report["config"]["pipeline"]["name"] == "sync" and report["config"]["drafter"]["max_ngram"] == 4
     assert report["stretch"] == 4 and "change no token" in report["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (["drafter.placement=separate"], "drafter.placement=attached drafts on"),
+        (["pipeline=branches"], "placement=separate gives each its own, and pipeline=sync"),
+        (["drafter.placement=separate", "placement=separate"], None),
+        (["drafter.placement=attached"], None),
+        (["drafter.placement=separate", "drafter.pace_ms=3"], None),
+        (["drafter=suffix", "drafter.placement=separate"], None),
+    ],
+)
+def test_roles_on_the_same_cores_are_noted_with_the_remedy(overrides, remedy):
+    config = load_config(
+        ["cluster=inprocess", "cluster.num_cpus=2", "drafter=model", "placement=colocated", *overrides]
+    )
+    found = [
+        one for one in circumstances(config, lay_out(config, Devices((0, 1), 0)), {})["notes"] if "colocated" in one
+    ]
+    assert len(found) == (remedy is not None) and (remedy or "") in "".join(found)
 
 
 def test_notes_warn_of_what_makes_figures_differ():
