@@ -63,11 +63,17 @@ def is_greedy(params: SamplingParams) -> bool:
 
 def is_plain(params: SamplingParams) -> bool:
     """Whether nothing but the temperature changes the logits."""
-    return not edits(params) and (is_greedy(params) or not _truncates(params))
+    return is_unedited(params) and not truncates(params)
 
 
-def _truncates(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+def is_unedited(params: SamplingParams) -> bool:
+    """Whether nothing but the temperature and truncation changes the logits, so that no text does."""
+    return not edits(params)
+
+
+def truncates(params: SamplingParams) -> bool:
+    """Whether sampling leaves out unlikely tokens."""
+    return not is_greedy(params) and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
 
 
 # --- logit processors ------------------------------------------------------------------------------------------------
@@ -91,14 +97,19 @@ def process_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Seq
     params = [rows.params for rows in batch for _ in rows.row_nodes()]
     assert len(params) == len(logits), "every logit row belongs to one tree node"
     scores = edited(logits, batch, eos_token_ids) if any(edits(rows.params) for rows in batch) else logits
-    scores = _divide(scores, params)
-    truncated = [row for row, one in enumerate(params) if _truncates(one) and not is_greedy(one)]
+    return _truncate(_divide(scores, params), params)
+
+
+def _truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Tempered logits [n, V] after min-p, top-k and top-p: the same tensor where no row has any."""
+    truncated = [row for row, one in enumerate(params) if truncates(one)]
     if not truncated:
         return scores
     if _has_kernels(scores):
         from actors.sampling import truncation_kernels
 
-        return truncation_kernels.truncate(scores, *_limits(params, scores))
+        limits = to_device(_limits(params, scores.shape[1]), scores.device)
+        return truncation_kernels.truncate(scores, *limits)
     if len(truncated) == len(scores):
         return scores.masked_fill(scores < _least_kept(scores, params), BANNED)
     where = upload(truncated, scores.device)
@@ -107,13 +118,16 @@ def process_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Seq
     return scores.index_copy(0, where, asking)
 
 
-def _limits(params: Sequence[SamplingParams], scores: Tensor) -> list[Tensor]:
-    """Top-k, top-p and the logarithm of min-p of every row on the device; of greedy rows those that keep all."""
-    none = scores.shape[1], math.inf, BANNED
+_ALL = (1 << 31) - 1
+"""A top-k of all tokens, however many there are."""
+
+
+def _limits(params: Sequence[SamplingParams], vocab_size: int) -> list[np.ndarray]:
+    """Top-k, top-p and the logarithm of min-p of every row; of greedy rows those that keep all."""
+    none = vocab_size, math.inf, BANNED
     rows = [none if is_greedy(one) else (_top_k(one, none[0]), _top_p(one), _share(one)) for one in params]
     top_ks, top_ps, shares = zip(*rows, strict=True)
-    arrays = [np.array(top_ks, dtype=np.int32), np.array(top_ps), np.array(shares, dtype=np.float32)]
-    return to_device(arrays, scores.device)
+    return [np.array(top_ks, dtype=np.int32), np.array(top_ps), np.array(shares, dtype=np.float32)]
 
 
 def _top_k(params: SamplingParams, vocab_size: int) -> int:
@@ -254,19 +268,24 @@ def _has_kernels(scores: Tensor) -> bool:
 
 
 def choose_plain(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """`choose` from the logits of a model, where `is_plain` holds for all `params`."""
-    return choose(_divide(logits, params), params, positions)
+    """`choose` from the logits of a model, where `is_unedited` holds for all `params`."""
+    return choose(_truncate(_divide(logits, params), params), params, positions)
 
 
 @dataclass(frozen=True, slots=True)
 class ChoicesAhead:
     """`choose_plain` for several steps of the same rows, each step one position on: all that it needs is sent to the
-    device before the first step, so that a graph can choose and feed what it chose. A power of two of rows."""
+    device before the first step, so that a graph can choose and feed what it chose. A power of two of rows.
+
+    Rows that truncate are cut by a kernel from their `limits`, or without it by the host's `params`.
+    """
 
     keys: Tensor  # int32 [steps, n, 2]
     sampled: Tensor  # bool [n]
     temperatures: Tensor  # float32 [n]
     is_noisy: bool
+    params: Sequence[SamplingParams]
+    limits: Sequence[Tensor]  # of truncation, [n] each; empty if no row truncates
 
     @classmethod
     def of(
@@ -282,8 +301,14 @@ class ChoicesAhead:
         for row in np.flatnonzero(sampled).tolist():
             own = [noise_key(padded[row].seed, NoiseStream.COUPLED, at[row] + step) for step in range(num_steps)]
             keys[:, row] = spread_keys(own)
-        moved = to_device([keys, sampled, temperatures], device)
-        return cls(moved[0], moved[1], moved[2], bool(sampled.any()))
+        limits = _limits(padded, _ALL) if any(map(truncates, padded)) else []
+        moved = to_device([keys, sampled, temperatures, *limits], device)
+        return cls(moved[0], moved[1], moved[2], bool(sampled.any()), padded, moved[3:])
+
+    @staticmethod
+    def can_choose(params: SamplingParams, device: torch.device) -> bool:
+        """Whether these do not depend on what is chosen, and a GPU cuts its rows itself if they truncate."""
+        return is_unedited(params) and (not truncates(params) or device.type != "cuda" or has_triton())
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -292,25 +317,31 @@ class ChoicesAhead:
         return replace(self, keys=self.keys[start:stop])
 
     def tensors(self) -> list[Tensor]:
-        return [self.keys, self.sampled, self.temperatures]
+        return [self.keys, self.sampled, self.temperatures, *self.limits]
 
     def key(self) -> tuple[object, ...]:
-        """A GPU's kernel serves greedy and sampled rows alike."""
-        return () if self.keys.is_cuda and has_triton() else (self.is_noisy,)
+        """A GPU's kernels serve greedy and sampled rows alike."""
+        if self.keys.is_cuda and has_triton():
+            return (bool(self.limits),)
+        return self.is_noisy, *(self.params if self.limits else ())
 
     def like(self) -> ChoicesAhead:
-        return ChoicesAhead(self.keys.clone(), self.sampled.clone(), self.temperatures.clone(), self.is_noisy)
+        keys, sampled, temperatures, *limits = [tensor.clone() for tensor in self.tensors()]
+        return ChoicesAhead(keys, sampled, temperatures, self.is_noisy, self.params, limits)
 
     def choose(self, logits: Tensor, step: int) -> Tensor:
         """Tokens for the first rows, as many as there are logits; the division also casts these to float32."""
         keys, sampled, temperatures = self.keys[step, : len(logits)], self.sampled, self.temperatures[: len(logits)]
         if _has_kernels(temperatures):
-            from actors.sampling import noise_kernels
+            from actors.sampling import noise_kernels, truncation_kernels
 
-            return noise_kernels.race(logits / temperatures[:, None], keys, sampled, 0, 0)[1]
+            scores = logits / temperatures[:, None]
+            if self.limits:
+                scores = truncation_kernels.truncate(scores, *[limit[: len(scores)] for limit in self.limits])
+            return noise_kernels.race(scores, keys, sampled, 0, 0)[1]
         if not self.is_noisy:
             return _winners(logits.float(), 0)[1]
-        scores = logits / temperatures[:, None]
+        scores = _truncate(logits / temperatures[:, None], self.params[: len(logits)])
         noise = gumbel(keys, torch.arange(scores.shape[-1], device=scores.device))
         return _winners(torch.where(sampled[: len(logits), None], noise.add_(scores), scores), 0)[1]
 

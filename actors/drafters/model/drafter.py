@@ -221,10 +221,12 @@ class ModelDrafter:
         return (
             self._is_chain
             and self._chain_rule is None
-            and all(
-                is_plain(context.sampling) and (self._coupled or is_greedy(context.sampling)) for context, _ in able
-            )
+            and all(self._chooses_ahead(context.sampling) for context, _ in able)
         )
+
+    def _chooses_ahead(self, params: SamplingParams) -> bool:
+        can = ChoicesAhead.can_choose(params, self.runner.decoder.device)
+        return can and (self._coupled or is_greedy(params))
 
     def _chains(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
         budgets = [min(budget, self._growth.depth) for budget in budgets]

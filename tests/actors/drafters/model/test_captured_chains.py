@@ -22,6 +22,11 @@ LENGTH = 6
 CONFIG = ModelDrafterConfig(num_draft_tokens=LENGTH)
 SCHEDULER = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64)
 CHAIN = [SamplingParams(), SamplingParams(temperature=0.7, seed=2), SamplingParams(temperature=1.0, seed=3)]
+CUT = [
+    SamplingParams(top_k=3),
+    SamplingParams(temperature=0.7, seed=2, top_p=0.8),
+    SamplingParams(temperature=1.0, seed=3, top_k=5, min_p=0.1),
+]
 
 
 @pytest.fixture
@@ -93,14 +98,40 @@ def test_a_draft_is_two_replays(models, twin):
     assert twin.num_replays == before + 2, "the text, and the chain behind it"
 
 
+def test_truncated_chains_are_those_drafted_level_by_level(models, monkeypatch):
+    """A chain that stays on the device truncates as the logit processors do, request by request."""
+    budgets, found = [[LENGTH] * 3, [2, 5, 6], [LENGTH] * 3], []
+    for stays in (True, False):
+        drafter = open_drafter(models, graphs=False)
+        contexts = [(Context(i, 0, [5, 6, 7, 8], 4, one), 3) for i, one in enumerate(CUT)]
+        assert drafter[0]._keeps_tokens_on_device(contexts) is stays
+        found.append(rounds(drafter[0], budgets, CUT))
+        monkeypatch.setattr(ModelDrafter, "_keeps_tokens_on_device", lambda *_: False)
+    assert found[0] == found[1]
+
+
+def test_a_gpu_without_the_kernel_drafts_truncated_rows_level_by_level(monkeypatch):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for has in (True, False):
+        monkeypatch.setattr("actors.sampling.logits.has_triton", lambda has=has: has)
+        assert [ChoicesAhead.can_choose(params, gpu) for params in (*CHAIN, *CUT)] == [True] * 4 + [has] * 2
+        assert all(ChoicesAhead.can_choose(params, cpu) for params in (*CHAIN, *CUT))
+        assert not ChoicesAhead.can_choose(SamplingParams(presence_penalty=1.0), cpu), "it follows the text"
+
+
 def test_choices_that_are_laid_out_ahead_are_the_same_choices():
     logits = torch.randn(4, 3, 50)
     logits[1, 1, 7] = torch.nan
+    for params in (CHAIN, CUT):
+        ahead = ChoicesAhead.of(params, [5, 9, 20], 4, logits.device)
+        assert len(ahead.tensors()) == 3 + 3 * (params is CUT)
+        for step in range(4):
+            expected = choose_plain(logits[step], params, [5 + step, 9 + step, 20 + step])
+            assert torch.equal(ahead.choose(logits[step], step), expected)
+            assert torch.equal(ahead.part(step, 4).choose(logits[step], 0), expected)
+            assert torch.equal(ahead.like().choose(logits[step], step), expected)
     ahead = ChoicesAhead.of(CHAIN, [5, 9, 20], 4, logits.device)
-    for step in range(4):
-        expected = choose_plain(logits[step], CHAIN, [5 + step, 9 + step, 20 + step])
-        assert torch.equal(ahead.choose(logits[step], step), expected)
-        assert torch.equal(ahead.part(step, 4).choose(logits[step], 0), expected)
+    assert ahead.key() != ChoicesAhead.of(CUT, [5, 9, 20], 4, logits.device).key(), "graphs of their own"
     assert len({tuple(ahead.keys[:, row].flatten().tolist()) for row in (1, 2)}) == 2
 
 
