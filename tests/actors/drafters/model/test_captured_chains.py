@@ -98,7 +98,7 @@ def test_a_draft_is_two_replays(models, twin):
     assert twin.num_replays == before + 2, "the text, and the chain behind it"
 
 
-def test_truncated_chains_are_those_drafted_level_by_level(models, monkeypatch):
+def test_truncated_chains_are_those_drafted_level_by_level(models, twin, monkeypatch):
     """A chain that stays on the device truncates as the logit processors do, request by request."""
     budgets, found = [[LENGTH] * 3, [2, 5, 6], [LENGTH] * 3], []
     for stays in (True, False):
