@@ -292,14 +292,14 @@ class _DrafterPaths:
         return _checkpoint(key, path, bundled, is_model=is_model)
 
 
-_COPIED = ("editing", "agent")
+_WORKLOADS = ("editing", "agent", "summarisation", "structured_query", "meaning")
 """Bundled workloads beside completion, each in a file of its name."""
 
 
 def workload_prompts(prompts: str, workload: str) -> Path:
     """The file of a workload: in the folder `prompts`, else the bundled one. ValueError, one line, if there is none."""
     folder = Path(prompts).expanduser()
-    bundled = {"completion": pocket.PROMPTS} | {name: pocket.PROMPTS.with_name(f"{name}.jsonl") for name in _COPIED}
+    bundled = {"completion": pocket.PROMPTS} | {name: pocket.PROMPTS.with_name(f"{name}.jsonl") for name in _WORKLOADS}
     sets = prompt_sets(folder) if prompts and folder.is_dir() else bundled
     if workload not in sets:
         raise ValueError(f"job.workload={workload}: is unknown; choose one of {', '.join(sets)}")

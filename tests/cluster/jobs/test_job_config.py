@@ -34,9 +34,15 @@ def test_what_makes_no_sense_is_refused(overrides, line):
 @pytest.mark.parametrize("job", ["generate", "bench", "certify"])
 def test_a_workload_is_a_bundled_file(job):
     paths = [
-        load_quickly([f"job={job}", f"job.workload={name}"]).job.prompts for name in ("completion", "editing", "agent")
+        load_quickly([f"job={job}", f"job.workload={name}"]).job.prompts
+        for name in ("completion", "editing", "agent", "meaning")
     ]
-    assert [path.rpartition("/")[2] for path in paths] == ["prompts.jsonl", "editing.jsonl", "agent.jsonl"]
+    assert [path.rpartition("/")[2] for path in paths] == [
+        "prompts.jsonl",
+        "editing.jsonl",
+        "agent.jsonl",
+        "meaning.jsonl",
+    ]
 
 
 def test_a_workload_is_a_file_of_a_folder(tmp_path):
