@@ -26,7 +26,14 @@ from parallel.speculators.block.layouts import read_own
 from parallel.speculators.config import FINAL
 from parallel.training.interface import TargetBatch, TargetShape, TrainingOptions, depth_metrics
 from parallel.training.layers import AnchoredAttention, TextAttention, TrainedLayers, options_for
-from parallel.training.losses import acceptance, cross_entropy, exponential_weights, masked_mean, total_variation
+from parallel.training.losses import (
+    acceptance,
+    cross_entropy,
+    d_pace_weights,
+    exponential_weights,
+    masked_mean,
+    total_variation,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +68,10 @@ class BlockOptions(TrainingOptions):
     """Whether a head is trained that predicts the acceptance of every draft token."""
     anchors: Annotated[int, Range(1)] = 24
     """Blocks of a row of text."""
+    weighting: Annotated[str, OneOf(("exponential", "d_pace"))] = "exponential"
+    """Weights over the positions of a block. d_pace: by how much each lengthens what is accepted (arXiv 2605.18810)."""
     decay: Annotated[float, Range(above=0)] = 4.0
-    """Position k of a block, from 0, has the weight exp(-k / decay)."""
+    """weighting=exponential: position k of a block, from 0, has the weight exp(-k / decay)."""
     cross_entropy: Annotated[float, Range(0)] = 1.0
     """Weight of the cross-entropy of the text's tokens."""
     variation: Annotated[float, Range(0)] = 0.0
@@ -126,12 +135,15 @@ class BlockDrafter(TrainedLayers[BlockLayers]):
         anchors, valid = self._anchors(batch, generator)
         hidden = self.hidden_states(batch, anchors)
         before, labels = self._tokens(batch, anchors, 0), self._tokens(batch, anchors, 1)
-        weights = valid * exponential_weights(self.num_draft_tokens, math.exp(-1 / options.decay)).to(valid.device)
         base = batch.head(hidden).float()
         logits = self.corrected(base, hidden, before)
         with torch.no_grad():
             p_logits = batch.head(_rows_at(batch.taps[FINAL], anchors, self.num_draft_tokens)).float()
         values = cross_entropy(logits, labels)
+        if options.weighting == "d_pace":
+            weights = d_pace_weights((-values).exp(), valid)
+        else:
+            weights = valid * exponential_weights(self.num_draft_tokens, math.exp(-1 / options.decay)).to(valid.device)
         if options.corrector == "selector":  # which is trained where the label is a candidate
             hits = values.isfinite()
             loss = masked_mean(cross_entropy(base, labels), weights)

@@ -266,6 +266,24 @@ def test_parts_without_weights_leave_the_plain_block(pair):
     torch.testing.assert_close(with_parts(first, "markov_head"), expected)
 
 
+def test_positions_weigh_what_they_lengthen_or_fall_exponentially(pair):
+    """D-PACE: the later ones count the less, the less likely those before them are."""
+    for weighting in ("d_pace", "exponential"):
+        net = pair.net(replace(FLAGS["dflash"], weighting=weighting, decay=2.0))
+        batch = pair.batch(net)
+        with torch.no_grad():
+            loss, _ = net.loss(batch, torch.Generator().manual_seed(3))
+            anchors, valid = net._anchors(batch, torch.Generator().manual_seed(3))
+            labels = net._tokens(batch, anchors, 1)
+            logs = net.logits_at(batch, anchors).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+        depths = torch.arange(net.num_draft_tokens)
+        weights = valid * torch.exp(-depths / 2)
+        if weighting == "d_pace":
+            half = ((1 + logs.exp()) / 2 * valid).cumprod(-1)
+            weights = torch.stack([half[..., depth:].sum(-1) for depth in depths], -1) * valid
+        torch.testing.assert_close(loss, -(logs * weights).sum() / weights.sum())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_draft_as_one(kind, pair, tmp_path, on_ranks):
     net = pair.net(KINDS[kind])

@@ -82,6 +82,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "block": dict(
         method="dflash2", layers=2, intermediate_size=24, taps=3, block_size=4, anchor_first=True, corrector="markov",
         conv_taps=2, confidence=True, anchors=3, decay=1.0, cross_entropy=0.5, variation=0.7,
+        weighting="d_pace",
     ),
     "block with a table": dict(corrector="gated", rank=6, variation=0.5),
     "block with a state": dict(state_size=8, rank=6, base_steps=40),
