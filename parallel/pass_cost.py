@@ -1,4 +1,4 @@
-"""Seconds of a pass by its number of rows: a table, interpolated.
+"""Seconds of a pass by its number of rows, a table that is interpolated, and by the text behind them.
 
 What plans predict with, the simulator's clock advances by, and paced passes wait for. Knows no model.
 """
@@ -14,16 +14,18 @@ from dataclasses import dataclass
 class PassCost:
     """Seconds of one pass at ascending numbers of rows; linear between them.
 
-    Below the first point the cost is constant; above the last one the last slope goes on.
+    Below the first point the cost is constant; above the last one the last slope goes on. Each row of KV that the
+    sequences of the pass have takes `context_s` more, however many rows read it: it is read once.
     """
 
     points: tuple[tuple[int, float], ...]
+    context_s: float = 0.0
 
     def __post_init__(self) -> None:
         rows = [at for at, _ in self.points]
         if not rows or rows[0] < 1 or rows != sorted(set(rows)):
             raise ValueError(f"pass cost: rows {rows} must be at least one number, ascending, from 1 on")
-        if any(seconds < 0 for _, seconds in self.points):
+        if any(seconds < 0 for _, seconds in self.points) or self.context_s < 0:
             raise ValueError("pass cost: seconds must be 0 or above")
 
     @staticmethod
@@ -41,9 +43,11 @@ class PassCost:
         table = milliseconds if isinstance(milliseconds, Mapping) else {1: milliseconds}
         return PassCost.table({rows: ms / 1e3 for rows, ms in table.items()})
 
-    def __call__(self, rows: int) -> float:
+    def __call__(self, rows: int, context: int = 0) -> float:
+        """Seconds of so many rows, over sequences that have `context` rows of KV in all."""
+        behind = self.context_s * context
         after = bisect_right(self.points, rows, key=lambda point: point[0])
         if after == 0 or len(self.points) == 1:
-            return self.points[0][1]
+            return self.points[0][1] + behind
         (left, low), (right, high) = self.points[min(after, len(self.points) - 1) - 1 :][:2]
-        return low + (high - low) * (rows - left) / (right - left)
+        return low + (high - low) * (rows - left) / (right - left) + behind

@@ -195,6 +195,12 @@ class PlanConfig(JobConfig):
     """Measured runs of each; medians are reported."""
     ablation: bool = False
     """Also measure what running layers side by side costs in acceptance, by calibration policy."""
+    context: Annotated[int, Range(0, cap=1_000_000)] = 0
+    """Tokens of text before the output, with `costs` that say what they take (`context_ms`)."""
+
+    def check_fields(self, where: str) -> None:
+        remedy = "is read with a cost file; add job.costs=FILE, or give prompts of that length"
+        require(bool(self.costs) or not self.context, f"{where}.context", self.context, remedy)
 
 
 @dataclass(frozen=True, slots=True)

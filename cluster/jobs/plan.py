@@ -86,7 +86,8 @@ def _described(config: LaunchConfig, progress: Callable[[str], None]) -> LayoutP
     target_ranks, shapes = [cost.ranks for cost in costs.target], [cost.shape for cost in costs.drafter]
     layouts = [(layout, RankCores()) for layout in described_layouts(target_ranks, shapes, costs.num_devices, job)]
     progress(f"predicting {len(layouts)} layouts")
-    return LayoutPlan(costs, predict_all(layouts, job.draft_lengths, costs, Workload(draft_model(config), job.batch)))
+    workload = Workload(draft_model(config), job.batch, context=job.context)
+    return LayoutPlan(costs, predict_all(layouts, job.draft_lengths, costs, workload))
 
 
 def _measured(config: LaunchConfig, progress: Callable[[str], None]) -> LayoutPlan:

@@ -30,6 +30,11 @@ class RowLimits:
         """Committed rows of a sequence, at most, after a commit."""
         return self.sinks + self.window + self.page - 1
 
+    @property
+    def seen(self) -> int:
+        """Rows of a long text that a pass reads, on average."""
+        return self.sinks + self.window + self.page // 2
+
     def most_with(self, chunk: int, drafted: int) -> int:
         """Rows, committed or not, where passes feed up to `chunk` rows of text and drafts have up to `drafted`."""
         return self.most + max(chunk, drafted) + drafted
@@ -47,6 +52,11 @@ class ChunkLimits:
     size: int
     num_chunks: int
     every: int
+
+    @property
+    def seen(self) -> int:
+        """Rows of a long text that a pass reads, on average, but for those passes that choose."""
+        return self.size * self.num_chunks + self.every // 2
 
 
 def check_partial(config: DecoderConfig, limits: RowLimits | None = None) -> None:

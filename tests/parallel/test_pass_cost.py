@@ -40,3 +40,10 @@ def test_no_pass_takes_less_than_no_time():
     with pytest.raises(ValueError, match="seconds must be 0 or above"):
         PassCost(((1, -0.1),))
     assert PassCost(((1, 0.0),))(3) == 0.0
+
+
+def test_rows_of_kv_take_their_time_whatever_reads_them():
+    cost = PassCost(((1, 1.0), (3, 2.0)), context_s=0.5)
+    assert [cost(rows, 10) for rows in (1, 2, 3)] == [6.0, 6.5, 7.0] and cost(1) == 1.0
+    with pytest.raises(ValueError, match="0 or above"):
+        PassCost(((1, 1.0),), context_s=-1e-9)

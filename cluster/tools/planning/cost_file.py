@@ -5,6 +5,7 @@ The records below are the form; msgspec holds a file against them, and what they
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -50,26 +51,29 @@ class _DraftEntry(_ShapeEntry, kw_only=True, rename={"passes": "pass_ms", "exact
     target_ranks: _Whole = 0
     passes: _PassMs
     exact: _PassMs | None = None
+    context_ms: _Number = 0.0
+    """Further milliseconds of a pass for every 1,000 rows of KV that its sequences have."""
     acceptance: _Shares = []
     cores: _Whole = 0
     beside: bool | None = None
 
     def cost(self) -> DraftCost:
-        exact = None if self.exact is None else _passes(self.exact)
+        exact = None if self.exact is None else _passes(self.exact, self.context_ms)
         place = self.cores, self.beside, self.target_ranks
-        return DraftCost(self.shape(), _passes(self.passes), exact, _several(self.acceptance), *place)
+        return DraftCost(self.shape(), _passes(self.passes, self.context_ms), exact, _several(self.acceptance), *place)
 
 
 class _TargetEntry(_Entry, kw_only=True, rename={"passes": "pass_ms", "shape": "with"}):
     ranks: _Count | None = None
     passes: _PassMs
+    context_ms: _Number = 0.0
     cores: _Whole = 0
     beside: bool | None = None
     shape: _ShapeEntry | None = None
 
     def cost(self) -> TargetCost:
         shape = None if self.shape is None else self.shape.shape()
-        return TargetCost(self.ranks or 1, _passes(self.passes), self.cores, self.beside, shape)
+        return TargetCost(self.ranks or 1, _passes(self.passes, self.context_ms), self.cores, self.beside, shape)
 
 
 class _CostFile(_Entry):
@@ -144,9 +148,10 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _passes(pass_ms: _PassMs) -> PassCost:
+def _passes(pass_ms: _PassMs, context_ms: float) -> PassCost:
     by_rows = pass_ms if isinstance(pass_ms, dict) else {1: pass_ms}
-    return PassCost.table({rows: ms / 1e3 for rows, ms in by_rows.items()})
+    cost = PassCost.table({rows: ms / 1e3 for rows, ms in by_rows.items()})
+    return replace(cost, context_s=context_ms / 1e6)
 
 
 def _several(shares: float | list[float]) -> tuple[float, ...]:

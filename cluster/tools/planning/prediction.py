@@ -14,6 +14,8 @@ from cluster.tools.planning.layouts import Layout
 from cluster.tools.planning.transcript import Transcript
 from cluster.tools.simulation import Language, Scenario, simulate
 
+SHORTEST = 8
+"""Tokens of a prompt."""
 NUM_TOKENS = 1200
 """Per simulated request: one to two per cent of noise in the speed."""
 
@@ -44,6 +46,8 @@ class Workload:
     drafter: ModelDrafterConfig
     batch: int = 1
     transcript: Transcript | None = None
+    context: int = 0
+    """Tokens of text before the output, at least."""
 
 
 def predict_all(
@@ -75,6 +79,7 @@ def predict(
         language=Language(costs.acceptance, costs.runners_up),
         num_requests=workload.batch,
         max_tokens=NUM_TOKENS,
+        prompt_len=max(SHORTEST, workload.context),
         target_link_s=costs.link_s,
         draft_link_s=0.0 if layout.placement == "attached" else costs.link_s,
         coordinator_s=costs.coordinator_s,

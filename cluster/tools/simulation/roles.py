@@ -72,6 +72,7 @@ class ScriptedRunner:
     """The methods of `Runner` that drafters call: rows and their positions, and time instead of arithmetic.
 
     `exact`: cost of an exact pass of a layer-parallel model, whose other passes are fuzzy; None for other models.
+    `most_seen`: rows of a sequence that a pass reads, at most; None: all.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class ScriptedRunner:
         max_positions: int,
         exact: PassCost | None = None,
         disturbances: Disturbances = QUIET,
+        most_seen: int | None = None,
     ) -> None:
         self.config = ScriptedConfig(max_positions)
+        self._most_seen = max_positions if most_seen is None else most_seen
         self._text_of = text_of
         self._time = time
         self._cost = cost
@@ -138,7 +141,8 @@ class ScriptedRunner:
         after_fuzzy = any(sequence.exact_len < sequence.cached_len for sequence in sequences)
         is_fuzzy = self._exact is not None and (fuzzy or after_fuzzy)
         cost = self._cost if self._exact is None or is_fuzzy else self._exact
-        self._time.now += self._disturbances.seconds(self._time.now, cost(len(token_ids)))
+        context = sum([min(sequence.cached_len, self._most_seen) for sequence in sequences])
+        self._time.now += self._disturbances.seconds(self._time.now, cost(len(token_ids), context))
         rows = []
         for span, sequence in zip(spans, sequences, strict=True):
             text, pending = self._text_of(span.seq_id), sequence.pending
@@ -233,7 +237,8 @@ class ScriptedTarget:
             self._requests[admit.request_id] = _TargetRequest(admit.epoch, len(admit.token_ids))
         num_rows = sum(item.num_tokens + _tree(item).num_draft_tokens for item in batch.items)
         if num_rows:
-            self._time.now += self._disturbances.seconds(started, self._cost(num_rows) * self._slowdown())
+            context = sum([self._requests[item.request_id].cached_len for item in batch.items])
+            self._time.now += self._disturbances.seconds(started, self._cost(num_rows, context) * self._slowdown())
         verdicts = tuple(verdict for item in batch.items if (verdict := self._verify(item)) is not None)
         yield VerdictBatch(batch.round, verdicts, started, self._time.now, num_rows)
 

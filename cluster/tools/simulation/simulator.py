@@ -192,7 +192,8 @@ class _Simulation:
         scenario, time = self._scenario, LaneClock()
         longest = scenario.prompt_len + scenario.max_tokens
         costs = scenario.draft, longest, scenario.exact, scenario.disturbances
-        runner = ScriptedRunner(self._text_of, time, *costs)
+        seen = None if scenario.drafter.keeps_all_rows else scenario.drafter.row_limits.seen
+        runner = ScriptedRunner(self._text_of, time, *costs, seen)
         role = draft_role(scenario.pipeline, scenario.drafter, runner, time, adapts=scenario.adaptive)
         send = partial(self._arrive, delay_s=scenario.draft_link_s)
         return RoleLane(self._clock, time, role.answer, send, role)

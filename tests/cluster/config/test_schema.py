@@ -104,7 +104,7 @@ PUBLIC_KEYS = {
     "job=bench": "name prompts workload workloads limit repeats warmup drafters pipelines temperatures batches "
     "draft_lengths contexts peers parallels",
     "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "
-    "pipelines seconds trials repeats ablation",
+    "pipelines seconds trials repeats ablation context",
     "job=drill": "name prompts workload limit concurrency faults pairs signals spacing_s seed",
     "job=search": "name prompts workload limit methods evaluations seed out",
     "job=tree": "name prompts workload limit nodes depth width out",
@@ -359,6 +359,7 @@ def test_a_spaced_word_is_banned_where_the_space_is_part_of_its_first_token(plai
         (["sampling=3"], "sampling: is a section, not a value; set its keys"),
         (["target.path=???"], "target.path: has no value; give target.path=..."),
         (["target.path=${nope}"], "target.path: Interpolation key 'nope' not found"),
+        (["job=plan", "job.context=4096"], "job.context=4096: is read with a cost file; add job.costs=FILE"),
         (
             ["job=plan", "job.layer_groups=${.name}"],
             "job.layer_groups: must be array, got str; the default is [2, 3, 4]",

@@ -29,6 +29,18 @@ def write(tmp_path: Path):
     return write_
 
 
+def test_what_a_text_takes_is_read_and_written(write):
+    entry = "{pass_ms: 10, exact_ms: 12, context_ms: 1.5}"
+    costs = read_costs(write(f"target: [{{pass_ms: 10, context_ms: 3}}]\ndrafter: [{entry}]"))
+    assert costs.target[0].passes(1, 2000) == pytest.approx(0.016)
+    (drafter,) = costs.drafter
+    assert drafter.exact is not None
+    assert drafter.passes(1, 4000) == pytest.approx(0.016) and drafter.exact(1, 4000) == pytest.approx(0.018)
+    path = write("")
+    write_costs(path, costs)
+    assert read_costs(path) == costs
+
+
 def test_a_short_file_is_enough(write):
     costs = read_costs(write("target: [{ranks: 4, pass_ms: 10}]\ndrafter: [{pass_ms: {1: 1.5, 8: 2}}]"))
     assert costs.num_devices == 4 and costs.runners_up == power_law(1.0)

@@ -10,7 +10,7 @@ from math import log
 
 import pytest
 
-from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.model.config import DraftRows, ModelDrafterConfig, Strategy
 from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree
 from actors.policy.policy import Policy
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate
@@ -37,6 +37,23 @@ def frequency(case, rank=0):
 
 def expected_tokens(alpha, length):
     return sum(alpha**k for k in range(length + 1))
+
+
+def test_a_pass_reads_the_text_behind_it():
+    """Plain passes at the mean length of the text; of a draft model with streaming rows, its window at any length."""
+    slope = PassCost(((1, TARGET_S),), context_s=1e-6)
+    for prompt_len in (100, 30_000):
+        result = simulate(scenario("plain", 0.8, verify=slope, prompt_len=prompt_len))
+        seconds = TARGET_S + 1e-6 * (prompt_len + NUM_TOKENS / 2)
+        assert 1 / result.tokens_per_s == pytest.approx(seconds, rel=0.005)
+    draft = PassCost(((1, DRAFT_S),), context_s=1e-6)
+    streaming = ModelDrafterConfig(num_draft_tokens=4, rows=DraftRows.streaming, sinks=4, window=96)
+    rounds = [
+        simulate(scenario("sync", 0.8, one, draft=draft, prompt_len=30_000)).round_ms
+        for one in (ModelDrafterConfig(num_draft_tokens=4), streaming)
+    ]
+    assert rounds[0] == pytest.approx(1e3 * (TARGET_S + 4 * (DRAFT_S + 1e-6 * (30_000 + NUM_TOKENS / 2))), rel=0.02)
+    assert rounds[1] == pytest.approx(1e3 * (TARGET_S + 4 * (DRAFT_S + 106e-6)), rel=0.005)
 
 
 def test_plain_is_one_pass_a_token_and_two_hops():

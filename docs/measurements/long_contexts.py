@@ -1,0 +1,144 @@
+"""Milliseconds a token behind long texts: `python docs/measurements/long_contexts.py OUT.jsonl --pair DIR [options]`.
+
+`--make` copies the bundled pair to DIR with room for 65,536 positions; the pair was trained on 8,192, so behind longer
+texts its tokens are poor, and the same in every setting. A text is modules of the standard library one after the other,
+each once, so that lookups find no copy of it. Each setting of `SETTINGS`, or of `--settings`, starts an engine and, for
+each of `--lengths`, reads so many tokens and writes `--tokens` more, of which the first 16 are not timed. One line for
+each: milliseconds a token, tokens a target pass, bytes of the drafter's KV rows, and a digest of the tokens, which has
+to be the same in all settings. `--longspec DIR` is a layer made by `job=train job.recipe=longspec`. `--table` prints
+Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.protocol.messages import SamplingParams
+from cluster.config import load_config
+from cluster.engine import Engine
+from cluster.io.text import load_tokenizer
+from cluster.observability.report import drafter_bytes
+
+SETTINGS = {
+    "plain": ["pipeline=plain"],
+    "model": ["drafter=model"],
+    "model, streaming": ["drafter=model", "drafter.rows=streaming"],
+    "self, chunks": ["drafter=self", "drafter.rows=chunks"],
+    "TriForce": [
+        "drafter=cascade",
+        "drafter.levels=[{name: model, rows: streaming, num_draft_tokens: 2},"
+        "{name: self, rows: chunks, num_draft_tokens: 5}]",
+    ],
+    "LongSpec": ["drafter=speculator"],
+}
+COMMON = ("cluster=inprocess", "cluster.dashboard=false", "pipeline.adaptive=false", "scheduler.max_num_seqs=1")
+NOT_TIMED = 16
+POLL_S = 2e-4
+
+
+def make_pair(folder: Path, positions: int = 65_536) -> None:
+    """The bundled pair, and its config.json with so many positions."""
+    from cluster import pocket
+
+    for name, source in (("target", pocket.TARGET), ("drafter", pocket.DRAFTER)):
+        (folder / name).mkdir(parents=True)
+        for file in source.iterdir():
+            (folder / name / file.name).write_bytes(file.read_bytes())
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config["max_position_embeddings"] = positions
+        (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def text_of(pair: Path, length: int) -> list[int]:
+    """So many tokens of modules of the standard library, by their names."""
+    tokenizer, tokens = load_tokenizer(pair / "target"), list[int]()
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        tokens += tokenizer.encode(file.read_text(encoding="utf-8")).ids
+        if len(tokens) >= length:
+            return tokens[:length]
+    raise ValueError(f"the standard library has {len(tokens)} tokens, not {length}; lower --lengths")
+
+
+def measure(options: argparse.Namespace, name: str) -> None:
+    """One setting at all lengths."""
+    words = [f"target.path={options.pair / 'target'}", f"target.kv_slots={max(options.lengths) + 2048}"]
+    words += [*COMMON, *SETTINGS[name], f"target.stretch={options.stretch}"]
+    drafter = str(options.pair / "drafter")
+    if name == "LongSpec":
+        words.append(f"drafter.path={options.longspec}")
+    elif name == "TriForce":
+        words = [word.replace("{name: model,", f"{{name: model, path: {drafter},") for word in words]
+    elif "model" in name:
+        words.append(f"drafter.path={drafter}")
+    with Engine(load_config(words)) as engine:
+        kv_bytes = drafter_bytes(engine.ready)["kv"]
+        for length in options.lengths:
+            line = {"setting": name, "length": length} | figures(engine, text_of(options.pair, length), options.tokens)
+            with options.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line | {"kv_bytes": kv_bytes}) + "\n")
+            sys.stderr.write(f"{line}\n")
+
+
+def figures(engine: Engine, text: Sequence[int], num_tokens: int) -> dict[str, Any]:
+    completion = engine.submit(list(text), SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+    seen = [(time.monotonic(), 0)]  # tokens of one verdict come together
+    while not completion.finished:
+        if (count := len(completion.token_ids)) > seen[-1][1]:
+            seen.append((time.monotonic(), count))
+        time.sleep(POLL_S)
+    tokens = completion.result().token_ids
+    timed = [one for one in seen if one[1] >= NOT_TIMED]
+    (began, before), (ended, after) = timed[0], timed[-1]
+    return {
+        "ms_per_token": 1e3 * (ended - began) / (after - before),
+        "tokens_per_pass": (after - before) / (len(timed) - 1),
+        "digest": hashlib.sha256(repr(tokens).encode()).hexdigest()[:8],
+    }
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """A row for each setting: milliseconds a token (tokens a pass) by length, and MiB of the drafter's KV rows."""
+    lengths = sorted({line["length"] for line in lines})
+    head = ["", *(f"{length:,}" for length in lengths), "draft rows, MiB"]
+    rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for name in dict.fromkeys(line["setting"] for line in lines):
+        own = {line["length"]: line for line in lines if line["setting"] == name}
+        cells = [
+            f"{own[at]['ms_per_token']:.1f} ({own[at]['tokens_per_pass']:.1f})" if at in own else "" for at in lengths
+        ]
+        rows.append(f"| {name} | " + " | ".join(cells) + f" | {next(iter(own.values()))['kv_bytes'] / 2**20:.1f} |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--pair", type=Path, default=Path("long-pair"))
+    parser.add_argument("--make", action="store_true")
+    parser.add_argument("--longspec", type=Path)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16_384, 32_768])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--stretch", type=int, default=0)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.make:
+        make_pair(options.pair)
+    if options.table:
+        print(table([json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()]))
+        return
+    for name in options.settings:
+        if name != "LongSpec" or options.longspec is not None:
+            measure(options, name)
+
+
+if __name__ == "__main__":
+    main()
