@@ -1,0 +1,50 @@
+"""The program of `docs/measurements/long_contexts.md`: its pair, its texts, its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster import pocket
+from docs.measurements.long_contexts import SETTINGS, make_pair, table, text_of
+from parallel.model.families.registry import read_config
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    make_pair(folder)
+    return folder
+
+
+def test_the_pair_is_the_bundled_one_with_more_positions(pair: Path) -> None:
+    for name, source in (("target", pocket.TARGET), ("drafter", pocket.DRAFTER)):
+        assert read_config(pair / name).max_positions == 65_536 > read_config(source).max_positions
+        assert (pair / name / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_a_text_is_the_beginning_of_any_longer_one(pair: Path) -> None:
+    long = text_of(pair, 5000)
+    assert len(long) == 5000 and text_of(pair, 700) == long[:700]
+    with pytest.raises(ValueError, match="lower --lengths"):
+        text_of(pair, 10**9)
+
+
+def test_the_table_has_a_row_for_each_setting() -> None:
+    lines = [
+        {
+            "setting": name,
+            "length": length,
+            "ms_per_token": 2.0,
+            "tokens_per_pass": 3.0,
+            "kv_bytes": 2**20,
+            "digest": "",
+        }
+        for name in list(SETTINGS)[:2]
+        for length in (64, 2048)
+    ]
+    rows = table(json.loads(json.dumps(lines[:3]))).splitlines()
+    assert rows[0] == "|  | 64 | 2,048 | draft rows, MiB |"
+    assert rows[2:] == ["| plain | 2.0 (3.0) | 2.0 (3.0) | 1.0 |", "| model | 2.0 (3.0) |  | 1.0 |"]
