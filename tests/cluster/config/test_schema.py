@@ -359,6 +359,19 @@ def test_a_spaced_word_is_banned_where_the_space_is_part_of_its_first_token(plai
         (["sampling=3"], "sampling: is a section, not a value; set its keys"),
         (["target.path=???"], "target.path: has no value; give target.path=..."),
         (["target.path=${nope}"], "target.path: Interpolation key 'nope' not found"),
+        (
+            ["drafter=model", "drafter.rows=streaming", "drafter.window=9000"],
+            "drafter.rows=streaming: 10128 rows are more than the model's 8192 positions; lower sinks and window",
+        ),
+        (
+            ["drafter=model", "drafter.rows=chunks", "drafter.prefixes=[1]"],
+            "drafter.rows=chunks: contradicts drafter.prefixes",
+        ),
+        (
+            ["drafter=model", "drafter.rows=chunks", "drafter.parallel=layer", "drafter.ranks=2"],
+            "drafter.rows=chunks: has layers side by side",
+        ),
+        (["drafter=speculator", "drafter.rows=streaming"], "drafter.rows=streaming: is for models whose rows follow"),
         (["job=plan", "job.context=4096"], "job.context=4096: is read with a cost file; add job.costs=FILE"),
         (
             ["job=plan", "job.layer_groups=${.name}"],

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
+from parallel.kv.pool import FP8
 from parallel.kv.row_limits import ChunkLimits, RowLimits, check_partial
 from parallel.model.families.registry import read_config
 from parallel.model.layer_plan import LayerPlan
@@ -138,6 +139,18 @@ def test_pending_rows_are_moved_with_the_committed_ones(llama: Checkpoint) -> No
         assert runner.pool.skipped("a") == 0 and runner.pool.pending_len("a") == 2
         keys.append(runner.pool.keys[0, runner.pool.slots("a")[-2:].copy()])
     torch.testing.assert_close(*keys, atol=1e-5, rtol=1e-5)
+
+
+def test_quantised_rows_are_moved_too(llama: Checkpoint) -> None:
+    """Keys of the first layer, which follow from tokens and positions alone, but for the rounding of eight moves."""
+    keys = []
+    for stored in (FP8, None):
+        runner = streaming(open_model(llama.path, num_slots=300, backend="sdpa", kv_dtype=stored))
+        read(runner, TEXT, 5)
+        assert runner.pool.text_len("a") - runner.pool.cached_len("a") > LIMITS.window
+        keys.append(runner.pool.read(0, torch.from_numpy(runner.pool.slots("a").copy()))[0])
+    difference = (keys[0] - keys[1]).norm() / keys[1].norm()
+    assert 0 < difference < 0.08, "e4m3 rounds to a sixteenth"
 
 
 # --- parts of rows that stay ------------------------------------------------------------------------------------------
