@@ -5,8 +5,8 @@ texts its tokens are poor, and the same in every setting. A text is modules of t
 each once, so that lookups find no copy of it. Each setting of `SETTINGS`, or of `--settings`, starts an engine and, for
 each of `--lengths`, reads so many tokens and writes `--tokens` more, of which the first 16 are not timed. One line for
 each: milliseconds a token, tokens a target pass, bytes of the drafter's KV rows, and a digest of the tokens, which has
-to be the same in all settings. `--longspec DIR` is a layer made by `job=train job.recipe=longspec`. `--table` prints
-Markdown.
+to be the same in all settings. `--longspec DIR` is a layer that `job=train job.recipe=longspec` made for the target in
+the folder of the pair. `--table` prints Markdown.
 """
 
 from __future__ import annotations
