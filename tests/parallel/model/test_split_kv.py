@@ -122,6 +122,26 @@ def test_a_layer_is_at_most_twelve_launches(monkeypatch, changes):
     assert (counts[3] - Counter({name: 3 * count for name, count in layer.items()})).total() <= 16, counts[3]
 
 
+@pytest.mark.parametrize("num_rows", [1, 5, 96])
+def test_launches_of_a_mixture_do_not_grow_with_its_experts_or_its_rows(monkeypatch, num_rows):
+    """And, on `meta`, its rows are counted by the host nowhere."""
+    monkeypatch.setattr("parallel.model.layers.weight.groups_on", lambda device, dtype: True)
+    counts = []
+    for num_experts in (16, 64):
+        model = meta_runner(num_layers=1, num_experts=num_experts, experts_per_token=8, intermediate_size=256)
+        for layer in model.decoder.layers:
+            layer.mlp.pack()
+        model.open(0)
+        plan = model.plan([Span(0, num_rows)])
+        tokens = torch.zeros(num_rows, dtype=torch.int64, device="meta")
+        with Launches(monkeypatch) as launches:
+            model.run(plan, tokens)
+        counts.append(launches.seen)
+    assert counts[0] == counts[1]
+    assert counts[0]["_grouped_mm"] == 2
+    assert counts[0].total() <= 34, counts[0]
+
+
 def test_a_replay_of_a_captured_pass_is_the_eager_pass(make_checkpoint, device):
     """Plans of one key differ only in tensors that a replay copies in, so one graph does for all contexts."""
     model = open_model(
