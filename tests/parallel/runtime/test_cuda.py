@@ -206,3 +206,44 @@ def survive(port, results, rank, device, epoch):
 @pytest.mark.multi_gpu
 def test_a_rank_survives_the_death_of_a_process_and_meets_its_successor():
     assert sorted(in_processes(survive, (0, "cuda:0", 1), (1, "cuda:1", 1), (1, "cuda:1", 2))) == [0, 1]
+
+
+def survive_a_replay(port, results, rank, device, epoch, path):
+    """As `survive`, where what waits for the dead process is the replay of a graph, and the model is kept."""
+    use_device(device)
+    client = connect_store("127.0.0.1", port)
+    group = join(client, "target", epoch, rank, 2, device)
+    model = open_model(path, group=group, device=device, num_slots=64)
+
+    def logits_of(seq_id):
+        model.open(seq_id)
+        logits = model.forward([Span(seq_id, 5)], TOKENS[:5]).logits.cpu()
+        group.check()
+        return logits
+
+    seen = logits_of(0)
+    if (rank, epoch) == (1, 1):
+        client.wait(["seen"])  # the other process has all of the first pass
+        os._exit(1)
+    client.set("seen", "")
+    if epoch == 1:
+        assert len(model._passes._captured) == 1, "the next pass is a replay"
+        threading.Timer(2.0, group.interrupt).start()
+        with pytest.raises(PeerLost):
+            logits_of(1)
+        group.close()
+        group.adopt(join(client, "target", 2, rank, 2, device))
+        seen = logits_of(2)
+    results.put((rank, seen.numpy()))
+    threading.Event().wait()
+
+
+@pytest.mark.multi_gpu
+def test_a_rank_survives_a_death_that_the_replay_of_a_graph_waits_for(llama):
+    model = open_model(llama.path, device="cuda:0", num_slots=64, graphs=False)
+    model.open(0)
+    expected = model.forward([Span(0, 5)], TOKENS[:5]).logits.cpu().numpy()
+    ranks = [(0, "cuda:0", 1, llama.path), (1, "cuda:1", 1, llama.path), (1, "cuda:1", 2, llama.path)]
+    found = in_processes(survive_a_replay, *ranks)
+    assert sorted(rank for rank, _ in found) == [0, 1]
+    assert all(abs(logits - expected).max() < 1e-3 for _, logits in found)
