@@ -32,6 +32,7 @@ from cluster.tools.training.trainer import Recipe, StepOutcome, TrainingBudget, 
 from parallel.ranges import Range, require
 from parallel.speculators.pard import DEPTH_FIELD, MASK_FIELD, MUTUAL_FIELD
 from parallel.training.interface import TrainingOptions, depth_metrics
+from parallel.whole_files import naming, write_text
 
 NAME = "specdec"
 HELD_OUT = 128
@@ -154,10 +155,11 @@ class MaskedBlockDrafter(nn.Module):
 
     def save(self, out: Path) -> None:
         """The model in float32, and in its config.json what makes it a drafter."""
-        self.model.save_pretrained(out)
+        with naming(out):
+            self.model.save_pretrained(out)
         file = out / "config.json"
         fields = {MASK_FIELD: self._options.mask_token, DEPTH_FIELD: self._options.block, MUTUAL_FIELD: True}
-        file.write_text(json.dumps(json.loads(file.read_text()) | fields, indent=2))
+        write_text(file, json.dumps(json.loads(file.read_text()) | fields, indent=2))
 
 
 def visible(cuts: Tensor, length: int, block: int) -> Tensor:

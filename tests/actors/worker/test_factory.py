@@ -338,8 +338,9 @@ def test_roles_on_a_device_answer_what_they_answer_on_a_cpu(spec, device_only, r
     with FakeAccelerator() as accelerator:
         assert answers(str(accelerator.device), accelerator) == expected
     assert not accelerator.blocking_uploads, accelerator.blocking_uploads
-    # of a draft, by levels where its probabilities are cut, and of a verdict
-    num_waits = (3 if temperature else 1) + (1 if rule == "coupled" else 2)
+    # of a draft, by levels where a ratio rule asks for its probabilities, and of a verdict
+    by_levels = temperature and rule != "coupled"
+    num_waits = (3 if by_levels else 1) + (1 if rule == "coupled" else 2)
     assert accelerator.num_syncs == num_waits, accelerator.syncs
 
 

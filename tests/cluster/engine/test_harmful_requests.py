@@ -124,9 +124,9 @@ def test_a_request_on_which_the_verdicts_are_refused_ends_and_its_neighbours_do_
     """The coordinator does not believe its own target everything."""
     verify = TargetRole._verify
 
-    def lying(self, inputs, logits):
+    def lying(self, inputs, logits, **options):
         culprits = {one.seq_id for one in inputs if one.sampling.seed == 666}
-        verdicts = verify(self, inputs, logits)
+        verdicts = verify(self, inputs, logits, **options)
         return tuple(replace(one, token_ids=(10**6,)) if one.request_id in culprits else one for one in verdicts)
 
     monkeypatch.setattr(TargetRole, "_verify", lying)

@@ -137,7 +137,7 @@ def small(recipe: str, folder: Path) -> Any:
     """The recipe's options, but for sizes; a draft model begins with random weights of the target's vocabulary."""
     options: Any = RECIPES[recipe].options
     options = replace(options, **METHODS[type(options)][2])
-    if not hasattr(options, "start"):
+    if METHODS[type(options)][1] is not Alone:
         return options
     config = drafter_config(97, 4)
     config.hidden_size, config.intermediate_size, config.initializer_range = 32, 48, 0.3
