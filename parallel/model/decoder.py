@@ -152,6 +152,11 @@ class Decoder(Layer):
         rotation = self.rope and self.rope(positions)
         return rotation, self.local_rope(positions) if self.local_rope else rotation
 
+    @property
+    def learns_positions(self) -> bool:
+        """Whether `embed` adds a row of a table for each position."""
+        return self._input_rows.positions is not None
+
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids, positions [T] -> the stream that enters the first layer, [T, H]."""
         return self._input_rows(token_ids, positions)

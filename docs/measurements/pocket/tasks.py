@@ -49,7 +49,8 @@ def summarisation(sources: list[Source], choose: random.Random) -> list[str]:
     for source in sources:
         for node in ast.walk(ast.parse(source.text)):
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
-                body = ast.unparse(ast.FunctionDef(**{**vars(node), "body": node.body[1:]}))
+                node.body = node.body[1:]  # the tree is read here alone
+                body = ast.unparse(node)
                 if len(body) < LONGEST:
                     found.append(f"{body}\n\n# What {node.name} does, in one line:\n#")
     return choose.sample(sorted(set(found)), NUM_PROMPTS)

@@ -209,6 +209,6 @@ class BlockLayers(Layer):
 
 def embedding_of(config: BlockConfig, tables: Decoder) -> Callable[[Tensor], Tensor]:
     """The target's embedding as it stores it, or, where the drafter says nothing of it, as the target scales it."""
-    if config.embedding_scale is not None or tables.positions is not None:
+    if config.embedding_scale is not None or tables.learns_positions:
         return tables.embedding.embed
     return lambda token_ids: tables.embed(token_ids, token_ids)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,14 @@ from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.comm.group import SINGLE
 from parallel.kernels.triton_launch import runs_on
 from parallel.runtime.runner import Span, open_model
+from parallel.speculators.block.layers import embedding_of
 from parallel.speculators.block.runner import BlockRunner
 from parallel.speculators.block.training import BlockDrafter, BlockOptions, build
 from parallel.speculators.config import FINAL
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from parallel.training.interface import TargetBatch, TargetShape
+from tests.families import FAMILIES
 
 LENGTH = 24
 SMALL = {"intermediate_size": 40, "taps": 2, "rank": 8, "state_size": 12, "top_k": 5, "conv_group": 4, "anchors": 12}
@@ -352,3 +356,15 @@ def test_the_rows_of_blocks_are_those_of_cuda_in_one_rectangle(pair, tmp_path):
         logits.append(runner.forward(spans, torch.cat(texts).tolist()).logits)
     for other in logits[1:]:
         torch.testing.assert_close(other, logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "OPT"])
+def test_without_a_scale_a_block_reads_what_enters_its_target_but_for_positions(make_checkpoint, family):
+    tables = open_model(make_checkpoint(family, **FAMILIES[family]).path, num_slots=8).decoder
+    token_ids = torch.arange(5)
+    config: Any = SimpleNamespace(embedding_scale=None)
+    found = embedding_of(config, tables)(token_ids)
+    scaled = tables.config.embedding_scale or 1.0
+    expected = tables.embedding.embed(token_ids) * (1.0 if family == "OPT" else scaled)
+    torch.testing.assert_close(found, expected)
+    assert tables.learns_positions is (family == "OPT")
