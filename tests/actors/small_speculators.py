@@ -20,8 +20,9 @@ from parallel.training.interface import TargetBatch, TargetShape
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.module.startswith("parallel.speculators.")]
 """Recipes of modules that read a target."""
 _STEPS = 30
-_BLOCK_STEPS = 90
-"""A block is right about a token of random text late; with fewer steps some never are."""
+_LATE_STEPS = 90
+"""A block, and a head with the state of an LSTM, are right about a token of random text late; with fewer steps some
+never are."""
 _ROWS, _LENGTH = 12, 32
 
 
@@ -73,7 +74,7 @@ def train_speculator(recipe, target, drafter: Path, folder: Path, steps: int | N
     generator = torch.Generator().manual_seed(0)
     stepper = torch.optim.Adam(net.parameters(), lr=5e-3)
     if steps is None:
-        steps = _BLOCK_STEPS if isinstance(options, BlockOptions) else _STEPS
+        steps = _LATE_STEPS if isinstance(options, BlockOptions) or recipe == "lstm" else _STEPS
     for _ in range(steps):
         loss, _ = net.loss(batch, generator)
         stepper.zero_grad()
