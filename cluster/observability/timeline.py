@@ -23,7 +23,7 @@ LANES = ("target", "draft")
 ROUNDS_SHOWN = 8
 """Rounds in the picture; the trace holds all."""
 
-_WORK = {
+WORK = {
     "verify": ("#2f6fb0", "target pass with drafts"),
     "decode": ("#7fb2e5", "target pass without"),
     "propose": ("#e08a2e", "drafting while the target waits"),
@@ -94,6 +94,13 @@ def waits_of(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
     return found
 
 
+def last_rounds(spans: Sequence[TimelineSpan], count: int) -> list[TimelineSpan]:
+    """The roles' work in the latest `count` rounds, from their beginning on, in the order of time."""
+    work = [span for span in spans if span[0] != MESSAGES]
+    first = max((span[4]["round"] for span in work), default=0) - count
+    return sorted([span for span in work if span[4]["round"] > first], key=lambda span: span[2])
+
+
 def middle_rounds(spans: Sequence[TimelineSpan], count: int = ROUNDS_SHOWN) -> list[TimelineSpan]:
     """Spans of `count` consecutive rounds around the middle, away from the start and the end of a run.
 
@@ -154,7 +161,7 @@ def _draw_work(axes: Axes, work: Sequence[TimelineSpan], lanes: Sequence[str], o
         axes.barh(row, width_ms, height=0.56, color=_IDLE_COLOUR, zorder=0)
     for lane, name, start, end, arguments in work:
         row, left, length = lanes.index(lane), (start - origin) * 1e3, (end - start) * 1e3
-        colour, _ = _WORK.get(name, (_OTHER_COLOUR, name))
+        colour, _ = WORK.get(name, (_OTHER_COLOUR, name))
         axes.barh(row, length, left=left, height=0.56, color=colour, edgecolor="white", linewidth=0.6, zorder=2)
         if name in _MARKS:
             axes.plot(left, row + 0.37, marker=_MARKS[name], color=colour, markersize=7, clip_on=False, zorder=4)
@@ -183,8 +190,8 @@ def _draw_legend(axes: Axes, work: Sequence[TimelineSpan]) -> None:
 
     drawn = {name for _, name, *_ in work}
     handles: list[Line2D | Patch] = []
-    for name in [*(name for name in _WORK if name in drawn), *sorted(drawn - set(_WORK))]:
-        colour, meaning = _WORK.get(name, (_OTHER_COLOUR, name))
+    for name in [*(name for name in WORK if name in drawn), *sorted(drawn - set(WORK))]:
+        colour, meaning = WORK.get(name, (_OTHER_COLOUR, name))
         if name in _MARKS:
             handles.append(Line2D([], [], color=colour, marker=_MARKS[name], linestyle="none", label=meaning))
         else:

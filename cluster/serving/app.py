@@ -88,6 +88,7 @@ class Api:
         app.get("/version")(self.version)
         app.get("/", response_class=HTMLResponse)(self.page)
         app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
+        app.get("/timeline")(self.timeline)
         return Guard(app, keys, max_body)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
@@ -158,6 +159,11 @@ class Api:
         """For Prometheus."""
         async with self._scraping:
             return Response(await asyncio.to_thread(self._model.metrics), media_type=CONTENT_TYPE_LATEST)
+
+    async def timeline(self) -> Response:
+        """What target and drafter did in the latest rounds, for the page."""
+        async with self._scraping:
+            return _json(await asyncio.to_thread(self._model.timeline))
 
     # --- what completions and chats have in common --------------------------------------------------------------------
 

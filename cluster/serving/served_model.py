@@ -23,6 +23,7 @@ from cluster.engine import Client
 from cluster.io.text import bad_word_tokens
 from cluster.observability.metrics import metric_labels
 from cluster.observability.prometheus import MetricsPage, RequestHistograms
+from cluster.observability.timeline import WORK, lanes_of, last_rounds
 from cluster.pocket import is_bundled
 from cluster.serving.chat_template import ChatTemplate
 from cluster.serving.errors import ApiError, bad_request
@@ -49,6 +50,7 @@ class EncodedTexts:
 
 
 NO_TEXTS = EncodedTexts()
+_ROUNDS_SHOWN = 12
 _MOST_CHARACTERS_A_TOKEN = 1024
 """A text of more characters for each token of the context is refused before it is tokenised."""
 
@@ -95,6 +97,15 @@ class ServedModel:
         """What Prometheus reads; asks the coordinator, so call it off the event loop and one at a time."""
         client, report = self._client, self._client.report(spans=False)
         return MetricsPage(report, list(client.ready.values()), self._labels, self.histograms, self._has_alias).text()
+
+    def timeline(self) -> dict[str, Any]:
+        """The lanes of the latest rounds: their names, `spans` of (lane, name, start, end) in milliseconds from the
+        first, and of each name colour and meaning. Asks the coordinator, as `metrics`."""
+        spans = last_rounds(self._client.report().spans, _ROUNDS_SHOWN)
+        origin = spans[0][2] if spans else 0.0
+        shown = [(lane, name, _ms(start - origin), _ms(end - origin)) for lane, name, start, end, _ in spans]
+        names = {name: WORK[name] for _, name, *_ in shown if name in WORK}
+        return {"lanes": lanes_of(spans), "spans": shown, "names": names}
 
     def check_name(self, name: str | None) -> None:
         if name not in (None, self.name):
@@ -236,3 +247,7 @@ class ServedModel:
     def _too_long(self, what: str, field: str) -> ApiError:
         line = f"{what} do not fit the context of {self._longest} tokens"
         return ApiError(400, line, param=field, code="context_length_exceeded")
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -61,9 +62,11 @@ def test_the_page_needs_nothing_else(server: RunningServer):
 STUB = """
 const nodes = {};
 const make = () => ({ value: "", checked: true, disabled: false, children: [], listeners: {}, className: "",
-  append(one) { this.children.push(one); }, replaceChildren() { this.children = []; },
+  append(...more) { this.children.push(...more); }, replaceChildren(...more) { this.children = more; },
+  style: {}, attributes: {}, setAttribute(name, value) { this.attributes[name] = value; },
   addEventListener(name, act) { this.listeners[name] = act; } });
-globalThis.document = { getElementById: (id) => (nodes[id] ??= make()), createElement: make };
+globalThis.document = { getElementById: (id) => (nodes[id] ??= make()), createElement: make,
+  createElementNS: (_, kind) => Object.assign(make(), { kind }) };
 const ask = globalThis.fetch;
 globalThis.fetch = (path, options) => ask(`${process.argv[2]}/${path}`, options);
 """
@@ -102,3 +105,114 @@ def test_the_pages_script_shows_a_stream(server: RunningServer, tmp_path, key, r
     assert "".join(one for one, _ in shown["tokens"]) == text
     assert {kind for _, kind in shown["tokens"]} == {"drafter", "target"}
     assert re.search(r"tokens, first after .* of them drafted, .* of draft tokens accepted", shown["figures"])
+
+
+def test_the_timeline_has_the_lanes_of_the_latest_rounds(server: RunningServer):
+    server.ask("/v1/completions", {"prompt": "def f(", "max_tokens": 40, "temperature": 0, "ignore_eos": True})
+    status, _, found = server.ask("/timeline")
+    assert status == 200 and found["lanes"] == ["target", "draft"] and found["spans"][0][2] == 0
+    assert all(lane in found["lanes"] and 0 <= start <= end for lane, _, start, end in found["spans"])
+    verified = [name for lane, name, *_ in found["spans"] if lane == "target" and name == "verify"]
+    assert 1 <= len(verified) <= 12 and found["names"]["verify"][1] == "target pass with drafts"
+    assert server.ask("/timeline", key=None)[0] == 401
+
+
+class Browser:
+    """Headless Chromium, driven by its DevTools protocol over a pipe."""
+
+    def __init__(self, program: str, folder) -> None:
+        orders, self._orders = os.pipe()
+        self._answers, answers = os.pipe()
+        # the browser reads descriptor 3 and writes 4; the shell puts them there
+        command = f'exec "$0" "$@" 3<&{orders} 4>&{answers}'
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={folder}",
+            "--remote-debugging-pipe",
+        ]
+        self._process = subprocess.Popen(
+            ["bash", "-c", command, program, *options, "about:blank"],
+            pass_fds=(orders, answers),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(orders)
+        os.close(answers)
+        self._number, self._read = 0, b""
+
+    def ask(self, method: str, session: str | None = None, **params):
+        self._number += 1
+        order = {"id": self._number, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        os.write(self._orders, json.dumps(order).encode() + b"\0")
+        while True:
+            while b"\0" not in self._read:
+                part = os.read(self._answers, 1 << 16)
+                assert part, "the browser has ended"
+                self._read += part
+            record, _, self._read = self._read.partition(b"\0")
+            answer = json.loads(record)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def open(self, url: str) -> str:
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.ask("Page.navigate", session, url=url)  # answered once the page has taken the place of the blank one
+        return session
+
+    def run(self, session: str, script: str):
+        """The value of a script, once its promise is fulfilled."""
+        options = {"expression": script, "awaitPromise": True, "returnByValue": True}
+        result = self.ask("Runtime.evaluate", session, **options)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def close(self) -> None:
+        os.close(self._orders)
+        os.close(self._answers)
+        self._process.kill()
+        self._process.wait()
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SEND = f"""
+(async () => {{
+  while (!document.getElementById("names")) await new Promise((done) => setTimeout(done, 20));
+  document.getElementById("key").value = {json.dumps(KEY)};
+  document.getElementById("prompt").value = "def f(";
+  document.getElementById("max_tokens").value = "30";
+  document.getElementById("send").click();
+  do await new Promise((done) => setTimeout(done, 20)); while (document.getElementById("send").disabled);
+  const tokens = [...document.getElementById("text").children];
+  return {{
+    text: document.getElementById("text").textContent,
+    kinds: [...new Set(tokens.map((one) => one.className))].sort(),
+    colours: [...new Set(tokens.map((one) => getComputedStyle(one).backgroundColor))].length,
+    figures: document.getElementById("figures").textContent,
+    lanes: [...document.querySelectorAll("#lanes text")].map((one) => one.textContent),
+    bars: document.querySelectorAll("#lanes rect").length,
+    widths: [...document.querySelectorAll("#lanes rect")].every((one) => one.getBoundingClientRect().width > 0),
+    meanings: document.getElementById("names").textContent,
+  }};
+}})()
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+def test_the_page_in_a_browser(server: RunningServer, tmp_path):
+    """Its policy of content permits what it does, tokens are coloured, and the lanes are drawn."""
+    assert CHROMIUM is not None
+    browser = Browser(CHROMIUM, tmp_path)
+    try:
+        shown = browser.run(browser.open(server.url), SEND)
+    finally:
+        browser.close()
+    _, _, reply = server.ask("/v1/completions", {"prompt": "def f(", "max_tokens": 30, "temperature": 0})
+    assert shown["text"] == reply["choices"][0]["text"]
+    assert shown["kinds"] == ["drafter", "target"] and shown["colours"] == 2
+    assert "draft tokens accepted" in shown["figures"]
+    assert shown["lanes"][:2] == ["target", "draft"] and shown["bars"] > 4 and shown["widths"]
+    assert "target pass with drafts" in shown["meanings"]
