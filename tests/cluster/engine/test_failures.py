@@ -77,7 +77,7 @@ def test_a_start_that_takes_too_long_names_who_is_missing(open_engine, monkeypat
     cluster, build_role = ClusterConfig(ClusterName.inprocess, startup_timeout_s=1e-9), factory.build_role
 
     def build_late(*args, **options):
-        time.sleep(0.2)
+        time.sleep(1.5)  # the thread that starts the engine may be late by much of it
         return build_role(*args, **options)
 
     monkeypatch.setattr(factory, "build_role", build_late)
