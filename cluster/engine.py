@@ -21,9 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.protocol.membership import Ready, Stop
+from actors.protocol.leases import LeaseOrder, LeaseTerms
+from actors.protocol.membership import Ready, Silent, Stop, identity_of
 from actors.protocol.messages import Request
 from actors.transport.keys import FIRST_CLIENT, OWNER
+from actors.tokenizer_file import tokenizer_digest
 from cluster.client import Client, Connection, RemoteTrace, connect
 from cluster.completion import Completion, EngineError, TooManyRequestsError
 from cluster.config.compose import load_config
@@ -34,7 +36,8 @@ from cluster.keys import ClientFile, ClientFileWatch
 from cluster.observability.startup_time import StartUp
 from cluster.placement.memory import describe_layout, footprints, load_allowance_s
 from cluster.placement.ranks import RankPlacement
-from cluster.runtime.backend import coordinator_spec, make_backend
+from cluster.runtime.backend import LENT_RANK, coordinator_spec, is_lent, make_backend
+from cluster.runtime.pool_leases import PoolLeases, PoolPlace
 from cluster.runtime.supervisor import Supervisor
 from parallel.model.families.registry import read_config
 
@@ -42,6 +45,8 @@ __all__ = ["Client", "Completion", "Engine", "EngineError", "RemoteTrace", "TooM
 
 _POLL_S = 0.2
 _STOP_S = 5.0
+_LEASE_S = 5.0
+"""Seconds for which the start waits for a draft pool; decoding is plain until one lends its drafter."""
 _CLOSED = "the engine was closed"
 
 
@@ -72,6 +77,8 @@ class Engine(Client):
         self._end_timer: threading.Timer | None = None
         self._client_file: ClientFile | None = None
         self._key_watch: ClientFileWatch | None = None
+        self._leases: PoolLeases | None = None
+        pools = _pools(config)
         self._backend = make_backend(config, log_dir, progress)
         try:
             places = self._backend.place()
@@ -101,11 +108,13 @@ class Engine(Client):
             self._key_watch = ClientFileWatch(self._client_file, connection.send)
         try:
             self._await_ranks(places, progress)
+            if pools:
+                self._lease_drafter(pools, checkpoint, progress)
         except BaseException:
             self.close()
             raise
         self.startup.mark("loading")
-        self.supervisor.begin_replacing({identity: ready.facts for identity, ready in self.ready.items()})
+        self.supervisor.begin_replacing({place.identity: self.ready[place.identity].facts for place in places})
 
     @property
     def address(self) -> str:
@@ -124,7 +133,8 @@ class Engine(Client):
 
     def pids(self) -> dict[str, int]:
         """Process ids of the coordinator and the ranks, by identity, as far as they are known and ready."""
-        return self.supervisor.coordinator_pid() | {name: ready.facts["pid"] for name, ready in self.ready.items()}
+        ours = {name: ready.facts["pid"] for name, ready in self.ready.items() if name != self._lent_rank}
+        return self.supervisor.coordinator_pid() | ours
 
     def publish(self, file: Path) -> None:
         """Copy `file` to the Logs page of the dashboard, where the cluster outlives this engine."""
@@ -147,6 +157,8 @@ class Engine(Client):
         if self._end_timer is not None:
             self._end_timer.cancel()
         self.supervisor.stop()
+        if self._leases is not None:
+            self._leases.close()
         if self._key_watch is not None:
             self._key_watch.close()
         self._connection.send(Stop(_CLOSED))
@@ -180,9 +192,48 @@ class Engine(Client):
         for line in slow_kernels(self.ready):
             progress(line)
 
+    @property
+    def _lent_rank(self) -> str | None:
+        """The rank that a pool lends: none of the engine's own processes."""
+        return LENT_RANK if is_lent(self.config) else None
+
+    def _lease_drafter(self, pools: list[PoolPlace], checkpoint: Path, progress: Callable[[str], None]) -> None:
+        """Raises ValueError for a pool that drafts for other engines than this one."""
+        config, hub = self.config, self._backend.keys.of(LENT_RANK)
+        terms = LeaseTerms(str(config.verify.rule), str(config.pipeline.name), tokenizer_digest(checkpoint))
+        vocab_size = read_config(checkpoint).vocab_size
+        longest = int(self.ready["target-0"].facts["max_model_len"])
+
+        def order() -> LeaseOrder:
+            most = config.drafter.num_draft_tokens
+            return LeaseOrder(1, self._backend.address, hub.hub, terms, vocab_size, longest, most, hub.private)
+
+        self._leases = PoolLeases(pools, order)
+        progress(f"asking {pools[0].address} for its drafter")
+        if self._leases.wait(_LEASE_S):
+            return
+        refusal = self._leases.refusal
+        if refusal is not None and refusal.is_final:
+            raise ValueError(f"drafter.pools={pools[0].address}: {refusal.why}")
+        why = refusal.why if refusal is not None else "does not answer"
+        progress(f"drafter.pools={pools[0].address}: {why}; decoding is plain until a pool lends its drafter")
+
     def _on_record(self, record: Any) -> None:
-        self.supervisor.observe(record)
+        if isinstance(record, Ready | Silent) and identity_of(record.role, record.rank) == self._lent_rank:
+            if isinstance(record, Silent) and self._leases is not None:
+                self._leases.lost()
+        else:
+            self.supervisor.observe(record)
         super()._on_record(record)
+
+
+def _pools(config: LaunchConfig) -> list[PoolPlace]:
+    if not is_lent(config):
+        return []
+    from actors.drafters.pool.config import PoolDrafterConfig
+
+    assert isinstance(config.drafter, PoolDrafterConfig)
+    return [PoolPlace.read(address, file) for address, file in config.drafter.places]
 
 
 def slow_kernels(ready: Mapping[str, Ready]) -> list[str]:

@@ -40,7 +40,7 @@ class ClientFile:
         """With the engine's first client; returns the file of its key."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._write(first.hub, {_name(first): first.public})
-        return _write_privately(self._directory / "secret", first.text)
+        return write_privately(self._directory / "secret", first.text)
 
     def read(self) -> dict[str, bytes]:
         """Public halves by name."""
@@ -52,7 +52,7 @@ class ClientFile:
         if name in clients or not re.fullmatch(r"[\w-]{1,40}", name, re.ASCII):
             raise ValueError(f"{name}: is taken, or not of 1 to 40 letters, digits, - and _; choose another name")
         key = LinkKey.made_for(name, hub)
-        path = _write_privately(self._directory / f"secret-{name}", key.text)
+        path = write_privately(self._directory / f"secret-{name}", key.text)
         self._write(hub, clients | {name: key.public})
         return path
 
@@ -85,7 +85,7 @@ class ClientFile:
 
     def _write(self, hub: bytes, clients: dict[str, bytes]) -> None:
         lines = [f"{_HEADER}{hub.hex()}", *(f"{name} {public.hex()}" for name, public in clients.items())]
-        new = _write_privately(self._path.with_name("clients.new"), "\n".join(lines) + "\n")
+        new = write_privately(self._path.with_name("clients.new"), "\n".join(lines) + "\n")
         new.replace(self._path)
 
 
@@ -121,7 +121,8 @@ def _name(key: LinkKey) -> str:
     return key.peer.removeprefix(CLIENTS)
 
 
-def _write_privately(file: Path, text: str) -> Path:
+def write_privately(file: Path, text: str) -> Path:
+    """A new file that its owner alone can read."""
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as writer:
         writer.write(text)

@@ -53,7 +53,7 @@ from actors.protocol.messages import (
     VerdictBatch,
     VerifyBatch,
 )
-from actors.topology import child_role, parent_role, role_name
+from actors.topology import TOP, child_role, parent_role, role_name
 from actors.transport.channel import Hub, heart_of
 from actors.transport.keys import CLIENTS
 
@@ -96,6 +96,9 @@ class CoordinatorSpec:
     """The drafter runs on the target's ranks."""
     bridged: bool = False
     """The drafter is sent the target's hidden states."""
+    lent_silence_s: float = 0.0
+    """Above 0: the drafter's rank is one that a pool lends. It is not awaited at the start, and lost after so many
+    seconds without a heartbeat; no process of the engine is ended then."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -230,12 +233,16 @@ class CoordinatorService:
         self._send_shared_report()
         for number in self._clients.abandoned(now):
             self._abort(number)
-        limit_s = self._spec.silence_s
         for role, membership in self._memberships.items():
+            limit_s = self._silence_s(role)
             round_limit_s = self._round_timeouts[role].limit_s if limit_s else math.inf
             for report in membership.find_hanging(limit_s, self._awake_s, round_limit_s):
                 self._hub.send([CLIENT], report)
             self._follow(membership)
+
+    def _silence_s(self, role: str) -> float:
+        """Seconds without a heartbeat after which a rank of this role is lost; 0: never."""
+        return self._spec.lent_silence_s or self._spec.silence_s if role == TOP else self._spec.silence_s
 
     # --- records ------------------------------------------------------------------------------------------------------
 
@@ -418,7 +425,7 @@ class CoordinatorService:
             counts[role] = counts.get(role, 0) + 1
         if role == "target" and isinstance(record, VerdictBatch):
             self._apply_record(PassFailed(role, int(rank), 0, record.round, why))
-        if self._spec.silence_s:
+        if self._silence_s(role):
             self._hub.send([CLIENT], membership.distrust(int(rank), why, self._awake_s))
         else:
             membership.start_new_epoch(self._awake_s)
@@ -489,7 +496,7 @@ class CoordinatorService:
     def _start(self) -> None:
         """Create the state machine: at first once every role is complete, a successor as soon as the target is."""
         spec = self._spec
-        needed = ["target"] if spec.incarnation else list(self._memberships)
+        needed = ["target"] if spec.incarnation or spec.lent_silence_s else list(self._memberships)
         if self._coordinator is not None or not self._has_client or not all(self._is_complete[role] for role in needed):
             return
         (facts,) = [ready.facts for ready in self._memberships["target"].ready() if ready.rank == 0]

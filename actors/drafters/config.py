@@ -186,6 +186,11 @@ class DrafterConfig(Choice):
         """Whether it runs on the target's ranks, and drafts right after each verdict."""
         return False
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its drafts come from a rank that another process lends, and this engine starts none."""
+        return False
+
     def is_bridged(self, pipeline: str) -> bool:
         """Whether hidden states of the target are sent to ranks of its own."""
         return self.reads_features and pipeline != PipelineName.plain and not self.is_attached(pipeline)

@@ -49,5 +49,6 @@ DRAFTERS = DrafterRegistry(
         "lookahead": ("jacobi.config", "LookaheadDrafterConfig"),
         "cascade": ("cascade.config", "CascadeDrafterConfig"),
         "auto": ("auto.config", "AutoDrafterConfig"),
+        "pool": ("pool.config", "PoolDrafterConfig"),
     }
 )

@@ -29,7 +29,7 @@ import zmq
 from zmq.utils import z85
 
 from actors.logs import log_event, logger_of
-from actors.protocol import membership, messages
+from actors.protocol import leases, membership, messages
 from actors.transport import client_limits, work_meter
 from actors.transport.admission import CLIENTS, RANKS, Admission
 from actors.transport.client_limits import ConnectionGuard
@@ -46,7 +46,8 @@ _FAILURES = (membership.PassFailed,)
 _EPOCHS = (membership.Recall, membership.Join, membership.Ready, membership.RoleLost, membership.RoleBack)
 _BRIDGES = (membership.Bridge,)
 _KEYS = (membership.ClientKeys,)
-CODEC = Codec(_REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS + _BRIDGES + _FAILURES + _KEYS)
+_LEASES = (leases.LeaseOrder, leases.LeaseAnswer)
+CODEC = Codec(_REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS + _BRIDGES + _FAILURES + _KEYS + _LEASES)
 LINGER_MS = 200
 """How long `close` may still deliver: enough for a last record, too short to delay an exit."""
 RECONNECT_MS = 20

@@ -126,10 +126,10 @@ def _only_model(drafter: DrafterConfig) -> DrafterConfig:
 
 def _with_own_ranks(config: LaunchConfig) -> LaunchConfig:
     """`drafter.placement=auto` replaced by separate where other sections speak of a role of the drafter's own: it has a
-    node or a link to itself, or is to be killed."""
+    node or a link to itself, is to be killed, or is lent to others."""
     drafter, cluster = config.drafter, config.cluster
     has_node = cluster.nodes > 1 or bool(config.placement.nodes.keys() - {"target"})
-    asked = has_node or cluster.link_delay_ms > 0 or config.job.name == "drill"
+    asked = has_node or cluster.link_delay_ms > 0 or config.job.name in ("drill", "pool")
     if not asked or not isinstance(drafter, PlacedDrafterConfig) or drafter.placement is not Placement.auto:
         return config
     separate = replace(drafter, placement=Placement.separate)

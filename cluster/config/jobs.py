@@ -337,6 +337,28 @@ class TrainConfig(JobConfig):
     """Length of prompt and continuation together, in tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolConfig(JobConfig):
+    """Lend the drafter to the targets of other engines, until SIGTERM or Ctrl-C."""
+
+    name: str = "pool"
+    """Set by the choice `job=`."""
+    listen: str = "tcp://127.0.0.1:9700"
+    """Address for the engines that use the pool, tcp://HOST:PORT; port * = any that is free."""
+    secret_file: str = ""
+    """File with the pool's secret, which is made where there is none, so that engines know a pool that was started
+    again; the key for engines is written beside it, with `.key` at its end. Empty = a new secret, in the run's
+    directory."""
+    max_leases: Annotated[int, Range(1)] = 8
+    """Engines at a time; the KV slots of the drafter are divided between those that there are."""
+    lease_s: Annotated[float, Range(2)] = 10.0
+    """Seconds without a sign of life after which an engine's lease ends and its KV rows are free."""
+
+    def check_fields(self, where: str) -> None:
+        good = self.listen.startswith("tcp://") and self.listen.count(":") >= 2
+        require(good, f"{where}.listen", self.listen, "is no address; give tcp://HOST:PORT")
+
+
 JOBS: tuple[JobConfig, ...] = (
     GenerateConfig(),
     BenchConfig(),
@@ -350,6 +372,7 @@ JOBS: tuple[JobConfig, ...] = (
     TreeConfig(),
     SearchConfig(),
     TrainConfig(),
+    PoolConfig(),
 )
 """The jobs with their defaults; the job's name is that of its module in `cluster/jobs`."""
 WITH_ENCODER = ("generate", "bench", "serve", "drill", "datastore")

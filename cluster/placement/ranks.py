@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
+from actors.topology import TOP
 from cluster.config.schema import LaunchConfig
 
 if TYPE_CHECKING:
@@ -100,9 +101,17 @@ def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:
         taken[kind] += size
     pipeline, drafter = config.pipeline.name, config.drafter
     speculates = drafter.name != "none" and pipeline != "plain" and not drafter.is_attached(pipeline)
-    if speculates and len(roles) == 1:  # a lookup drafter needs no device of its own
+    if speculates and len(roles) == 1 and not drafter.is_elsewhere:  # a lookup drafter needs no device of its own
         places.append(RankPlacement("draft", 0, 1, "cpu", (), 1, 0.0))
     return with_fewer_threads(config, places)
+
+
+def place_alone(config: LaunchConfig, devices: Devices) -> RankPlacement:
+    """The one rank of a drafter that has the machine to itself: a GPU, or all cores."""
+    models = [model for _, model in _draft_roles(config)]
+    kind = _kind(models[-1].device, "drafter.device", devices) if models else "cpu"
+    (place,) = with_fewer_threads(config, _place(config, TOP, 1, kind, 0, 1, 1.0, devices))
+    return place
 
 
 def with_fewer_threads(config: LaunchConfig, places: Sequence[RankPlacement]) -> list[RankPlacement]:

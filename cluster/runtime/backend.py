@@ -14,7 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.coordinator.service import CoordinatorSpec
-from actors.protocol.membership import Death
+from actors.options import PipelineName
+from actors.protocol.membership import Death, identity_of
+from actors.topology import TOP
 from actors.transport.keys import SECRET_BYTES, HubKeys, LinkKey
 from actors.worker import openmp
 from actors.worker.spec import RankSpec
@@ -25,6 +27,10 @@ from cluster.runtime.delay_proxy import Relay
 
 LOOPBACK = "127.0.0.1"
 ANY_PORT = f"tcp://{LOOPBACK}:*"
+LENT_SILENCE_S = 2.0
+"""Seconds without a heartbeat after which such a rank counts as lost, where `cluster.silence_s` is 0."""
+LENT_RANK = identity_of(TOP, 0)
+"""The rank of a drafter that a pool lends."""
 
 
 class Backend(ABC):
@@ -93,7 +99,8 @@ class Backend(ABC):
         """Copy `file` to the cluster's dashboard, if there is one that outlives the engine."""
 
     def _admit(self, places: Sequence[RankPlacement]) -> None:
-        self.keys = replace(self.keys, peers=tuple([place.identity for place in places]))
+        lent = [LENT_RANK] if is_lent(self._config) else []
+        self.keys = replace(self.keys, peers=tuple([*(place.identity for place in places), *lent]))
 
     def _open_relay(self) -> None:
         """Delay the records of the drafters by `cluster.link_delay_ms`, each way."""
@@ -135,7 +142,7 @@ def coordinator_spec(
         pipeline=config.pipeline.name,
         num_draft_tokens=config.drafter.num_draft_tokens,
         target_ranks=sizes.pop("target"),
-        draft_ranks=sizes.pop("draft", 0),
+        draft_ranks=sizes.pop("draft", 0) or is_lent(config),
         eos_token_ids=eos_token_ids,
         limits=config.scheduler,
         level_ranks=tuple(sizes.values()),
@@ -146,7 +153,13 @@ def coordinator_spec(
         drafters=config.drafter.names_in(config.pipeline.name),
         attached=config.drafter.is_attached(config.pipeline.name),
         bridged=config.drafter.is_bridged(config.pipeline.name),
+        lent_silence_s=(config.cluster.silence_s or LENT_SILENCE_S) if is_lent(config) else 0.0,
     )
+
+
+def is_lent(config: LaunchConfig) -> bool:
+    """Whether the engine's draft rank is one that a pool lends."""
+    return config.drafter.is_elsewhere and config.pipeline.name != PipelineName.plain
 
 
 def rank_spec(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from actors.drafters.pool.config import PoolDrafterConfig
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec
 from actors.logs import LogSpec, close_logs, open_logs
 from actors.protocol.membership import Death
@@ -24,7 +25,8 @@ from actors.worker.factory import serve
 from actors.worker.spec import RankSpec
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
-from cluster.runtime.backend import ANY_PORT, LOOPBACK, Backend
+from cluster.runtime.backend import LOOPBACK, Backend, is_lent
+from cluster.runtime.pool_leases import host_towards
 from parallel.comm.rendezvous import HostedStore, store_in_memory
 
 
@@ -54,13 +56,20 @@ class InprocessBackend(Backend):
         self._coordinator = coordinator if self.can_kill else replace(coordinator, silence_s=0.0)
         self._placements = {place.identity: place for place in places}
         self._admit(places)
-        self._hub = Hub(ANY_PORT, self.keys, near=True)
+        self._hub = Hub(f"tcp://{self._host()}:*", self.keys, near=True)
         self.address, self.client_address = self._hub.address, self._hub.client_address
         self._store = store_in_memory() if self._needs_store else None
         self._start_coordinator(self._coordinator)
         self._open_relay()
         for place in places:
             self._start_rank(self._specify(place, LOOPBACK, coordinator.eos_token_ids))
+
+    def _host(self) -> str:
+        """The address to listen at: this machine alone, unless a draft pool on another one is to connect."""
+        if not is_lent(self._config):
+            return LOOPBACK
+        assert isinstance(self._config.drafter, PoolDrafterConfig)
+        return host_towards(self._config.drafter.pools[0])
 
     def deaths(self, timeout_s: float) -> list[Death]:
         try:

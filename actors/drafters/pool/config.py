@@ -1,0 +1,54 @@
+"""`drafter=pool`: drafts come from a pool that the targets of several engines share. Torch-free.
+
+The pool is started by itself (`job=pool`); this record says where it is. The engine starts no draft rank of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from actors.drafters.config import DrafterConfig, PathResolver
+from actors.options import PipelineName, VerifyRule
+from actors.protocol.leases import MOST_DRAFT_TOKENS
+from parallel.ranges import Range, require
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDrafterConfig(DrafterConfig):
+    """A draft pool that other engines use too (`job=pool`), or several, of which one at a time drafts."""
+
+    name: str = "pool"
+    pools: list[str] = field(default_factory=list)
+    """Addresses of pools, tcp://HOST:PORT each: the first one that grants a lease drafts, and the next one takes over
+    when it is lost."""
+    key_files: list[str] = field(default_factory=list)
+    """Files with the pools' keys, in the same order, or one file for all; a pool prints where it has written its own."""
+    num_draft_tokens: Annotated[int, Range(1, MOST_DRAFT_TOKENS, remedy="for none write drafter=none")] = 5
+    """Draft tokens a round, at most."""
+
+    def check_fields(self, where: str) -> None:
+        require(bool(self.pools), f"{where}.pools", "[]", "give the address of a pool, as [tcp://HOST:PORT]")
+        for address in self.pools:
+            good = address.startswith("tcp://") and address.rpartition(":")[2].isdecimal()
+            require(good, f"{where}.pools", address, "is no address; give tcp://HOST:PORT")
+        remedy = "give the file with the key of each pool, or one for all"
+        require(len(self.key_files) in (1, len(self.pools)), f"{where}.key_files", len(self.key_files), remedy)
+
+    def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
+        remedy = "a pool's drafts are verified by verify=coupled; use that"
+        require(rule in (VerifyRule.coupled, VerifyRule.auto), "verify", str(rule), remedy)
+
+    def with_paths(self, resolve: PathResolver, where: str = "drafter") -> PoolDrafterConfig:
+        files = [resolve.file(f"{where}.key_files", file, "the key that the pool has written") for file in self.key_files]
+        return replace(self, key_files=files)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return True
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """(address, file of its key) of each pool."""
+        files = self.key_files * len(self.pools) if len(self.key_files) == 1 else self.key_files
+        return list(zip(self.pools, files, strict=True))

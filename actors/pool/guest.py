@@ -1,0 +1,101 @@
+"""One lease of a pool: a draft rank of the coordinator that ordered it, in a thread of the pool.
+
+To the coordinator it is a rank like any other (`actors/worker/rank_loop.py`): it sends heartbeats, joins epochs, and a
+pool that dies or freezes is a lost role. It ends with the engine, with the lease, or with a record that the lease does
+not allow.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from actors.logs import log_event, logger_of
+from actors.pool.guest_drafter import SharedDrafter
+from actors.pool.guest_link import GuestLink
+from actors.protocol.leases import LeaseOrder
+from actors.protocol.membership import Join, identity_of
+from actors.roles.draft import DraftRole
+from actors.topology import TOP
+from actors.transport.channel import heart_of, link_name, open_link
+from actors.transport.keys import LinkKey
+from actors.transport.mailbox import Mailbox
+from actors.worker.heartbeat import Heartbeat
+from actors.worker.rank_loop import RankLoop, RankRole
+from actors.worker.spec import RankSpec
+from parallel.comm.group import SINGLE, Group
+
+
+@dataclass(eq=False)
+class Guest:
+    """Runs from construction until `end`, or until it ends by itself. `spec` is that of the pool's own rank."""
+
+    order: LeaseOrder
+    number: int
+    spec: RankSpec
+    shared: SharedDrafter
+    numbers: Iterator[int]
+    now: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.why = ""
+        """Why it ended, one line; empty while it runs."""
+        self.heard_at = self.now()
+        """When its engine or coordinator was last heard."""
+        self._ends = threading.Event()
+        name = f"lease-{self.number}"
+        self._logger = logger_of(self.spec.identity)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def heard(self) -> None:
+        self.heard_at = self.now()
+
+    def end(self, why: str) -> None:
+        """Waits until it has given its rows back."""
+        self.why = self.why or why
+        self._ends.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        order = self.order
+        identity = identity_of(TOP, 0)
+        key = LinkKey(identity, order.hub, order.private)
+        spec = replace(
+            self.spec, role=TOP, rank=0, size=1, hub_address=order.hub_address, incarnation=order.number, key=key
+        )
+        drafter = self.shared.join()
+        log_event(self._logger, "lease-begins", lease=self.number, engine=order.hub_address)
+        try:
+            name = link_name(identity, order.number)
+            link = GuestLink(open_link(order.hub_address, name, key), order, self.number, self.numbers, self.heard)
+
+            def build(spec: RankSpec, _group: Group, _mailbox: Mailbox) -> tuple[RankRole, dict[str, object]]:
+                facts: dict[str, object] = {"drafter": spec.drafter.name, "device": spec.device, "lease": self.number}
+                return DraftRole(drafter, adapts=spec.adaptive), facts
+
+            loop = RankLoop(spec, link, _alone, build, lambda _: None, self._ends.is_set)
+            heart = open_link(order.hub_address, heart_of(name), key, keeps="newest")
+            heartbeat = Heartbeat(heart, loop.heartbeat, loop.interrupt)
+            try:
+                loop.serve()
+                self.why = self.why or "its engine has ended"
+            finally:
+                heartbeat.stop()
+                link.close()
+        except Exception as error:
+            self.why = f"{type(error).__name__}: {error}"
+            self._logger.exception("lease-failed", extra={"facts": {"lease": self.number}})
+        finally:
+            self.shared.leave(drafter)
+            log_event(self._logger, "lease-ended", lease=self.number, why=self.why)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+
+def _alone(_spec: RankSpec, _order: Join) -> Group:
+    return SINGLE

@@ -1,0 +1,203 @@
+"""The drafter of a pool as one of its guests sees it: the contract of drafters, with passes that are merged with those
+of other guests and KV rows for as much text as the lease's share holds.
+
+What a drafter remembers of, or shows to, one guest never reaches another: previews are handed to their own, KV rows and
+memories are kept apart by the scopes that `guest_link.py` sets. Capabilities that would mix guests are not offered.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from actors.drafters.draft_ahead.width import Step, WidthChooser
+from actors.drafters.interface import Capabilities, Context, Draft
+from actors.pool.merged_passes import MergedPasses
+from actors.pool.shares import share_of, within_share
+from actors.protocol.messages import Commit, DraftPreview, TokenTree
+
+ROWS_BESIDE_TEXT = 64
+"""KV slots that a request is counted with beside its text, for the rows of drafts."""
+
+
+class SharedDrafter:
+    """The drafter of all guests. `kv_slots` are those of its pool of KV rows; None: it holds none."""
+
+    def __init__(self, passes: MergedPasses, kv_slots: int | None) -> None:
+        self.passes = passes
+        self.kv_slots = kv_slots
+        self.guests: list[GuestDrafter] = []
+        self._shown: dict[int, dict[int, DraftPreview]] = defaultdict(dict)  # guest -> request -> its latest preview
+        self._owners: dict[int, int] = {}
+
+    def join(self) -> GuestDrafter:
+        """A new guest; the shares of the others become smaller at once."""
+        guest = GuestDrafter(self)
+        with self.passes.turn():
+            self.guests.append(guest)
+            for other in self.guests:
+                other.drop_beyond_share()
+        return guest
+
+    def leave(self, guest: GuestDrafter) -> None:
+        """Its requests are released."""
+        with self.passes.turn():
+            guest.release_all()
+            self.guests.remove(guest)
+            self._shown.pop(id(guest), None)
+
+    @property
+    def share(self) -> int | None:
+        return None if self.kv_slots is None else share_of(self.kv_slots, len(self.guests))
+
+    def own(self, request_id: int, guest: GuestDrafter) -> None:
+        self._owners[request_id] = id(guest)
+
+    def disown(self, request_id: int, guest: GuestDrafter) -> None:
+        self._owners.pop(request_id, None)
+        self._shown[id(guest)].pop(request_id, None)
+
+    def previews_of(self, guest: GuestDrafter) -> list[DraftPreview]:
+        """The latest of each of its requests since the last call."""
+        with self.passes.turn() as drafter:
+            shows = drafter.capabilities.sends_previews
+            for preview in shows.previews() if shows is not None else ():
+                if (owner := self._owners.get(preview.request_id)) is not None:
+                    self._shown[owner][preview.request_id] = preview
+            return [*self._shown.pop(id(guest), {}).values()]
+
+
+class GuestDrafter:
+    """A drafter, as `actors/drafters/interface.py` says, of one guest's requests."""
+
+    waits_for_child = False
+
+    def __init__(self, shared: SharedDrafter) -> None:
+        self._shared = shared
+        self._passes = shared.passes
+        self._contexts: dict[int, Context] = {}
+        self._with_rows: set[int] = set()
+        self._may_work_ahead = True
+        can = shared.passes.drafter.capabilities
+        self.capabilities = Capabilities(
+            can.vocab_size,
+            prefills=self if can.prefills is not None else None,
+            truncates=self if can.truncates is not None else None,
+            works_ahead=self if can.works_ahead is not None else None,
+            sends_previews=self if can.sends_previews is not None else None,
+        )
+
+    # --- the required verbs -------------------------------------------------------------------------------------------
+
+    def open(self, context: Context) -> None:
+        with self._passes.turn() as drafter:
+            self._contexts[context.request_id] = context
+            self._shared.own(context.request_id, self)
+            drafter.open(context)
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        drafts = {context.request_id: Draft.nothing(context) for context in contexts}
+        fitting = self._fitting()
+        able = [(one, budget) for one, budget in zip(contexts, budgets, strict=True) if one.request_id in fitting]
+        if able:
+            self._with_rows |= {context.request_id for context, _ in able}
+            proposed = self._passes.propose([context for context, _ in able], [budget for _, budget in able])
+            drafts |= {context.request_id: draft for (context, _), draft in zip(able, proposed, strict=True)}
+        return [drafts[context.request_id] for context in contexts]
+
+    def observe(self, context: Context, commit: Commit) -> None:
+        with self._passes.turn() as drafter:
+            drafter.observe(context, commit)
+
+    def release(self, request_id: int) -> None:
+        with self._passes.turn() as drafter:
+            if self._contexts.pop(request_id, None) is not None:
+                self._with_rows.discard(request_id)
+                self._shared.disown(request_id, self)
+                drafter.release(request_id)
+
+    # --- capabilities -------------------------------------------------------------------------------------------------
+
+    def prefill(self, contexts: Sequence[Context]) -> None:
+        fitting = self._fitting()
+        able = [context for context in contexts if context.request_id in fitting]
+        if able:
+            self._with_rows |= {context.request_id for context in able}
+            self._passes.prefill(able)
+
+    def truncate(self, context: Context) -> None:
+        with self._passes.turn() as drafter:
+            assert drafter.capabilities.truncates is not None
+            drafter.capabilities.truncates.truncate(context)
+
+    @property
+    def may_work_ahead(self) -> bool:
+        return self._may_work_ahead
+
+    @may_work_ahead.setter
+    def may_work_ahead(self, may: bool) -> None:
+        """The drafter works ahead while any guest's policy has it so."""
+        self._may_work_ahead = may
+        with self._passes.turn() as drafter:
+            assert drafter.capabilities.works_ahead is not None
+            drafter.capabilities.works_ahead.may_work_ahead = any([one._may_work_ahead for one in self._shared.guests])
+
+    @property
+    def wants_work(self) -> bool:
+        if not (self._may_work_ahead and self._contexts):
+            return False
+        with self._passes.turn() as drafter:
+            assert drafter.capabilities.works_ahead is not None
+            return drafter.capabilities.works_ahead.wants_work
+
+    def width(self, width_chooser: WidthChooser, time_s: float) -> int:
+        with self._passes.turn() as drafter:
+            ahead = drafter.capabilities.works_ahead
+            assert ahead is not None
+            return ahead.width(width_chooser, time_s) if ahead.wants_work else 0
+
+    def work(self, width: int = 0) -> Step:
+        return self._passes.step(width)
+
+    def prepared(self, context: Context) -> bool:
+        with self._passes.turn() as drafter:
+            assert drafter.capabilities.works_ahead is not None
+            return drafter.capabilities.works_ahead.prepared(context)
+
+    def previews(self) -> list[DraftPreview]:
+        return self._shared.previews_of(self)
+
+    def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
+        with self._passes.turn() as drafter:
+            assert drafter.capabilities.sends_previews is not None
+            drafter.capabilities.sends_previews.prefetched(context, budget, tree)
+
+    # --- the share ----------------------------------------------------------------------------------------------------
+
+    def _fitting(self) -> set[int]:
+        with self._passes.turn():
+            fitting = self._within_share()
+            self.drop_beyond_share(fitting)
+            return fitting
+
+    def _within_share(self) -> set[int]:
+        share = self._shared.share
+        if share is None:
+            return set(self._contexts)
+        lengths = ((number, len(context.token_ids)) for number, context in self._contexts.items())
+        return within_share(lengths, share, ROWS_BESIDE_TEXT)
+
+    def drop_beyond_share(self, fitting: set[int] | None = None) -> None:
+        """Give back the rows of requests that do not fit any more; they decode plainly, or are read again later. Call
+        it in turn."""
+        fitting = self._within_share() if fitting is None else fitting
+        for request_id in self._with_rows - fitting:
+            self._passes.drafter.release(request_id)
+            self._passes.drafter.open(self._contexts[request_id])
+        self._with_rows &= fitting
+
+    def release_all(self) -> None:
+        for request_id in [*self._contexts]:
+            self.release(request_id)
+
+

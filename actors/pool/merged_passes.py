@@ -1,0 +1,179 @@
+"""One drafter that several threads share: what they ask for at the same time is answered by the same passes.
+
+All passes run in one thread, which also builds the drafter: orders of whatever threads wait are one call of `propose`,
+steps of draft-ahead one step. Orders come before the reading of text, and that before steps, because a target waits for
+them. Everything else of the drafter is called by the threads themselves in `turn`. It knows no coordinator.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from actors.drafters.draft_ahead.width import Step
+from actors.drafters.interface import Context, Draft, Drafter
+
+
+@dataclass(frozen=True, slots=True)
+class MergeCounts:
+    """Calls of the drafter so far, and what asked for them."""
+
+    num_proposals: int = 0
+    num_orders: int = 0
+    num_steps: int = 0
+    num_wanted_steps: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Order:
+    contexts: Sequence[Context]
+    budgets: Sequence[int]
+    drafts: Future[list[Draft]] = field(default_factory=Future)
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    contexts: Sequence[Context]
+    done: Future[None] = field(default_factory=Future)
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    width: int
+    done: Future[Step] = field(default_factory=Future)
+
+
+class MergedPasses:
+    """`build` is called in the thread of the passes; what it raises, the constructor raises."""
+
+    def __init__(self, build: Callable[[], Drafter]) -> None:
+        self.counts = MergeCounts()
+        self._turn = threading.RLock()
+        self._changed = threading.Condition()
+        self._orders: list[_Order] = []
+        self._readings: list[_Reading] = []
+        self._steps: list[_Step] = []
+        self._is_closed = False
+        built: Future[Drafter] = Future()
+        self._thread = threading.Thread(target=self._run, args=(build, built), name="pool-passes", daemon=True)
+        self._thread.start()
+        self.drafter = built.result()
+
+    @contextmanager
+    def turn(self) -> Iterator[Drafter]:
+        """The drafter, between two passes; for calls that run none."""
+        with self._turn:
+            yield self.drafter
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        """As the drafter's, in one call with those of other threads."""
+        order = _Order(contexts, budgets)
+        self._ask(self._orders, order)
+        return order.drafts.result()
+
+    def prefill(self, contexts: Sequence[Context]) -> None:
+        """As the drafter's."""
+        reading = _Reading(contexts)
+        self._ask(self._readings, reading)
+        reading.done.result()
+
+    def step(self, width: int) -> Step:
+        """One step of draft-ahead for the requests of all threads: the next one that is taken."""
+        step = _Step(width)
+        self._ask(self._steps, step)
+        return step.done.result()
+
+    def close(self) -> None:
+        """End the thread; what is asked for afterwards raises."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _ask(self, queue: list, asked: object) -> None:
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("the draft pool ends")
+            queue.append(asked)
+            self._changed.notify()
+
+    def _run(self, build: Callable[[], Drafter], built: Future[Drafter]) -> None:
+        try:
+            drafter = build()
+        except BaseException as error:
+            built.set_exception(error)
+            return
+        built.set_result(drafter)
+        while (asked := self._next()) is not None:
+            with self._turn:
+                match asked[0]:
+                    case _Order():
+                        self._propose(drafter, asked)
+                    case _Reading():
+                        _fulfil([asked[0].done], lambda: _read(drafter, asked[0].contexts))
+                    case _Step():
+                        self._work(drafter, asked)
+
+    def _next(self) -> list | None:
+        """Everything of the first kind that waits, of readings one; None to end."""
+        with self._changed:
+            while not (self._orders or self._readings or self._steps):
+                if self._is_closed:
+                    return None
+                self._changed.wait()
+            if self._orders:
+                asked, self._orders = self._orders, []
+            elif self._readings:
+                asked = [self._readings.pop(0)]
+            else:
+                asked, self._steps = self._steps, []
+            return asked
+
+    def _propose(self, drafter: Drafter, orders: list[_Order]) -> None:
+        contexts = [context for order in orders for context in order.contexts]
+        budgets = [budget for order in orders for budget in order.budgets]
+        counts = self.counts
+        self.counts = MergeCounts(
+            counts.num_proposals + 1, counts.num_orders + len(orders), counts.num_steps, counts.num_wanted_steps
+        )
+
+        def drafts() -> Iterator[list[Draft]]:
+            made = iter(drafter.propose(contexts, budgets))
+            return iter([[next(made) for _ in order.contexts] for order in orders])
+
+        _fulfil([order.drafts for order in orders], drafts)
+
+    def _work(self, drafter: Drafter, steps: list[_Step]) -> None:
+        ahead = drafter.capabilities.works_ahead
+        assert ahead is not None
+        counts = self.counts
+        self.counts = MergeCounts(
+            counts.num_proposals, counts.num_orders, counts.num_steps + 1, counts.num_wanted_steps + len(steps)
+        )
+
+        def done() -> Iterator[Step]:
+            step = ahead.work(max(step.width for step in steps)) if ahead.wants_work else Step(0)
+            return iter([step] * len(steps))
+
+        _fulfil([step.done for step in steps], done)
+
+
+def _read(drafter: Drafter, contexts: Sequence[Context]) -> Iterator[None]:
+    if (reader := drafter.capabilities.prefills) is not None:
+        reader.prefill(contexts)
+    return iter([None])
+
+
+def _fulfil(futures: Sequence[Future], results: Callable[[], Iterator]) -> None:
+    """A failure of a pass is one of all that asked for it."""
+    try:
+        values = results()
+    except Exception as error:
+        for future in futures:
+            future.set_exception(error)
+        return
+    for future, value in zip(futures, values, strict=True):
+        future.set_result(value)

@@ -1,0 +1,127 @@
+"""A draft pool: one drafter for the targets of several engines, each of which holds a lease on it.
+
+Engines connect with the pool's key, as clients, and order their leases about once a second. A lease ends when its
+engine does, when neither the engine nor its coordinator was heard for `lease_s`, or when the engine orders another; its
+KV rows are free then. A pool that dies is to every engine a lost draft role.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from actors.pool.guest import Guest
+from actors.pool.guest_drafter import SharedDrafter
+from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseTerms
+from actors.transport.channel import Hub
+from actors.transport.keys import public_half
+from actors.worker.spec import RankSpec
+
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """What a pool lends: so many leases at a time, each for `lease_s` seconds after the last sign of life, and orders of
+    at most `num_draft_tokens`."""
+
+    max_leases: int
+    lease_s: float
+    num_draft_tokens: int
+
+
+class PoolService:
+    """Serves `hub`, whose clients are engines. `spec` is the pool's own rank."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        spec: RankSpec,
+        terms: LeaseTerms,
+        limits: PoolLimits,
+        shared: SharedDrafter,
+        observe: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._hub = hub
+        self._spec = spec
+        self._terms = terms
+        self._limits = limits
+        self._shared = shared
+        self._observe = observe
+        self._guests: dict[bytes, Guest] = {}  # by the public key of the engine's draft rank
+        self._lease_numbers, self._request_numbers = count(1), count()
+
+    def serve(self, cancelled: Callable[[], bool]) -> None:
+        """Until `cancelled`, which is asked a few times a second."""
+        try:
+            while not cancelled():
+                received = self._hub.receive(timeout_s=_POLL_S)
+                with self._hub.turn():
+                    if received is not None:
+                        self._take(*received)
+                    self._end_old_leases()
+        finally:
+            for guest in self._guests.values():
+                guest.end("the pool ends")
+
+    @property
+    def num_leases(self) -> int:
+        return sum(guest.is_running for guest in self._guests.values())
+
+    def _take(self, link: str, record: object) -> None:
+        try:
+            if not isinstance(record, LeaseOrder):
+                raise ValueError(f"an engine may not send {type(record).__name__}")
+            record.check()
+        except ValueError as error:
+            self._hub.refuse(link, error)
+            return
+        self._hub.send([link], self._answer(record))
+
+    def _answer(self, order: LeaseOrder) -> LeaseAnswer:
+        # Who knows the private key of an engine's rank is that engine: no other can end its lease.
+        engine = public_half(order.private)
+        guest = self._guests.get(engine)
+        if guest is not None and guest.order.number == order.number:
+            if not guest.is_running:
+                return self._refusal(order, guest.why)
+            guest.heard()
+            return self._granted(order)
+        if guest is not None and guest.order.number > order.number:
+            return self._refusal(order, f"lease {guest.order.number} has replaced it")
+        if (misfit := self._terms.misfit(order.terms) or self._beyond_limits(order)) is not None:
+            return self._refusal(order, misfit, is_final=True)
+        if guest is not None:
+            guest.end("its engine ordered another")
+        elif self.num_leases >= self._limits.max_leases:
+            return self._refusal(order, f"all {self._limits.max_leases} leases are taken (job.max_leases)")
+        self._guests[engine] = Guest(
+            order, next(self._lease_numbers), self._spec, self._shared, self._request_numbers
+        )
+        self._observe(f"{self.num_leases} of {self._limits.max_leases} leases")
+        return self._granted(order)
+
+    def _beyond_limits(self, order: LeaseOrder) -> str | None:
+        most = self._limits.num_draft_tokens
+        if order.num_draft_tokens > most:
+            return f"drafter.num_draft_tokens={order.num_draft_tokens}: the pool drafts {most} at most; lower it"
+        return None
+
+    def _granted(self, order: LeaseOrder) -> LeaseAnswer:
+        name = self._spec.drafter.name
+        return LeaseAnswer(order.number, self._limits.lease_s, drafter=name, num_leases=self.num_leases)
+
+    def _refusal(self, order: LeaseOrder, why: str, *, is_final: bool = False) -> LeaseAnswer:
+        return LeaseAnswer(order.number, why=why, is_final=is_final, num_leases=self.num_leases)
+
+    def _end_old_leases(self) -> None:
+        now = time.monotonic()
+        for engine, guest in [*self._guests.items()]:
+            silent_s = now - guest.heard_at
+            if guest.is_running and silent_s > self._limits.lease_s:
+                guest.end(f"its engine was silent for {silent_s:.0f} s")
+            if not guest.is_running and silent_s > 2 * self._limits.lease_s:
+                del self._guests[engine]  # until then a renewal learns why it ended
+                self._observe(f"{self.num_leases} of {self._limits.max_leases} leases")

@@ -1,0 +1,90 @@
+"""Records between an engine and a draft pool: the order of a lease, about once a second, and the answer to each.
+
+A lease gives the engine's coordinator the drafter of the pool as if it were the engine's own draft rank: the pool
+connects to the coordinator's hub under that rank's name and with its key. Standard library only, every record frozen.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+
+_ADDRESS = re.compile(r"tcp://([\w.-]{1,255}|\[[0-9a-fA-F:]{2,45}\]):\d{1,5}", re.ASCII)
+KEY_BYTES = 32
+"""Bytes of either half of a key."""
+_LARGEST = 2**31 - 1
+MOST_DRAFT_TOKENS = 256
+"""Draft tokens of one order, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTerms:
+    """What both sides must agree on, since drafts are made for it: the verification rule, the pipeline and the
+    vocabulary, by its `tokenizer_digest` (empty: not known)."""
+
+    rule: str
+    pipeline: str
+    vocabulary: str = ""
+
+    def misfit(self, wanted: LeaseTerms) -> str | None:
+        """One line why a pool of these terms cannot draft for those that are wanted, or None."""
+        for name, mine, theirs in (
+            ("verify", self.rule, wanted.rule),
+            ("pipeline", self.pipeline, wanted.pipeline),
+        ):
+            if mine != theirs:
+                return f"the pool drafts for {name}={mine}, not {theirs}; start the engine or the pool with the other's"
+        if self.vocabulary and wanted.vocabulary and self.vocabulary != wanted.vocabulary:
+            return "the pool's vocabulary is not the target's; start the pool with target.path=DIR of the same model"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOrder:
+    """Engine to pool: begin lease `number`, or renew it; a higher number ends the engine's earlier ones.
+
+    The pool connects to `hub_address`, whose public key is `hub`, with the key `private` of the engine's draft rank, as
+    its process `number`. Texts have at most `max_model_len` tokens below `vocab_size`, orders at most
+    `num_draft_tokens`.
+    """
+
+    number: int
+    hub_address: str
+    hub: bytes
+    terms: LeaseTerms
+    vocab_size: int
+    max_model_len: int
+    num_draft_tokens: int
+    private: bytes = field(repr=False, default=b"")
+
+    def check(self) -> None:
+        """Raise ValueError, one line, for a field that is out of range."""
+        if not _ADDRESS.fullmatch(self.hub_address):
+            raise ValueError("hub_address: must be tcp://HOST:PORT")
+        if len(self.hub) != KEY_BYTES or len(self.private) != KEY_BYTES:
+            raise ValueError(f"hub, private: must have {KEY_BYTES} bytes each")
+        for name, most in (
+            ("number", _LARGEST),
+            ("vocab_size", _LARGEST),
+            ("max_model_len", _LARGEST),
+            ("num_draft_tokens", MOST_DRAFT_TOKENS),
+        ):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name}: must be between 1 and {most}")
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseAnswer:
+    """Pool to engine: lease `number` lasts `lease_s` seconds from now, or is refused, or has ended (`why`, one line).
+
+    A refusal that `is_final` stays one however often it is asked again, unless pool or engine are started otherwise.
+    `drafter` and `num_leases` say what the pool drafts with, and for how many engines.
+    """
+
+    number: int
+    lease_s: float = 0.0
+    why: str = ""
+    is_final: bool = False
+    drafter: str = ""
+    num_leases: int = 0
