@@ -24,8 +24,8 @@ from typing import Any
 from actors.protocol.leases import LeaseOrder, LeaseTerms
 from actors.protocol.membership import Ready, Silent, Stop, identity_of
 from actors.protocol.messages import Request
-from actors.transport.keys import FIRST_CLIENT, OWNER
 from actors.tokenizer_file import tokenizer_digest
+from actors.transport.keys import FIRST_CLIENT, OWNER
 from cluster.client import Client, Connection, RemoteTrace, connect
 from cluster.completion import Completion, EngineError, TooManyRequestsError
 from cluster.config.compose import load_config

@@ -140,7 +140,7 @@ class GuestDrafter:
         self._may_work_ahead = may
         with self._passes.turn() as drafter:
             assert drafter.capabilities.works_ahead is not None
-            drafter.capabilities.works_ahead.may_work_ahead = any([one._may_work_ahead for one in self._shared.guests])
+            drafter.capabilities.works_ahead.may_work_ahead = any(one._may_work_ahead for one in self._shared.guests)
 
     @property
     def wants_work(self) -> bool:
@@ -199,5 +199,3 @@ class GuestDrafter:
     def release_all(self) -> None:
         for request_id in [*self._contexts]:
             self.release(request_id)
-
-

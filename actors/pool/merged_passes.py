@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from actors.drafters.draft_ahead.width import Step
 from actors.drafters.interface import Context, Draft, Drafter
@@ -28,20 +29,20 @@ class MergeCounts:
 
 
 @dataclass(slots=True, eq=False)
-class _Order:
+class _OrderedDrafts:
     contexts: Sequence[Context]
     budgets: Sequence[int]
     drafts: Future[list[Draft]] = field(default_factory=Future)
 
 
 @dataclass(slots=True, eq=False)
-class _Reading:
+class _WantedReading:
     contexts: Sequence[Context]
     done: Future[None] = field(default_factory=Future)
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
+class _WantedStep:
     width: int
     done: Future[Step] = field(default_factory=Future)
 
@@ -53,9 +54,9 @@ class MergedPasses:
         self.counts = MergeCounts()
         self._turn = threading.RLock()
         self._changed = threading.Condition()
-        self._orders: list[_Order] = []
-        self._readings: list[_Reading] = []
-        self._steps: list[_Step] = []
+        self._orders: list[_OrderedDrafts] = []
+        self._readings: list[_WantedReading] = []
+        self._steps: list[_WantedStep] = []
         self._is_closed = False
         built: Future[Drafter] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, built), name="pool-passes", daemon=True)
@@ -70,19 +71,19 @@ class MergedPasses:
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """As the drafter's, in one call with those of other threads."""
-        order = _Order(contexts, budgets)
+        order = _OrderedDrafts(contexts, budgets)
         self._ask(self._orders, order)
         return order.drafts.result()
 
     def prefill(self, contexts: Sequence[Context]) -> None:
         """As the drafter's."""
-        reading = _Reading(contexts)
+        reading = _WantedReading(contexts)
         self._ask(self._readings, reading)
         reading.done.result()
 
     def step(self, width: int) -> Step:
         """One step of draft-ahead for the requests of all threads: the next one that is taken."""
-        step = _Step(width)
+        step = _WantedStep(width)
         self._ask(self._steps, step)
         return step.done.result()
 
@@ -110,11 +111,11 @@ class MergedPasses:
         while (asked := self._next()) is not None:
             with self._turn:
                 match asked[0]:
-                    case _Order():
+                    case _OrderedDrafts():
                         self._propose(drafter, asked)
-                    case _Reading():
-                        _fulfil([asked[0].done], lambda: _read(drafter, asked[0].contexts))
-                    case _Step():
+                    case _WantedReading(contexts, done):
+                        _fulfil([done], partial(_read, drafter, contexts))
+                    case _WantedStep():
                         self._work(drafter, asked)
 
     def _next(self) -> list | None:
@@ -132,7 +133,7 @@ class MergedPasses:
                 asked, self._steps = self._steps, []
             return asked
 
-    def _propose(self, drafter: Drafter, orders: list[_Order]) -> None:
+    def _propose(self, drafter: Drafter, orders: list[_OrderedDrafts]) -> None:
         contexts = [context for order in orders for context in order.contexts]
         budgets = [budget for order in orders for budget in order.budgets]
         counts = self.counts
@@ -146,7 +147,7 @@ class MergedPasses:
 
         _fulfil([order.drafts for order in orders], drafts)
 
-    def _work(self, drafter: Drafter, steps: list[_Step]) -> None:
+    def _work(self, drafter: Drafter, steps: list[_WantedStep]) -> None:
         ahead = drafter.capabilities.works_ahead
         assert ahead is not None
         counts = self.counts

@@ -24,8 +24,8 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """What a pool lends: so many leases at a time, each for `lease_s` seconds after the last sign of life, and orders of
-    at most `num_draft_tokens`."""
+    """What a pool lends: so many leases at a time, each for `lease_s` seconds after the last sign of life, and orders
+    of at most `num_draft_tokens`."""
 
     max_leases: int
     lease_s: float
@@ -97,9 +97,7 @@ class PoolService:
             guest.end("its engine ordered another")
         elif self.num_leases >= self._limits.max_leases:
             return self._refusal(order, f"all {self._limits.max_leases} leases are taken (job.max_leases)")
-        self._guests[engine] = Guest(
-            order, next(self._lease_numbers), self._spec, self._shared, self._request_numbers
-        )
+        self._guests[engine] = Guest(order, next(self._lease_numbers), self._spec, self._shared, self._request_numbers)
         self._observe(f"{self.num_leases} of {self._limits.max_leases} leases")
         return self._granted(order)
 

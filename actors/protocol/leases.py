@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-
 _ADDRESS = re.compile(r"tcp://([\w.-]{1,255}|\[[0-9a-fA-F:]{2,45}\]):\d{1,5}", re.ASCII)
 KEY_BYTES = 32
 """Bytes of either half of a key."""

@@ -100,7 +100,7 @@ class Backend(ABC):
 
     def _admit(self, places: Sequence[RankPlacement]) -> None:
         lent = [LENT_RANK] if is_lent(self._config) else []
-        self.keys = replace(self.keys, peers=tuple([*(place.identity for place in places), *lent]))
+        self.keys = replace(self.keys, peers=(*(place.identity for place in places), *lent))
 
     def _open_relay(self) -> None:
         """Delay the records of the drafters by `cluster.link_delay_ms`, each way."""

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from actors.drafters.pool.config import PoolDrafterConfig
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec
+from actors.drafters.pool.config import PoolDrafterConfig
 from actors.logs import LogSpec, close_logs, open_logs
 from actors.protocol.membership import Death
 from actors.transport.channel import Hub

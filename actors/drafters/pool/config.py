@@ -23,7 +23,8 @@ class PoolDrafterConfig(DrafterConfig):
     """Addresses of pools, tcp://HOST:PORT each: the first one that grants a lease drafts, and the next one takes over
     when it is lost."""
     key_files: list[str] = field(default_factory=list)
-    """Files with the pools' keys, in the same order, or one file for all; a pool prints where it has written its own."""
+    """Files with the pools' keys, in the same order, or one file for all; a pool prints where it has written its
+    own."""
     num_draft_tokens: Annotated[int, Range(1, MOST_DRAFT_TOKENS, remedy="for none write drafter=none")] = 5
     """Draft tokens a round, at most."""
 
@@ -40,8 +41,8 @@ class PoolDrafterConfig(DrafterConfig):
         require(rule in (VerifyRule.coupled, VerifyRule.auto), "verify", str(rule), remedy)
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> PoolDrafterConfig:
-        files = [resolve.file(f"{where}.key_files", file, "the key that the pool has written") for file in self.key_files]
-        return replace(self, key_files=files)
+        key, wanted = f"{where}.key_files", "the key that the pool has written"
+        return replace(self, key_files=[resolve.file(key, file, wanted) for file in self.key_files])
 
     @property
     def is_elsewhere(self) -> bool:

@@ -37,7 +37,7 @@ from tests.matrices import in_turn
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
     "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "recycling", "aded", "rest", "jacobi"}
-    | {"lookahead", "cascade", "auto", "speculator", "self"},
+    | {"lookahead", "cascade", "auto", "speculator", "self", "pool"},
     "verify": {"coupled", "rejection", "block", "traversal", "kseq", "auto"},
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
@@ -55,12 +55,15 @@ PUBLIC_CHOICES = {
         "tree",
         "search",
         "train",
+        "pool",
     },
 }
 
 PUBLIC_KEYS = {
     "target": "name path tp dtype weights attention device all_reduce stretch max_model_len kv_slots kv_dtype pace_ms",
     **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams share placement"},
+    "drafter=pool": "name pools key_files num_draft_tokens",
+    "job=pool": "name listen secret_file max_leases lease_s",
     "drafter=ngram": "name num_draft_tokens max_ngram min_ngram placement",
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
     "tokenizer share placement",
@@ -144,6 +147,7 @@ def required(group: str, choice: str) -> list[str]:
         ("target", "hf"): [f"target.path={config_module.pocket.TARGET}"],
         ("job", "datastore"): ["job.files=[texts]"],
         ("job", "search"): ["drafter=self"],
+        ("drafter", "pool"): ["drafter.pools=[tcp://h:1]", "drafter.key_files=[pyproject.toml]"],
         ("verify", "kseq"): ["drafter=model"],
         ("cluster", "existing"): ["cluster.address=auto"],
         ("cluster", "slurm"): ["cluster.address=n1:6379"],

@@ -1,0 +1,141 @@
+"""A draft pool from its configuration: the drafter, its passes, and the door at which engines order leases.
+
+The Python side of `job=pool`; the engine's side is `cluster/runtime/pool_leases.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from actors.drafters.interface import Drafter
+from actors.options import VerifyRule
+from actors.pool.guest_drafter import SharedDrafter
+from actors.pool.merged_passes import MergedPasses
+from actors.pool.service import PoolLimits, PoolService
+from actors.protocol.leases import LeaseTerms
+from actors.tokenizer_file import tokenizer_digest
+from actors.topology import TOP
+from actors.transport.channel import Hub
+from actors.transport.keys import FIRST_CLIENT, SECRET_BYTES, HubKeys
+from actors.worker import openmp
+from actors.worker.draft_rank import draft_setup
+from cluster.config.jobs import PoolConfig
+from cluster.config.schema import LaunchConfig
+from cluster.io.checkpoints import check_checkpoints
+from cluster.io.text import read_eos_token_ids
+from cluster.keys import write_privately
+from cluster.placement.ranks import Devices, models_of, place_alone
+from cluster.runtime.backend import LOOPBACK, rank_spec
+from parallel.comm.group import SINGLE
+from parallel.runtime.device import use_device
+
+
+class DraftPool:
+    """Listens and has loaded its drafter once constructed; `observe` receives a line when leases begin or end.
+
+    Raises ValueError, one line, for a drafter that cannot be lent, an address or a file that cannot be used.
+    """
+
+    def __init__(self, config: LaunchConfig, run_dir: Path, observe: Callable[[str], None] = lambda _: None) -> None:
+        job: PoolConfig = config.job
+        check_lendable(config)
+        keys = HubKeys(_secret(job))
+        self._hub = Hub(f"tcp://{LOOPBACK}:*", keys, client_address=job.listen)
+        try:
+            self.key_file = Path(f"{job.secret_file}.key").expanduser() if job.secret_file else run_dir / "pool.key"
+            write_privately(self.key_file, keys.of(FIRST_CLIENT).text)
+            self._passes, self._service = _open(config, self._hub, observe)
+        except BaseException:
+            self._hub.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Where engines order leases: `drafter.pools`."""
+        return self._hub.client_address
+
+    @property
+    def num_leases(self) -> int:
+        return self._service.num_leases
+
+    def serve(self, cancelled: Callable[[], bool]) -> None:
+        """Until `cancelled`, which is asked a few times a second; all leases have ended then."""
+        self._service.serve(cancelled)
+
+    def close(self) -> None:
+        """After `serve`."""
+        self._passes.close()
+        self._hub.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def check_lendable(config: LaunchConfig) -> None:
+    """Raise ValueError, one line, for a drafter that a pool cannot lend."""
+    drafter, name, pipeline = config.drafter, config.drafter.name, config.pipeline.name
+    why = ""
+    if name == "none" or drafter.is_elsewhere or pipeline == "plain":
+        why = "drafts nothing here; give drafter=model, or a lookup, and the pipeline of the engines"
+    elif drafter.reads_features or name == "self":
+        why = "reads the target's hidden states, which are not sent to a pool; use drafter=model"
+    elif drafter.target_top_k:
+        why = "learns from the target's tokens, which engines must not share; use drafter=model"
+    elif len(drafter.roles()) > 1 or any(model.ranks > 1 for model in models_of(config, TOP)):
+        why = "takes several ranks, and a pool has one"
+    elif drafter.is_attached(pipeline):
+        why = "is attached to the target's ranks; drop drafter.placement=attached"
+    if why:
+        raise ValueError(f"drafter={name}: {why}")
+    if config.verify.rule != VerifyRule.coupled:
+        raise ValueError(f"verify={config.verify.rule}: a pool's drafts are verified by verify=coupled; use that")
+
+
+def _open(config: LaunchConfig, hub: Hub, observe: Callable[[str], None]) -> tuple[MergedPasses, PoolService]:
+    job: PoolConfig = config.job
+    checkpoint = Path(config.target.path)
+    check_checkpoints(checkpoint, config.drafter)
+    cores = tuple(sorted(os.sched_getaffinity(0))[: config.cluster.num_cpus])
+    place = place_alone(config, Devices(cores, torch.cuda.device_count()))
+    spec = rank_spec(config, place, "", LOOPBACK, read_eos_token_ids(checkpoint))
+    facts: dict[str, object] = {}
+
+    def build() -> Drafter:
+        openmp.set_num_threads(place.num_threads)
+        use_device(spec.device)
+        drafter, measured = spec.drafter.build(draft_setup(spec, SINGLE))
+        facts.update(measured)
+        return drafter
+
+    passes = MergedPasses(build)
+    shared = SharedDrafter(passes, int(str(facts["kv_slots"])) if "kv_slots" in facts else None)
+    terms = LeaseTerms(str(config.verify.rule), str(config.pipeline.name), tokenizer_digest(checkpoint))
+    limits = PoolLimits(job.max_leases, job.lease_s, config.drafter.num_draft_tokens)
+    return passes, PoolService(hub, spec, terms, limits, shared, observe)
+
+
+def _secret(job: PoolConfig) -> bytes:
+    """That of the file, which is made where there is none."""
+    if not job.secret_file:
+        return secrets.token_bytes(SECRET_BYTES)
+    file = Path(job.secret_file).expanduser()
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_privately(file, secrets.token_hex(SECRET_BYTES))
+    remedy = "delete it for a new one"
+    try:
+        secret = bytes.fromhex(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"job.secret_file={file}: cannot be read ({error}); {remedy}") from error
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"job.secret_file={file}: has {len(secret)} bytes, not {SECRET_BYTES}; {remedy}")
+    return secret

@@ -1,0 +1,167 @@
+"""What the coordinator of a lease may say to a pool, and under which numbers and scopes the pool knows it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from actors.drafters.interface import Context
+from actors.pool import guest_link
+from actors.pool.guest_link import GuestLink
+from actors.protocol.leases import LeaseOrder, LeaseTerms
+from actors.protocol.membership import Join
+from actors.protocol.messages import (
+    HASH_SEED,
+    Admit,
+    Commit,
+    DraftBatch,
+    DraftOrder,
+    DraftPreview,
+    DraftPreviewBatch,
+    FeatureExport,
+    Proposal,
+    ProposalBatch,
+    SamplingParams,
+    TokenTree,
+)
+
+ORDER = LeaseOrder(3, "tcp://10.0.0.1:7000", b"h" * 32, LeaseTerms("coupled", "branches"), 100, 40, 6, b"p" * 32)
+ADMIT = Admit(7, 1, (1, 2, 3), 2, SamplingParams(), scope=4, cache_salt="salt", memory_scope=4, drafter="suffix")
+
+
+class Line:
+    """A link whose records are given, and that keeps what is sent."""
+
+    def __init__(self, *records: object) -> None:
+        self.records = deque(records)
+        self.sent: list[Any] = []
+
+    def receive(self, timeout_s: float | None = None) -> object | None:
+        return self.records.popleft() if self.records else None
+
+    def send(self, record: object) -> None:
+        self.sent.append(record)
+
+
+def link(*records: object, guest: int = 1, first: int = 100) -> GuestLink:
+    return GuestLink(Line(*records), ORDER, guest, itertools.count(first), lambda: None)  # pyright: ignore
+
+
+def batch(**parts: Any) -> DraftBatch:
+    return replace(DraftBatch(1), **{name: (part,) for name, part in parts.items()})
+
+
+def received(guest: GuestLink) -> DraftBatch:
+    record = guest.receive(0)
+    assert isinstance(record, DraftBatch)
+    return record
+
+
+def test_requests_have_the_pools_own_numbers_until_they_are_released():
+    commit = Commit(7, 1, 3, (), (4,), settled_len=2)
+    guest = link(
+        batch(admits=ADMIT), batch(commits=commit, orders=DraftOrder(7, 5)), batch(releases=7), batch(releases=7)
+    )
+    assert received(guest).admits[0].request_id == 100
+    second = received(guest)
+    assert second.commits == (replace(commit, request_id=100, settled_len=None),)
+    assert second.orders == (DraftOrder(100, 5),)
+    tree = TokenTree.chain(4, [5])
+    own = Proposal.deterministic(100, 1, 4, HASH_SEED, tree)
+    guest.send(ProposalBatch(1, (own, replace(own, request_id=55)), 0.0, 0.0))
+    guest.send(DraftPreviewBatch((DraftPreview(100, 1, 4, HASH_SEED, tree),)))
+    proposals, previews = guest._link.sent  # pyright: ignore
+    assert [proposal.request_id for proposal in proposals.proposals] == [7]
+    assert [preview.request_id for preview in previews.previews] == [7]
+    assert received(guest).releases == (100,)
+    assert received(guest).releases == ()
+    guest.send(ProposalBatch(1, (own,), 0.0, 0.0))
+    assert guest._link.sent[-1].proposals == ()  # pyright: ignore
+
+
+def test_no_two_leases_share_rows_or_memories():
+    contexts = [Context.admitted(received(link(batch(admits=ADMIT), guest=number)).admits[0], 100) for number in (1, 2)]
+    assert contexts[0].rows_scope != contexts[1].rows_scope
+    assert contexts[0].scope != contexts[1].scope
+    assert [context.drafter for context in contexts] == [None, None]
+
+
+def test_a_new_epoch_begins_without_requests():
+    guest = link(batch(admits=ADMIT), Join(2, 1), batch(orders=DraftOrder(7, 1)))
+    received(guest)
+    guest.receive(0)
+    with pytest.raises(ValueError, match="request 7: was not admitted"):
+        guest.receive(0)
+
+
+BAD = [
+    ({"admits": ADMIT}, "is admitted already"),
+    ({"admits": replace(ADMIT, request_id=8, token_ids=(1, 100))}, "token 100"),
+    ({"admits": replace(ADMIT, request_id=8, token_ids=(-1, 1))}, "token -1"),
+    ({"admits": replace(ADMIT, request_id=8, token_ids=tuple(range(41)))}, "do not fit"),
+    ({"admits": replace(ADMIT, request_id=8, prompt_len=0)}, "prompt_len"),
+    ({"admits": replace(ADMIT, request_id=8, prompt_len=4)}, "prompt_len"),
+    ({"admits": replace(ADMIT, request_id=8, reference=(500,))}, "token 500"),
+    ({"admits": replace(ADMIT, request_id=8, source=tuple(range(50)))}, "do not fit"),
+    ({"admits": replace(ADMIT, request_id=8, cache_salt="s" * 200)}, "cache_salt"),
+    ({"admits": replace(ADMIT, request_id=8, sampling=SamplingParams(top_p=9.0))}, "top_p"),
+    ({"commits": Commit(8, 1, 3, (), (4,))}, "request 8: was not admitted"),
+    ({"commits": Commit(7, 2, 3, (), (4,))}, "is at epoch 1, 3 tokens"),
+    ({"commits": Commit(7, 1, 2, (), (4,))}, "is at epoch 1, 3 tokens"),
+    ({"commits": Commit(7, 1, 3, (), ())}, "token_ids is empty"),
+    ({"commits": Commit(7, 1, 3, (), (100,))}, "token 100"),
+    ({"commits": Commit(7, 1, 3, (), tuple(range(39)))}, "do not fit"),
+    ({"orders": DraftOrder(8, 1)}, "request 8: was not admitted"),
+    ({"orders": DraftOrder(7, 7)}, "7 draft tokens"),
+    ({"orders": DraftOrder(7, -1)}, "-1 draft tokens"),
+    ({"orders": DraftOrder(7, 1, TokenTree((1, 2), (-1, 5)))}, "names parent 5"),
+    ({"orders": DraftOrder(7, 1, TokenTree.chain(1, [100]))}, "token 100"),
+    ({"exports": FeatureExport(1, 1, 4, "float32", ((7, 0, 1),))}, "no hidden states"),
+]
+
+
+@pytest.mark.parametrize(("parts", "why"), BAD)
+def test_a_record_that_the_lease_does_not_allow_ends_it(parts, why):
+    guest = link(batch(admits=ADMIT), batch(**parts))
+    received(guest)
+    with pytest.raises(ValueError, match=why):
+        guest.receive(0)
+
+
+def test_a_lease_holds_so_many_requests_and_tokens(monkeypatch):
+    monkeypatch.setattr(guest_link, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(guest_link, "MOST_TOKENS", 7)
+    admits = [replace(ADMIT, request_id=number) for number in range(3)]
+    guest = link(*(batch(admits=admit) for admit in admits))
+    received(guest)
+    received(guest)
+    with pytest.raises(ValueError, match="at most 2 requests"):
+        guest.receive(0)
+    guest = link(batch(admits=admits[0]), batch(admits=admits[1]), batch(commits=Commit(0, 1, 3, (), (4, 5))))
+    received(guest)
+    received(guest)
+    with pytest.raises(ValueError, match="at most 7 tokens"):
+        guest.receive(0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"hub_address": "ipc:///tmp/x"}, "hub_address"),
+        ({"hub_address": "tcp://h:1\n"}, "hub_address"),
+        ({"hub": b"short"}, "hub, private"),
+        ({"private": b""}, "hub, private"),
+        ({"number": 0}, "number"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"max_model_len": 2**40}, "max_model_len"),
+        ({"num_draft_tokens": 257}, "num_draft_tokens"),
+    ],
+)
+def test_an_order_that_makes_no_sense_is_refused(changes, why):
+    ORDER.check()
+    with pytest.raises(ValueError, match=why):
+        replace(ORDER, **changes).check()

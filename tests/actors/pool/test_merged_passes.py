@@ -1,0 +1,109 @@
+"""Passes that threads share: what waits together is one call, orders come first, and a failure is that of its pass."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from actors.drafters.draft_ahead.width import Step
+from actors.drafters.interface import Capabilities, Context, Draft
+from actors.pool.merged_passes import MergedPasses
+from actors.protocol.messages import SamplingParams, TokenTree
+
+
+class GatedDrafter:
+    """Notes its calls; each waits until `gate` is open."""
+
+    wants_work = True
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int]]] = []
+        self.thread = threading.current_thread().name
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.capabilities = Capabilities(works_ahead=self, prefills=self)  # pyright: ignore[reportArgumentType]
+
+    def propose(self, contexts: list[Context], budgets: list[int]) -> list[Draft]:
+        self._call("propose", [context.request_id for context in contexts])
+        if 13 in budgets:
+            raise RuntimeError("a bad pass")
+        return [
+            Draft(TokenTree.chain(context.request_id, [budget]))
+            for context, budget in zip(contexts, budgets, strict=True)
+        ]
+
+    def prefill(self, contexts: list[Context]) -> None:
+        self._call("prefill", [context.request_id for context in contexts])
+
+    def work(self, width: int) -> Step:
+        self._call("work", [width])
+        return Step(width)
+
+    def _call(self, name: str, of: list[int]) -> None:
+        assert threading.current_thread().name == self.thread == "pool-passes"
+        self.calls.append((name, of))
+        self.entered.set()
+        assert self.gate.wait(10)
+
+
+def context(request_id: int) -> Context:
+    return Context(request_id, 1, [request_id], 1, SamplingParams())
+
+
+@pytest.fixture
+def passes():
+    merged = MergedPasses(GatedDrafter)  # pyright: ignore[reportArgumentType]
+    yield merged
+    merged.drafter.gate.set()  # pyright: ignore[reportAttributeAccessIssue]
+    merged.close()
+
+
+def waiting(passes: MergedPasses, count: int) -> None:
+    while len(passes._orders) + len(passes._readings) + len(passes._steps) < count:
+        pass
+
+
+def test_what_waits_together_is_one_call_and_orders_come_first(passes):
+    drafter: Any = passes.drafter
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(passes.propose, [context(1)], [1])
+        assert drafter.entered.wait(10)
+        steps = [pool.submit(passes.step, width) for width in (2, 3)]
+        reading = pool.submit(passes.prefill, [context(2)])
+        orders = [pool.submit(passes.propose, [context(n), context(n + 1)], [4, 5]) for n in (10, 20)]
+        waiting(passes, 5)
+        drafter.gate.set()
+        assert [draft.tree.token_ids for draft in first.result()] == [(1, 1)]
+        found = sorted([draft.tree.token_ids for draft in order.result()] for order in orders)
+        assert found == [[(10, 4), (11, 5)], [(20, 4), (21, 5)]]
+        assert [step.result() for step in steps] == [Step(3)] * 2
+        reading.result()
+    assert [name for name, _ in drafter.calls] == ["propose", "propose", "prefill", "work"]
+    assert sorted(drafter.calls[1][1]) == [10, 11, 20, 21]
+    counts = passes.counts
+    assert (counts.num_proposals, counts.num_orders, counts.num_steps, counts.num_wanted_steps) == (2, 3, 1, 2)
+
+
+def test_a_failure_is_raised_for_all_that_asked_for_the_pass_and_the_next_one_works(passes):
+    drafter: Any = passes.drafter
+    drafter.gate.set()
+    with pytest.raises(RuntimeError, match="a bad pass"):
+        passes.propose([context(1)], [13])
+    assert passes.propose([context(1)], [2])[0].tree.token_ids == (1, 2)
+
+
+def test_nothing_is_asked_for_after_the_end(passes):
+    passes.close()
+    with pytest.raises(RuntimeError, match="the draft pool ends"):
+        passes.propose([context(1)], [1])
+
+
+def test_what_building_raises_the_constructor_raises():
+    def build():
+        raise ValueError("no checkpoint")
+
+    with pytest.raises(ValueError, match="no checkpoint"):
+        MergedPasses(build)

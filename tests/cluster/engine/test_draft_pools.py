@@ -1,0 +1,308 @@
+"""Engines whose drafter is lent by a pool: the same tokens as without one, whatever happens to the pool."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.pool.config import PoolDrafterConfig
+from actors.options import PipelineConfig, PipelineName, SamplingConfig, VerifyConfig, VerifyRule
+from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseTerms
+from actors.transport.channel import Link
+from actors.transport.keys import LinkKey
+from cluster.config.jobs import PoolConfig
+from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig
+from cluster.draft_pool import DraftPool, check_lendable
+from cluster.engine import Engine
+
+COUPLED = VerifyConfig(VerifyRule.coupled)
+PROMPTS = ["def f(", "import os\n", "class A:\n    def", "for i in range("]
+
+
+@dataclass
+class RunningPool:
+    pool: DraftPool
+    thread: threading.Thread
+    cancelled: threading.Event
+
+    def end(self) -> None:
+        self.cancelled.set()
+        self.thread.join()
+        self.pool.close()
+
+
+@pytest.fixture
+def open_pool(
+    tiny_launch: Callable[..., LaunchConfig], half_agreeing_drafter: Path, tmp_path: Path, one_free_thread: None
+) -> Iterator[Callable[..., RunningPool]]:
+    """Pools in this process, ended with the test."""
+    pools: list[RunningPool] = []
+
+    def open_(listen: str = "tcp://127.0.0.1:*", pipeline: str = "branches", **job: Any) -> RunningPool:
+        secret_file = str(tmp_path / "secret")
+        drafter = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu")
+        config = tiny_launch(
+            PoolConfig(listen=listen, secret_file=secret_file, **job),
+            drafter=drafter,
+            verify=COUPLED,
+            pipeline=PipelineConfig(PipelineName(pipeline), adaptive=False),
+        )
+        pool, cancelled = DraftPool(config, tmp_path), threading.Event()
+        thread = threading.Thread(target=pool.serve, args=(cancelled.is_set,), daemon=True)
+        thread.start()
+        pools.append(RunningPool(pool, thread, cancelled))
+        return pools[-1]
+
+    yield open_
+    for running in pools:
+        if running.thread.is_alive():
+            running.end()
+
+
+def lent(*pools: RunningPool, num_draft_tokens: int = 4) -> PoolDrafterConfig:
+    places = [running.pool.address for running in pools]
+    files = [str(running.pool.key_file) for running in pools]
+    return PoolDrafterConfig(pools=places, key_files=files, num_draft_tokens=num_draft_tokens)
+
+
+def sections(pipeline: str = "branches", temperature: float = 0.0, max_tokens: int = 60) -> dict[str, object]:
+    sampling = SamplingConfig(max_tokens=max_tokens, temperature=temperature, seed=3, ignore_eos=True)
+    return {"verify": COUPLED, "pipeline": PipelineConfig(PipelineName(pipeline), adaptive=False), "sampling": sampling}
+
+
+def texts(engine: Engine, prompts: list[str] = PROMPTS) -> list[tuple[int, ...]]:
+    return [tuple(completion.token_ids) for completion in engine.generate(prompts)]
+
+
+def in_parallel(engines: list[Engine]) -> list[list[tuple[int, ...]]]:
+    found: dict[int, list[tuple[int, ...]]] = {}
+    threads = [
+        threading.Thread(target=lambda i=i, one=one: found.update({i: texts(one)})) for i, one in enumerate(engines)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[i] for i in range(len(engines))]
+
+
+def accepted(engine: Engine) -> int:
+    """Draft tokens that the target accepts for all prompts."""
+    return sum(completion.stats.num_accepted_tokens for completion in engine.generate(PROMPTS))
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "branches", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_three_engines_share_one_drafter(open_engine, open_pool, pipeline, temperature):
+    plain = texts(open_engine("none", **sections("plain", temperature)))
+    pool = open_pool(pipeline=pipeline)
+    engines = [open_engine(lent(pool), **sections(pipeline, temperature)) for _ in range(3)]
+    assert in_parallel(engines) == [plain] * 3
+    assert all(accepted(engine) > 0 for engine in engines)
+    assert pool.pool.num_leases == 3
+    for engine in engines:
+        engine.close()
+    eventually(lambda: pool.pool.num_leases == 0)
+
+
+def test_a_pool_that_is_gone_costs_speed_alone_and_one_that_is_back_drafts_again(open_engine, open_pool):
+    plain = texts(open_engine("none", **sections("plain", max_tokens=400)))
+    pool = open_pool()
+    engine = open_engine(lent(pool), **sections(max_tokens=400))
+    assert in_parallel_with(pool.end, engine) == plain
+    assert texts(engine) == plain  # without any pool
+    again = open_pool(listen=pool.pool.address)
+    eventually(lambda: again.pool.num_leases == 1)
+    eventually(lambda: accepted(engine) > 0)
+    assert texts(engine) == plain
+
+
+def test_the_next_pool_takes_over(open_engine, open_pool):
+    first, second = open_pool(), open_pool()
+    engine = open_engine(lent(first, second), **sections())
+    assert (first.pool.num_leases, second.pool.num_leases) == (1, 0)
+    plain = texts(open_engine("none", **sections("plain")))
+    first.end()
+    eventually(lambda: second.pool.num_leases == 1)
+    eventually(lambda: accepted(engine) > 0)
+    assert texts(engine) == plain
+
+
+def test_an_engine_starts_before_its_pool(open_engine, open_pool):
+    pool = open_pool()
+    pool.end()
+    engine = open_engine(lent(pool), **sections())
+    assert texts(engine) == texts(open_engine("none", **sections("plain")))
+    open_pool(listen=pool.pool.address)
+    eventually(lambda: accepted(engine) > 0)
+
+
+def test_requests_beyond_the_share_of_kv_rows_decode_plainly(open_engine, open_pool, monkeypatch):
+    plain = texts(open_engine("none", **sections("plain")))
+    monkeypatch.setattr("actors.pool.guest_drafter.ROWS_BESIDE_TEXT", 20)
+    pool = open_pool()
+    pool.pool._service._shared.kv_slots = 2 * 110  # a share holds one text of at most 90 tokens
+    engines = [open_engine(lent(pool), **sections()) for _ in range(2)]
+    assert in_parallel(engines) == [plain] * 2
+    speculated = [completion.stats.num_spec_steps for completion in engines[0].generate(PROMPTS)]
+    assert speculated[0] > 0 and 0 in speculated
+
+
+def test_a_pool_that_drafts_for_other_engines_is_refused_at_the_start(open_engine, open_pool):
+    pool = open_pool(pipeline="tree")
+    with pytest.raises(ValueError, match=r"drafter.pools=tcp.*: the pool drafts for pipeline=tree, not branches"):
+        open_engine(lent(pool), **sections("branches"))
+    with pytest.raises(ValueError, match="num_draft_tokens=9: the pool drafts 4 at most"):
+        open_engine(lent(pool, num_draft_tokens=9), **sections("tree"))
+
+
+def test_a_lease_ends_without_its_engine(open_pool):
+    pool = open_pool(lease_s=2, max_leases=1)
+    with ordering(pool) as ask:
+        assert not ask(1).why
+        assert pool.pool.num_leases == 1
+        eventually(lambda: pool.pool.num_leases == 0)
+        assert "was silent" in ask(1).why
+        assert not ask(2).why  # another lease of the same engine
+        assert "lease 2 has replaced it" in ask(1).why
+        with ordering(pool, private=b"p" * 32) as other:
+            assert "all 1 leases are taken" in other(1).why
+        assert pool.pool.num_leases == 1
+
+
+@contextmanager
+def ordering(pool: RunningPool, private: bytes = b"o" * 32) -> Iterator[Callable[[int], LeaseAnswer]]:
+    """Orders a lease by its number, for an engine that does not exist."""
+    terms = LeaseTerms("coupled", "branches")
+    order = LeaseOrder(1, "tcp://127.0.0.1:9", b"h" * 32, terms, 100, 100, 4, private)
+    key = LinkKey.read(pool.pool.key_file.read_text())
+    link = Link(pool.pool.address, f"{key.peer}:{private.hex()[:8]}", key)
+
+    def ask(number: int) -> LeaseAnswer:
+        link.send(replace(order, number=number))
+        while (answer := link.receive(10)) is not None:
+            if answer.number == number:
+                return answer
+        raise AssertionError("no answer")
+
+    yield ask
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"drafter": PoolDrafterConfig("pool", ["tcp://h:1"], ["k"])}, "drafts nothing here"),
+        ({"pipeline": PipelineConfig(PipelineName.plain)}, "drafts nothing here"),
+        ({"verify": VerifyConfig(VerifyRule.block)}, "verify=block: a pool's drafts are verified by verify=coupled"),
+    ],
+)
+def test_what_cannot_be_lent_is_refused(tiny_launch, changes, why):
+    config = tiny_launch(
+        PoolConfig(), **({"verify": COUPLED, "pipeline": PipelineConfig(PipelineName.branches)} | changes)
+    )
+    with pytest.raises(ValueError, match=why):
+        check_lendable(config)
+
+
+def test_a_key_of_another_pool_opens_nothing(open_engine, open_pool, tmp_path):
+    pool = open_pool()
+    (tmp_path / "wrong").write_text(LinkKey.made_for("default", b"h" * 32).text)
+    engine = open_engine(PoolDrafterConfig("pool", [pool.pool.address], [str(tmp_path / "wrong")]), **sections())
+    assert pool.pool.num_leases == 0
+    assert accepted(engine) == 0
+    (tmp_path / "no key").write_text("nothing")
+    with pytest.raises(ValueError, match="holds no key of a pool"):
+        open_engine(PoolDrafterConfig("pool", [pool.pool.address], [str(tmp_path / "no key")]), **sections())
+
+
+def in_parallel_with(act: Callable[[], object], engine: Engine) -> list[tuple[int, ...]]:
+    """The texts, while which `act` is called."""
+    found: list[list[tuple[int, ...]]] = []
+    thread = threading.Thread(target=lambda: found.append(texts(engine)))
+    thread.start()
+    time.sleep(0.3)
+    act()
+    thread.join()
+    return found[0]
+
+
+@contextmanager
+def pool_process(half_agreeing_drafter: Path, target: str, folder: Path, listen: str) -> Iterator[tuple[int, str]]:
+    """Process id and address of `job=pool`."""
+    overrides = [
+        "job=pool",
+        f"job.listen={listen}",
+        f"job.secret_file={folder / 'secret'}",
+        f"hydra.run.dir={folder / 'run'}",
+        f"target.path={target}",
+        f"drafter.path={half_agreeing_drafter}",
+        "target.device=cpu",
+        *("drafter=model", "drafter.device=cpu", "drafter.num_draft_tokens=4", "pipeline=branches", "verify=coupled"),
+    ]
+    command = [sys.executable, "-P", "-m", "cluster.launch", *overrides]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("lending "))
+        yield process.pid, line.split(" at ")[1].split(",")[0]
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGCONT)
+            process.terminate()
+            assert process.wait(20) == 0
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_pool_that_freezes_and_one_that_is_killed(open_engine, half_agreeing_drafter, tmp_path, tiny_checkpoint):
+    """A process of its own: frozen, it drafts again once the engine has another lease; killed and started again at its
+    address, with its secret, likewise."""
+    of_pool = half_agreeing_drafter, str(tiny_checkpoint("Llama")), tmp_path
+    plain = texts(open_engine("none", **sections("plain", max_tokens=400)))
+    with pool_process(*of_pool, "tcp://127.0.0.1:*") as (pid, address):
+        lease = PoolDrafterConfig("pool", [address], [str(tmp_path / "secret.key")], 4)
+        engine = open_engine(lease, **sections(max_tokens=400))
+        assert accepted(engine) > 0
+        assert in_parallel_with(lambda: os.kill(pid, signal.SIGSTOP), engine) == plain
+        assert texts(engine) == plain
+        os.kill(pid, signal.SIGCONT)
+        eventually(lambda: accepted(engine) > 0)
+        assert texts(engine) == plain
+        assert in_parallel_with(lambda: os.kill(pid, signal.SIGKILL), engine) == plain
+    assert texts(engine) == plain
+    with pool_process(*of_pool, address):
+        eventually(lambda: accepted(engine) > 0)
+        assert texts(engine) == plain
+
+
+@pytest.mark.ray
+def test_an_engine_on_ray_uses_a_pool(open_engine, open_pool):
+    pytest.importorskip("ray")
+    plain = texts(open_engine("none", **sections("plain")))
+    pool = open_pool()
+    cluster = ClusterConfig(ClusterName.local, dashboard=False, num_cpus=4, oversubscribe=True)
+    engine = open_engine(lent(pool), cluster=cluster, **sections())
+    assert texts(engine) == plain and accepted(engine) > 0
+    assert set(engine.pids()) == {"coordinator", "target-0"}
+    pool.end()
+    assert texts(engine) == plain
