@@ -2,8 +2,8 @@
 
 Real engines, each a process with paced passes of the bundled target (`target.pace_ms`), and one `job=pool` whose passes
 are paced too, so that shared cores decide less; beside them the same engines with a drafter each, and without one. All
-engines of a setting complete the same prompts at the same time. A line for each setting: tokens per second of each target, and
-whether all tokens equal those of plain decoding. `--table` prints the file.
+engines of a setting complete the same prompts at the same time. A line for each setting: tokens per second of each
+target, and whether all tokens equal those of plain decoding. `--table` prints the file.
 """
 
 from __future__ import annotations
