@@ -1,10 +1,9 @@
 """The target role: reads prompts, verifies whole batches of proposals in one flat pass, keeps KV by table edits.
 
 Every rank of the role receives the same records and runs the same pass; only rank 0 reads the logits, and follows the
-grammars of requests. The outcome of a
-verdict (`Commit`) arrives with the next batch, so the ranks agree without messages of their own. What else a pass does
-for the drafter is behind `AfterVerdicts`. Knows one runner and one verification rule; must not know drafters, pipelines
-or sockets.
+grammars of requests. The outcome of a verdict (`Commit`) arrives with the next batch, so the ranks agree without
+messages of their own. What else a pass does for the drafter is behind `AfterVerdicts`. Knows one runner and one
+verification rule; must not know drafters, pipelines or sockets.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from actors.drafters.interface import FeatureRows
-from actors.grammars.masks import GrammarMasks
 from actors.protocol.messages import (
     NO_TOKEN,
     Admit,
@@ -29,12 +28,15 @@ from actors.protocol.messages import (
     VerifyItem,
 )
 from actors.roles.after_verdicts import AfterVerdicts
-from actors.verification.features import FeatureReader
-from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput
 from parallel.kv.prefix_tree import Text
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.device import wait_for
+
+if TYPE_CHECKING:
+    from actors.grammars.masks import GrammarMasks
+    from actors.verification.features import FeatureReader
+    from actors.verification.top_tokens import TopTokensReader
 
 
 @dataclass(slots=True, eq=False)

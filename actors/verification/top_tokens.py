@@ -47,13 +47,6 @@ class TopTokensReader:
         self._spans: list[tuple[int, int]] = []  # (sequence, length of its text) of each of `_contexts`
         self._scopes: list[int] = []
 
-    @staticmethod
-    def of(
-        k: int, *, reads_prompts: bool = False, is_lead: bool = True, is_late: bool = False
-    ) -> TopTokensReader | None:
-        """The reader for a drafter that asks for `k` tokens; None if it asks for none."""
-        return TopTokensReader(k, reads_prompts=reads_prompts, is_lead=is_lead, is_late=is_late) if k else None
-
     def forward(
         self,
         runner: Runner,

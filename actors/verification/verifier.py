@@ -8,33 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-import numpy as np
 from torch import Tensor
 
 from actors.protocol.logprobs import Logprobs, PromptLogprobs
 from actors.protocol.messages import Proposal, SamplingParams, SparseDistribution, TokenTree, TopTokens
-from actors.sampling.draft_sampling import truncate_distribution
-from actors.sampling.logits import (
-    LogitRows,
-    choose_batch,
-    choose_split,
-    is_greedy,
-    is_plain,
-    process_batch,
-    process_logits,
-)
+from actors.sampling.logits import LogitRows, choose_batch, choose_split, is_plain
 from actors.verification.coupled import verify_coupled
-from actors.verification.features import FeatureReader
 from actors.verification.logprobs import LogprobReader
-from actors.verification.random_source import HashRandomSource, RandomSource
-from actors.verification.rules import RULES
-from actors.verification.target_rows import DeferredDraw, NamedDraft, TargetRows
-from actors.verification.top_tokens import TopTokensReader
 from parallel.kv.pass_plan import Span
 from parallel.runtime.interface import Runner
+
+if TYPE_CHECKING:
+    from actors.verification.by_ratio import RatioTest
+    from actors.verification.features import FeatureReader
+    from actors.verification.random_source import RandomSource
+    from actors.verification.top_tokens import TopTokensReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +66,6 @@ class VerifyResult:
     logprobs: Logprobs | None = None
 
 
-def _random_source(verified: VerifyInput) -> HashRandomSource:
-    return HashRandomSource(verified.sampling.seed, len(verified.token_ids))
-
-
 class Verifier:
     """`law_size`: keep only that many of the likeliest tokens of each distribution. Set for a level of a cascade, whose
     tokens are tested by ratio against the distribution that it sends; None for the target. `top_tokens` reads the
@@ -97,9 +84,8 @@ class Verifier:
         splits_choice: bool = False,
     ) -> None:
         self.runner = runner
-        self._rule = rule
         self._eos_token_ids = tuple(eos_token_ids)
-        self._law_size = law_size
+        self._ratio_test = None if rule == "coupled" else _ratio_test(rule, self._eos_token_ids, law_size)
         self._reader = top_tokens
         self._features = features
         self._logprobs = LogprobReader(runner)
@@ -194,7 +180,7 @@ class Verifier:
         parts = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
         if not rows:
             return []
-        if self._rule == "coupled":
+        if self._ratio_test is None:
             choices = logits if logits.dim() == 1 else choose_batch(logits, rows, self._eos_token_ids)
             choices = choices.tolist()
             pruned = frozenset[int]() if self._features is None else self._features.pruned
@@ -203,56 +189,14 @@ class Verifier:
                 for own, part in zip(rows, parts, strict=True)
             ]
             return [VerifyResult(*walk) for walk in walks]
-        if self._law_size is None:
-            assert make_random_source is None, "only levels bring a source of their own"
-            return self._verify_by_ratio(inputs, rows, parts, logits)
-        make_random_source = make_random_source or _random_source
-        return [
-            self._verify_by_cut_ratio(one, own, logits[part], self._law_size, make_random_source(one))
-            for one, own, part in zip(inputs, rows, parts, strict=True)
-        ]
+        return [VerifyResult(*one) for one in self._ratio_test.judge(inputs, rows, parts, logits, make_random_source)]
 
-    def _verify_by_ratio(
-        self, inputs: Sequence[VerifyInput], rows: Sequence[LogitRows], parts: Sequence[slice], logits: Tensor
-    ) -> list[VerifyResult]:
-        """Ratio tests against the distributions that the proposals were drawn from; on a GPU two reads by the host."""
-        drafts = [NamedDraft.of(own.tree, _drawn(one)[1]) for one, own in zip(inputs, rows, strict=True)]
-        greedy = [is_greedy(own.params) for own in rows for _ in own.tree.parents]
-        scores = process_batch(logits, rows, self._eos_token_ids)
-        target = TargetRows(scores, greedy, [names for draft in drafts for names in draft.names])
-        paths, ends, draws = list[tuple[int, ...]](), list[int](), list[DeferredDraw]()
-        for one, draft, part in zip(inputs, drafts, parts, strict=True):
-            kinds, draw = _drawn(one)[0], DeferredDraw(_random_source(one))
-            row_of = partial(lambda start, node: target.row(start + node), part.start)
-            paths.append(RULES[self._rule](draft.tree, kinds, draft.distributions, row_of, draw)[0])
-            ends.append(part.start + draw.node)
-            draws.append(draw)
-        tokens = target.draw(ends, [draw.weights for draw in draws], [draw.mark() for draw in draws])
-        return list(map(VerifyResult, paths, tokens))
 
-    def _verify_by_cut_ratio(
-        self, verified: VerifyInput, rows: LogitRows, logits: Tensor, law_size: int, random_source: RandomSource
-    ) -> VerifyResult:
-        """The same for a level, whose distributions are cut."""
-        scores = process_logits(logits, rows, self._eos_token_ids)
-        cut: dict[int, SparseDistribution] = {}
+def _ratio_test(rule: str, eos_token_ids: Sequence[int], law_size: int | None) -> RatioTest:
+    from actors.verification.by_ratio import RatioTest  # for ratio rules alone
 
-        def target_row(node: int) -> np.ndarray:  # on demand: most rules visit few nodes of a tree
-            if node not in cut:
-                cut[node] = truncate_distribution(scores[node : node + 1], rows.params, law_size)
-            row = np.zeros(scores.shape[-1])
-            row[list(cut[node].token_ids)] = cut[node].probs
-            return row
-
-        path, next_token = RULES[self._rule](rows.tree, *_drawn(verified), target_row, random_source)
-        return VerifyResult(path, next_token, tuple(cut[node] for node in (0, *path)))
+    return RatioTest(rule, eos_token_ids, law_size)
 
 
 def _logit_rows(inputs: Sequence[VerifyInput]) -> list[LogitRows]:
     return [LogitRows(one.sampling, one.prompt_len, one.token_ids, one.tree) for one in inputs]
-
-
-def _drawn(verified: VerifyInput) -> tuple[Sequence[int], Sequence[SparseDistribution | None]]:
-    """How the nodes were drawn, and the distribution of every node's children."""
-    proposal = verified.proposal
-    return ((0,), (None,)) if proposal is None else (proposal.sampling_kinds, proposal.distributions)

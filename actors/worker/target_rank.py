@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,7 @@ from actors.logs import log_event, logger_of
 from actors.options import PipelineName
 from actors.roles.bridge import BridgeEnd, FeatureSender
 from actors.roles.target import TargetRole
-from actors.sampling.checkpoint_defaults import read_defaults
 from actors.tokenizer_file import open_tokenizer
-from actors.verification.features import FeatureReader
-from actors.verification.top_tokens import TopTokensReader
 from actors.worker.draft_rank import device_share, draft_setup
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
@@ -25,12 +23,14 @@ from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.families.registry import read_config
 from parallel.runtime.graph_list import GraphList, graph_shapes
 from parallel.runtime.kv_sizing import fit_slots
-from parallel.runtime.pacing import pace
 from parallel.runtime.runner import captured_facts, open_model
 from parallel.speculators.config import FINAL
 
 if TYPE_CHECKING:
     from actors.roles.attached import AttachedDrafter
+    from actors.verification.features import FeatureReader
+    from actors.verification.top_tokens import TopTokensReader
+    from parallel.kv.pool import KVPool
 
 
 def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tuple[TargetRole, dict[str, object]]:
@@ -71,7 +71,7 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
     if spec.pipeline != PipelineName.plain:
         runner = spec.drafter.on_target(runner)
     is_lead = spec.rank == 0
-    reader = TopTokensReader.of(top_k, reads_prompts=reads_prompts, is_lead=is_lead, is_late=spec.drafter.learns_later)
+    reader = _top_tokens(spec, top_k, reads_prompts=reads_prompts) if top_k else None
     after, features, facts = None, None, dict[str, object](drafters=[*spec.drafter.names_in(spec.pipeline)])
     if is_attached:
         setup = replace(draft_setup(spec, group), target_runner=runner)
@@ -81,7 +81,7 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
     if (is_attached and spec.drafter.reads_features) or spec.drafter.is_bridged(spec.pipeline):
         num_layers = runner.config.num_layers - config.stretch
         pool = runner.pool if spec.scheduler.prefix_cache else None
-        features = FeatureReader(spec.drafter.taps(num_layers), pool)
+        features = _features(spec.drafter.taps(num_layers), pool)
         if isinstance(bridge, FeatureSender):
             after = bridge
             bridge.fuser = spec.drafter.open_fuser(num_layers, spec.device)
@@ -100,8 +100,13 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
     head, taps = runner.decoder.lm_head, () if features is None else features.streams
     with head.ungathered() if role.splits_choice else nullcontext():
         sizes |= captured_facts(runner, graphs, taps)
-    pace(role.runner, config.pace_ms)
+    if config.pace_ms:
+        from parallel.runtime.pacing import pace
+
+        pace(role.runner, config.pace_ms)
     if (encoder := runner.config.encoder) is not None:
+        from actors.sampling.checkpoint_defaults import read_defaults
+
         start = list(runner.config.text_start)
         facts |= {"max_source_len": encoder.max_positions, "text_start": start}
         facts["sampling"] = read_defaults(resolve_checkpoint(config.path), len(start))
@@ -129,3 +134,15 @@ def _attached(drafter: Drafter, group: Group, device: str) -> AttachedDrafter:
     from actors.roles.attached import AttachedDrafter  # for drafters on the target's ranks alone
 
     return AttachedDrafter(drafter, group, device)
+
+
+def _top_tokens(spec: RankSpec, k: int, *, reads_prompts: bool) -> TopTokensReader:
+    from actors.verification.top_tokens import TopTokensReader  # for drafters that learn from them alone
+
+    return TopTokensReader(k, reads_prompts=reads_prompts, is_lead=spec.rank == 0, is_late=spec.drafter.learns_later)
+
+
+def _features(taps: Sequence[int], pool: KVPool | None) -> FeatureReader:
+    from actors.verification.features import FeatureReader  # for drafters that read hidden states alone
+
+    return FeatureReader(taps, pool)

@@ -22,6 +22,10 @@ RANKS_PER_CORE = 16
 """With `cluster.oversubscribe`: more would take longer to start than a launch waits."""
 
 
+class NoRoom(Exception):
+    """No node has room for ranks whose node is gone, for now: one line."""
+
+
 @dataclass(frozen=True, slots=True)
 class Devices:
     """Devices of a machine or cluster: CPU cores by number, and a count of GPUs."""

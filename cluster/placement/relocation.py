@@ -12,14 +12,10 @@ from dataclasses import replace
 
 from cluster.config.schema import LaunchConfig
 from cluster.placement.nodes import Node, allowed_nodes
-from cluster.placement.ranks import RankPlacement
+from cluster.placement.ranks import NoRoom, RankPlacement
 
 Places = Mapping[str, RankPlacement]
 """By identity."""
-
-
-class NoRoom(Exception):
-    """No node has room for ranks whose node is gone, for now: one line."""
 
 
 def relocate(config: LaunchConfig, places: Places, homes: Places, nodes: Sequence[Node], role: str) -> Places:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.coordinator.service import CoordinatorSpec
 from actors.options import PipelineName
@@ -23,7 +24,9 @@ from actors.worker.spec import RankSpec
 from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.placement.memory import sharing
 from cluster.placement.ranks import RankPlacement
-from cluster.runtime.delay_proxy import Relay
+
+if TYPE_CHECKING:
+    from cluster.runtime.delay_proxy import Relay
 
 LOOPBACK = "127.0.0.1"
 ANY_PORT = f"tcp://{LOOPBACK}:*"
@@ -105,6 +108,8 @@ class Backend(ABC):
     def _open_relay(self) -> None:
         """Delay the records of the drafters by `cluster.link_delay_ms`, each way."""
         if delay_ms := self._config.cluster.link_delay_ms:
+            from cluster.runtime.delay_proxy import Relay
+
             self._relay = Relay(self.address, delay_ms / 1e3, ANY_PORT)
 
     def _specify(self, place: RankPlacement, host: str, eos_token_ids: tuple[int, ...]) -> RankSpec:

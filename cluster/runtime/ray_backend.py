@@ -28,8 +28,8 @@ from actors.worker.actor_group import ActorGroup
 from actors.worker.ray_actors import SHOW_ALL_GPUS, CoordinatorActor, RankActor, session_logs
 from cluster.config.schema import LaunchConfig
 from cluster.observability.metrics import make_ray_watch, metric_labels
-from cluster.placement.ranks import Devices, RankPlacement, lay_out
-from cluster.placement.relocation import NoRoom, relocate
+from cluster.placement.ranks import Devices, NoRoom, RankPlacement, lay_out
+from cluster.placement.relocation import relocate
 from cluster.runtime.backend import LOOPBACK, Backend
 from cluster.runtime.ray_local import LocalRay, dashboard_apart
 from cluster.runtime.ray_nodes import await_head, await_layout, check_admitted, free_nodes, living_hosts

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from actors.protocol.membership import Alive, Death, RankLost, Ready, Silent, identity_of
 from actors.topology import is_draft_role
 from cluster.config.schema import ClusterConfig
-from cluster.placement.relocation import NoRoom
+from cluster.placement.ranks import NoRoom
 from cluster.runtime.backend import Backend
 
 log = logging.getLogger(__name__)

@@ -38,7 +38,8 @@ class TeachingVerifier(Verifier):
     def __init__(
         self, target: DecoderRunner, eos: tuple[int, ...], config: AdedDrafterConfig, drafter: AdedDrafter
     ) -> None:
-        self._rows = TopTokensReader.of(config.target_top_k, reads_prompts=config.reads_prompts)
+        k = config.target_top_k
+        self._rows = TopTokensReader(k, reads_prompts=config.reads_prompts) if k else None
         super().__init__(target, "coupled", eos, top_tokens=self._rows)
         self._drafter = drafter
 

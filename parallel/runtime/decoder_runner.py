@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,8 +23,10 @@ from parallel.model.layers.attention import PassPlan, ReadPlan
 from parallel.runtime.cuda_graphs import StepChoice
 from parallel.runtime.graph_list import GraphList
 from parallel.runtime.interface import PassOutput, Runner
-from parallel.runtime.row_policies import PartialRows
 from parallel.transfers import upload
+
+if TYPE_CHECKING:
+    from parallel.runtime.row_policies import PartialRows
 
 LONGEST_TEXT = 1 << 62
 """Tokens of a text where rows, and with them positions, are dropped: any number."""

@@ -313,9 +313,9 @@ def open_room(models, speculator, open_bridge):
         attached=False,
     ):
         limits = limits or SchedulerConfig()
-        reader = config and TopTokensReader.of(
-            config.target_top_k, reads_prompts=config.reads_prompts, is_late=config.learns_later
-        )
+        reader = None
+        if config is not None and (top_k := config.target_top_k):
+            reader = TopTokensReader(top_k, reads_prompts=config.reads_prompts, is_late=config.learns_later)
         types = dict(dtype=getattr(torch, dtype), weights=weights, kv_dtype=kv_dtype)
         runner = open_model(models["target"], num_slots=slots, **types)
         has_exact_rows = default_backend(runner.pool) == "ragged"

@@ -97,7 +97,7 @@ class CascadeDrafter:
         self._coupled = options.rule == "coupled"
         rule = _RULES_OF_LEVELS.get(options.rule, options.rule)
         law_size = None if self._coupled else options.law_size
-        reader = TopTokensReader.of(spec.child_top_k)
+        reader = TopTokensReader(spec.child_top_k) if spec.child_top_k else None
         self._independent = options.rule == "kseq"
         self._eos_token_ids = tuple(options.eos_token_ids)
         self._verifier = Verifier(runner, rule, options.eos_token_ids, law_size=law_size, top_tokens=reader)

@@ -1,38 +1,35 @@
-"""The supported model families, and config.json read by the one it names. A family is a file here and a row below."""
+"""The supported model families, and config.json read by the one it names, whose module alone is loaded.
+
+A family is a file here and a row below.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from parallel.model.config import DecoderConfig
 from parallel.model.config_fields import check_fields, read_config_file
-from parallel.model.families.bart import bart, marian
 from parallel.model.families.fields import HfConfig, architecture_of, refuse
-from parallel.model.families.gemma import gemma2, gemma3
-from parallel.model.families.llama import llama
-from parallel.model.families.mistral import mistral, mixtral
-from parallel.model.families.opt import opt
-from parallel.model.families.qwen import qwen2, qwen3, qwen3_moe
-from parallel.model.families.t5 import t5
 from parallel.model.quantization import read_quantization
 
-FAMILIES: dict[str, Callable[[HfConfig], DecoderConfig]] = {
-    "LlamaForCausalLM": llama,
-    "MistralForCausalLM": mistral,
-    "MixtralForCausalLM": mixtral,
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen3ForCausalLM": qwen3,
-    "Qwen3MoeForCausalLM": qwen3_moe,
-    "Gemma2ForCausalLM": gemma2,
-    "Gemma3ForCausalLM": gemma3,
-    "OPTForCausalLM": opt,
+FAMILIES = {
+    "LlamaForCausalLM": ("llama", "llama"),
+    "MistralForCausalLM": ("mistral", "mistral"),
+    "MixtralForCausalLM": ("mistral", "mixtral"),
+    "Qwen2ForCausalLM": ("qwen", "qwen2"),
+    "Qwen3ForCausalLM": ("qwen", "qwen3"),
+    "Qwen3MoeForCausalLM": ("qwen", "qwen3_moe"),
+    "Gemma2ForCausalLM": ("gemma", "gemma2"),
+    "Gemma3ForCausalLM": ("gemma", "gemma3"),
+    "OPTForCausalLM": ("opt", "opt"),
 }
-"""Architecture, as config.json names it -> the function that reads that file."""
-ENCODER_DECODERS: dict[str, Callable[[HfConfig], DecoderConfig]] = {
-    "BartForConditionalGeneration": bart,
-    "MarianMTModel": marian,
-    "T5ForConditionalGeneration": t5,
+"""Architecture, as config.json names it -> the module here, and its function that reads that file."""
+ENCODER_DECODERS = {
+    "BartForConditionalGeneration": ("bart", "bart"),
+    "MarianMTModel": ("bart", "marian"),
+    "T5ForConditionalGeneration": ("t5", "t5"),
 }
 """The same for those with an encoder."""
 MOST_EXPERTS = 2**17
@@ -53,7 +50,9 @@ def read_config(source: str | Path | HfConfig) -> DecoderConfig:
         raise ValueError(f"architecture {architecture or None!r} is not supported; use one of {', '.join(families)}")
     read_quantization(hf)  # refuses what cannot be read
     refuse(hf, "use_bidirectional_attention")
-    config = families[architecture](hf)
+    module, function = families[architecture]
+    read: Callable[[HfConfig], DecoderConfig] = getattr(import_module(f"parallel.model.families.{module}"), function)
+    config = read(hf)
     for stack in (config, *([] if config.encoder is None else [config.encoder])):
         _check_together(stack)
     return config

@@ -135,7 +135,7 @@ def test_ranks_that_do_not_lead_keep_the_same_rows_and_say_nothing(open_role, fo
 @pytest.mark.parametrize("is_late", [False, True])
 def test_likely_tokens_come_with_their_pass_or_with_the_next_record(open_role, is_late):
     """A late reader's are of the pass before, once, also with a record that has no pass."""
-    reader = TopTokensReader.of(2, reads_prompts=False, is_lead=True, is_late=is_late)
+    reader = TopTokensReader(2, reads_prompts=False, is_lead=True, is_late=is_late)
     role = open_role(top_tokens=reader)
     batch = VerifyBatch(1, ADMITS, items=(VerifyItem(1, 3),), may_draft=True)
     answers = [answered(role, batch), answered(role, VerifyBatch(2, after=1)), answered(role, VerifyBatch(3, after=2))]

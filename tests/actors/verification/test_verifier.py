@@ -194,13 +194,12 @@ def test_an_input_without_a_proposal_has_the_tree_of_its_last_token():
 )
 def test_a_reader_of_top_tokens_reads_what_its_drafter_asks_for(options, reads_prompts, is_kept):
     """Every rank asks for the rows, so that all make the same pass; the lead alone keeps them."""
-    runner, reader = ScriptedRunner(CACHED), TopTokensReader.of(2, **options)
-    assert reader is not None and reader.is_late is options.get("is_late", False)
+    runner, reader = ScriptedRunner(CACHED), TopTokensReader(2, **options)
+    assert reader.is_late is options.get("is_late", False)
     logits, _ = verifier_of(runner, top_tokens=reader).forward(BATCH)
     ((spans, _, _),) = runner.passes
     assert [span.num_logits for span in spans] == ([2, 3, 3, 5, 1] if reads_prompts else [0, 1, 3, 4, 1])
     assert len(logits) == 9 and (reader.read() is not None) is is_kept
-    assert TopTokensReader.of(0, **options) is None
 
 
 def test_top_tokens_name_the_texts_and_scopes_of_their_rows():

@@ -116,3 +116,16 @@ def test_an_engine_loads_the_record_of_its_drafter_alone(loaded, name):
     _, own = DRAFTERS[name]
     found = rooms(loaded(DRIVER, name))
     assert found <= SHARED | own | {"registry", "vocabulary"}, "the tokenizer's file is everyone's"
+
+
+UNUSED = ("actors.verification.by_ratio", "actors.verification.features", "actors.verification.top_tokens")
+"""What other drafters and rules need of a target."""
+
+
+def test_a_lookup_on_the_targets_ranks_loads_little(loaded, spec):
+    """Of the tables of families, rules and ports a row each: what is imported without use shows in the count."""
+    modules = loaded(BUILD, pickle.dumps(replace(spec, drafter=NgramDrafterConfig())))
+    assert not modules & {*UNUSED}
+    families = {name.rpartition(".")[2] for name in modules if name.startswith("parallel.model.families.")}
+    assert families == {"registry", "fields", "llama"}
+    assert len(modules) <= 124 and len(modules | loaded(DRIVER, "ngram")) <= 176

@@ -8,7 +8,8 @@ import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig
 from cluster.placement.nodes import Node, over_nodes
-from cluster.placement.relocation import NoRoom, relocate
+from cluster.placement.ranks import NoRoom
+from cluster.placement.relocation import relocate
 from cluster.runtime.ray_reservation import device_bundles
 from tests.cluster.placement.test_nodes import config_of
 

@@ -24,8 +24,7 @@ from actors.options import TargetConfig
 from actors.worker.ray_actors import SHOW_ALL_GPUS, CoordinatorActor, RankActor
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.placement.nodes import Node
-from cluster.placement.ranks import RankPlacement
-from cluster.placement.relocation import NoRoom
+from cluster.placement.ranks import NoRoom, RankPlacement
 from cluster.runtime import ray_backend as module
 from cluster.runtime.backend import coordinator_spec
 from cluster.runtime.ray_backend import RayBackend

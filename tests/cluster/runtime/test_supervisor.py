@@ -9,7 +9,7 @@ import pytest
 
 from actors.protocol.membership import Alive, Death, RankLost, Ready, Silent
 from cluster.config.schema import ClusterConfig
-from cluster.placement.relocation import NoRoom
+from cluster.placement.ranks import NoRoom
 from cluster.runtime import supervisor as module
 from cluster.runtime.supervisor import WINDOW_S, Incident, Supervisor
 

@@ -13,7 +13,7 @@ from actors.options import TargetConfig, VerifyRule
 from actors.protocol.messages import SamplingKind, SamplingParams
 from actors.sampling.logits import probabilities
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, uniform
-from actors.verification import verifier
+from actors.verification import by_ratio
 from actors.verification.compatibility import EXACT_FOR
 from actors.verification.rules import RULES
 from cluster.tools.certify.checks import draw_fits
@@ -179,6 +179,6 @@ def test_a_draft_that_stands_untested_is_found_at_its_token(readers, monkeypatch
             token = random_source.sample(target_row(below[0]), below[0])
         return path, token
 
-    monkeypatch.setattr(verifier, "RULES", RULES | {"rejection": untested})
+    monkeypatch.setattr(by_ratio, "RULES", RULES | {"rejection": untested})
     first, *_, second = fits_of(readers, "rejection", SamplingKind.IID, width=1)
     assert (first.p_value < 1e-3) == (depth == 0) and (second.p_value < 1e-3) == (depth == 1)
