@@ -117,7 +117,8 @@ def _open(config: LaunchConfig, hub: Hub, observe: Callable[[str], None]) -> tup
         return drafter
 
     passes = MergedPasses(build)
-    shared = SharedDrafter(passes, int(str(facts["kv_slots"])) if "kv_slots" in facts else None)
+    kv_slots = int(str(facts["kv_slots"])) if "kv_slots" in facts else None
+    shared = SharedDrafter(passes, kv_slots, config.scheduler.prefill_chunk)
     terms = LeaseTerms(str(config.verify.rule), str(config.pipeline.name), tokenizer_digest(checkpoint))
     limits = PoolLimits(job.max_leases, job.lease_s, config.drafter.num_draft_tokens)
     return passes, PoolService(hub, spec, terms, limits, shared, observe)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.pool.merged_passes import MergedPasses
+from actors.pool.reading import next_part
 from actors.pool.shares import share_of, within_share
 from actors.protocol.messages import Commit, DraftPreview, TokenTree
 
@@ -21,11 +23,13 @@ ROWS_BESIDE_TEXT = 64
 
 
 class SharedDrafter:
-    """The drafter of all guests. `kv_slots` are those of its pool of KV rows; None: it holds none."""
+    """The drafter of all guests. `kv_slots` are those of its pool of KV rows; None: it holds none. Of texts at most
+    `read_chunk` tokens are read at a time."""
 
-    def __init__(self, passes: MergedPasses, kv_slots: int | None) -> None:
+    def __init__(self, passes: MergedPasses, kv_slots: int | None, read_chunk: int) -> None:
         self.passes = passes
         self.kv_slots = kv_slots
+        self.read_chunk = read_chunk
         self.guests: list[GuestDrafter] = []
         self._shown: dict[int, dict[int, DraftPreview]] = defaultdict(dict)  # guest -> request -> its latest preview
         self._owners: dict[int, int] = {}
@@ -77,6 +81,7 @@ class GuestDrafter:
         self._passes = shared.passes
         self._contexts: dict[int, Context] = {}
         self._with_rows: set[int] = set()
+        self._num_read: dict[int, int] = {}  # tokens of its text that the drafter has read, of a request with rows
         self._may_work_ahead = True
         can = shared.passes.drafter.capabilities
         self.capabilities = Capabilities(
@@ -100,8 +105,12 @@ class GuestDrafter:
         fitting = self._fitting()
         able = [(one, budget) for one, budget in zip(contexts, budgets, strict=True) if one.request_id in fitting]
         if able:
-            self._with_rows |= {context.request_id for context, _ in able}
+            self._read([context for context, _ in able], leave=self._shared.read_chunk)
             proposed = self._passes.propose([context for context, _ in able], [budget for _, budget in able])
+            with self._passes.turn():
+                self._num_read |= {
+                    one.request_id: len(one.token_ids) for one, _ in able if one.request_id in self._with_rows
+                }
             drafts |= {context.request_id: draft for (context, _), draft in zip(able, proposed, strict=True)}
         return [drafts[context.request_id] for context in contexts]
 
@@ -113,6 +122,7 @@ class GuestDrafter:
         with self._passes.turn() as drafter:
             if self._contexts.pop(request_id, None) is not None:
                 self._with_rows.discard(request_id)
+                self._num_read.pop(request_id, None)
                 self._shared.disown(request_id, self)
                 drafter.release(request_id)
 
@@ -121,9 +131,29 @@ class GuestDrafter:
     def prefill(self, contexts: Sequence[Context]) -> None:
         fitting = self._fitting()
         able = [context for context in contexts if context.request_id in fitting]
-        if able:
-            self._with_rows |= {context.request_id for context in able}
-            self._passes.prefill(able)
+        self._read(able, leave=0)
+
+    def _read(self, contexts: Sequence[Context], leave: int) -> None:
+        """Read their texts, but for `leave` tokens or fewer; the passes of others come between the parts."""
+        by_id = {context.request_id: context for context in contexts}
+        with self._passes.turn():
+            self._with_rows |= by_id.keys()
+        while part := self._next_part(by_id, leave):
+            self._passes.prefill(
+                [replace(by_id[number], token_ids=by_id[number].token_ids[:end]) for number, end in part]
+            )
+            with self._passes.turn():
+                self._num_read |= {number: end for number, end in part if number in self._with_rows}
+
+    def _next_part(self, contexts: dict[int, Context], leave: int) -> list[tuple[int, int]]:
+        with self._passes.turn():
+            unread = [
+                (number, self._num_read.get(number, 0), len(context.token_ids))
+                for number, context in contexts.items()
+                if number in self._with_rows  # they may have been given back meanwhile
+            ]
+        longer = [one for one in unread if one[2] - one[1] > leave]
+        return next_part(longer, self._shared.read_chunk)
 
     def truncate(self, context: Context) -> None:
         with self._passes.turn() as drafter:
@@ -194,6 +224,7 @@ class GuestDrafter:
         for request_id in self._with_rows - fitting:
             self._passes.drafter.release(request_id)
             self._passes.drafter.open(self._contexts[request_id])
+            self._num_read.pop(request_id, None)
         self._with_rows &= fitting
 
     def release_all(self) -> None:

@@ -1,8 +1,9 @@
 """One drafter that several threads share: what they ask for at the same time is answered by the same passes.
 
 All passes run in one thread, which also builds the drafter: orders of whatever threads wait are one call of `propose`,
-steps of draft-ahead one step. Orders come before the reading of text, and that before steps, because a target waits for
-them. Everything else of the drafter is called by the threads themselves in `turn`. It knows no coordinator.
+steps of draft-ahead one step. Orders come first, because targets wait for them; the reading of text and steps take
+turns, one part of a text at a time. Everything else of the drafter is called by the threads themselves in `turn`. It
+knows no coordinator.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class MergedPasses:
         self._orders: list[_OrderedDrafts] = []
         self._readings: list[_WantedReading] = []
         self._steps: list[_WantedStep] = []
+        self._has_read = False  # after the last step
+        self._num_turns = 0  # threads in turn, or waiting for it
         self._is_closed = False
         built: Future[Drafter] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, built), name="pool-passes", daemon=True)
@@ -65,9 +68,17 @@ class MergedPasses:
 
     @contextmanager
     def turn(self) -> Iterator[Drafter]:
-        """The drafter, between two passes; for calls that run none."""
-        with self._turn:
-            yield self.drafter
+        """The drafter, between two passes; for calls that run none. No pass begins while a thread waits for this: what
+        it is about to ask for would miss that pass."""
+        with self._changed:
+            self._num_turns += 1
+        try:
+            with self._turn:
+                yield self.drafter
+        finally:
+            with self._changed:
+                self._num_turns -= 1
+                self._changed.notify()
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """As the drafter's, in one call with those of other threads."""
@@ -121,16 +132,16 @@ class MergedPasses:
     def _next(self) -> list | None:
         """Everything of the first kind that waits, of readings one; None to end."""
         with self._changed:
-            while not (self._orders or self._readings or self._steps):
-                if self._is_closed:
+            while self._num_turns or not (self._orders or self._readings or self._steps):
+                if self._is_closed and not self._num_turns:
                     return None
                 self._changed.wait()
             if self._orders:
                 asked, self._orders = self._orders, []
-            elif self._readings:
-                asked = [self._readings.pop(0)]
+            elif self._readings and not (self._has_read and self._steps):
+                asked, self._has_read = [self._readings.pop(0)], True
             else:
-                asked, self._steps = self._steps, []
+                asked, self._steps, self._has_read = self._steps, [], False
             return asked
 
     def _propose(self, drafter: Drafter, orders: list[_OrderedDrafts]) -> None:

@@ -87,6 +87,47 @@ def test_what_waits_together_is_one_call_and_orders_come_first(passes):
     assert (counts.num_proposals, counts.num_orders, counts.num_steps, counts.num_wanted_steps) == (2, 3, 1, 2)
 
 
+def test_readings_and_steps_take_turns(passes):
+    drafter: Any = passes.drafter
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(passes.propose, [context(1)], [1])
+        assert drafter.entered.wait(10)
+        readings = [pool.submit(passes.prefill, [context(n)]) for n in (2, 3, 4)]
+        step = pool.submit(passes.step, 2)
+        waiting(passes, 4)
+        drafter.gate.set()
+        for one in (first, *readings, step):
+            one.result()
+    assert [name for name, _ in drafter.calls] == ["propose", "prefill", "work", "prefill", "prefill"]
+
+
+def test_no_pass_begins_while_a_thread_waits_for_its_turn(passes):
+    drafter: Any = passes.drafter
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(passes.step, 1)
+        assert drafter.entered.wait(10)
+        in_turn, goes_on = threading.Event(), threading.Event()
+
+        def answer() -> None:
+            with passes.turn():
+                in_turn.set()
+                assert goes_on.wait(10)
+            passes.propose([context(1)], [1])
+
+        answering = pool.submit(answer)
+        while not passes._num_turns:
+            pass
+        step = pool.submit(passes.step, 2)
+        waiting(passes, 1)
+        drafter.gate.set()
+        first.result()
+        assert in_turn.wait(10)
+        assert len(drafter.calls) == 1
+        goes_on.set()
+        answering.result()
+        step.result()
+
+
 def test_a_failure_is_raised_for_all_that_asked_for_the_pass_and_the_next_one_works(passes):
     drafter: Any = passes.drafter
     drafter.gate.set()

@@ -117,7 +117,8 @@ def test_three_engines_share_one_drafter(open_engine, open_pool, pipeline, tempe
     pool = open_pool(pipeline=pipeline)
     engines = [open_engine(lent(pool), **sections(pipeline, temperature)) for _ in range(3)]
     assert in_parallel(engines) == [plain] * 3
-    assert all(accepted(engine) > 0 for engine in engines)
+    for engine in engines:
+        eventually(lambda engine=engine: accepted(engine) > 0)  # a busy machine may have lost a lease
     assert pool.pool.num_leases == 3
     for engine in engines:
         engine.close()
@@ -165,6 +166,18 @@ def test_requests_beyond_the_share_of_kv_rows_decode_plainly(open_engine, open_p
     assert in_parallel(engines) == [plain] * 2
     speculated = [completion.stats.num_spec_steps for completion in engines[0].generate(PROMPTS)]
     assert speculated[0] > 0 and 0 in speculated
+
+
+def test_texts_that_are_read_in_parts_are_drafted_for_as_others(open_engine, open_pool):
+    found = []
+    for read_chunk in (512, 3):
+        pool = open_pool(pipeline="sync")
+        pool.pool._service._shared.read_chunk = read_chunk
+        engine = open_engine(lent(pool), **sections("sync"))
+        found.append((accepted(engine), texts(engine)))
+        engine.close()
+        pool.end()
+    assert found[0] == found[1] and found[0][0] > 0
 
 
 def test_a_pool_that_drafts_for_other_engines_is_refused_at_the_start(open_engine, open_pool):

@@ -1,0 +1,99 @@
+"""A guest of a pool: its long texts are read in parts, and what it gives back is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from actors.drafters.interface import Capabilities, Context, Draft
+from actors.pool.guest_drafter import SharedDrafter
+from actors.pool.merged_passes import MergedPasses
+from actors.protocol.messages import Commit, SamplingParams, TokenTree
+
+
+class NotingDrafter:
+    """Notes its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[tuple[int, int]]]] = []
+        self.capabilities = Capabilities(prefills=self)  # pyright: ignore[reportArgumentType]
+
+    def open(self, context: Context) -> None:
+        """Nothing is kept."""
+
+    def release(self, request_id: int) -> None:
+        """Nothing is kept."""
+
+    def observe(self, context: Context, commit: Commit) -> None:
+        """Nothing is kept."""
+
+    def prefill(self, contexts: Sequence[Context]) -> None:
+        self.calls.append(("prefill", [(one.request_id, len(one.token_ids)) for one in contexts]))
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        self.calls.append(("propose", [(one.request_id, len(one.token_ids)) for one in contexts]))
+        return [
+            Draft(TokenTree.chain(context.token_ids[-1], [1] * budget))
+            for context, budget in zip(contexts, budgets, strict=True)
+        ]
+
+
+@pytest.fixture
+def passes() -> Iterator[MergedPasses]:
+    merged = MergedPasses(NotingDrafter)  # pyright: ignore[reportArgumentType]
+    yield merged
+    merged.close()
+
+
+def context(request_id: int, length: int) -> Context:
+    return Context(request_id, 1, list(range(length)), 1, SamplingParams())
+
+
+def calls(passes: MergedPasses) -> list[tuple[str, list[tuple[int, int]]]]:
+    drafter = passes.drafter
+    assert isinstance(drafter, NotingDrafter)
+    found, drafter.calls = drafter.calls, []
+    return found
+
+
+def test_long_texts_are_read_in_parts(passes):
+    guest = SharedDrafter(passes, kv_slots=None, read_chunk=10).join()
+    long, short = context(1, 25), context(2, 4)
+    for one in (long, short):
+        guest.open(one)
+    guest.prefill([long, short])
+    assert calls(passes) == [
+        ("prefill", [(1, 10)]),
+        ("prefill", [(1, 20)]),
+        ("prefill", [(1, 25), (2, 4)]),
+    ]
+    guest.prefill([long, short])
+    assert calls(passes) == []
+
+
+def test_a_draft_reads_all_but_the_last_part_first(passes):
+    guest = SharedDrafter(passes, kv_slots=None, read_chunk=10).join()
+    long, short = context(1, 25), context(2, 4)
+    for one in (long, short):
+        guest.open(one)
+    guest.propose([long, short], [1, 1])
+    assert calls(passes) == [("prefill", [(1, 10)]), ("prefill", [(1, 20)]), ("propose", [(1, 25), (2, 4)])]
+    long.extend([7, 8])
+    guest.propose([long], [1])
+    assert calls(passes) == [("propose", [(1, 27)])]
+
+
+def test_rows_that_were_given_back_are_read_again(passes):
+    shared = SharedDrafter(passes, kv_slots=200, read_chunk=10)
+    guest, text = shared.join(), context(1, 25)
+    guest.open(text)
+    guest.prefill([text])
+    assert len(calls(passes)) == 3
+    other = shared.join()  # a share of 100 slots holds the text no more
+    shared.kv_slots = 150
+    guest.prefill([text])
+    assert calls(passes) == []
+    shared.leave(other)
+    guest.prefill([text])
+    assert len(calls(passes)) == 3
