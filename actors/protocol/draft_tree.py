@@ -72,8 +72,14 @@ class DraftTree:
 
     def expand(self, node: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
         """Give a fed node its likeliest children, best first. Children of an earlier pass stay, with new values."""
-        parent = self.nodes[node]
+        nodes, parent = self.nodes, self.nodes[node]
         parent.expanded = True
+        if not parent.children:
+            first, depth, value = len(nodes), parent.depth + 1, parent.value
+            kept = zip(token_ids, log_probs, strict=True)
+            nodes += [DraftNode(token, node, depth, value + chance) for token, chance in kept if chance != -math.inf]
+            parent.children = [*range(first, len(nodes))]
+            return
         known = {self.nodes[child].token: child for child in parent.children}
         ranked = []
         for token, log_prob in zip(token_ids, log_probs, strict=True):

@@ -197,8 +197,14 @@ class PlanConfig(JobConfig):
     """Also measure what running layers side by side costs in acceptance, by calibration policy."""
     context: Annotated[int, Range(0, cap=1_000_000)] = 0
     """Tokens of text before the output, with `costs` that say what they take (`context_ms`)."""
+    fleet: str = ""
+    """YAML file with regions, prices, load and losses, in place of `costs`: how many draft pools, where, for how many
+    targets each, and what a million tokens costs (docs/fleet.md)."""
+    pool_targets: Annotated[list[int], Range(1, filled=True)] = field(default_factory=lambda: [4, 8, 16])
+    """Targets that a draft pool serves, to choose from; a drafter for each target is always among the layouts."""
 
     def check_fields(self, where: str) -> None:
+        require(not (self.costs and self.fleet), f"{where}.fleet", self.fleet, "replaces job.costs; give one of them")
         remedy = "is read with a cost file; add job.costs=FILE, or give prompts of that length"
         require(bool(self.costs) or not self.context, f"{where}.context", self.context, remedy)
 

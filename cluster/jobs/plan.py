@@ -1,7 +1,8 @@
 """`job=plan`: predicts the speed of every layout and shows the best, as one line to paste.
 
 Files: `plan.json`, `plan.csv`, `plan.png`, and `costs.yaml`, the pass costs in the form that `job.costs=` reads; with
-layer-parallel layouts also `fidelity.csv` and `fidelity.png`.
+layer-parallel layouts also `fidelity.csv` and `fidelity.png`. With `job.fleet=` the layouts are those of a fleet, and the
+files `fleet.json`, `fleet.csv` and `fleet.png`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from msgspec import to_builtins
+
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal, figure
 from cluster.io.prompts import read_prompts
 from cluster.io.text import read_eos_token_ids
 from cluster.observability.report import notes, versions, write_csv, write_json
 from cluster.tools.bench.machine import machine
+from cluster.tools.fleet.description import read_fleet
+from cluster.tools.fleet.planning import plan_fleet
+from cluster.tools.fleet.plots import draw_fleet
+from cluster.tools.fleet.tables import flat_rows, fleet_table, loss_table, places
 from cluster.tools.planning.cost_file import read_costs, write_costs
 from cluster.tools.planning.costs import PassCosts, RankCores
 from cluster.tools.planning.fidelity import INTERVALS, compare, input_similarity
@@ -38,6 +45,9 @@ from cluster.tools.planning.trials import probe, try_out, worth_trying
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for costs that make no sense, EngineError if a request failed, KeyboardInterrupt."""
+    if config.job.fleet:
+        _plan_fleet(config, run_dir)
+        return
     terminal, translated = Terminal(), config.drafter.translated_models()
     if translated:
         raise ValueError(
@@ -50,6 +60,30 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     entries = plan.entries()
     _write(run_dir, config, plan, entries)
     _show(terminal, plan, entries, run_dir)
+
+
+def _plan_fleet(config: LaunchConfig, run_dir: Path) -> None:
+    terminal, job = Terminal(), config.job
+    fleet = read_fleet(Path(job.fleet))
+    with terminal.starting() as progress:
+        plan = plan_fleet(fleet, job.pool_targets, progress)
+    entries = plan.entries()
+    report = {"job": job.name, "best": entries[0], "layouts": entries, "fleet": to_builtins(fleet)}
+    report |= {"machine": machine(), "versions": versions(), "config": asdict(config)}
+    write_json(run_dir / "fleet.json", report)
+    write_csv(run_dir / "fleet.csv", flat_rows(entries))
+    draw_fleet(run_dir / "fleet.png", entries)
+    terminal.table("Layouts of the fleet, simulated", *fleet_table(entries))
+    terminal.table("What was lost meanwhile", *loss_table(entries))
+    best, different = entries[0], sum(entry["num_different"] for entry in entries)
+    if not best["bears_load"]:
+        terminal.line("no layout bears the load at the asked speed: requests wait, and tokens/s are what each can give")
+    terminal.line(
+        f"best: {best['layout']} ({places(best)}), {figure(best['tokens_per_s'], 0)} tokens/s, "
+        f"{figure(best['dollars_per_million'])} dollars per million tokens"
+    )
+    terminal.line(f"tokens that differ from plain decoding, in all layouts: {different}")
+    terminal.line(f"written to {run_dir}")
 
 
 @dataclass(slots=True)

@@ -37,11 +37,13 @@ class VirtualClock:
     def at(self, when: float, kind: int, call: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, kind, next(self._order), call))
 
-    def run(self) -> None:
-        """Until no event is left."""
-        while self._events:
+    def run(self, until: float = math.inf) -> None:
+        """Until no event is left, or the next one is later than that."""
+        while self._events and self._events[0][0] <= until:
             self.now, _, _, call = heapq.heappop(self._events)
             call()
+        if until < math.inf:
+            self.now = until
 
 
 class LaneClock:

@@ -72,18 +72,20 @@ class ScriptedRunner:
     """The methods of `Runner` that drafters call: rows and their positions, and time instead of arithmetic.
 
     `exact`: cost of an exact pass of a layer-parallel model, whose other passes are fuzzy; None for other models.
-    `most_seen`: rows of a sequence that a pass reads, at most; None: all.
+    `most_seen`: rows of a sequence that a pass reads, at most; None: all. `kv_slots`: rows of all sequences, at most;
+    None: any number.
     """
 
     def __init__(
         self,
         text_of: TextOf,
         time: LaneClock,
-        cost: PassCost,
+        cost: Callable[[int, int], float],
         max_positions: int,
         exact: PassCost | None = None,
         disturbances: Disturbances = QUIET,
         most_seen: int | None = None,
+        kv_slots: int | None = None,
     ) -> None:
         self.config = ScriptedConfig(max_positions)
         self._most_seen = max_positions if most_seen is None else most_seen
@@ -91,6 +93,7 @@ class ScriptedRunner:
         self._time = time
         self._cost = cost
         self._exact = exact
+        self._kv_slots = kv_slots
         self._disturbances = disturbances
         self._sequences: dict[SeqId, _ScriptedSequence] = {}
 
@@ -115,8 +118,11 @@ class ScriptedRunner:
     def cached_len(self, request_id: SeqId) -> int:
         return self._sequences[request_id].cached_len
 
-    def can_reserve(self, num_rows: int) -> bool:  # noqa: ARG002  the signature of Runner
-        return True
+    def can_reserve(self, num_rows: int) -> bool:
+        if self._kv_slots is None:
+            return True
+        used = sum([one.cached_len + len(one.pending.depths) for one in self._sequences.values()])
+        return used + num_rows <= self._kv_slots
 
     def commit(self, request_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
         sequence = self._sequences[request_id]
