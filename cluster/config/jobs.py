@@ -200,8 +200,8 @@ class PlanConfig(JobConfig):
     fleet: str = ""
     """YAML file with regions, prices, load and losses, in place of `costs`: how many draft pools, where, for how many
     targets each, and what a million tokens costs (docs/fleet.md)."""
-    pool_targets: Annotated[list[int], Range(1, filled=True)] = field(default_factory=lambda: [4, 8, 16])
-    """Targets that a draft pool serves, to choose from; a drafter for each target is always among the layouts."""
+    pool_targets: Annotated[list[int], Range(1, filled=True)] = field(default_factory=lambda: [2, 4, 8])
+    """Targets that a draft pool serves, about, to choose from; a drafter for each target is always a layout."""
 
     def check_fields(self, where: str) -> None:
         require(not (self.costs and self.fleet), f"{where}.fleet", self.fleet, "replaces job.costs; give one of them")

@@ -1,8 +1,8 @@
 """`job=plan`: predicts the speed of every layout and shows the best, as one line to paste.
 
 Files: `plan.json`, `plan.csv`, `plan.png`, and `costs.yaml`, the pass costs in the form that `job.costs=` reads; with
-layer-parallel layouts also `fidelity.csv` and `fidelity.png`. With `job.fleet=` the layouts are those of a fleet, and the
-files `fleet.json`, `fleet.csv` and `fleet.png`.
+layer-parallel layouts also `fidelity.csv` and `fidelity.png`. With `job.fleet=` the layouts are those of a fleet, and
+the files `fleet.json`, `fleet.csv` and `fleet.png`.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.io.pictures import COLOURS, add_grid, picture
 from cluster.observability.report import write_csv
-from cluster.tools.fleet.description import DraftModel, Fleet, Load, Region, TargetRole
+from cluster.tools.fleet.description import Fleet, FleetLoad, PoolDrafter, Region, TargetReplica
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
 from cluster.tools.fleet.simulation import FleetResult, simulate_fleet
 
@@ -24,8 +25,8 @@ FLAT = (15.0, 1.5)
 TARGET_ROWS = {1: 15.0, 128: 15.6, 256: 18.0, 512: 31.0, 1024: 61.0, 2048: 121.0}
 DRAFT_ROWS = {1: 1.5, 128: 1.55, 256: 1.8, 512: 3.0, 1024: 5.9, 2048: 11.7}
 """By rows, derived, not measured: 70 billion parameters on four devices and 1.2 billion on one, of 3.35 TB/s and 990
-dense bfloat16 TFLOP/s each, at 70 % of the bandwidth for the target and half of it for the drafter, and 60 % and 42 % of
-the arithmetic; from about 250 rows on a pass is bound by it."""
+dense bfloat16 TFLOP/s each, at 70 % of the bandwidth for the target and half of it for the drafter, and 60 % and 42 %
+of the arithmetic; from about 250 rows on a pass is bound by it."""
 HOST_MS = 0.15
 """For every target in a draft pass: what a step of draft-ahead over 12 rows takes of one core, its tree included."""
 COSTS: Mapping[str, tuple[float | dict[int, float], float | dict[int, float], float]] = {
@@ -46,16 +47,16 @@ class Setting:
     num_targets: int
 
     def result(self, tokens: int, pipeline: str = "branches") -> FleetResult:
-        """Streams that never end, so that each target always has its batch; about so many tokens of each are measured."""
+        """Of streams that do not end, so that each target has its batch; `tokens` of each are measured, about."""
         target_ms, draft_ms, host_ms = COSTS[self.costs]
         seconds = 0.3 + tokens / 100
         fleet = Fleet(
             regions=[Region(name="here", devices=4 * self.num_targets, price=1.0)],
-            target=TargetRole(pass_ms=target_ms, ranks=4, max_num_seqs=self.batch),
-            drafter=DraftModel(
+            target=TargetReplica(pass_ms=target_ms, ranks=4, max_num_seqs=self.batch),
+            drafter=PoolDrafter(
                 pass_ms=draft_ms, host_ms=host_ms, longest_draft=5, fan_out=6, ahead_width=12, most_targets=64
             ),
-            load=Load(
+            load=FleetLoad(
                 requests_per_s=20 * self.batch * self.num_targets,
                 seconds=seconds,
                 warmup_s=0.3,
@@ -79,7 +80,7 @@ def settings(batches: Sequence[int], targets: Sequence[int] = TARGETS) -> Iterat
                     yield Setting(batch, costs, merges, num_targets)
 
 
-def row_of(setting: Setting, tokens: int) -> dict[str, object]:
+def row_of(setting: Setting, tokens: int) -> dict[str, Any]:
     result = setting.result(tokens)
     assert not result.num_different
     return {
@@ -94,7 +95,7 @@ def row_of(setting: Setting, tokens: int) -> dict[str, object]:
     }
 
 
-def draw(path: Path, rows: Sequence[Mapping[str, object]], plain: Mapping[tuple[int, str], float]) -> None:
+def draw(path: Path, rows: Sequence[Mapping[str, Any]], plain: Mapping[tuple[int, str], float]) -> None:
     """A panel per batch and kind of costs; grey is plain decoding."""
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     with picture(path, 13, 3.2 * len(batches), len(batches), len(COSTS), sharex=True) as panels:

@@ -6,7 +6,7 @@ It must not know regions, pools or clients: records for them leave through the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from cluster.tools.simulation.clock import ALARM, ARRIVAL, LaneClock, RoleLane, 
 from cluster.tools.simulation.roles import ScriptedRunner, ScriptedTarget, TextOf, draft_role
 
 MOST_POSITIONS = 1 << 20
-"""Of a text, for models that are scripted: as many as are asked for."""
+"""Tokens of a text: scripted models have room for any."""
 
 
 def drafter_config(fleet: Fleet) -> ModelDrafterConfig:
@@ -34,7 +34,7 @@ def drafter_config(fleet: Fleet) -> ModelDrafterConfig:
     )
 
 
-class Clients(Protocol):
+class CellClients(Protocol):
     """Where tokens go, and the text that the target writes for each request."""
 
     text_of: TextOf
@@ -50,7 +50,7 @@ class Cell:
         fleet: Fleet,
         drafting: Drafting,
         clock: VirtualClock,
-        clients: Clients,
+        clients: CellClients,
         region: str,
     ) -> None:
         self.region = region
@@ -80,7 +80,10 @@ class Cell:
             return RoleLane(self._clock, time, target.answer, self._receive)
         runner = ScriptedRunner(text_of, time, fleet.drafter.attached_passes, MOST_POSITIONS)
         role = draft_role("sync", drafter_config(fleet), runner, time, adapts=False)
-        answer = lambda record: (target if isinstance(record, VerifyBatch) else role).answer(record)  # noqa: E731
+
+        def answer(record: VerifyBatch | DraftBatch) -> Iterator[Any]:
+            return target.answer(record) if isinstance(record, VerifyBatch) else role.answer(record)
+
         lane = RoleLane(self._clock, time, answer, self._receive)
         self._send_drafter = lambda batch: self._clock.at(
             self._clock.now + self._link_s, ARRIVAL, partial(lane.receive, batch)

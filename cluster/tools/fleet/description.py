@@ -18,33 +18,34 @@ from parallel.typed_json import as_type
 _Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 _Ms = Annotated[float, Meta(ge=0, le=600_000)]
 _Count = Annotated[int, Meta(ge=1, le=1_000_000)]
-_Slots = Annotated[int, Meta(ge=1, le=10**12)]
+_Slots = Annotated[int, Meta(ge=1, le=1 << 62)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
+_Rate = Annotated[float, Meta(ge=0, le=600)]
 _Price = Annotated[float, Meta(ge=0, le=1e6)]
 _Name = Annotated[str, Meta(min_length=1, max_length=40)]
 _PassMs = Annotated[float, Meta(gt=0, le=600_000)] | dict[_Count, Annotated[float, Meta(gt=0, le=600_000)]]
 """Milliseconds by rows, or of any number of rows."""
 
 
-class _Part(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class _FleetPart(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """One mapping of the file."""
 
 
-class Region(_Part):
+class Region(_FleetPart, frozen=True):
     """Devices at one place, and what one of them costs an hour."""
 
     name: _Name
     devices: _Count
     price: _Price
     draft_price: _Price | None = None
-    """Of a device that drafts, where that is another kind, or a spot offer; None: as `price`."""
+    """Price of a device that drafts, where that is another kind, or a spot offer; None: as `price`."""
 
     @property
     def price_of_drafter(self) -> float:
         return self.price if self.draft_price is None else self.draft_price
 
 
-class Links(_Part):
+class Links(_FleetPart, frozen=True):
     """Milliseconds of a message, one way. `between` has pairs of regions as keys, `west-east`; each message between
     regions takes up to a few times `jitter_ms` more (exponential, that mean), and none overtakes another."""
 
@@ -60,7 +61,7 @@ class Links(_Part):
         return known / 1e3
 
 
-class TargetRole(_Part):
+class TargetReplica(_FleetPart, frozen=True):
     """A replica of the target: its ranks are the devices that one pass takes."""
 
     pass_ms: _PassMs
@@ -75,7 +76,7 @@ class TargetRole(_Part):
         return _passes(self.pass_ms, self.context_ms)
 
 
-class DraftModel(_Part):
+class PoolDrafter(_FleetPart, frozen=True):
     """The draft model, on devices of its own or on the target's."""
 
     pass_ms: _PassMs
@@ -84,7 +85,7 @@ class DraftModel(_Part):
     ranks: _Count = 1
     context_ms: _Ms = 0.0
     kv_slots: _Slots = 1 << 40
-    """Of a pool; each lease has an equal part."""
+    """Rows of a pool; each lease has an equal part."""
     host_ms: _Ms = 0.0
     """What a pass of a pool takes more for every target that has rows in it: its trees and records on the host."""
     longest_draft: Annotated[int, Meta(ge=1, le=64)] = 5
@@ -102,7 +103,7 @@ class DraftModel(_Part):
         return _passes(self.pass_ms if self.attached_ms is None else self.attached_ms, self.context_ms)
 
 
-class Load(_Part):
+class FleetLoad(_FleetPart, frozen=True):
     """Requests arrive at random (Poisson), each at a region drawn by `shares` (in proportion to devices if empty)."""
 
     requests_per_s: Annotated[float, Meta(gt=0, le=1e6)]
@@ -120,7 +121,7 @@ class Load(_Part):
     """Tokens per second that nine of ten streams must reach for a layout to be acceptable."""
 
 
-class Outage(_Part):
+class Outage(_FleetPart, frozen=True):
     """All targets of a region stop, and their streams go to other regions."""
 
     region: _Name
@@ -128,32 +129,32 @@ class Outage(_Part):
     seconds: _Seconds = 10.0
 
 
-class Losses(_Part):
+class Losses(_FleetPart, frozen=True):
     """Devices that vanish, at random, and come back."""
 
-    drafters_per_minute: _Share = 0.0
-    """Share of the drafters on devices of their own that is lost each minute."""
-    targets_per_minute: _Share = 0.0
+    drafters_per_minute: _Rate = 0.0
+    """Mean losses of each drafter on a device of its own in a minute: 0.3 where 30 % are lost each minute."""
+    targets_per_minute: _Rate = 0.0
     recovery_s: _Seconds = 20.0
     detect_s: _Seconds = 1.0
     """From a loss until the coordinators, or the clients of a lost target, know of it."""
     outages: list[Outage] = field(default_factory=list)
 
 
-class Fleet(_Part):
+class Fleet(_FleetPart, frozen=True):
     """A fleet to simulate."""
 
     regions: Annotated[list[Region], Meta(min_length=1, max_length=100)]
-    target: TargetRole
-    drafter: DraftModel
-    load: Load
+    target: TargetReplica
+    drafter: PoolDrafter
+    load: FleetLoad
     links: Links = field(default_factory=Links)
     losses: Losses = field(default_factory=Losses)
     acceptance: _Share | list[_Share] = 0.8
     runners_up: Annotated[float, Meta(gt=0, le=10)] = 1.0
     """Exponent of the power law of the drafter's other choices."""
     pipeline: Literal["sync", "pearl", "branches", "tree"] = "branches"
-    """Of drafters on devices of their own; attached ones draft in turn with their target."""
+    """What drafters on devices of their own do ahead; attached ones draft in turn with their target."""
     adaptive: bool = True
     """As `pipeline.adaptive`."""
     coordinator_ms: _Ms = 0.0

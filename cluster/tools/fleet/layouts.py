@@ -44,44 +44,46 @@ class FleetLayout:
 
 
 def layouts(fleet: Fleet, targets_per_pool: Sequence[int]) -> Iterator[FleetLayout]:
-    """Plain decoding, drafters on the target's ranks, one drafter for each target, and pools of every given size: in
-    each region as many as its targets need, and all of them in the region from which the others are nearest."""
-    devices = [region.devices for region in fleet.regions]
-    nothing = (0,) * len(devices)
-    whole = tuple(count // fleet.target.ranks for count in devices)
+    """Plain decoding, drafters on the target's ranks, one drafter for each target, and pools of about every given size:
+    in each region its own, and all of them in the region from which the others are nearest. None comes twice."""
+    num_regions = len(fleet.regions)
+    nothing = (0,) * num_regions
+    whole = tuple(region.devices // fleet.target.ranks for region in fleet.regions)
     yield FleetLayout("plain", Drafting.plain, whole, nothing)
     yield FleetLayout("attached", Drafting.attached, whole, nothing)
+    seen = set()
     for share in dict.fromkeys((1, *targets_per_pool)):
         name = "a drafter each" if share == 1 else f"pools of {share}"
-        local = tuple(_split(count, share, fleet) for count in devices)
-        targets, pools = tuple(one for one, _ in local), tuple(other for _, other in local)
-        yield FleetLayout(name, Drafting.pools, targets, pools, share)
-        if share > 1 and len(devices) > 1:
-            yield from _central(fleet, share, whole)
+        found = [(name, *_split(fleet, range(num_regions), share))]
+        if share > 1 and num_regions > 1:
+            centre = _centre(fleet)
+            found.append((f"{name} in {fleet.regions[centre].name}", *_split(fleet, [centre], share)))
+        for named, targets, pools in found:
+            if (targets, pools) not in seen and sum(pools):
+                seen.add((targets, pools))
+                yield FleetLayout(named, Drafting.pools, targets, pools, share)
 
 
-def _split(devices: int, share: int, fleet: Fleet) -> tuple[int, int]:
-    """The most targets for which there are pools too."""
-    for targets in range(devices // fleet.target.ranks, 0, -1):
-        if targets * fleet.target.ranks + _needed(targets, share) * fleet.drafter.ranks <= devices:
-            return targets, _needed(targets, share)
-    return 0, 0
+def _split(fleet: Fleet, homes: Sequence[int], share: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Targets and pools by region: the most targets for which the regions `homes`, each for its own if there are
+    several, have pools. A pool is added once half of it is needed, so that pools are of about the asked size."""
+    ranks = fleet.target.ranks
+    targets = [region.devices // ranks for region in fleet.regions]
+    pools = [0] * len(targets)
+    for home in homes:
+        devices = fleet.regions[home].devices
+        while True:
+            served = targets[home] if len(homes) > 1 else sum(targets)
+            pools[home] = max(1, int(served / share + 0.5)) if served else 0
+            if targets[home] * ranks + pools[home] * fleet.drafter.ranks <= devices or not targets[home]:
+                break
+            targets[home] -= 1
+        if pools[home] * fleet.drafter.ranks > devices:
+            pools[home] = 0
+    return tuple(targets), tuple(pools)
 
 
-def _central(fleet: Fleet, share: int, whole: Sequence[int]) -> Iterator[FleetLayout]:
-    """All pools in one region, if they fit; the others have targets alone."""
+def _centre(fleet: Fleet) -> int:
+    """The region with the smallest sum of delays to the others."""
     names = [region.name for region in fleet.regions]
-    centre = min(range(len(names)), key=lambda at: sum(fleet.links.delay_s(names[at], name) for name in names))
-    targets, pools = list(whole), 0
-    while pools < _needed(sum(targets), share):
-        pools += 1
-        room = fleet.regions[centre].devices - pools * fleet.drafter.ranks
-        targets[centre] = max(0, room // fleet.target.ranks)
-    if pools * fleet.drafter.ranks <= fleet.regions[centre].devices:
-        counts = tuple(pools if at == centre else 0 for at in range(len(names)))
-        yield FleetLayout(f"pools of {share} in {names[centre]}", Drafting.pools, tuple(targets), counts, share)
-
-
-def _needed(targets: int, share: int) -> int:
-    """Pools for so many targets."""
-    return -(-targets // share)
+    return min(range(len(names)), key=lambda at: sum(fleet.links.delay_s(names[at], name) for name in names))

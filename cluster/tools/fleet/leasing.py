@@ -11,28 +11,28 @@ from typing import Any
 
 from cluster.tools.fleet.cell import MOST_POSITIONS, Cell, drafter_config
 from cluster.tools.fleet.description import Fleet
-from cluster.tools.fleet.links import Link
+from cluster.tools.fleet.links import VirtualLink
 from cluster.tools.fleet.pool_lane import Leased, PassLog, PoolLane
 from cluster.tools.simulation.clock import LaneClock, VirtualClock
 from cluster.tools.simulation.roles import ScriptedRunner, TextOf, draft_role
 
 
 @dataclass(slots=True, eq=False)
-class Pool:
+class PoolPlace:
     """A place for a pool in a region; `lane` is the device there now, None while it is lost."""
 
     region: str
     lane: PoolLane | None = None
-    leases: dict[Cell, Lease] = field(default_factory=dict)
+    leases: dict[Cell, PoolLease] = field(default_factory=dict)
     lanes: list[PoolLane] = field(default_factory=list)
     """All that have been there."""
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class PoolLease:
     """A pool's service to one cell; what is on its way when it ends is dropped."""
 
-    pool: Pool
+    pool: PoolPlace
     lane: PoolLane
     leased: Leased
     is_live: bool = True
@@ -42,7 +42,7 @@ class Leasing:
     """Gives each cell the nearest pool with a place. `share`: targets for which a pool is meant."""
 
     def __init__(self, fleet: Fleet, clock: VirtualClock, text_of: TextOf, cells: Collection[Cell], share: int) -> None:
-        self.pools: list[Pool] = []
+        self.pools: list[PoolPlace] = []
         self._fleet = fleet
         self._clock = clock
         self._text_of = text_of
@@ -51,7 +51,7 @@ class Leasing:
         self._most = max(share, fleet.drafter.most_targets) if share > 1 else 1
         self._num_links = 0
 
-    def start(self, pool: Pool, *, merges: bool) -> None:
+    def start(self, pool: PoolPlace, *, merges: bool) -> None:
         """A device is there: cells without a drafter get it, then some of those whose pools are far or crowded."""
         drafter = self._fleet.drafter
         pool.lane = PoolLane(self._clock, drafter.passes, merges=merges, host_s=drafter.host_ms / 1e3)
@@ -69,14 +69,14 @@ class Leasing:
         if pools:
             self._begin(min(pools, key=lambda pool: (self._delay_s(pool, cell), len(pool.leases))), cell)
 
-    def lose(self, pool: Pool) -> None:
-        """The device is gone; nobody knows yet."""
+    def lose(self, pool: PoolPlace) -> None:
+        """The device is gone; its cells do not know yet."""
         pool.lane = None
         for lease in pool.leases.values():
             lease.is_live = False
             lease.lane.close(lease.leased)
 
-    def notice(self, pool: Pool) -> None:
+    def notice(self, pool: PoolPlace) -> None:
         """The cells of a lost pool learn of it, and get others while there are places."""
         if pool.lane is not None:
             return
@@ -92,19 +92,19 @@ class Leasing:
         if pool is not None:
             self._close(pool, cell)
 
-    def _pool_of(self, cell: Cell) -> Pool | None:
+    def _pool_of(self, cell: Cell) -> PoolPlace | None:
         return next((pool for pool in self.pools if cell in pool.leases), None)
 
-    def _is_worse(self, cell: Cell, old: Pool, new: Pool) -> bool:
+    def _is_worse(self, cell: Cell, old: PoolPlace, new: PoolPlace) -> bool:
         """Whether a cell should change pools, though its drafts then begin anew."""
         nearer = self._delay_s(new, cell) < self._delay_s(old, cell)
         less_crowded = len(old.leases) > max(self._share, len(new.leases) + 1)
         return nearer or (less_crowded and self._delay_s(new, cell) == self._delay_s(old, cell))
 
-    def _delay_s(self, pool: Pool, cell: Cell) -> float:
+    def _delay_s(self, pool: PoolPlace, cell: Cell) -> float:
         return self._fleet.links.delay_s(pool.region, cell.region)
 
-    def _begin(self, pool: Pool, cell: Cell) -> None:
+    def _begin(self, pool: PoolPlace, cell: Cell) -> None:
         fleet, lane = self._fleet, pool.lane
         assert lane is not None
         there, back = self._link(pool, cell), self._link(pool, cell)
@@ -120,21 +120,23 @@ class Leasing:
         def order(record: Any) -> None:
             there.send(self._clock.now, lambda: lane.receive(lease.leased, record) if lease.is_live else None)
 
-        lease = Lease(pool, lane, Leased(role, time, log, answer))
+        lease = PoolLease(pool, lane, Leased(role, time, log, answer))
         lane.open(lease.leased)
         pool.leases[cell] = lease
         cell.attach(order)
 
-    def _link(self, pool: Pool, cell: Cell) -> Link:
+    def _link(self, pool: PoolPlace, cell: Cell) -> VirtualLink:
         links, self._num_links = self._fleet.links, self._num_links + 1
         jitter_s = links.jitter_ms / 1e3 if pool.region != cell.region else 0.0
-        return Link(self._clock, self._delay_s(pool, cell), jitter_s, f"{self._fleet.seed} link {self._num_links}")
+        return VirtualLink(
+            self._clock, self._delay_s(pool, cell), jitter_s, f"{self._fleet.seed} link {self._num_links}"
+        )
 
-    def _end(self, pool: Pool, cell: Cell) -> None:
+    def _end(self, pool: PoolPlace, cell: Cell) -> None:
         self._close(pool, cell)
         cell.detach()
 
-    def _close(self, pool: Pool, cell: Cell) -> None:
+    def _close(self, pool: PoolPlace, cell: Cell) -> None:
         lease = pool.leases.pop(cell)
         if lease.is_live:
             lease.is_live = False

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from cluster.tools.simulation.clock import ARRIVAL, VirtualClock
 
 
-class Link:
+class VirtualLink:
     """Delivers calls after `delay_s` and an exponential part with the mean `jitter_s`, as a stream of bytes would."""
 
     def __init__(self, clock: VirtualClock, delay_s: float, jitter_s: float, seed: str) -> None:

@@ -60,9 +60,7 @@ class PoolLane:
     """Serves the draft roles of its leases. `merges`: all in one pass; else one role's work after another's. A pass
     takes `host_s` more for every role in it."""
 
-    def __init__(
-        self, clock: VirtualClock, cost: PassCost, *, merges: bool = True, host_s: float = 0.0
-    ) -> None:
+    def __init__(self, clock: VirtualClock, cost: PassCost, *, merges: bool = True, host_s: float = 0.0) -> None:
         self.busy_s = 0.0
         self.num_rows = 0
         self.num_passes = 0

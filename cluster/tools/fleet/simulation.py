@@ -17,7 +17,7 @@ from actors.protocol.messages import Report, ReportOrder
 from cluster.tools.fleet.cell import Cell
 from cluster.tools.fleet.description import Fleet
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
-from cluster.tools.fleet.leasing import Leasing, Pool
+from cluster.tools.fleet.leasing import Leasing, PoolPlace
 from cluster.tools.fleet.traffic import Traffic
 from cluster.tools.simulation.clock import ARRIVAL, VirtualClock
 
@@ -44,7 +44,7 @@ class FleetResult:
     mean_acceptance_length: float
     """Tokens per target pass with a draft, its own included."""
     drafted_share: float
-    """Of the verdicts: those on a draft."""
+    """Share of the verdicts that are on a draft."""
     num_requests: int
     num_tokens: int
     num_different: int
@@ -60,7 +60,7 @@ class FleetResult:
 
     @property
     def dollars_per_million(self) -> float | None:
-        """Of the tokens that were served; None without any."""
+        """Price of the tokens that were served; None without any."""
         return 1e6 * self.dollars_per_hour / 3600 / self.tokens_per_s if self.tokens_per_s else None
 
     @property
@@ -99,7 +99,7 @@ class _FleetSimulation:
         for region, num_targets, num_pools in zip(
             self._fleet.regions, layout.num_targets, layout.num_pools, strict=True
         ):
-            self._leasing.pools += [Pool(region.name) for _ in range(num_pools)]
+            self._leasing.pools += [PoolPlace(region.name) for _ in range(num_pools)]
             for _ in range(num_targets):
                 self._add_cell(region.name)
         for pool in self._leasing.pools:

@@ -1,4 +1,4 @@
-"""Clients of a fleet: when requests arrive, to which cell they go, and what each has got of its text.
+"""CellClients of a fleet: when requests arrive, to which cell they go, and what each has got of its text.
 
 A client has token ids and nothing else: a stream whose cell is lost is sent to another one with the ids it has. Must
 not know what drafts, or why a cell is lost.
@@ -46,7 +46,7 @@ def prompt_of(number: int, length: int) -> tuple[int, ...]:
 
 
 @dataclass(slots=True)
-class Served:
+class ClientCounts:
     """What clients saw; speeds and waits are of streams that ended in the measured time."""
 
     num_requests: int = 0
@@ -90,7 +90,7 @@ class Traffic:
     """Sends requests to `cells`, which others change, and keeps what comes back."""
 
     def __init__(self, fleet: Fleet, clock: VirtualClock, cells: Collection[Cell]) -> None:
-        self.served = Served()
+        self.served = ClientCounts()
         self._fleet = fleet
         self._clock = clock
         self._cells = cells

@@ -69,3 +69,35 @@ def test_refuses_what_cannot_be_planned(tiny_launch, tmp_path):
     with pytest.raises(ValueError, match="^job=plan: no layout fits"):
         plan.run(tiny_launch(PlanConfig(costs=costs, target_ranks=[3])), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_plans_a_fleet(tiny_launch, tmp_path, capsys):
+    content = yaml.safe_load((ROOT / "docs" / "plans" / "three-regions.yaml").read_text())
+    content["load"] |= {"seconds": 1.0, "warmup_s": 0.2, "requests_per_s": 30, "prompt": [16], "output": [8]}
+    content["losses"]["outages"] = [{"region": "west", "at_s": 0.5, "seconds": 0.2}]
+    (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(content))
+    out = tmp_path / "out"
+    out.mkdir()
+    plan.run(tiny_launch(PlanConfig(fleet=str(tmp_path / "fleet.yaml"), pool_targets=[5])), out)
+    assert {path.name for path in out.iterdir()} == {"fleet.json", "fleet.csv", "fleet.png"}
+    report = json.loads((out / "fleet.json").read_text())
+    found = report["layouts"]
+    names = {"plain", "attached", "a drafter each", "pools of 5", "pools of 5 in central"}
+    assert {entry["layout"] for entry in found} == names and report["best"] == found[0]
+    fit = [entry["bears_load"] for entry in found]
+    assert fit == sorted(fit, reverse=True), "layouts that bear the load come first"
+    prices = [entry["dollars_per_million"] for entry in found if entry["bears_load"]]
+    assert prices == sorted(prices), "of them, the cheapest tokens"
+    assert sum(entry["num_different"] for entry in found) == 0 and found[0]["num_tokens"] > 100
+    assert [one["name"] for one in report["fleet"]["regions"]] == ["east", "central", "west"]
+    rows = list(csv.DictReader((out / "fleet.csv").open()))
+    assert len(rows) == len(found) and rows[0]["targets east"] == str(found[0]["targets"]["east"])
+    shown = capsys.readouterr().out
+    assert "dollars per million tokens" in shown and "differ from plain decoding, in all layouts: 0" in shown
+
+
+def test_a_fleet_that_cannot_be_planned_is_one_line(tiny_launch, tmp_path):
+    with pytest.raises(ValueError, match=r"^job\.fleet=.*cannot be read"):
+        plan.run(tiny_launch(PlanConfig(fleet=str(tmp_path / "none.yaml"))), tmp_path)
+    with pytest.raises(ValueError, match=r"job\.fleet.*replaces job\.costs"):
+        PlanConfig(fleet="a.yaml", costs="b.yaml").check("job")
