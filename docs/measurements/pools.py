@@ -1,8 +1,8 @@
 """One draft pool and more and more targets: `python docs/measurements/pools.py [--out FOLDER] [--batches 1,8,64]`.
 
-For each batch, tokens per second of a target by the number of targets that one draft device serves: its passes merged,
-or one target after the other. Costs of passes are flat, or those of `COSTS`. The engine's own coordinators and draft
-roles on the virtual clock (`docs/fleet.md`). Writes `pools.csv` and `pools.png`.
+For each batch, tokens per second of a target by the number of targets that one draft device serves: drafts or passes
+merged (`cluster/tools/fleet/merging.py`), or one target after the other. Costs of passes are those of `COSTS`. The
+engine's own coordinators and draft roles on the virtual clock (`docs/fleet.md`). Writes `pools.csv` and `pools.png`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cluster.io.pictures import COLOURS, add_grid, picture
 from cluster.observability.report import write_csv
 from cluster.tools.fleet.description import Fleet, FleetLoad, PoolDrafter, Region, TargetReplica
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
+from cluster.tools.fleet.merging import Merging
 from cluster.tools.fleet.simulation import FleetResult, simulate_fleet
 
 FLAT = (15.0, 1.5)
@@ -34,6 +35,7 @@ COSTS: Mapping[str, tuple[float | dict[int, float], float | dict[int, float], fl
     "by rows": (TARGET_ROWS, DRAFT_ROWS, 0.0),
     "by rows, with host": (TARGET_ROWS, DRAFT_ROWS, HOST_MS),
 }
+POOLS = {Merging.calls: "drafts merged", Merging.passes: "passes merged", Merging.none: "in turn"}
 TARGETS = (1, 2, 4, 8, 12, 16)
 
 
@@ -43,7 +45,7 @@ class Setting:
 
     batch: int
     costs: str
-    merges: bool
+    merging: Merging
     num_targets: int
 
     def result(self, tokens: int, pipeline: str = "branches") -> FleetResult:
@@ -54,7 +56,13 @@ class Setting:
             regions=[Region(name="here", devices=4 * self.num_targets, price=1.0)],
             target=TargetReplica(pass_ms=target_ms, ranks=4, max_num_seqs=self.batch),
             drafter=PoolDrafter(
-                pass_ms=draft_ms, host_ms=host_ms, longest_draft=5, fan_out=6, ahead_width=12, most_targets=64
+                pass_ms=draft_ms,
+                host_ms=host_ms,
+                merging=self.merging,
+                longest_draft=5,
+                fan_out=6,
+                ahead_width=12,
+                most_targets=64,
             ),
             load=FleetLoad(
                 requests_per_s=20 * self.batch * self.num_targets,
@@ -68,16 +76,16 @@ class Setting:
         )
         pools = (1,) if pipeline != "plain" else (0,)
         drafting = Drafting.pools if pipeline != "plain" else Drafting.plain
-        layout = FleetLayout("pool", drafting, (self.num_targets,), pools, self.num_targets, self.merges)
+        layout = FleetLayout("pool", drafting, (self.num_targets,), pools, self.num_targets)
         return simulate_fleet(fleet, layout)
 
 
 def settings(batches: Sequence[int], targets: Sequence[int] = TARGETS) -> Iterator[Setting]:
     for batch in batches:
         for costs in COSTS:
-            for merges in (True, False):
+            for merging in Merging:
                 for num_targets in targets:
-                    yield Setting(batch, costs, merges, num_targets)
+                    yield Setting(batch, costs, merging, num_targets)
 
 
 def row_of(setting: Setting, tokens: int) -> dict[str, Any]:
@@ -86,7 +94,7 @@ def row_of(setting: Setting, tokens: int) -> dict[str, Any]:
     return {
         "batch": setting.batch,
         "costs": setting.costs,
-        "pool": "merged" if setting.merges else "in turn",
+        "pool": POOLS[setting.merging],
         "targets": setting.num_targets,
         "tokens_per_s_per_target": round(result.tokens_per_s / setting.num_targets, 1),
         "pool_busy": round(result.pool_busy, 3),
@@ -101,7 +109,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], plain: Mapping[tuple[int
     with picture(path, 13, 3.2 * len(batches), len(batches), len(COSTS), sharex=True) as panels:
         for line, batch in zip(panels, batches, strict=True):
             for axes, costs in zip(line, COSTS, strict=True):
-                for colour, pool in zip(COLOURS, ("merged", "in turn"), strict=False):
+                for colour, pool in zip(COLOURS, POOLS.values(), strict=False):
                     points = [
                         (row["targets"], row["tokens_per_s_per_target"])
                         for row in rows
@@ -134,7 +142,7 @@ def main() -> None:
         sys.stdout.write(" ".join(f"{name}={value}" for name, value in rows[-1].items()) + "\n")
         sys.stdout.flush()
     plain = {
-        (batch, costs): Setting(batch, costs, True, 1).result(60, "plain").tokens_per_s
+        (batch, costs): Setting(batch, costs, Merging.none, 1).result(60, "plain").tokens_per_s
         for batch in batches
         for costs in COSTS
     }

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from msgspec import Meta, Struct, field, structs
 
+from cluster.tools.fleet.merging import Merging
 from cluster.tools.simulation import Language, PassCost, power_law
 from parallel.typed_json import as_type
 
@@ -91,6 +92,7 @@ class PoolDrafter(_FleetPart, frozen=True):
     longest_draft: Annotated[int, Meta(ge=1, le=64)] = 5
     fan_out: Annotated[int, Meta(ge=1, le=64)] = 4
     ahead_width: Annotated[int, Meta(ge=1, le=192)] = 12
+    merging: Merging = Merging.calls
     most_targets: _Count = 16
     """Targets that a pool serves at most, those of lost pools included."""
 

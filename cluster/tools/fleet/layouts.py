@@ -30,8 +30,6 @@ class FleetLayout:
     num_pools: tuple[int, ...]
     targets_per_pool: int = 0
     """Targets that share one drafter; 1: each has its own."""
-    merges: bool = True
-    """Whether a pool computes for all of its targets in one pass, or for one after the other."""
 
     def num_devices(self, fleet: Fleet) -> int:
         return sum(self.num_targets) * fleet.target.ranks + sum(self.num_pools) * fleet.drafter.ranks

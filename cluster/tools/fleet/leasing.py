@@ -51,10 +51,10 @@ class Leasing:
         self._most = max(share, fleet.drafter.most_targets) if share > 1 else 1
         self._num_links = 0
 
-    def start(self, pool: PoolPlace, *, merges: bool) -> None:
+    def start(self, pool: PoolPlace) -> None:
         """A device is there: cells without a drafter get it, then some of those whose pools are far or crowded."""
         drafter = self._fleet.drafter
-        pool.lane = PoolLane(self._clock, drafter.passes, merges=merges, host_s=drafter.host_ms / 1e3)
+        pool.lane = PoolLane(self._clock, drafter.passes, merging=drafter.merging, host_s=drafter.host_ms / 1e3)
         pool.lanes.append(pool.lane)
         for cell in sorted(self._cells, key=lambda cell: self._delay_s(pool, cell)):
             old = self._pool_of(cell)

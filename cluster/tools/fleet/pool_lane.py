@@ -2,8 +2,7 @@
 
 Each lease has a draft role of its own, the engine's. What a role does with a record, or in a step of draft-ahead,
 depends on no clock but in what it reports, so it runs at once and its passes are written down; the pool then takes them
-one after the other, and each of its passes has the next one of every role. So a role joins at the next pass, whatever
-the others are in the middle of. Without merging, the roles take turns.
+one after the other, and `Merging` says of which roles each of its passes has the next one.
 """
 
 from __future__ import annotations
@@ -11,10 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from actors.protocol.messages import ProposalBatch
 from actors.roles.draft import DraftRole
+from cluster.tools.fleet.merging import Merging
 from cluster.tools.simulation.clock import STEP, LaneClock, VirtualClock
 from parallel.pass_cost import PassCost
 
@@ -32,10 +33,17 @@ class PassLog:
         return self._cost(rows + self.beside, context)
 
 
+class _Kind(Enum):
+    order = 1
+    reading = 2
+    step = 3
+
+
 @dataclass(slots=True)
 class _Work:
     """Passes still to take, and the records that leave once so many of them are done."""
 
+    kind: _Kind
     passes: deque[tuple[int, int]]
     records: deque[tuple[int, Any]]
     num_done: int = 0
@@ -57,16 +65,18 @@ class Leased:
 
 
 class PoolLane:
-    """Serves the draft roles of its leases. `merges`: all in one pass; else one role's work after another's. A pass
-    takes `host_s` more for every role in it."""
+    """Serves the draft roles of its leases; a pass takes `host_s` more for every role in it."""
 
-    def __init__(self, clock: VirtualClock, cost: PassCost, *, merges: bool = True, host_s: float = 0.0) -> None:
+    def __init__(
+        self, clock: VirtualClock, cost: PassCost, *, merging: Merging = Merging.calls, host_s: float = 0.0
+    ) -> None:
         self.busy_s = 0.0
         self.num_rows = 0
         self.num_passes = 0
         self._clock = clock
         self._cost = cost
-        self._merges = merges
+        self._merging = merging
+        self._called: list[Leased] = []
         self._host_s = host_s
         self._leases: list[Leased] = []
         self._is_resting = True
@@ -116,8 +126,11 @@ class PoolLane:
 
     def _working(self, now: float) -> list[Leased]:
         """The leases whose next pass is taken now; what takes no pass is answered on the way."""
-        if self._merges:
-            return [lease for lease in self._leases if self._has_pass(lease, now)]
+        match self._merging:
+            case Merging.passes:
+                return [lease for lease in self._leases if self._has_pass(lease, now)]
+            case Merging.calls:
+                return self._call(now)
         order = [*self._leases[self._turn :], *self._leases[: self._turn]]
         begun = next((lease for lease in order if lease.work is not None), None)
         candidates = [begun] if begun is not None else sorted(order, key=lambda lease: not lease.inbox)
@@ -126,6 +139,19 @@ class PoolLane:
             return []
         self._turn = (self._leases.index(chosen) + 1) % len(self._leases)
         return [chosen]
+
+    def _call(self, now: float) -> list[Leased]:
+        """The call under way until it has ended, else all orders that wait, else one reading, else a step of all."""
+        self._called = [lease for lease in self._called if lease in self._leases and lease.work is not None]
+        if self._called:
+            return self._called
+        waiting = [lease for lease in self._leases if lease.inbox or lease.work is not None]
+        waiting = [lease for lease in waiting if self._has_pass(lease, now)]
+        orders = [lease for lease in waiting if lease.work is not None and lease.work.kind is _Kind.order]
+        readings = [lease for lease in waiting if lease.work is not None and lease.work.kind is _Kind.reading]
+        steps = [] if orders or readings else [lease for lease in self._leases if self._has_pass(lease, now)]
+        self._called = orders or readings[:1] or steps
+        return self._called
 
     def _has_pass(self, lease: Leased, now: float) -> bool:
         while lease.work is None:
@@ -138,7 +164,10 @@ class PoolLane:
         """Let the role answer its next record or take a step of draft-ahead; False if it has nothing to do."""
         role, log = lease.role, lease.log
         lease.time.now, log.passes = now, []
+        kind = _Kind.step
         if lease.inbox:
+            drafts = any(order.num_draft_tokens and order.prefetched is None for order in lease.inbox[0].orders)
+            kind = _Kind.order if drafts else _Kind.reading
             answers = self._answers(lease)
             records = deque((len(log.passes), answer) for answer in answers)
         elif role.wants_work:
@@ -152,7 +181,7 @@ class PoolLane:
                 return False
         else:
             return False
-        lease.work = _Work(deque(log.passes), records, started=now)
+        lease.work = _Work(kind, deque(log.passes), records, started=now)
         return True
 
     @staticmethod

@@ -103,7 +103,7 @@ class _FleetSimulation:
             for _ in range(num_targets):
                 self._add_cell(region.name)
         for pool in self._leasing.pools:
-            self._leasing.start(pool, merges=layout.merges)
+            self._leasing.start(pool)
         for cell in self._cells:
             if layout.drafting is Drafting.pools and not cell.has_drafter:
                 self._leasing.serve(cell)
@@ -153,7 +153,7 @@ class _FleetSimulation:
         leasing.lose(pool)
         self._clock.at(now + losses.detect_s, ARRIVAL, partial(leasing.notice, pool))
         back = max(losses.recovery_s, losses.detect_s)
-        self._clock.at(now + back, ARRIVAL, partial(leasing.start, pool, merges=self._layout.merges))
+        self._clock.at(now + back, ARRIVAL, partial(leasing.start, pool))
 
     def _lose_target(self, draw: random.Random) -> None:
         place = draw.randrange(sum(self._layout.num_targets))

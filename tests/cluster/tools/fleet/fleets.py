@@ -35,8 +35,8 @@ def two_regions(**changes: Any) -> Fleet:
     return structs.replace(fleet, **changes)
 
 
-def pooled(*num_targets: int, pools: tuple[int, ...] = (1,), share: int = 0, merges: bool = True) -> FleetLayout:
-    return FleetLayout("pools", Drafting.pools, num_targets, pools, share or sum(num_targets), merges)
+def pooled(*num_targets: int, pools: tuple[int, ...] = (1,), share: int = 0) -> FleetLayout:
+    return FleetLayout("pools", Drafting.pools, num_targets, pools, share or sum(num_targets))
 
 
 LOCAL = pooled(2, 2, pools=(1, 1), share=2)

@@ -8,6 +8,7 @@ from msgspec import structs
 from cluster.tools.fleet.cell import drafter_config
 from cluster.tools.fleet.description import PoolDrafter
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
+from cluster.tools.fleet.merging import Merging
 from cluster.tools.fleet.simulation import simulate_fleet
 from cluster.tools.simulation import PassCost, Scenario, simulate
 from tests.cluster.tools.fleet.fleets import STEADY, pooled, small_fleet
@@ -41,8 +42,12 @@ def test_a_pool_of_one_target_is_the_drafter_of_the_other_simulator(pipeline):
 def test_merged_passes_feed_three_targets_as_one_and_turns_do_not():
     fleet = small_fleet(3)
     alone = per_target(fleet, pooled(3, pools=(3,), share=1))
-    assert per_target(fleet, pooled(3)) > 0.95 * alone
-    assert per_target(fleet, pooled(3, merges=False)) < 0.85 * alone
+    speeds = {
+        merging: per_target(structs.replace(fleet, drafter=structs.replace(fleet.drafter, merging=merging)), pooled(3))
+        for merging in Merging
+    }
+    assert speeds[Merging.passes] > 0.95 * alone and speeds[Merging.calls] > 0.93 * alone
+    assert speeds[Merging.none] < 0.85 * alone
 
 
 def test_plain_and_attached_targets_are_those_of_closed_forms():

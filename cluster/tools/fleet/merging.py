@@ -1,0 +1,17 @@
+"""Of which targets a pool computes rows in one pass."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Merging(StrEnum):
+    """What a pass of a pool has rows of."""
+
+    calls = "calls"
+    """All drafts that were ordered when the first of them begins, then a text to read, then a step of draft-ahead of
+    all: the engine's pools (`actors/pool/merged_passes.py`)."""
+    passes = "passes"
+    """Whatever every role has next, so that one joins in the middle of the drafts of others."""
+    none = "none"
+    """One role's work, to its end."""
