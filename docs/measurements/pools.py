@@ -36,6 +36,8 @@ COSTS: Mapping[str, tuple[float | dict[int, float], float | dict[int, float], fl
     "by rows, with host": (TARGET_ROWS, DRAFT_ROWS, HOST_MS),
 }
 POOLS = {Merging.calls: "drafts merged", Merging.passes: "passes merged", Merging.none: "in turn"}
+MOST_TOKENS = 240
+"""Tokens of each stream that are measured, about; fewer of larger batches, down to an eighth."""
 TARGETS = (1, 2, 4, 8, 12, 16)
 
 
@@ -132,13 +134,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/pools"))
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--targets", default=",".join(map(str, TARGETS)))
-    parser.add_argument("--tokens", type=int, default=300, help="of each target's first stream, about")
     arguments = parser.parse_args()
     batches, targets = ([int(one) for one in text.split(",")] for text in (arguments.batches, arguments.targets))
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for setting in settings(batches, targets):
-        rows.append(row_of(setting, max(40, arguments.tokens // setting.batch)))
+        rows.append(row_of(setting, max(MOST_TOKENS // 8, MOST_TOKENS // setting.batch)))
         sys.stdout.write(" ".join(f"{name}={value}" for name, value in rows[-1].items()) + "\n")
         sys.stdout.flush()
     plain = {

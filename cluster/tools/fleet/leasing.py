@@ -18,7 +18,7 @@ from cluster.tools.simulation.roles import ScriptedRunner, TextOf, draft_role
 
 
 @dataclass(slots=True, eq=False)
-class PoolPlace:
+class PoolSite:
     """A place for a pool in a region; `lane` is the device there now, None while it is lost."""
 
     region: str
@@ -32,7 +32,7 @@ class PoolPlace:
 class PoolLease:
     """A pool's service to one cell; what is on its way when it ends is dropped."""
 
-    pool: PoolPlace
+    pool: PoolSite
     lane: PoolLane
     leased: Leased
     is_live: bool = True
@@ -42,7 +42,7 @@ class Leasing:
     """Gives each cell the nearest pool with a place. `share`: targets for which a pool is meant."""
 
     def __init__(self, fleet: Fleet, clock: VirtualClock, text_of: TextOf, cells: Collection[Cell], share: int) -> None:
-        self.pools: list[PoolPlace] = []
+        self.pools: list[PoolSite] = []
         self._fleet = fleet
         self._clock = clock
         self._text_of = text_of
@@ -51,7 +51,7 @@ class Leasing:
         self._most = max(share, fleet.drafter.most_targets) if share > 1 else 1
         self._num_links = 0
 
-    def start(self, pool: PoolPlace) -> None:
+    def start(self, pool: PoolSite) -> None:
         """A device is there: cells without a drafter get it, then some of those whose pools are far or crowded."""
         drafter = self._fleet.drafter
         pool.lane = PoolLane(self._clock, drafter.passes, merging=drafter.merging, host_s=drafter.host_ms / 1e3)
@@ -69,14 +69,14 @@ class Leasing:
         if pools:
             self._begin(min(pools, key=lambda pool: (self._delay_s(pool, cell), len(pool.leases))), cell)
 
-    def lose(self, pool: PoolPlace) -> None:
+    def lose(self, pool: PoolSite) -> None:
         """The device is gone; its cells do not know yet."""
         pool.lane = None
         for lease in pool.leases.values():
             lease.is_live = False
             lease.lane.close(lease.leased)
 
-    def notice(self, pool: PoolPlace) -> None:
+    def notice(self, pool: PoolSite) -> None:
         """The cells of a lost pool learn of it, and get others while there are places."""
         if pool.lane is not None:
             return
@@ -92,19 +92,19 @@ class Leasing:
         if pool is not None:
             self._close(pool, cell)
 
-    def _pool_of(self, cell: Cell) -> PoolPlace | None:
+    def _pool_of(self, cell: Cell) -> PoolSite | None:
         return next((pool for pool in self.pools if cell in pool.leases), None)
 
-    def _is_worse(self, cell: Cell, old: PoolPlace, new: PoolPlace) -> bool:
+    def _is_worse(self, cell: Cell, old: PoolSite, new: PoolSite) -> bool:
         """Whether a cell should change pools, though its drafts then begin anew."""
         nearer = self._delay_s(new, cell) < self._delay_s(old, cell)
         less_crowded = len(old.leases) > max(self._share, len(new.leases) + 1)
         return nearer or (less_crowded and self._delay_s(new, cell) == self._delay_s(old, cell))
 
-    def _delay_s(self, pool: PoolPlace, cell: Cell) -> float:
+    def _delay_s(self, pool: PoolSite, cell: Cell) -> float:
         return self._fleet.links.delay_s(pool.region, cell.region)
 
-    def _begin(self, pool: PoolPlace, cell: Cell) -> None:
+    def _begin(self, pool: PoolSite, cell: Cell) -> None:
         fleet, lane = self._fleet, pool.lane
         assert lane is not None
         there, back = self._link(pool, cell), self._link(pool, cell)
@@ -125,18 +125,18 @@ class Leasing:
         pool.leases[cell] = lease
         cell.attach(order)
 
-    def _link(self, pool: PoolPlace, cell: Cell) -> VirtualLink:
+    def _link(self, pool: PoolSite, cell: Cell) -> VirtualLink:
         links, self._num_links = self._fleet.links, self._num_links + 1
         jitter_s = links.jitter_ms / 1e3 if pool.region != cell.region else 0.0
         return VirtualLink(
             self._clock, self._delay_s(pool, cell), jitter_s, f"{self._fleet.seed} link {self._num_links}"
         )
 
-    def _end(self, pool: PoolPlace, cell: Cell) -> None:
+    def _end(self, pool: PoolSite, cell: Cell) -> None:
         self._close(pool, cell)
         cell.detach()
 
-    def _close(self, pool: PoolPlace, cell: Cell) -> None:
+    def _close(self, pool: PoolSite, cell: Cell) -> None:
         lease = pool.leases.pop(cell)
         if lease.is_live:
             lease.is_live = False

@@ -1,4 +1,4 @@
-"""Of which targets a pool computes rows in one pass."""
+"""How a pool merges: which of its targets one pass computes rows for."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from actors.protocol.messages import Report, ReportOrder
 from cluster.tools.fleet.cell import Cell
 from cluster.tools.fleet.description import Fleet
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
-from cluster.tools.fleet.leasing import Leasing, PoolPlace
+from cluster.tools.fleet.leasing import Leasing, PoolSite
 from cluster.tools.fleet.traffic import Traffic
 from cluster.tools.simulation.clock import ARRIVAL, VirtualClock
 
@@ -99,7 +99,7 @@ class _FleetSimulation:
         for region, num_targets, num_pools in zip(
             self._fleet.regions, layout.num_targets, layout.num_pools, strict=True
         ):
-            self._leasing.pools += [PoolPlace(region.name) for _ in range(num_pools)]
+            self._leasing.pools += [PoolSite(region.name) for _ in range(num_pools)]
             for _ in range(num_targets):
                 self._add_cell(region.name)
         for pool in self._leasing.pools:
