@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Self
 
@@ -17,7 +18,7 @@ from actors.drafters.interface import Drafter
 from actors.options import VerifyRule
 from actors.pool.guest_drafter import SharedDrafter
 from actors.pool.merged_passes import MergedPasses
-from actors.pool.service import PoolLimits, PoolService
+from actors.pool.service import PoolLimits, PoolService, PoolSnapshot
 from actors.protocol.leases import LeaseTerms
 from actors.tokenizer_file import tokenizer_digest
 from actors.topology import TOP
@@ -30,6 +31,7 @@ from cluster.config.schema import LaunchConfig
 from cluster.io.checkpoints import check_checkpoints
 from cluster.io.text import read_eos_token_ids
 from cluster.keys import write_privately
+from cluster.observability.report import write_json
 from cluster.placement.ranks import Devices, models_of, place_alone
 from cluster.runtime.backend import LOOPBACK, rank_spec
 from parallel.comm.group import SINGLE
@@ -37,7 +39,8 @@ from parallel.runtime.device import use_device
 
 
 class DraftPool:
-    """Listens and has loaded its drafter once constructed; `observe` receives a line when leases begin or end.
+    """Listens and has loaded its drafter once constructed; `observe` receives a line when leases begin or end. What the
+    leases were given so far is in `leases.json` of `run_dir`.
 
     Raises ValueError, one line, for a drafter that cannot be lent, an address or a file that cannot be used.
     """
@@ -50,7 +53,8 @@ class DraftPool:
         try:
             self.key_file = Path(f"{job.secret_file}.key").expanduser() if job.secret_file else run_dir / "pool.key"
             write_privately(self.key_file, keys.of(FIRST_CLIENT).text)
-            self._passes, self._service = _open(config, self._hub, observe)
+            self._report = run_dir / "leases.json"
+            self._passes, self._service = _open(config, self._hub, observe, self._write_report)
         except BaseException:
             self._hub.close()
             raise
@@ -67,6 +71,9 @@ class DraftPool:
     def serve(self, cancelled: Callable[[], bool]) -> None:
         """Until `cancelled`, which is asked a few times a second; all leases have ended then."""
         self._service.serve(cancelled)
+
+    def _write_report(self, snapshot: PoolSnapshot) -> None:
+        write_json(self._report, asdict(snapshot))
 
     def close(self) -> None:
         """After `serve`."""
@@ -100,7 +107,9 @@ def check_lendable(config: LaunchConfig) -> None:
         raise ValueError(f"verify={config.verify.rule}: a pool's drafts are verified by verify=coupled; use that")
 
 
-def _open(config: LaunchConfig, hub: Hub, observe: Callable[[str], None]) -> tuple[MergedPasses, PoolService]:
+def _open(
+    config: LaunchConfig, hub: Hub, observe: Callable[[str], None], watch: Callable[[PoolSnapshot], None]
+) -> tuple[MergedPasses, PoolService]:
     job: PoolConfig = config.job
     checkpoint = Path(config.target.path)
     check_checkpoints(checkpoint, config.drafter)
@@ -121,7 +130,7 @@ def _open(config: LaunchConfig, hub: Hub, observe: Callable[[str], None]) -> tup
     shared = SharedDrafter(passes, kv_slots, config.scheduler.prefill_chunk)
     terms = LeaseTerms(str(config.verify.rule), str(config.pipeline.name), tokenizer_digest(checkpoint))
     limits = PoolLimits(job.max_leases, job.lease_s, config.drafter.num_draft_tokens)
-    return passes, PoolService(hub, spec, terms, limits, shared, observe)
+    return passes, PoolService(hub, spec, terms, limits, shared, observe, watch)
 
 
 def _secret(job: PoolConfig) -> bytes:

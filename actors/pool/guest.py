@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from actors.logs import log_event, logger_of
-from actors.pool.guest_drafter import SharedDrafter
+from actors.pool.guest_drafter import LeaseCounts, SharedDrafter
 from actors.pool.guest_link import GuestLink
 from actors.protocol.leases import LeaseOrder
 from actors.protocol.membership import Join, identity_of
@@ -42,7 +42,8 @@ class Guest:
     def __post_init__(self) -> None:
         self.why = ""
         """Why it ended, one line; empty while it runs."""
-        self.heard_at = self.now()
+        self.counts = LeaseCounts()
+        self.began_at = self.heard_at = self.now()
         """When its engine or coordinator was last heard."""
         self._ends = threading.Event()
         name = f"lease-{self.number}"
@@ -66,7 +67,7 @@ class Guest:
         spec = replace(
             self.spec, role=TOP, rank=0, size=1, hub_address=order.hub_address, incarnation=order.number, key=key
         )
-        drafter = self.shared.join()
+        drafter = self.shared.join(self.counts)
         log_event(self._logger, "lease-begins", lease=self.number, engine=order.hub_address)
         try:
             name = link_name(identity, order.number)
@@ -90,7 +91,7 @@ class Guest:
             self._logger.exception("lease-failed", extra={"facts": {"lease": self.number}})
         finally:
             self.shared.leave(drafter)
-            log_event(self._logger, "lease-ended", lease=self.number, why=self.why)
+            log_event(self._logger, "lease-ended", lease=self.number, why=self.why, **asdict(self.counts))
 
     @property
     def is_running(self) -> bool:

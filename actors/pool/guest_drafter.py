@@ -7,13 +7,15 @@ memories are kept apart by the scopes that `guest_link.py` sets. Capabilities th
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.pool.merged_passes import MergedPasses
+from actors.pool.order_choice import OrderHistory
 from actors.pool.reading import next_part
 from actors.pool.shares import share_of, within_share
 from actors.protocol.messages import Commit, DraftPreview, TokenTree
@@ -22,11 +24,30 @@ ROWS_BESIDE_TEXT = 64
 """KV slots that a request is counted with beside its text, for the rows of drafts."""
 
 
+@dataclass(slots=True)
+class LeaseCounts:
+    """What a lease was given so far: drafts by request, those that were left out for the sake of other engines, and
+    those for which its share of KV rows had no room."""
+
+    num_drafts: int = 0
+    num_left_out: int = 0
+    num_beyond_share: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
 class SharedDrafter:
     """The drafter of all guests. `kv_slots` are those of its pool of KV rows; None: it holds none. Of texts at most
     `read_chunk` tokens are read at a time."""
 
-    def __init__(self, passes: MergedPasses, kv_slots: int | None, read_chunk: int) -> None:
+    def __init__(
+        self,
+        passes: MergedPasses,
+        kv_slots: int | None,
+        read_chunk: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.clock = clock
         self.passes = passes
         self.kv_slots = kv_slots
         self.read_chunk = read_chunk
@@ -34,9 +55,9 @@ class SharedDrafter:
         self._shown: dict[int, dict[int, DraftPreview]] = defaultdict(dict)  # guest -> request -> its latest preview
         self._owners: dict[int, int] = {}
 
-    def join(self) -> GuestDrafter:
-        """A new guest; the shares of the others become smaller at once."""
-        guest = GuestDrafter(self)
+    def join(self, counts: LeaseCounts | None = None) -> GuestDrafter:
+        """A new guest, which counts in `counts`; the shares of the others become smaller at once."""
+        guest = GuestDrafter(self, LeaseCounts() if counts is None else counts)
         with self.passes.turn():
             self.guests.append(guest)
             for other in self.guests:
@@ -76,12 +97,16 @@ class GuestDrafter:
 
     waits_for_child = False
 
-    def __init__(self, shared: SharedDrafter) -> None:
+    def __init__(self, shared: SharedDrafter, counts: LeaseCounts) -> None:
         self._shared = shared
         self._passes = shared.passes
         self._contexts: dict[int, Context] = {}
         self._with_rows: set[int] = set()
         self._num_read: dict[int, int] = {}  # tokens of its text that the drafter has read, of a request with rows
+        self.counts = counts
+        self._history = OrderHistory()
+        self._answered_at: float | None = None  # its last order; None: its verdicts have come since
+        self._num_drafted: dict[int, int] = {}  # draft tokens whose verdict is awaited
         self._may_work_ahead = True
         can = shared.passes.drafter.capabilities
         self.capabilities = Capabilities(
@@ -104,17 +129,40 @@ class GuestDrafter:
         drafts = {context.request_id: Draft.nothing(context) for context in contexts}
         fitting = self._fitting()
         able = [(one, budget) for one, budget in zip(contexts, budgets, strict=True) if one.request_id in fitting]
+        self.counts.num_beyond_share += len(contexts) - len(able)
         if able:
-            self._read([context for context, _ in able], leave=self._shared.read_chunk)
-            proposed = self._passes.propose([context for context, _ in able], [budget for _, budget in able])
-            with self._passes.turn():
-                self._num_read |= {
-                    one.request_id: len(one.token_ids) for one, _ in able if one.request_id in self._with_rows
-                }
-            drafts |= {context.request_id: draft for (context, _), draft in zip(able, proposed, strict=True)}
+            drafts |= self._propose([context for context, _ in able], [budget for _, budget in able])
+        self._answered_at = self._shared.clock()
         return [drafts[context.request_id] for context in contexts]
 
+    def _propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> dict[int, Draft]:
+        """Drafts by request; none if they are left out."""
+        self._read(contexts, leave=self._shared.read_chunk)
+        proposed = self._passes.propose(contexts, budgets, self._history)
+        if proposed is None:
+            self.counts.num_left_out += len(contexts)
+            return {}
+        with self._passes.turn():
+            self._num_read |= {
+                one.request_id: len(one.token_ids) for one in contexts if one.request_id in self._with_rows
+            }
+        self.counts.num_drafts += len(contexts)
+        for context, draft in zip(contexts, proposed, strict=True):
+            self._offered(context, draft.tree)
+        return {context.request_id: draft for context, draft in zip(contexts, proposed, strict=True)}
+
+    def _offered(self, context: Context, tree: TokenTree) -> None:
+        """The draft goes to the target."""
+        self._num_drafted[context.request_id] = tree.num_draft_tokens
+        self.counts.num_draft_tokens += tree.num_draft_tokens
+
     def observe(self, context: Context, commit: Commit) -> None:
+        if self._answered_at is not None:
+            self._history.rest_s.update(self._shared.clock() - self._answered_at)
+            self._answered_at = None
+        num_accepted = min(len(commit.path), len(commit.token_ids))
+        self._history.accepted(self._num_drafted.pop(context.request_id, 0), num_accepted)
+        self.counts.num_accepted_tokens += num_accepted
         with self._passes.turn() as drafter:
             drafter.observe(context, commit)
 
@@ -123,6 +171,7 @@ class GuestDrafter:
             if self._contexts.pop(request_id, None) is not None:
                 self._with_rows.discard(request_id)
                 self._num_read.pop(request_id, None)
+                self._num_drafted.pop(request_id, None)
                 self._shared.disown(request_id, self)
                 drafter.release(request_id)
 
@@ -198,6 +247,9 @@ class GuestDrafter:
         return self._shared.previews_of(self)
 
     def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
+        self.counts.num_drafts += 1
+        self._offered(context, tree)
+        self._answered_at = self._shared.clock()
         with self._passes.turn() as drafter:
             assert drafter.capabilities.sends_previews is not None
             drafter.capabilities.sends_previews.prefetched(context, budget, tree)

@@ -2,29 +2,33 @@
 
 All passes run in one thread, which also builds the drafter: orders of whatever threads wait are one call of `propose`,
 steps of draft-ahead one step. Orders come first, because targets wait for them; the reading of text and steps take
-turns, one part of a text at a time. Everything else of the drafter is called by the threads themselves in `turn`. It
-knows no coordinator.
+turns, one part of a text at a time. `order_choice.py` says which orders are left out of a call. Everything else of the
+drafter is called by the threads themselves in `turn`, and so are drafts that were prepared. It knows no coordinator.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 from actors.drafters.draft_ahead.width import Step
 from actors.drafters.interface import Context, Draft, Drafter
+from actors.pool.order_choice import CallCost, OrderHistory, choose_orders
 
 
 @dataclass(frozen=True, slots=True)
 class MergeCounts:
-    """Calls of the drafter so far, and what asked for them."""
+    """Calls of the drafter so far, and what asked for them; orders that were left out are not among `num_orders`."""
 
     num_proposals: int = 0
     num_orders: int = 0
+    num_left_out: int = 0
     num_steps: int = 0
     num_wanted_steps: int = 0
 
@@ -33,7 +37,8 @@ class MergeCounts:
 class _OrderedDrafts:
     contexts: Sequence[Context]
     budgets: Sequence[int]
-    drafts: Future[list[Draft]] = field(default_factory=Future)
+    history: OrderHistory
+    drafts: Future[list[Draft] | None] = field(default_factory=Future)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,8 +56,10 @@ class _WantedStep:
 class MergedPasses:
     """`build` is called in the thread of the passes; what it raises, the constructor raises."""
 
-    def __init__(self, build: Callable[[], Drafter]) -> None:
+    def __init__(self, build: Callable[[], Drafter], clock: Callable[[], float] = time.monotonic) -> None:
         self.counts = MergeCounts()
+        self._clock = clock
+        self._cost = CallCost()
         self._turn = threading.RLock()
         self._changed = threading.Condition()
         self._orders: list[_OrderedDrafts] = []
@@ -80,10 +87,15 @@ class MergedPasses:
                 self._num_turns -= 1
                 self._changed.notify()
 
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        """As the drafter's, in one call with those of other threads."""
-        order = _OrderedDrafts(contexts, budgets)
-        self._ask(self._orders, order)
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int], history: OrderHistory) -> list[Draft] | None:
+        """As the drafter's, in one call with those of other threads; None: left out for the sake of the others.
+        `history` is that of all orders of this thread."""
+        with self.turn() as drafter:
+            ahead = drafter.capabilities.works_ahead
+            if ahead is not None and all(ahead.prepared(context) for context in contexts):
+                return drafter.propose(contexts, budgets)  # runs no pass
+            order = _OrderedDrafts(contexts, budgets, history)
+            self._ask(self._orders, order)  # before the turn ends, so that the next pass is of this order
         return order.drafts.result()
 
     def prefill(self, contexts: Sequence[Context]) -> None:
@@ -145,15 +157,29 @@ class MergedPasses:
             return asked
 
     def _propose(self, drafter: Drafter, orders: list[_OrderedDrafts]) -> None:
-        contexts = [context for order in orders for context in order.contexts]
-        budgets = [budget for order in orders for budget in order.budgets]
+        waiting = [order.history.order(order.budgets) for order in orders]
+        chosen = choose_orders(waiting, self._cost)
+        left_out = [order for i, order in enumerate(orders) if i not in chosen]
+        orders = [orders[i] for i in chosen]
+        for order in orders:
+            order.history.num_left_out = 0
+        for order in left_out:
+            order.history.num_left_out += 1
+            order.drafts.set_result(None)
         counts = self.counts
-        self.counts = MergeCounts(
-            counts.num_proposals + 1, counts.num_orders + len(orders), counts.num_steps, counts.num_wanted_steps
+        self.counts = replace(
+            counts,
+            num_proposals=counts.num_proposals + 1,
+            num_orders=counts.num_orders + len(orders),
+            num_left_out=counts.num_left_out + len(left_out),
         )
+        contexts = list(chain.from_iterable(order.contexts for order in orders))
+        budgets = list(chain.from_iterable(order.budgets for order in orders))
 
         def drafts() -> Iterator[list[Draft]]:
+            started = self._clock()
             made = iter(drafter.propose(contexts, budgets))
+            self._cost.update(len(contexts), max(budgets), self._clock() - started)
             return iter([[next(made) for _ in order.contexts] for order in orders])
 
         _fulfil([order.drafts for order in orders], drafts)
@@ -162,8 +188,8 @@ class MergedPasses:
         ahead = drafter.capabilities.works_ahead
         assert ahead is not None
         counts = self.counts
-        self.counts = MergeCounts(
-            counts.num_proposals, counts.num_orders, counts.num_steps + 1, counts.num_wanted_steps + len(steps)
+        self.counts = replace(
+            counts, num_steps=counts.num_steps + 1, num_wanted_steps=counts.num_wanted_steps + len(steps)
         )
 
         def done() -> Iterator[Step]:

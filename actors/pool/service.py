@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from actors.pool.guest import Guest
-from actors.pool.guest_drafter import SharedDrafter
+from actors.pool.guest_drafter import LeaseCounts, SharedDrafter
+from actors.pool.merged_passes import MergeCounts
 from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseTerms
 from actors.transport.channel import Hub
 from actors.transport.keys import public_half
 from actors.worker.spec import RankSpec
 
 _POLL_S = 0.25
+WATCH_S = 2.0
+"""Between two snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,29 @@ class PoolLimits:
     num_draft_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseState:
+    """A lease that runs, or that has just ended (`why`, one line)."""
+
+    number: int
+    engine: str
+    seconds: float
+    counts: LeaseCounts
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """What the watch of a pool receives. `share` are the KV slots of each lease, if the drafter has rows."""
+
+    leases: tuple[LeaseState, ...]
+    merged: MergeCounts
+    share: int | None
+
+
 class PoolService:
-    """Serves `hub`, whose clients are engines. `spec` is the pool's own rank."""
+    """Serves `hub`, whose clients are engines. `spec` is the pool's own rank. `watch` receives a snapshot every
+    `WATCH_S` seconds and at the end."""
 
     def __init__(
         self,
@@ -43,6 +67,7 @@ class PoolService:
         limits: PoolLimits,
         shared: SharedDrafter,
         observe: Callable[[str], None] = lambda _: None,
+        watch: Callable[[PoolSnapshot], None] = lambda _: None,
     ) -> None:
         self._hub = hub
         self._spec = spec
@@ -50,6 +75,8 @@ class PoolService:
         self._limits = limits
         self._shared = shared
         self._observe = observe
+        self._watch = watch
+        self._watched_at = time.monotonic()
         self._guests: dict[bytes, Guest] = {}  # by the public key of the engine's draft rank
         self._lease_numbers, self._request_numbers = count(1), count()
 
@@ -62,9 +89,20 @@ class PoolService:
                     if received is not None:
                         self._take(*received)
                     self._end_old_leases()
+                if time.monotonic() - self._watched_at >= WATCH_S:
+                    self._publish()
         finally:
             for guest in self._guests.values():
                 guest.end("the pool ends")
+            self._publish()
+
+    def _publish(self) -> None:
+        now = self._watched_at = time.monotonic()
+        leases = [
+            LeaseState(guest.number, guest.order.hub_address, now - guest.began_at, replace(guest.counts), guest.why)
+            for guest in self._guests.values()
+        ]
+        self._watch(PoolSnapshot(tuple(leases), self._shared.passes.counts, self._shared.share))
 
     @property
     def num_leases(self) -> int:

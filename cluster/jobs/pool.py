@@ -32,7 +32,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         with first_signal() as stopping:
             with terminal.starting() as progress:
                 progress("loading the drafter")
-                pool = DraftPool(config, directory, terminal.line)
+                pool = DraftPool(config, run_dir, terminal.line)
             with pool:
                 terminal.line(f"lending drafter={config.drafter.name} at {pool.address}, key in {pool.key_file}")
                 pool.serve(stopping.is_set)

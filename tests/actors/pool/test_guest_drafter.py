@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from actors.drafters.interface import Capabilities, Context, Draft
-from actors.pool.guest_drafter import SharedDrafter
+from actors.pool.guest_drafter import LeaseCounts, SharedDrafter
 from actors.pool.merged_passes import MergedPasses
 from actors.protocol.messages import Commit, SamplingParams, TokenTree
 
@@ -97,3 +97,17 @@ def test_rows_that_were_given_back_are_read_again(passes):
     shared.leave(other)
     guest.prefill([text])
     assert len(calls(passes)) == 3
+
+
+def test_drafts_and_their_verdicts_are_counted(passes):
+    shared, counts = SharedDrafter(passes, kv_slots=None, read_chunk=10), LeaseCounts()
+    guest, text = shared.join(counts), context(1, 5)
+    guest.open(text)
+    guest.propose([text], [4])
+    guest.observe(text, Commit(1, 1, 5, (1, 1, 9), (1, 2)))
+    guest.propose([text], [4])
+    guest.observe(text, Commit(1, 1, 8, (9,), ()))
+    assert counts == LeaseCounts(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=2)
+    shared.kv_slots = 10
+    guest.propose([text], [4])
+    assert counts.num_beyond_share == 1 and counts.num_drafts == 2

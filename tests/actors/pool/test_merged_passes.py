@@ -11,6 +11,7 @@ import pytest
 from actors.drafters.draft_ahead.width import Step
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.pool.merged_passes import MergedPasses
+from actors.pool.order_choice import OrderHistory
 from actors.protocol.messages import SamplingParams, TokenTree
 
 
@@ -26,7 +27,12 @@ class GatedDrafter:
         self.entered = threading.Event()
         self.capabilities = Capabilities(works_ahead=self, prefills=self)  # pyright: ignore[reportArgumentType]
 
+    def prepared(self, context: Context) -> bool:
+        return context.request_id < 0
+
     def propose(self, contexts: list[Context], budgets: list[int]) -> list[Draft]:
+        if all(self.prepared(context) for context in contexts):
+            return [Draft(TokenTree.root(context.request_id)) for context in contexts]
         self._call("propose", [context.request_id for context in contexts])
         if 13 in budgets:
             raise RuntimeError("a bad pass")
@@ -62,22 +68,23 @@ def passes():
 
 
 def waiting(passes: MergedPasses, count: int) -> None:
-    while len(passes._orders) + len(passes._readings) + len(passes._steps) < count:
+    """Until so many calls wait; orders wait for their turn first."""
+    while passes._num_turns + len(passes._readings) + len(passes._steps) < count:
         pass
 
 
 def test_what_waits_together_is_one_call_and_orders_come_first(passes):
     drafter: Any = passes.drafter
     with ThreadPoolExecutor(8) as pool:
-        first = pool.submit(passes.propose, [context(1)], [1])
+        first = pool.submit(passes.propose, [context(1)], [1], OrderHistory())
         assert drafter.entered.wait(10)
         steps = [pool.submit(passes.step, width) for width in (2, 3)]
         reading = pool.submit(passes.prefill, [context(2)])
-        orders = [pool.submit(passes.propose, [context(n), context(n + 1)], [4, 5]) for n in (10, 20)]
+        orders = [pool.submit(passes.propose, [context(n), context(n + 1)], [4, 5], OrderHistory()) for n in (10, 20)]
         waiting(passes, 5)
         drafter.gate.set()
-        assert [draft.tree.token_ids for draft in first.result()] == [(1, 1)]
-        found = sorted([draft.tree.token_ids for draft in order.result()] for order in orders)
+        assert [draft.tree.token_ids for draft in first.result() or ()] == [(1, 1)]
+        found = sorted([draft.tree.token_ids for draft in order.result() or ()] for order in orders)
         assert found == [[(10, 4), (11, 5)], [(20, 4), (21, 5)]]
         assert [step.result() for step in steps] == [Step(3)] * 2
         reading.result()
@@ -90,7 +97,7 @@ def test_what_waits_together_is_one_call_and_orders_come_first(passes):
 def test_readings_and_steps_take_turns(passes):
     drafter: Any = passes.drafter
     with ThreadPoolExecutor(8) as pool:
-        first = pool.submit(passes.propose, [context(1)], [1])
+        first = pool.submit(passes.propose, [context(1)], [1], OrderHistory())
         assert drafter.entered.wait(10)
         readings = [pool.submit(passes.prefill, [context(n)]) for n in (2, 3, 4)]
         step = pool.submit(passes.step, 2)
@@ -112,7 +119,7 @@ def test_no_pass_begins_while_a_thread_waits_for_its_turn(passes):
             with passes.turn():
                 in_turn.set()
                 assert goes_on.wait(10)
-            passes.propose([context(1)], [1])
+            passes.propose([context(1)], [1], OrderHistory())
 
         answering = pool.submit(answer)
         while not passes._num_turns:
@@ -128,18 +135,61 @@ def test_no_pass_begins_while_a_thread_waits_for_its_turn(passes):
         step.result()
 
 
+def test_a_prepared_draft_waits_for_the_pass_that_runs_alone(passes):
+    drafter: Any = passes.drafter
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(passes.step, 1)
+        assert drafter.entered.wait(10)
+        prepared = pool.submit(passes.propose, [context(-1)], [4], OrderHistory())
+        while not passes._num_turns:
+            pass
+        orders = [pool.submit(passes.propose, [context(n)], [4], OrderHistory()) for n in (1, 2)]
+        drafter.gate.set()
+        assert prepared.result() == [Draft(TokenTree.root(-1))]
+        for one in (first, *orders):
+            one.result()
+    assert passes.counts.num_orders == 2
+
+
+def test_an_order_that_costs_the_others_more_than_it_gains_is_left_out(passes):
+    drafter: Any = passes.drafter
+    histories = []
+    for num_accepted in (4, 0, 4):
+        history = OrderHistory()
+        for _ in range(30):
+            history.accepted(5, num_accepted)
+            history.rest_s.update(0.01)
+        histories.append(history)
+    for num_requests in (1, 2, 3) * 10:
+        passes._cost.update(num_requests, 5, 5 * 2e-3 * num_requests)
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(passes.step, 1)
+        assert drafter.entered.wait(10)
+        orders = [
+            pool.submit(passes.propose, [context(n)], [5], history) for n, history in enumerate(histories, start=1)
+        ]
+        waiting(passes, 3)
+        drafter.gate.set()
+        first.result()
+        found = [order.result() for order in orders]
+    assert found[1] is None and None not in (found[0], found[2])
+    assert [history.num_left_out for history in histories] == [0, 1, 0]
+    assert (passes.counts.num_orders, passes.counts.num_left_out) == (2, 1)
+
+
 def test_a_failure_is_raised_for_all_that_asked_for_the_pass_and_the_next_one_works(passes):
     drafter: Any = passes.drafter
     drafter.gate.set()
     with pytest.raises(RuntimeError, match="a bad pass"):
-        passes.propose([context(1)], [13])
-    assert passes.propose([context(1)], [2])[0].tree.token_ids == (1, 2)
+        passes.propose([context(1)], [13], OrderHistory())
+    drafts = passes.propose([context(1)], [2], OrderHistory()) or []
+    assert [draft.tree.token_ids for draft in drafts] == [(1, 2)]
 
 
 def test_nothing_is_asked_for_after_the_end(passes):
     passes.close()
     with pytest.raises(RuntimeError, match="the draft pool ends"):
-        passes.propose([context(1)], [1])
+        passes.propose([context(1)], [1], OrderHistory())
 
 
 def test_what_building_raises_the_constructor_raises():
