@@ -38,7 +38,10 @@ struct Span {
     int64_t run;              // first slot, where all are one run; else -1
     int64_t slots;            // else where its slots start among `Pass::slots`
     int64_t parents;          // where its parents start among `Pass::parents`; -1: every row follows the one before
+    int64_t common;           // -1, or of rows that see ranges the leading pending ones that all find at the same place
 };
+// Where rows see ranges, `parents` starts three numbers for each pending row: it sees pending rows 0 .. shared and
+// first .. last, in this order. Those of which the second range is not empty have shared = common.
 
 constexpr int64_t READS = -2;  // as `parents`: every row sees the committed rows, of another table; nothing is pending
 
@@ -456,19 +459,25 @@ void find_rows(const Call<Number> &call, const Task &task, int64_t lo, int64_t h
     space.rows.clear();
     for (int64_t row = 0; row < task.num_rows; row++) {
         const int64_t index = fed + task.row + row;
-        int64_t position = span.context + (span.parents == READS ? -1 : index);
+        int64_t position = span.context + (span.parents == READS ? -1 : index), stop = position + 1;
         const int64_t *path = nullptr;
-        if (parents) {
+        if (span.common >= 0) {
+            const int64_t *seen = parents + 3 * index;
+            position = span.context + (index < seen[0] ? index : seen[0] + index - seen[1]);
+            stop = span.context + seen[0] + (seen[2] - seen[1]);
+            int64_t *to = space.paths.data() + row * span.num_pending;
+            path = to;
+            for (int64_t at = seen[1]; at < seen[2]; at++) *to++ = span.context + at;
+        } else if (parents) {
             int64_t depth = -1;
             for (int64_t at = index; at >= 0; at = parents[at]) depth++;
-            position = span.context + depth;
+            position = span.context + depth, stop = position + 1;
             int64_t *to = space.paths.data() + row * span.num_pending;
             path = to;
             for (int64_t at = index; at >= 0; at = parents[at]) to[depth--] = span.context + at;
         }
         const int64_t first = window && position >= window ? position - window + 1 : 0;
-        if (first < hi && position >= lo)
-            space.rows.push_back({row, first > lo ? first : lo, position < hi ? position + 1 : hi, path});
+        if (first < hi && stop > lo) space.rows.push_back({row, first > lo ? first : lo, stop < hi ? stop : hi, path});
     }
 }
 
@@ -505,7 +514,8 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
     Query<Number> *queries = space.queries.data();
 
     const bool chain = span.parents < 0;
-    const int64_t shared = chain ? span.context + span.num_pending : span.context;
+    const int64_t common = chain ? span.num_pending : span.common > 0 ? span.common : 0;
+    const int64_t shared = span.context + common, num_apart = span.num_pending - common;
     const int64_t last = end < shared ? end : shared;  // of the keys that every query finds at the same place
     first = lo + (first - lo) / WIDTH * WIDTH;
     const Table<Number> table = call.table(span, kv_head);
@@ -522,14 +532,14 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
             next->ask_for_rest(*block, head * size, size);
         }
     }
-    if (!chain && end > shared) {  // of pending rows every query takes those of its path
-        const int64_t pending_stride = (span.num_pending + KEYS - 1) / KEYS * KEYS;
+    if (!chain && end > shared) {  // of the other rows every query takes those of its path
+        const int64_t pending_stride = (num_apart + KEYS - 1) / KEYS * KEYS;
         space.pending.resize(count * pending_stride);
         Block<Number> pending;
         for (int64_t head = 0; head < num_heads; head++) {
             Query<Number> *own = queries + head * count;
-            for (int64_t start = 0; start < span.num_pending; start += KEYS) {
-                pending.set(table, false, shared + start, shared + span.num_pending);
+            for (int64_t start = 0; start < num_apart; start += KEYS) {
+                pending.set(table, false, shared + start, shared + num_apart);
                 score(pending, pending, head * size, size, own, count, space.turned.data(), space.pending.data() + start,
                       pending_stride);
             }
@@ -627,7 +637,7 @@ void attend_spans(const Layer *layer, const Pass *pass, const Number *heads, int
             const int64_t fed = span.num_pending - span.num_rows;
             // tree rows may see less: from the context on, and not all that is pending
             const int64_t oldest = span.context + (span.parents < 0 ? fed + row : 0);
-            const int64_t length = span.context + (span.parents == READS ? 0 : fed + row + rows);
+            const int64_t length = span.context + (span.parents == READS ? 0 : span.common < 0 ? fed + row + rows : span.num_pending);
             const int32_t first = layer->window && oldest >= layer->window ? (oldest - layer->window + 1) / CHUNK : 0;
             const int32_t last = (length + CHUNK - 1) / CHUNK;
             const int32_t num_kv_heads = layer->num_kv_heads, heads = split && last - first < 4 ? 1 : num_kv_heads;

@@ -15,10 +15,14 @@ from torch import Tensor
 
 from parallel.kernels.library import function
 
-SPAN_FIELDS = ("first", "num_rows", "context", "num_pending", "run", "slots", "parents")
+SPAN_FIELDS = ("first", "num_rows", "context", "num_pending", "run", "slots", "parents", "common")
 CHAIN, READS = -1, -2
 """Instead of where a span's parents start: each row follows the one before; rows see the `context` rows of another
 table, and nothing is pending."""
+FOREST = -1
+"""As `common` of a span whose rows see their ancestors. Else it is the number of leading pending rows that all rows
+find at the same place, and `parents` starts three numbers of every pending row: shared, first, last. It sees pending
+rows 0 to shared - 1 and first to last - 1, in this order; where the second range is not empty, shared is `common`."""
 
 
 class _LayerRecord(Structure):

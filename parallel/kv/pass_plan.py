@@ -7,6 +7,7 @@ attention backend.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -89,7 +90,41 @@ class PendingRows:
         return rest
 
 
-class MutualRows(PendingRows):
+class RangedRows(PendingRows):
+    """Pending rows that see ranges of them: rows that see later ones, and copies of a block.
+
+    `ranges()` has (shared, first, last) of every row: it sees rows 0 to shared - 1, each of which stands at the
+    position of its index, and first to last - 1 right behind these. Where the second range is not empty, shared is
+    `num_common`. Nothing stays pending after a commit.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def ranges(self) -> Sequence[tuple[int, int, int]]: ...
+
+    @property
+    def num_common(self) -> int:
+        """Leading rows at the position of their index."""
+        return len(self.parents)
+
+    def append(self, num_rows: int, parents: Sequence[int] | None) -> None:
+        super().append(num_rows, parents)
+        self.is_chain = False
+
+    def visible(self, first: int) -> np.ndarray:
+        seen = np.array(self.ranges()[first:]).reshape(-1, 3, 1)
+        columns = np.arange(len(self.parents))
+        return (columns < seen[:, 0]) | ((columns >= seen[:, 1]) & (columns < seen[:, 2]))
+
+    def visible_words(self, first: int) -> np.ndarray:
+        num_rows, num_words = len(self.parents), -(-len(self.parents) // _WORD)
+        padded = np.zeros((num_rows - first, num_words * _WORD), dtype=bool)
+        padded[:, :num_rows] = self.visible(first)
+        return np.packbits(padded, axis=1, bitorder="little").view("<i4")
+
+
+class MutualRows(RangedRows):
     """Consecutive rows after the committed ones that see each other, whatever their order: a block drafter's."""
 
     __slots__ = ()
@@ -97,18 +132,13 @@ class MutualRows(PendingRows):
     def __init__(self, num_rows: int) -> None:
         super().__init__()
         self.append(num_rows, None)
-        self.is_chain = False
 
-    def visible(self, first: int) -> np.ndarray:
+    def ranges(self) -> Sequence[tuple[int, int, int]]:
         num_rows = len(self.parents)
-        return np.ones((num_rows - first, num_rows), dtype=bool)
-
-    def visible_words(self, first: int) -> np.ndarray:
-        num_rows = len(self.parents)
-        return np.full((num_rows - first, -(-num_rows // _WORD)), -1, dtype=np.int32)
+        return [(num_rows, 0, 0)] * num_rows
 
 
-class TextThenBlock(PendingRows):
+class TextThenBlock(RangedRows):
     """A chain of `num_text` rows after the committed ones, then a block of rows that see the chain and each other."""
 
     __slots__ = ("_num_text",)
@@ -117,21 +147,43 @@ class TextThenBlock(PendingRows):
         super().__init__()
         self._num_text = num_text
 
-    def append(self, num_rows: int, parents: Sequence[int] | None) -> None:
-        super().append(num_rows, parents)
-        self.is_chain = len(self.parents) <= self._num_text
-
-    def visible(self, first: int) -> np.ndarray:
+    def ranges(self) -> Sequence[tuple[int, int, int]]:
         num_rows = len(self.parents)
-        visible = np.tri(num_rows, dtype=bool)
-        visible[self._num_text :] = True
-        return visible[first:]
+        num_text = min(self._num_text, num_rows)
+        return [(row + 1, 0, 0) for row in range(num_text)] + [(num_rows, 0, 0)] * (num_rows - num_text)
 
-    def visible_words(self, first: int) -> np.ndarray:
-        num_rows, num_words = len(self.parents), -(-len(self.parents) // _WORD)
-        padded = np.zeros((num_rows - first, num_words * _WORD), dtype=bool)
-        padded[:, :num_rows] = self.visible(first)
-        return np.packbits(padded, axis=1, bitorder="little").view("<i4")
+
+class BlockCopies(RangedRows):
+    """Whole blocks of text after the committed rows, then `num_copies` copies of what follows them, `copy_rows` rows
+    each at the same positions. A row sees the text and, of its own copy, what is up to the end of its block."""
+
+    __slots__ = ("_block", "_copy_rows", "_num_text")
+
+    def __init__(self, num_text: int, num_copies: int, copy_rows: int, block: int) -> None:
+        super().__init__()
+        assert num_text % block == copy_rows % block == 0, f"{num_text} and {copy_rows} rows are not blocks of {block}"
+        self._num_text, self._copy_rows, self._block = num_text, copy_rows, block
+        self.append(num_text + num_copies * copy_rows, None)
+        copies = [num_text + row for _ in range(num_copies) for row in range(copy_rows)]
+        self.depths[num_text:] = copies
+
+    @property
+    def num_common(self) -> int:
+        return self._num_text
+
+    def append(self, num_rows: int, parents: Sequence[int] | None) -> None:
+        """Once, before the rows are laid out."""
+        if not self.parents:
+            super().append(num_rows, parents)
+
+    def ranges(self) -> Sequence[tuple[int, int, int]]:
+        num_text, block = self._num_text, self._block
+        seen = [(row // block * block + block, 0, 0) for row in range(num_text)]
+        for row in range(num_text, len(self.parents)):
+            offset = (row - num_text) % self._copy_rows
+            first = row - offset
+            seen.append((num_text, first, first + offset // block * block + block))
+        return seen
 
 
 @dataclass(slots=True)

@@ -30,8 +30,6 @@ from parallel.transfers import upload
 
 MASK_FIELD, DEPTH_FIELD, MUTUAL_FIELD = "pard_token", "pard_depth", "pard_mutual"
 """Fields of config.json. The last two are ours: a published checkpoint leaves the depth to the engine."""
-MUTUAL_BACKENDS = ("sdpa", "padded", "triton")
-"""Attention backends in which rows may see later ones."""
 DEPTH = 8
 """That of published checkpoints."""
 
@@ -188,15 +186,3 @@ def filling_masks(runner: DecoderRunner, path: str | Path) -> DecoderRunner | Pa
         return runner
     is_mutual, depth = bool(hf.get(MUTUAL_FIELD)), int(hf.get(DEPTH_FIELD, DEPTH))
     return PardRunner(runner, int(hf[MASK_FIELD]), depth, is_mutual=is_mutual)
-
-
-def mutual_backend(path: str | Path, asked: str, device: str) -> str:
-    """The attention backend for the checkpoint at `path`: as `asked`, or one in which masks can see each other, where
-    they are to. ValueError, one line, for one in which they cannot."""
-    if not read_config_file(resolve_checkpoint(str(path))).get(MUTUAL_FIELD):
-        return asked
-    if asked == "auto":
-        return "sdpa" if device.startswith("cpu") else asked
-    if asked not in MUTUAL_BACKENDS:
-        raise ValueError(f"drafter.attention={asked}: masks of {path} see each other; use auto or sdpa")
-    return asked

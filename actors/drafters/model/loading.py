@@ -51,7 +51,7 @@ from parallel.runtime.pacing import pace
 from parallel.runtime.profiling import faster_mlp
 from parallel.runtime.row_policies import ChunkRows, PartialRows, StreamingRows
 from parallel.runtime.runner import ModelRunner, captured_facts, open_model
-from parallel.speculators.pard import PardRunner, filling_masks, mutual_backend
+from parallel.speculators.pard import PardRunner, filling_masks
 
 _FEWEST = 2
 _WIDEST_BY_DEFAULT = 4
@@ -117,8 +117,7 @@ def open_draft_model(
     if layout is not None:
         groups = [len(members) for members in layout.partition]
         facts |= {"layer_groups": groups, "mlp_parallel": layout.mlp, "calibration": layout.calibration}
-    backend = mutual_backend(config.path, config.attention, device)
-    options = {"layout": layout, "weights": fit.weights, "head": head, "backend": backend}
+    options = {"layout": layout, "weights": fit.weights, "head": head, "backend": config.attention}
     options["kv_dtype"] = fit.kv_dtype
     runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, **options)
     if config.prefixes:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.attention import CHAIN, READS, LayerCall, PassRows, has_attention, takes_heads
-from parallel.kv.pass_plan import SpanRows, TableRead
+from parallel.kernels.attention import CHAIN, FOREST, READS, LayerCall, PassRows, has_attention, takes_heads
+from parallel.kv.pass_plan import RangedRows, SpanRows, TableRead
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
 from parallel.model.layers.norm import RMSNorm
@@ -76,18 +76,22 @@ class RaggedBackend:
         parents: list[int] = []
         num_slots = num_rows = 0
         for rows in laid_out:
-            first_slot, first_of_slots, first_of_parents = -1, -1, CHAIN
+            first_slot, first_of_slots, first_of_parents, common = -1, -1, CHAIN, FOREST
             if rows.run is not None:
                 first_slot = rows.run.start
             else:
                 first_of_slots = num_slots
                 num_slots += len(rows.slots)
                 slots.append(rows.slots)
-            if not rows.pending.is_chain:
+            if isinstance(rows.pending, RangedRows):
+                first_of_parents, common = len(parents), rows.pending.num_common
+                parents += chain.from_iterable(rows.pending.ranges())
+            elif not rows.pending.is_chain:
                 first_of_parents = len(parents)
                 parents += rows.pending.parents
             size = rows.num_rows
-            spans += (num_rows, size, rows.context, rows.num_pending, first_slot, first_of_slots, first_of_parents)
+            starts = first_slot, first_of_slots, first_of_parents
+            spans += (num_rows, size, rows.context, rows.num_pending, *starts, common)
             num_rows += size
         if num_rows == len(laid_out):
             positions = [rows.positions()[0] for rows in laid_out]
@@ -112,7 +116,8 @@ class RaggedBackend:
             if read.run is None:
                 num_slots += len(read.slots)
                 slots.append(read.slots)
-            spans += (num_rows, read.num_rows, len(read.slots), 0, first_slot, first_of_slots, READS)
+            starts = first_slot, first_of_slots, READS
+            spans += (num_rows, read.num_rows, len(read.slots), 0, *starts, FOREST)
             num_rows += read.num_rows
         tables = np.concatenate(slots) if slots else _NOTHING
         return RaggedReads(self, PassRows(np.array(spans), tables, _NOTHING, _NOTHING))

@@ -84,19 +84,12 @@ class BlockRunner(SpeculatorRunner):
         super().__init__(layers.config, place.tables)
         self.layers = layers
         self.pool, shape = place.make_pool(self._rows_of())
-        self._backend = make_backend(self._choose_backend(backend), self.pool, shape, layers)
+        self._backend = make_backend(backend or default_backend(self.pool), self.pool, shape, layers)
         self._sequences: dict[SeqId, _Sequence] = {}
 
     def _rows_of(self) -> DecoderConfig:
         """The shape of the layers whose rows the pool has."""
         return self.speculator.layers
-
-    def _choose_backend(self, backend: str | None) -> str:
-        """The rows of a block see each other, which the ragged kernel does not do."""
-        backend = backend or ("sdpa" if self.decoder.device.type == "cpu" else default_backend(self.pool))
-        if backend == "ragged":
-            raise ValueError("backend='ragged' has no rows that see each other; use 'sdpa'")
-        return backend
 
     @property
     def longest_draft(self) -> int:

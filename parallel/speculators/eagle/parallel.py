@@ -16,7 +16,6 @@ from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.config import DecoderConfig
-from parallel.runtime.runner import default_backend
 from parallel.speculators.block.runner import BlockNode, BlockPass, BlockRunner
 from parallel.speculators.eagle.config import DraftLayerConfig
 from parallel.speculators.eagle.layers import DraftLayers
@@ -30,10 +29,6 @@ class ParallelEagleRunner(BlockRunner):
 
     def _rows_of(self) -> DecoderConfig:
         return self.speculator.block
-
-    def _choose_backend(self, backend: str | None) -> str:
-        """Masks see what is before them only."""
-        return backend or default_backend(self.pool)
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         super().open(seq_id)

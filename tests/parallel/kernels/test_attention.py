@@ -1,17 +1,19 @@
-"""The attention kernel against attention row by row in float64, over random batches of chains and trees; and that a
-row's result is the same to the bit wherever it stands."""
+"""The attention kernel against attention row by row in float64, over random batches of chains, trees and copies of
+blocks; and that a row's result is the same to the bit wherever it stands."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from parallel.kernels.attention import LayerCall, PassRows, has_attention
+from parallel.kernels.attention import FOREST, LayerCall, PassRows, has_attention
+from parallel.kv.pass_plan import BlockCopies
 
 pytestmark = pytest.mark.skipif(not has_attention(), reason="no C++ compiler")
 NUM_SLOTS = 2400
@@ -19,16 +21,20 @@ NUM_SLOTS = 2400
 
 @dataclass
 class Sequence:
-    """`context` committed rows, then pending ones; the last `num_rows` are fed. `parents` None is a chain."""
+    """`context` committed rows, then pending ones; the last `num_rows` are fed. `parents` None is a chain, unless there
+    are `copies`, of which all rows are fed."""
 
     context: int
     table: list[int]
     parents: list[int] | None
     num_rows: int
+    copies: BlockCopies | None = None
 
     def path(self, row: int) -> list[int]:
         """Indices in the table of the pending rows that fed row `row` sees."""
         num_pending = len(self.table) - self.context
+        if self.copies is not None:
+            return (self.context + np.flatnonzero(self.copies.visible(0)[row])).tolist()
         parents = self.parents or list(range(-1, num_pending - 1))
         at, path = num_pending - self.num_rows + row, []
         while at >= 0:
@@ -39,6 +45,10 @@ class Sequence:
     def seen(self, row: int) -> list[int]:
         """The slots that fed row `row` sees."""
         return [self.table[i] for i in [*range(self.context), *self.path(row)]]
+
+    def place(self, row: int) -> int:
+        """Where among these the row itself is."""
+        return self.context + (self.path(row).index(len(self.table) - self.num_rows + row))
 
 
 @dataclass
@@ -89,10 +99,11 @@ class Case:
                 num_pending,
                 run,
                 len(slots),
-                len(parents) if one.parents else -1,
+                len(parents) if one.parents or one.copies else -1,
+                one.copies.num_common if one.copies else FOREST,
             ]
             slots += one.table
-            parents += one.parents or []
+            parents += [*chain.from_iterable(one.copies.ranges())] if one.copies else one.parents or []
             written += one.table[-one.num_rows :]
             first += one.num_rows
         arrays = (np.array(values, dtype=np.int64) for values in (spans, slots, parents, written))
@@ -114,7 +125,8 @@ class Case:
             written = sequence.table[-sequence.num_rows :]
             keys[written], values[written] = k[span], v[span]
             for row in range(sequence.num_rows):
-                seen = sequence.seen(row)[-self.window :]
+                seen = sequence.seen(row)
+                seen = seen[max(0, sequence.place(row) + 1 - self.window) :] if self.window else seen
                 grouped = q[span][row].double().view(num_kv_heads, -1, self.head_dim)
                 scores = torch.einsum("kgd,lkd->kgl", grouped, keys[seen].double()) * self.head_dim**-0.5
                 if self.softcap:
@@ -137,9 +149,18 @@ def random_case(seed: int) -> Case:
         first += len(table)
         if draw.random() < 0.4:
             draw.shuffle(table)
-        is_tree = draw.random() < 0.5
+        copies = None
+        if draw.random() < 0.3:
+            block = draw.choice([2, 4, 16])
+            num_text, num_copies, copy_rows = block * draw.randrange(5), draw.randrange(4), block * draw.choice([1, 2])
+            num_pending = num_rows = num_text + max(num_copies, num_text == 0) * copy_rows
+            copies = BlockCopies(num_text, max(num_copies, num_text == 0), copy_rows, block)
+            first -= len(table)
+            table = list(range(first, first + context + num_pending))
+            first += len(table)
+        is_tree = copies is None and draw.random() < 0.5
         parents = [draw.randrange(-1, i) for i in range(num_pending)] if is_tree else None
-        sequences.append(Sequence(context, table, parents, num_rows))
+        sequences.append(Sequence(context, table, parents, num_rows, copies))
     num_rows = sum(one.num_rows for one in sequences)
     return Case(
         num_heads,
@@ -184,6 +205,8 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_company(seed, dtype):
         assert torch.equal(case.attend([sequence], span), together[span])
         for row in range(sequence.num_rows):
             seen, at = sequence.seen(row), span.start + row
+            if sequence.place(row) < len(seen) - 1:  # it sees later rows, which write what `together` read
+                continue
             alone = Sequence(len(seen) - 1, seen, None, 1)
             assert torch.equal(case.attend([alone], slice(at, at + 1))[0], together[at]), f"row {row}"
 
@@ -237,3 +260,24 @@ def test_other_rows_of_the_pool_do_not_matter(dtype):
     case.keys[unseen] = torch.nan
     case.values[unseen] = torch.nan
     assert torch.equal(case.attend(case.sequences, slice(None)), expected)
+
+
+@TYPES
+@pytest.mark.parametrize("seed", range(4))
+def test_a_copy_is_the_same_to_the_bit_alone_and_beside_other_copies(seed, dtype):
+    """Where rows see later ones of their block, and whatever text is read before it in the same pass."""
+    torch.manual_seed(seed)
+    context, num_text, size, num_copies, block = [0, 250, 13, 300][seed], [8, 0, 16, 4][seed], [4, 4, 16, 8][seed], 3, 4
+    num_rows = num_text + num_copies * size
+    copies = BlockCopies(num_text, num_copies, size, block)
+    whole = Sequence(context, list(range(context + num_rows)), None, num_rows, copies)
+    keys, values = torch.randn(NUM_SLOTS, 2, 32), torch.randn(NUM_SLOTS, 2, 32)
+    case = Case(4, 32, 0, 0.0, [whole], keys, values, torch.randn(num_rows, 8 * 32), None)
+    case = numbers_of(case, dtype)
+    together = case.attend([whole], slice(None))
+    for copy in range(num_copies):
+        rows = [*range(num_text), *range(num_text + copy * size, num_text + (copy + 1) * size)]
+        table = [*range(context), *(context + row for row in rows)]
+        one = replace(case, projected=case.projected[rows])
+        alone = Sequence(context, table, None, len(rows), BlockCopies(num_text, 1, size, block))
+        assert torch.equal(one.attend([alone], slice(None)), together[rows]), f"copy {copy}"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.kv.pass_plan import PendingRows, Span, logit_rows
+from parallel.kv.pass_plan import BlockCopies, PendingRows, Span, logit_rows
 
 
 @st.composite
@@ -71,3 +71,21 @@ def test_parents_come_first(parents):
 def test_rows_that_want_logits():
     spans = [Span(0, 3, num_logits=2), Span(1, 4, num_logits=0), Span(2, 1)]
     assert logit_rows(spans) == [1, 2, 7]
+
+
+@given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 40))
+def test_a_copy_sees_the_text_and_its_own_block(num_blocks, num_copies, copy_blocks, block):
+    num_text, size = num_blocks * block, copy_blocks * block
+    pending = BlockCopies(num_text, num_copies, size, block)
+    pending.append(num_text + num_copies * size, None)  # as it is laid out
+    visible = pending.visible(0)
+    words = pending.visible_words(0).view(np.uint8)
+    unpacked = np.unpackbits(words, axis=1, count=len(visible), bitorder="little")
+    assert (unpacked.view(bool) == visible).all()
+    for row in range(len(visible)):
+        copy, offset = divmod(row - num_text, size) if row >= num_text else (None, row)
+        end = offset // block * block + block
+        text = range(end if copy is None else num_text)
+        own = [] if copy is None else range(num_text + copy * size, num_text + copy * size + end)
+        assert np.flatnonzero(visible[row]).tolist() == [*text, *own]
+        assert pending.depths[row] == (row if copy is None else num_text + offset)

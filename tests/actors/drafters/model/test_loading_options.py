@@ -82,7 +82,6 @@ def opened(monkeypatch):
     monkeypatch.setattr(loading, "open_model", open_model)
     monkeypatch.setattr(loading, "captured_facts", captured_facts)
     monkeypatch.setattr(loading, "head_rows", lambda config: seen.head)
-    monkeypatch.setattr(loading, "mutual_backend", lambda path, asked, device: asked)
     monkeypatch.setattr(loading, "filling_masks", lambda one, path: ("masks", one, path))
     monkeypatch.setattr(loading, "pace", lambda one, ms: setattr(seen, "pace", (one, ms)))
     monkeypatch.setattr(

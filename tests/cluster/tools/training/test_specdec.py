@@ -20,7 +20,7 @@ from cluster.tools.training.pairs import LENGTHS, corrupted, library_pairs, read
 from cluster.tools.training.specdec import MaskedBlockDrafter, SpecDecOptions, TokenPairs, visible
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
-from parallel.speculators.pard import PardRunner, filling_masks, mutual_backend
+from parallel.speculators.pard import PardRunner, filling_masks
 from tests.families import ENCODER_DECODERS, tiny_encoder_decoder
 
 BLOCK, MASK = 5, 3
@@ -66,10 +66,7 @@ def test_masks_see_each_other_but_no_label_and_shown_tokens_change_the_others(ne
 def test_the_engine_drafts_what_was_trained(net, tmp_path):
     """Logits at every depth, whatever was accepted of the drafts before."""
     net.save(tmp_path)
-    assert (mutual_backend(tmp_path, "auto", "cpu"), mutual_backend(tmp_path, "auto", "cuda:0")) == ("sdpa", "auto")
-    with pytest.raises(ValueError, match="drafter.attention=ragged: masks of"):
-        mutual_backend(tmp_path, "ragged", "cpu")
-    runner = filling_masks(open_model(tmp_path, backend="sdpa"), tmp_path)
+    runner = filling_masks(open_model(tmp_path), tmp_path)
     assert isinstance(runner, PardRunner) and runner.longest_draft == BLOCK
     text, choice = TEXTS[1], random.Random(0)
     runner.open("a")
