@@ -22,6 +22,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "packed", "bfloat16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 KV_DTYPES = ("auto", "fp8")
+DECODERS = ("auto", "static")
 ATTENTION = ("auto", "triton", "padded", "sdpa", "ragged")
 
 
@@ -92,6 +93,15 @@ class TargetConfig(Section):
     kv_dtype: Annotated[str, OneOf(KV_DTYPES)] = "auto"
     """In which keys and values are kept: fp8 (e4m3, with the checkpoint's scales or 1), or auto, the model's type. With
     fp8 two or four times the tokens fit, and the output is that of the target with rounded keys and values."""
+    decoder: Annotated[str, OneOf(DECODERS)] = "auto"
+    """static: fill the masks of a masked-diffusion target (SDAR, TraDo) block by block, the surest first; or auto: as
+    the checkpoint is. What it writes is that decoder's, whatever `num_states` is."""
+    num_states: Annotated[int, Range(1, cap=1024)] = 4
+    """States of a block that a masked-diffusion target computes in one pass, the present one's successor and guesses
+    of those after it (FreeDave); 1 = one after the other."""
+    unmask_threshold: Annotated[float, Range(0, 1)] = 0.0
+    """A masked-diffusion target fills all masks of which it is this sure, and at least one; 0 = one at a time. Another
+    value writes another text."""
     pace_ms: Any = 0.0
     """Milliseconds that every pass takes at least, with the host idle for the rest, as beside a GPU: what overlap is
     worth at a GPU's pass times, with a small model's tokens. A number, or a table by rows as job=plan writes it:

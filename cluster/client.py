@@ -199,6 +199,8 @@ class Client:
         if (misfit := request.misfit(int(facts["max_model_len"]), int(facts.get("max_source_len", 0)))) is not None:
             completion.fail(misfit)
             return completion
+        if facts.get("block_size") and (misfit := request.block_misfit()) is not None:
+            raise ValueError(misfit)
         request.check(int(facts["vocab_size"]), drafters=self.drafters)
         if grammar is not None:
             self.grammars.matcher(grammar)

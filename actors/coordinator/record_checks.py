@@ -32,7 +32,7 @@ _OF_TARGET = (Alive, Ready, PassFailed, VerdictBatch)
 _OF_DRAFT = (Alive, Ready, PassFailed, ProposalBatch, DraftPreviewBatch, DraftBatch)
 _MOST_NAMED = 64
 """Characters of a phase."""
-_TARGET_SIZES = {"kv_slots": 1, "max_model_len": 1, "vocab_size": 1, "max_source_len": 0}
+_TARGET_SIZES = {"kv_slots": 1, "max_model_len": 1, "vocab_size": 1, "max_source_len": 0, "block_size": 0}
 
 
 class RecordChecks:

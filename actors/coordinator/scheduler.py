@@ -28,12 +28,13 @@ from actors.protocol.messages import Proposal
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Token slots in the target's KV pool, positions that one sequence may reach, and tokens that a source may have, 0
-    for a target without an encoder."""
+    """Token slots in the target's KV pool, positions that one sequence may reach, tokens that a source may have, 0 for
+    a target without an encoder, and tokens of a block, 0 for one that writes token by token."""
 
     kv_slots: int
     max_model_len: int
     max_source_len: int = 0
+    block_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ class Scheduler:
         """One line why this request can never run, or None."""
         longest = min(sequence.prompt_len + sequence.request.sampling.max_tokens, self.capacity.max_model_len)
         if (misfit := sequence.request.misfit(self.capacity.max_model_len, self.capacity.max_source_len)) is not None:
+            return misfit
+        if self.capacity.block_size and (misfit := sequence.request.block_misfit()) is not None:
             return misfit
         if longest + sequence.source_len > self.capacity.kv_slots:
             name = "source" if sequence.source_len else "prompt"

@@ -519,7 +519,10 @@ class CoordinatorService:
             bridged=spec.bridged,
             first_round=spec.incarnation * ROUNDS_PER_INCARNATION,
         )
-        scheduler = Scheduler(spec.limits, Capacity(int(facts["kv_slots"]), max_model_len, max_source_len))
+        capacity = Capacity(
+            int(facts["kv_slots"]), max_model_len, max_source_len, block_size=int(facts.get("block_size", 0))
+        )
+        scheduler = Scheduler(spec.limits, capacity)
         self._coordinator = self._checks.coordinator = Coordinator(
             scheduler, policy, spec.eos_token_ids, drafter, now=time.monotonic()
         )

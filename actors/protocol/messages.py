@@ -179,6 +179,19 @@ class Verdict:
     forced: tuple[int, ...] = ()
 
 
+_OF_ONE_ORDER = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "min_tokens",
+    "no_repeat_ngram_size",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+)
+"""Fields of `SamplingParams` that say of a token what the ones before it allow."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt and how to continue it. Where the target is an encoder-decoder, the prompt is what its decoder starts
@@ -291,6 +304,16 @@ class Request:
         if len(self.reference) > max_model_len:
             return f"reference: {len(self.reference)} tokens do not fit the context of {max_model_len}; {remedy}"
         return None
+
+    def block_misfit(self) -> str | None:
+        """One line what of it a target that fills blocks in an order of its own cannot do, or None: all that follows
+        from the text before a token."""
+        plain, sampling = SamplingParams(), self.sampling
+        asked = [f"sampling.{name}" for name in _OF_ONE_ORDER if getattr(sampling, name) != getattr(plain, name)]
+        asked += [name for name in ("grammar", "logprobs", "prompt_logprobs") if getattr(self, name) is not None]
+        if not asked:
+            return None
+        return f"{asked[0]}: is for targets that write token by token, and this one fills masks; leave it out"
 
     def _source_misfit(self, max_source_len: int) -> str | None:
         if self.source and not max_source_len:

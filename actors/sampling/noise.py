@@ -30,7 +30,8 @@ _BELOW_ONE = 1.0 - 2.0**-24
 class NoiseStream(IntEnum):
     """The purpose of a number; numbers of different streams are independent.
 
-    COUPLED is keyed by (seed, position), so that drafter and target share it. The others are keyed by (seed, stream,
+    COUPLED is keyed by (seed, position), so that drafter and target share it; UNMASKING by (seed, stream, position,
+    tokens filled so far in the block). The others are keyed by (seed, stream,
     step, node): a ratio test that used a number twice would be biased.
     """
 
@@ -38,6 +39,7 @@ class NoiseStream(IntEnum):
     DRAFT = 1
     ACCEPT = 2
     RESIDUAL = 3
+    UNMASKING = 4
 
 
 def _mix(word: int) -> int:

@@ -1,7 +1,7 @@
 """One rank from its `RankSpec`: set up the process, connect to the hub, build the role, and run `RankLoop`.
 
 The same function runs as a thread, as a process, or inside a Ray actor. What builds a role is loaded for that role
-alone (`target_rank.py`, `draft_rank.py`).
+alone (`target_rank.py`, `diffusion_rank.py`, `draft_rank.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
 from parallel.comm.rendezvous import connect_store, join
 from parallel.kernels import library
+from parallel.model.checkpoint import resolve_checkpoint
+from parallel.model.families.registry import read_config
 from parallel.runtime.device import use_device
 
 SWITCH_INTERVAL_S = 5e-4
@@ -118,6 +120,10 @@ def _role_of(
     spec: RankSpec, group: Group, mailbox: Mailbox | None, bridge: BridgeEnd | None
 ) -> tuple[RankRole, dict[str, object]]:
     if spec.role == "target":
+        if (diffusion := read_config(resolve_checkpoint(spec.target.path)).diffusion) is not None:
+            from actors.worker.diffusion_rank import build_diffusion_target
+
+            return build_diffusion_target(spec, group, diffusion)
         from actors.worker.target_rank import build_target
 
         return build_target(spec, group, bridge)

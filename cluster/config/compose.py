@@ -23,16 +23,26 @@ from omegaconf.errors import OmegaConfBaseException
 
 from actors.drafters.config import DrafterConfig, PlacedDrafterConfig, Placement
 from actors.drafters.registry import DRAFTERS
-from actors.options import CHECKPOINT, VerifyRule
+from actors.options import CHECKPOINT, PipelineName, VerifyRule
 from actors.verification.compatibility import choose_rule
 from cluster import pocket
 from cluster.config.errors import describe, unknown_key
-from cluster.config.jobs import SPECDEC, WITH_ENCODER, BenchConfig, PlanConfig, PromptsJobConfig, TrainConfig
+from cluster.config.jobs import (
+    SPECDEC,
+    WITH_DIFFUSION,
+    WITH_ENCODER,
+    BenchConfig,
+    PlanConfig,
+    PromptsJobConfig,
+    TrainConfig,
+)
 from cluster.config.schema import CHOICES, LaunchConfig
 from cluster.config.validation import validate
 from cluster.io.prompts import prompt_sets
 from parallel.model.checkpoint import resolve_checkpoint
+from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
+from parallel.ranges import require
 from parallel.typed_json import as_type
 
 T = TypeVar("T")
@@ -112,8 +122,25 @@ def checked(config: LaunchConfig) -> LaunchConfig:
         )
     if target.encoder is None and is_specdec:
         raise ValueError(f"job.recipe={SPECDEC}: is for a target with an encoder; name one with target.path")
+    config = _with_own_decoder(config, target)
     config.drafter.check_checkpoints()
     return config
+
+
+def _with_own_decoder(config: LaunchConfig, target: DecoderConfig) -> LaunchConfig:
+    """A target that fills masks guesses its states itself: no drafter, which is `pipeline=plain`."""
+    if target.diffusion is None:
+        remedy = "is for masked-diffusion checkpoints, and this one writes token by token; drop it"
+        require(config.target.decoder == "auto", "target.decoder", config.target.decoder, remedy)
+        return config
+    if config.job.name not in WITH_DIFFUSION:
+        raise ValueError(
+            f"job={config.job.name}: is for targets that write token by token; of {config.target.path} use one of "
+            f"{', '.join(WITH_DIFFUSION)}"
+        )
+    remedy = "drafts for targets that write token by token, and this one fills masks; drop it"
+    require(config.drafter.name in ("auto", "none"), "drafter", config.drafter.name, remedy)
+    return replace(config, pipeline=replace(config.pipeline, name=PipelineName.plain))
 
 
 def _only_model(drafter: DrafterConfig) -> DrafterConfig:

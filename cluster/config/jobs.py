@@ -383,5 +383,7 @@ JOBS: tuple[JobConfig, ...] = (
 """The jobs with their defaults; the job's name is that of its module in `cluster/jobs`."""
 WITH_ENCODER = ("generate", "bench", "serve", "drill", "datastore")
 """Those that may have a target with an encoder; `job=train` may with the recipe `SPECDEC`."""
+WITH_DIFFUSION = ("generate", "serve", "chat", "drill")
+"""Those that may have a target that fills masks."""
 SPECDEC = "specdec"
 """The recipe for targets with an encoder."""

@@ -76,6 +76,15 @@ class RelativeBias:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskedDiffusion:
+    """A decoder whose rows at `mask_token` predict their own tokens. Rows of a block of `block_size` tokens see each
+    other and all blocks before; blocks are aligned to the start of the text."""
+
+    mask_token: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class HeadRows:
     """The rows of the head that are computed, and the column of `width` in which the logits of each stand.
 
@@ -100,7 +109,7 @@ class DecoderConfig:
 
     With an `encoder`, rows also attend to what it makes of a source, between their own attention and the MLP. It is a
     stack of blocks with the same embedding, whose rows all see each other. A text starts with `text_start`.
-    `head_scale` multiplies what the head reads.
+    `head_scale` multiplies what the head reads. With `diffusion` it fills masks instead of writing token by token.
     """
 
     vocab_size: int
@@ -144,6 +153,7 @@ class DecoderConfig:
     relative_bias: RelativeBias | None = None
     encoder: DecoderConfig | None = None
     text_start: tuple[int, ...] = ()
+    diffusion: MaskedDiffusion | None = None
 
     @property
     def num_head_rows(self) -> int:

@@ -158,6 +158,8 @@ class DecoderFields(TypedDict, total=False):
     quantization_config: QuantizationFields | None
     compression_config: QuantizationFields | None
     eos_token_id: StopToken | list[StopToken] | None
+    mask_token_id: TokenId | None
+    block_size: Annotated[int, Meta(ge=1, le=1024)] | None
     pard_token: TokenId
     pard_depth: Annotated[int, Meta(ge=1, le=1024)]
     pard_mutual: bool

@@ -50,7 +50,7 @@ MAX_LEN = 256
 class Room:
     """Drives requests to their end; `tokens`, `ends` and `stats` tell how they fared."""
 
-    target: TargetRole
+    target: Any  # a `TargetRole` or what answers as it does
     draft: Any  # a `DraftRole`, or None
     num_draft_tokens: int
     limits: SchedulerConfig

@@ -32,6 +32,11 @@ ENCODER_DECODERS = {
     "T5ForConditionalGeneration": ("t5", "t5"),
 }
 """The same for those with an encoder."""
+DIFFUSION = {
+    "SDARForCausalLM": ("diffusion", "sdar"),
+    "SDARMoeForCausalLM": ("diffusion", "sdar_moe"),
+}
+"""The same for those that fill masks."""
 MOST_EXPERTS = 2**17
 """In all layers together, four times those of the largest published model."""
 
@@ -45,7 +50,7 @@ def read_config(source: str | Path | HfConfig) -> DecoderConfig:
         hf = source
         check_fields(hf)
     architecture = architecture_of(hf)
-    families = FAMILIES | ENCODER_DECODERS
+    families = FAMILIES | ENCODER_DECODERS | DIFFUSION
     if architecture not in families:
         raise ValueError(f"architecture {architecture or None!r} is not supported; use one of {', '.join(families)}")
     read_quantization(hf)  # refuses what cannot be read

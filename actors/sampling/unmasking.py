@@ -1,0 +1,121 @@
+"""One step of a masked-diffusion target: which masks of a block are filled, with which tokens, in which order.
+
+A state is a block's tokens, `MASKED` where there is none yet. The step of the *static* decoder fills the mask of which
+the model is surest or, with a threshold, all of which it is that sure, and at least that one. It is a function of the
+state alone: sampled tokens draw noise of (seed, position, number of tokens filled so far in the block), which is the
+same whatever else is computed beside the state. Confidences are compared in float32 and tie often, in low precision
+mostly at 1; the earlier position then comes first.
+
+FreeDave (arXiv 2510.00294): states further on are guessed from one state's predictions, computed in one pass, and
+accepted as far as each *equals* what the step makes of the one before. Knows no model and no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
+from actors.sampling.logits import LogitRows, is_greedy, process_batch
+from actors.sampling.noise import NoiseStream, gumbel, noise_key
+from parallel.transfers import to_host, upload
+
+MASKED = -1
+State = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnmaskingStep:
+    """What a pass over a state says of its masks: (offset, token) of each, the surest first. The static decoder fills
+    the first `num_sure`."""
+
+    state: State
+    fills: tuple[tuple[int, int], ...]
+    num_sure: int
+
+    def after(self, num_filled: int) -> State:
+        """The state with so many masks filled."""
+        tokens = [*self.state]
+        for offset, token in self.fills[:num_filled]:
+            tokens[offset] = token
+        return tuple(tokens)
+
+    @property
+    def following(self) -> State:
+        """The static decoder's next state."""
+        return self.after(self.num_sure)
+
+    def guesses(self, most: int) -> list[State]:
+        """The next state and guesses of those after it, at most so many, of which none is full."""
+        return [self.after(count) for count in range(self.num_sure, len(self.fills))][:most]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """The masked rows of one state in a pass: `first` is the position of the block, `params` those of the request."""
+
+    state: State
+    first: int
+    params: SamplingParams
+
+    def offsets(self) -> list[int]:
+        return [offset for offset, token in enumerate(self.state) if token == MASKED]
+
+
+def steps(
+    logits: Tensor, batch: Sequence[MaskedRows], mask_token: int, threshold: float, eos_token_ids: Sequence[int]
+) -> list[UnmaskingStep | None]:
+    """What the logits [n, V] of all masked rows of these states, in order, say of each; None where a distribution is
+    impossible. Threshold 0 fills one mask a step."""
+    tokens, confidences = _choices(logits, batch, mask_token, eos_token_ids)
+    found, start = list[UnmaskingStep | None](), 0
+    for rows in batch:
+        offsets = rows.offsets()
+        stop = start + len(offsets)
+        chosen = list(zip(confidences[start:stop], offsets, tokens[start:stop], strict=True))
+        start = stop
+        if any(token == NO_TOKEN for *_, token in chosen):
+            found.append(None)
+            continue
+        chosen.sort(key=lambda one: (-one[0], one[1]))
+        num_sure = sum([confidence >= threshold for confidence, *_ in chosen]) if threshold else 1
+        fills = tuple([(offset, token) for _, offset, token in chosen])
+        found.append(UnmaskingStep(rows.state, fills, max(1, num_sure)))
+    return found
+
+
+def furthest(found: Sequence[UnmaskingStep]) -> int:
+    """The index of the last state of the static decoder among those of a pass, of which the first one is its."""
+    best, states = 0, [step.state for step in found]
+    while (following := found[best].following) in states[best + 1 :]:
+        best = states.index(following, best + 1)
+    return best
+
+
+def _choices(
+    logits: Tensor, batch: Sequence[MaskedRows], mask_token: int, eos_token_ids: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """Token and confidence of every masked row: the probability of the token in the distribution that it is chosen
+    from, after temperature and truncation. The mask itself is never chosen."""
+    logits = logits.index_fill(1, upload([mask_token], logits.device), -torch.inf)
+    rows = [(own.params, own.first + offset, _num_filled(own.state)) for own in batch for offset in own.offsets()]
+    root = TokenTree.root(0)
+    scores = process_batch(logits, [LogitRows(params, 0, (0,), root) for params, *_ in rows], eos_token_ids)
+    raced, sampled = scores, [row for row, (params, *_) in enumerate(rows) if not is_greedy(params)]
+    if sampled:
+        keys = [noise_key(rows[row][0].seed, NoiseStream.UNMASKING, *rows[row][1:]) for row in sampled]
+        noise = gumbel(keys, torch.arange(scores.shape[1], device=scores.device))
+        raced = scores.index_add(0, upload(sampled, scores.device), noise)
+    values, token_ids = raced.max(-1, keepdim=True)
+    token_ids = token_ids.masked_fill(~values.isfinite(), 0)
+    confidences = scores.softmax(-1, dtype=torch.float32).gather(1, token_ids)
+    chosen, sure, greatest = to_host([token_ids, confidences, values.isfinite()])
+    tokens = [token if is_finite else NO_TOKEN for (token,), (is_finite,) in zip(chosen, greatest, strict=True)]
+    return [int(token) for token in tokens], [float(confidence) for (confidence,) in sure]
+
+
+def _num_filled(state: State) -> int:
+    return sum([token != MASKED for token in state])
