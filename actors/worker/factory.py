@@ -26,8 +26,6 @@ from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
 from parallel.comm.rendezvous import connect_store, join
 from parallel.kernels import library
-from parallel.model.checkpoint import resolve_checkpoint
-from parallel.model.families.registry import read_config
 from parallel.runtime.device import use_device
 
 SWITCH_INTERVAL_S = 5e-4
@@ -120,6 +118,9 @@ def _role_of(
     spec: RankSpec, group: Group, mailbox: Mailbox | None, bridge: BridgeEnd | None
 ) -> tuple[RankRole, dict[str, object]]:
     if spec.role == "target":
+        from parallel.model.checkpoint import resolve_checkpoint
+        from parallel.model.families.registry import read_config
+
         if (diffusion := read_config(resolve_checkpoint(spec.target.path)).diffusion) is not None:
             from actors.worker.diffusion_rank import build_diffusion_target
 

@@ -100,6 +100,7 @@ SAYS_SOMETHING: dict[str, dict[str, float]] = {
     },
     "actors.drafters.speculator.config": {"SpeculatorDrafterConfig.ranks": 1},
     "actors.options": {
+        "TargetConfig.num_states": 4,
         "TargetConfig.tp": 1,
         "VerifyConfig.law_size": 64,
         "PipelineConfig.adaptive": True,
