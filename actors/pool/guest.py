@@ -42,6 +42,8 @@ class Guest:
     def __post_init__(self) -> None:
         self.why = ""
         """Why it ended, one line; empty while it runs."""
+        self.has_failed = False
+        """Whether it ended with an error of a pass or of a record."""
         self.counts = LeaseCounts()
         self.began_at = self.heard_at = self.now()
         """When its engine or coordinator was last heard."""
@@ -87,6 +89,7 @@ class Guest:
                 heartbeat.stop()
                 link.close()
         except Exception as error:
+            self.has_failed = True
             self.why = f"{type(error).__name__}: {error}"
             self._logger.exception("lease-failed", extra={"facts": {"lease": self.number}})
         finally:

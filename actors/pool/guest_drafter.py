@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from actors.drafters.draft_ahead.width import Step, WidthChooser
@@ -49,6 +49,7 @@ class SharedDrafter:
     ) -> None:
         self.clock = clock
         self.passes = passes
+        passes.restart = self._restart
         self.kv_slots = kv_slots
         self.read_chunk = read_chunk
         self.guests: list[GuestDrafter] = []
@@ -74,6 +75,11 @@ class SharedDrafter:
     @property
     def share(self) -> int | None:
         return None if self.kv_slots is None else share_of(self.kv_slots, len(self.guests))
+
+    def _restart(self, request_ids: Sequence[int] | None) -> None:
+        """A pass over these requests has failed, None: over any; they are read again. In turn."""
+        for guest in self.guests:
+            guest.restart(request_ids)
 
     def own(self, request_id: int, guest: GuestDrafter) -> None:
         self._owners[request_id] = id(guest)
@@ -223,7 +229,7 @@ class GuestDrafter:
 
     @property
     def wants_work(self) -> bool:
-        if not (self._may_work_ahead and self._contexts):
+        if not (self._may_work_ahead and self._contexts and self._passes.takes_steps):
             return False
         with self._passes.turn() as drafter:
             assert drafter.capabilities.works_ahead is not None
@@ -251,8 +257,11 @@ class GuestDrafter:
         self._offered(context, tree)
         self._answered_at = self._shared.clock()
         with self._passes.turn() as drafter:
-            assert drafter.capabilities.sends_previews is not None
-            drafter.capabilities.sends_previews.prefetched(context, budget, tree)
+            can = drafter.capabilities
+            assert can.sends_previews is not None
+            assert can.works_ahead is not None
+            if can.works_ahead.prepared(context):  # else its rows were given back since the preview
+                can.sends_previews.prefetched(context, budget, tree)
 
     # --- the share ----------------------------------------------------------------------------------------------------
 
@@ -273,11 +282,16 @@ class GuestDrafter:
         """Give back the rows of requests that do not fit any more; they decode plainly, or are read again later. Call
         it in turn."""
         fitting = self._within_share() if fitting is None else fitting
-        for request_id in self._with_rows - fitting:
-            self._passes.drafter.release(request_id)
-            self._passes.drafter.open(self._contexts[request_id])
-            self._num_read.pop(request_id, None)
+        self.restart(self._with_rows - fitting)
         self._with_rows &= fitting
+
+    def restart(self, request_ids: Collection[int] | None) -> None:
+        """Give back the rows of those of these requests that are its own, None: of all of its own. Call it in turn."""
+        for request_id in [*self._contexts] if request_ids is None else request_ids:
+            if request_id in self._contexts:
+                self._passes.drafter.release(request_id)
+                self._passes.drafter.open(self._contexts[request_id])
+                self._num_read.pop(request_id, None)
 
     def release_all(self) -> None:
         for request_id in [*self._contexts]:

@@ -3,11 +3,14 @@
 All passes run in one thread, which also builds the drafter: orders of whatever threads wait are one call of `propose`,
 steps of draft-ahead one step. Orders come first, because targets wait for them; the reading of text and steps take
 turns, one part of a text at a time. `order_choice.py` says which orders are left out of a call. Everything else of the
-drafter is called by the threads themselves in `turn`, and so are drafts that were prepared. It knows no coordinator.
+drafter is called by the threads themselves in `turn`, and so are drafts that were prepared. A pass that fails is
+repeated order by order, so that it fails for those alone whose requests are the reason. It knows no coordinator.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +24,11 @@ from actors.drafters.draft_ahead.width import Step
 from actors.drafters.interface import Context, Draft, Drafter
 from actors.pool.order_choice import CallCost, OrderHistory, choose_orders
 
+log = logging.getLogger(__name__)
+
+NO_STEPS_S = 60.0
+"""Seconds without draft-ahead after a step that failed: whose requests are the reason is not known."""
+
 
 @dataclass(frozen=True, slots=True)
 class MergeCounts:
@@ -31,6 +39,7 @@ class MergeCounts:
     num_left_out: int = 0
     num_steps: int = 0
     num_wanted_steps: int = 0
+    num_failed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +75,10 @@ class MergedPasses:
         self._readings: list[_WantedReading] = []
         self._steps: list[_WantedStep] = []
         self._has_read = False  # after the last step
+        self._no_steps_until = -math.inf
+        self.restart: Callable[[Sequence[int] | None], None] = lambda _: None
+        """Called in the thread of the passes, in turn, after a pass that failed: the drafter forgets what it had begun
+        for these requests, None: for all."""
         self._num_turns = 0  # threads in turn, or waiting for it
         self._is_closed = False
         built: Future[Drafter] = Future()
@@ -109,6 +122,10 @@ class MergedPasses:
         step = _WantedStep(width)
         self._ask(self._steps, step)
         return step.done.result()
+
+    @property
+    def takes_steps(self) -> bool:
+        return self._clock() >= self._no_steps_until
 
     def close(self) -> None:
         """End the thread; what is asked for afterwards raises."""
@@ -176,13 +193,25 @@ class MergedPasses:
         contexts = list(chain.from_iterable(order.contexts for order in orders))
         budgets = list(chain.from_iterable(order.budgets for order in orders))
 
-        def drafts() -> Iterator[list[Draft]]:
-            started = self._clock()
+        started = self._clock()
+        try:
             made = iter(drafter.propose(contexts, budgets))
-            self._cost.update(len(contexts), max(budgets), self._clock() - started)
-            return iter([[next(made) for _ in order.contexts] for order in orders])
+        except Exception as error:
+            self._failed("draft", error)
+            if len(orders) == 1:
+                orders[0].drafts.set_exception(error)
+                return
+            self.restart([context.request_id for context in contexts])
+            for order in orders:
+                _fulfil([order.drafts], partial(_propose_alone, drafter, order))
+            return
+        self._cost.update(len(contexts), max(budgets), self._clock() - started)
+        for order in orders:
+            order.drafts.set_result([next(made) for _ in order.contexts])
 
-        _fulfil([order.drafts for order in orders], drafts)
+    def _failed(self, what: str, error: Exception) -> None:
+        log.error("a %s of the pool failed", what, exc_info=error)
+        self.counts = replace(self.counts, num_failed=self.counts.num_failed + 1)
 
     def _work(self, drafter: Drafter, steps: list[_WantedStep]) -> None:
         ahead = drafter.capabilities.works_ahead
@@ -192,11 +221,19 @@ class MergedPasses:
             counts, num_steps=counts.num_steps + 1, num_wanted_steps=counts.num_wanted_steps + len(steps)
         )
 
-        def done() -> Iterator[Step]:
-            step = ahead.work(max(step.width for step in steps)) if ahead.wants_work else Step(0)
-            return iter([step] * len(steps))
+        try:
+            done = ahead.work(max(step.width for step in steps)) if ahead.wants_work else Step(0)
+        except Exception as error:
+            self._failed("step of draft-ahead", error)
+            self._no_steps_until = self._clock() + NO_STEPS_S
+            self.restart(None)
+            done = Step(0)
+        for step in steps:
+            step.done.set_result(done)
 
-        _fulfil([step.done for step in steps], done)
+
+def _propose_alone(drafter: Drafter, order: _OrderedDrafts) -> Iterator[list[Draft]]:
+    return iter([drafter.propose(order.contexts, order.budgets)])
 
 
 def _read(drafter: Drafter, contexts: Sequence[Context]) -> Iterator[None]:
@@ -206,7 +243,7 @@ def _read(drafter: Drafter, contexts: Sequence[Context]) -> Iterator[None]:
 
 
 def _fulfil(futures: Sequence[Future], results: Callable[[], Iterator]) -> None:
-    """A failure of a pass is one of all that asked for it."""
+    """A failure is one of all that wait for the results."""
     try:
         values = results()
     except Exception as error:

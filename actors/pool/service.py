@@ -2,7 +2,8 @@
 
 Engines connect with the pool's key, as clients, and order their leases about once a second. A lease ends when its
 engine does, when neither the engine nor its coordinator was heard for `lease_s`, or when the engine orders another; its
-KV rows are free then. A pool that dies is to every engine a lost draft role.
+KV rows are free then. After a lease that ended with an error the engine gets no other for `lease_s`. A pool that dies
+is to every engine a lost draft role.
 """
 
 from __future__ import annotations
@@ -127,17 +128,26 @@ class PoolService:
                 return self._refusal(order, guest.why)
             guest.heard()
             return self._granted(order)
-        if guest is not None and guest.order.number > order.number:
-            return self._refusal(order, f"lease {guest.order.number} has replaced it")
         if (misfit := self._terms.misfit(order.terms) or self._beyond_limits(order)) is not None:
             return self._refusal(order, misfit, is_final=True)
+        if (why := self._why_not_now(guest, order)) is not None:
+            return self._refusal(order, why)
         if guest is not None:
             guest.end("its engine ordered another")
-        elif self.num_leases >= self._limits.max_leases:
-            return self._refusal(order, f"all {self._limits.max_leases} leases are taken (job.max_leases)")
         self._guests[engine] = Guest(order, next(self._lease_numbers), self._spec, self._shared, self._request_numbers)
         self._observe(f"{self.num_leases} of {self._limits.max_leases} leases")
         return self._granted(order)
+
+    def _why_not_now(self, guest: Guest | None, order: LeaseOrder) -> str | None:
+        """Why the engine, whose last lease is `guest`, gets no other at present, or None."""
+        most, lease_s = self._limits.max_leases, self._limits.lease_s
+        if guest is not None and guest.order.number > order.number:
+            return f"lease {guest.order.number} has replaced it"
+        if guest is not None and guest.has_failed and time.monotonic() - guest.heard_at < lease_s:
+            return f"its last lease failed ({guest.why}); another after {lease_s:g} s"
+        if (guest is None or not guest.is_running) and self.num_leases >= most:
+            return f"all {most} leases are taken (job.max_leases)"
+        return None
 
     def _beyond_limits(self, order: LeaseOrder) -> str | None:
         most = self._limits.num_draft_tokens

@@ -1,4 +1,5 @@
-"""Passes that threads share: what waits together is one call, orders come first, and a failure is that of its pass."""
+"""Passes that threads share: what waits together is one call, orders come first, and a failure is
+that of the order which fails by itself."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 
 from actors.drafters.draft_ahead.width import Step
 from actors.drafters.interface import Capabilities, Context, Draft
-from actors.pool.merged_passes import MergedPasses
+from actors.pool.merged_passes import NO_STEPS_S, MergedPasses
 from actors.pool.order_choice import OrderHistory
 from actors.protocol.messages import SamplingParams, TokenTree
 
@@ -46,6 +47,8 @@ class GatedDrafter:
 
     def work(self, width: int) -> Step:
         self._call("work", [width])
+        if width == 13:
+            raise RuntimeError("a bad step")
         return Step(width)
 
     def _call(self, name: str, of: list[int]) -> None:
@@ -177,13 +180,46 @@ def test_an_order_that_costs_the_others_more_than_it_gains_is_left_out(passes):
     assert (passes.counts.num_orders, passes.counts.num_left_out) == (2, 1)
 
 
-def test_a_failure_is_raised_for_all_that_asked_for_the_pass_and_the_next_one_works(passes):
+def test_a_failure_is_raised_for_those_alone_whose_order_fails(passes):
+    drafter: Any = passes.drafter
+    restarted: list[Any] = []
+    passes.restart = restarted.append
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(passes.step, 1)
+        assert drafter.entered.wait(10)
+        orders = [pool.submit(passes.propose, [context(n)], [n], OrderHistory()) for n in (2, 13, 4)]
+        waiting(passes, 3)
+        drafter.gate.set()
+        first.result()
+        with pytest.raises(RuntimeError, match="a bad pass"):
+            orders[1].result()
+        assert [[one.tree.token_ids for one in orders[i].result() or ()] for i in (0, 2)] == [[(2, 2)], [(4, 4)]]
+    assert [sorted(some) for some in restarted] == [[2, 4, 13]]
+    assert passes.counts.num_failed == 1
+
+
+def test_an_order_that_fails_by_itself_is_not_repeated(passes):
     drafter: Any = passes.drafter
     drafter.gate.set()
     with pytest.raises(RuntimeError, match="a bad pass"):
         passes.propose([context(1)], [13], OrderHistory())
+    assert len(drafter.calls) == 1
     drafts = passes.propose([context(1)], [2], OrderHistory()) or []
     assert [draft.tree.token_ids for draft in drafts] == [(1, 2)]
+
+
+def test_after_a_step_that_fails_there_is_none_for_a_while():
+    now = [0.0]
+    merged = MergedPasses(GatedDrafter, clock=lambda: now[0])  # pyright: ignore[reportArgumentType]
+    drafter: Any = merged.drafter
+    restarted: list[Any] = []
+    merged.restart = restarted.append
+    drafter.gate.set()
+    assert merged.step(13) == Step(0)
+    assert restarted == [None] and not merged.takes_steps
+    now[0] = NO_STEPS_S
+    assert merged.takes_steps and merged.step(2) == Step(2)
+    merged.close()
 
 
 def test_nothing_is_asked_for_after_the_end(passes):

@@ -192,6 +192,40 @@ def test_texts_that_are_read_in_parts_are_drafted_for_as_others(open_engine, ope
         engine.close()
 
 
+def test_requests_that_make_passes_fail_end_the_lease_of_their_engine_alone(open_engine, open_pool, monkeypatch):
+    plain = texts(open_engine("none", **sections("plain")))
+    pool = open_pool(pipeline="sync", lease_s=5)
+    good, bad = [open_engine(lent(pool), **sections("sync", max_tokens=length)) for length in (60, 61)]
+    for engine in (good, bad):
+        eventually(lambda engine=engine: accepted(engine) > 0)
+    service, drafter = pool.pool._service, pool.pool._passes.drafter
+    propose, of_good = drafter.propose, next(one for one in _guests(service) if _is_of(one, good))
+
+    def fails(contexts: list[Any], budgets: list[int]) -> Any:
+        if any(context.sampling.max_tokens == 61 for context in contexts):
+            raise RuntimeError("a bad pass")
+        return propose(contexts, budgets)
+
+    monkeypatch.setattr(drafter, "propose", fails)
+    found = in_parallel([good, bad])
+    assert found[0] == plain and [text[:60] for text in found[1]] == plain
+    eventually(lambda: not any(one.is_running for one in _guests(service) if _is_of(one, bad)))
+    (failed,) = [one for one in _guests(service) if _is_of(one, bad)]
+    assert failed.has_failed and "a bad pass" in failed.why
+    assert accepted(good) > 0
+    assert of_good.is_running and of_good in _guests(service)
+    monkeypatch.undo()
+    eventually(lambda: accepted(bad) > 0)
+
+
+def _guests(service: Any) -> list[Any]:
+    return [*service._guests.values()]
+
+
+def _is_of(guest: Any, engine: Engine) -> bool:
+    return guest.order.hub_address == engine._backend.address
+
+
 def test_a_pool_that_drafts_for_other_engines_is_refused_at_the_start(open_engine, open_pool):
     pool = open_pool(pipeline="tree")
     with pytest.raises(ValueError, match=r"drafter.pools=tcp.*: the pool drafts for pipeline=tree, not branches"):
