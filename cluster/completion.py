@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, repeat, zip_longest
 
 from tokenizers import Tokenizer
 
@@ -72,7 +72,7 @@ class Completion:
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if request.logprobs is None else []
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self.drafted: set[int] = set()  # places of the tokens that were drafted; it may name places behind the end
+        self.proposers: dict[int, str] = {}  # places of the tokens that were drafted, behind the end too, and by whom
         self.finish_reason: str | None = None
         self.stats = RequestStats()
         self.submitted_at = time.monotonic()
@@ -140,7 +140,8 @@ class Completion:
         with self._changed:
             num_known = max(0, len(self.token_ids) - tokens.position)
             added = tokens.token_ids[num_known:]
-            self.drafted.update(range(tokens.position, tokens.position + tokens.num_drafted))
+            names = chain.from_iterable([repeat(name, count) for name, count in tokens.proposers])
+            self.proposers.update(enumerate(names, tokens.position))
             if added:
                 self.last_token_at = now
                 if self.first_token_at is None:
@@ -168,14 +169,14 @@ class Completion:
             piece = Piece(added, text, self.finish_reason, logprobs, num_tokens)
             return piece, len(self.token_ids), len(self._texts)
 
-    def token_texts(self, piece: Piece) -> list[tuple[str, bool]]:
-        """The text of a piece by tokens, each with whether it was drafted. What was held back until the end is of the
-        last."""
+    def token_texts(self, piece: Piece) -> list[tuple[str, str | None]]:
+        """The text of a piece by tokens, each with the name of the drafter that proposed it, "" for one without a name,
+        None if the target chose it. What was held back until the end is of the last."""
         with self._changed:
             places = range(piece.position, piece.position + len(piece.token_ids))
-            parts = [(self._texts[place], place in self.drafted) for place in places]
+            parts = [(self._texts[place], self.proposers.get(place)) for place in places]
         if held_back := piece.text[sum([len(text) for text, _ in parts]) :]:
-            parts.append((held_back, places.stop - 1 in self.drafted))
+            parts.append((held_back, self.proposers.get(places.stop - 1)))
         return parts
 
     def add_waiter(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Event) -> None:

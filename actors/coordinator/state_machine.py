@@ -260,7 +260,8 @@ class Coordinator:
         self.stats.add_commit(proposal, commit)
         logprobs = sequence.logprobs.add(verdict.logprobs, len(commit.token_ids))
         known: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": sequence.logprobs.prompt_with(position)}
-        known["num_drafted"] = min(len(commit.path), len(commit.token_ids))
+        if proposal is not None:
+            known["proposers"] = proposal.proposers(commit.path[: len(commit.token_ids)])
         if commit.token_ids and sequence.first_token_at is None:
             sequence.first_token_at = now
         if sequence.finish_reason == "error":

@@ -25,10 +25,12 @@ Glossary
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
+from itertools import accumulate, groupby
 from math import isfinite
 from typing import Any
 
@@ -94,6 +96,9 @@ class SamplingKind(IntEnum):
 
 _KINDS = frozenset(SamplingKind)
 _ROUNDING = 1e-3
+_LONGEST_LEVEL = 64
+GRAMMAR = "grammar"
+"""Named as the proposer of what a grammar forces."""
 """By which a probability that was computed in half precision may exceed one."""
 
 
@@ -130,6 +135,15 @@ class Proposal:
     parts: tuple[tuple[str, int], ...] = ()
     is_forced: bool = False
 
+    def proposers(self, path: Sequence[int]) -> tuple[tuple[str, int], ...]:
+        """Who proposed the nodes of a path, as runs of (name, number of nodes): levels by their names, what a grammar
+        forced `GRAMMAR`, "" where nothing is known."""
+        if self.is_forced:
+            return ((GRAMMAR, len(path)),)
+        ends = [*accumulate([count for _, count in self.parts])]
+        names = [self.parts[part][0] if (part := bisect_left(ends, node)) < len(ends) else "" for node in path]
+        return tuple([(name, len([*run])) for name, run in groupby(names)])
+
     def check(self, vocab_size: int) -> None:
         """Raise ValueError unless the tree is one of this vocabulary, and what is given for its nodes fits it."""
         self.tree.check()
@@ -137,6 +151,10 @@ class Proposal:
         num_nodes = len(self.tree.token_ids)
         if any(len(given) not in (0, num_nodes) for given in (self.sampling_kinds, self.distributions)):
             raise ValueError("sampling_kinds, distributions: must be one per node")
+        if sum([count for _, count in self.parts]) >= num_nodes or any(count < 0 for _, count in self.parts):
+            raise ValueError("parts: must not be of more nodes than there are")
+        if not all(name.isprintable() and len(name) <= _LONGEST_LEVEL for name, _ in self.parts):
+            raise ValueError(f"parts: a name must be at most {_LONGEST_LEVEL} printable characters")
         if any(kind not in _KINDS for kind in self.sampling_kinds):
             raise ValueError(f"sampling_kinds: {self.sampling_kinds} names one that does not exist")
         for distribution in self.distributions:
@@ -346,7 +364,7 @@ class Tokens:
     requests in flight for another. `logprobs` are those of these tokens and `prompt_logprobs` those of the prompt's but
     the first, which come with the first tokens, where the request asks for them.
 
-    The first `num_drafted` of them were draft tokens, the others the target's own.
+    The first of them were draft tokens, by `proposers` as `Proposal.proposers` says it, the others the target's own.
     """
 
     request_id: int
@@ -357,7 +375,7 @@ class Tokens:
     error: str | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
-    num_drafted: int = 0
+    proposers: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,13 @@ class TokenUsage(Struct):
     prompt_tokens_details: PromptDetails | UnsetType = UNSET
 
 
-class TokenSource(Struct):
-    """The text of a token, and who proposed it: the drafter or the target."""
+class TokenSource(Struct, omit_defaults=True):
+    """The text of a token, and who proposed it: the drafter or the target. `level` is the name of the drafter where
+    there are several, or of a cascade's level, or `grammar`."""
 
     text: str
     by: str
+    level: str = ""
 
 
 class TextChoice(Struct):
@@ -248,7 +250,9 @@ class ReplyWriter:
             part.logprobs = self._logprobs.part(choice.index, choice.completion, piece.logprobs)
         if self._includes_proposers:
             parts = choice.completion.token_texts(piece)
-            part.proposers = [TokenSource(text, "drafter" if is_drafted else "target") for text, is_drafted in parts]
+            part.proposers = [
+                TokenSource(text, "target" if name is None else "drafter", name or "") for text, name in parts
+            ]
         return self._event([part], usage)
 
     def closing(self, generation: Generation) -> bytes:

@@ -206,7 +206,7 @@ class AutoDrafter:
             found = one.drafter.propose([one for one, _ in own], [min(budget, one.longest) for _, budget in own])
             self._count(i, found, 0.0)
             for (context, _), draft in zip(own, found, strict=True):
-                drafts[context.request_id] = draft
+                drafts[context.request_id] = self._named(i, draft)
                 self._uses(context, i, draft.tree)
         return drafts
 
@@ -226,7 +226,7 @@ class AutoDrafter:
             else:
                 found = self._draft(i, [contexts[row] for row in rows], [picks[row][1] for row in rows])
             for row, draft in zip(rows, found, strict=True):
-                drafts[contexts[row].request_id] = draft
+                drafts[contexts[row].request_id] = self._named(i, draft)
                 self._uses(contexts[row], i, draft.tree)
         return drafts
 
@@ -241,6 +241,11 @@ class AutoDrafter:
             request_ids = [context.request_id for context in contexts]
             offers = self.choice.weigh_reading(request_ids, [_num_generated(one) for one in contexts], offers, times)
         return self._agree(self.choice.choose(offers, times).picks)
+
+    def _named(self, number: int, draft: Draft) -> Draft:
+        """The draft, with this drafter as the one that made it, or its levels where it has any."""
+        size = draft.tree.num_draft_tokens
+        return draft if draft.parts or not size else replace(draft, parts=((self.members[number].name, size),))
 
     def _uses(self, context: Context, number: int, tree: TokenTree) -> None:
         """This draft of this drafter goes to the target."""

@@ -10,7 +10,10 @@ import subprocess
 
 import pytest
 
-from tests.cluster.serving.conftest import KEY, NUM_DRAFT_TOKENS, RunningServer
+from actors.drafters.auto.config import AutoDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from tests.cluster.serving.conftest import KEY, NUM_DRAFT_TOKENS, RunningServer, serving
 
 BODY = {"model": "tiny-chat", "prompt": "def é(", "max_tokens": 40, "temperature": 0, "stream": True}
 OPTIONS = {"include_usage": True, "include_proposers": True}
@@ -40,6 +43,25 @@ def test_a_stream_says_who_proposed_its_tokens(client, options):
 def test_without_a_draft_all_tokens_are_the_targets(client):
     chunks = client.completions.create(**BODY, stream_options=OPTIONS, extra_body={"speculative": {"enabled": False}})
     assert {by for chunk in chunks for choice in chunk.choices for _, by in sources(choice)} == {"target"}
+
+
+def test_several_drafters_are_named(chat_checkpoint, half_agreeing_drafter):
+    drafter = AutoDrafterConfig(
+        drafters=[
+            NgramDrafterConfig(min_ngram=1, num_draft_tokens=NUM_DRAFT_TOKENS),
+            ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=NUM_DRAFT_TOKENS, device="cpu"),
+        ],
+        num_draft_tokens=NUM_DRAFT_TOKENS,
+    )
+    with serving(chat_checkpoint, drafter) as server:
+        client, named = server.client(), {}
+        for name in ("ngram", "model"):
+            options = {"ignore_eos": True, "speculative": {"drafter": name}}
+            chunks = list(client.completions.create(**BODY, stream_options=OPTIONS, extra_body=options))
+            tokens = [token for chunk in chunks for choice in chunk.choices for token in choice.proposers]
+            named[name] = {(token["by"], token.get("level", "")) for token in tokens}
+    assert named["model"] == {("drafter", "model"), ("target", "")}
+    assert named["ngram"] == {("drafter", "ngram"), ("target", "")}
 
 
 def test_a_chat_says_it_too_and_others_hear_nothing(client):
