@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from typing import Any
 
 import pytest
 
@@ -55,9 +56,11 @@ def test_several_drafters_are_named(chat_checkpoint, half_agreeing_drafter):
     )
     with serving(chat_checkpoint, drafter) as server:
         client, named = server.client(), {}
-        for name in ("ngram", "model"):
+        repetitive = {"logit_bias": {"65": 20}}  # which a lookup needs
+        for name, more in (("ngram", repetitive), ("model", {})):
             options = {"ignore_eos": True, "speculative": {"drafter": name}}
-            chunks = list(client.completions.create(**BODY, stream_options=OPTIONS, extra_body=options))
+            body: Any = {**BODY, **more, "stream_options": OPTIONS, "extra_body": options}
+            chunks = list(client.completions.create(**body))
             tokens = [token for chunk in chunks for choice in chunk.choices for token in choice.proposers]
             named[name] = {(token["by"], token.get("level", "")) for token in tokens}
     assert named["model"] == {("drafter", "model"), ("target", "")}
