@@ -158,6 +158,12 @@ class AcceptanceModel:
         request = self.requests.get(request_id)
         return 0.0 if request is None else request.accepted.weight
 
+    def num_drafts_of_mean(self, request_ids: Collection[int]) -> float:
+        """Drafts of one request that tell as much of it as is known of the mean of these requests: what they differ
+        in is independent, so the error of a mean shrinks with their number."""
+        unknown = sum([1 / (1 + self.num_drafts(request_id)) for request_id in request_ids])
+        return len(request_ids) ** 2 / unknown - 1
+
     def expected(self, key: Hashable, request_ids: Collection[int], way: Hashable = None) -> list[float]:
         """Tokens of a pass for each request, in the mean, with drafts of 0, 1, 2, ... nodes; its own token included."""
         ratios = self._ratios(request_ids, way)

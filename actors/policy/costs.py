@@ -7,7 +7,7 @@ lately keeps its place beside the others. Works on seconds and counts that the c
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Collection, Hashable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
@@ -95,6 +95,9 @@ class PlainCosts:
         self.verify.decay(share)
         self.gap.decay(share)
 
+    def scale_pass(self, ratio: float) -> None:
+        self.verify.mean *= ratio
+
 
 @dataclass(slots=True)
 class DraftedCosts:
@@ -123,6 +126,9 @@ class DraftedCosts:
     def fade(self, share: float) -> None:
         for line in (self.gap, self.verify, self.draft_s, self.served):
             line.decay(share)
+
+    def scale_pass(self, ratio: float) -> None:
+        self.verify.scale(ratio)
 
     def per_token_s(self, plain_verify_s: float) -> tuple[float, float]:
         """Seconds that one more draft token for every request costs: outside the target's pass, and in it.
@@ -162,10 +168,15 @@ class DraftedCosts:
 
 @dataclass(slots=True)
 class LoadCosts:
-    """What rounds under one kind of load cost: without drafts, and for every way to draft."""
+    """What rounds under one kind of load cost: without drafts, and for every way to draft.
+
+    Rounds that were not measured under this load have the estimates of a similar one (`borrow`). Their passes over
+    drafts keep the ratio to plain passes that they have there: they read what these read.
+    """
 
     plain: PlainCosts = field(default_factory=PlainCosts)
     drafted: dict[Hashable, DraftedCosts] = field(default_factory=dict)
+    _measured: set[Hashable | None] = field(default_factory=set)
 
     def way(self, way: Hashable) -> DraftedCosts:
         known = self.drafted.get(way)
@@ -180,10 +191,42 @@ class LoadCosts:
         if is_first and costs.weight:
             return
         factor = speed.factor
-        speed.update(times.verify_s, *self._expected_pass(costs, times, factor))
+        expected_s, weight = self._expected_pass(costs, times, factor)
+        if self._measured:
+            speed.update(times.verify_s, expected_s, weight)
+        elif expected_s and way is None:  # this load's own level, and no other speed of the machine
+            ratio = times.verify_s / (expected_s * factor)
+            self.plain.scale_pass(ratio)
+            self._follow_plain(ratio)
+        self._measured.add(way)
+        before_s = self.plain.verify.mean
         costs.update(self._without_pause(costs, times.at(factor)))
+        if before_s:
+            self._follow_plain(self.plain.verify.mean / before_s)
         if is_first:
             costs.fade(UNSETTLED)
+
+    def forget_drafts(self) -> None:
+        """Measure every way to draft anew."""
+        self.drafted.clear()
+        self._measured &= {None}
+
+    def borrow(self, way: Hashable | None, other: LoadCosts) -> None:
+        """Take over what a similar load knows of a kind of round that this one knows nothing of."""
+        if way is None:
+            self.plain = deepcopy(other.plain)
+            self.plain.fade(_inherited_share(self.plain.weight))
+            return
+        costs = self.drafted[way] = deepcopy(other.way(way))
+        costs.fade(_inherited_share(costs.weight))
+        if self.plain.weight and other.plain.weight:
+            costs.scale_pass(self.plain.verify.mean / other.plain.verify.mean)
+
+    def _follow_plain(self, ratio: float) -> None:
+        """Plain passes are expected to take so many times as long as before."""
+        for way, one in self.drafted.items():
+            if way not in self._measured:
+                one.scale_pass(ratio)
 
     def _without_pause(self, costs: PlainCosts | DraftedCosts, times: MeasuredRound) -> MeasuredRound:
         """A pass over drafts that is an outlier beside all passes known was a pause, however few these were."""
@@ -204,14 +247,44 @@ class LoadCosts:
         is_faster = times.verify_s < plain.mean * factor
         return costs.verify_s(times.mean, plain.mean), max(costs.weight, plain.weight if is_faster else 0.0)
 
-    def inherited(self) -> LoadCosts:
-        """Estimates for a similar load, to be corrected soon."""
-        costs = deepcopy(self)
-        for one in (costs.plain, *costs.drafted.values()):
-            one.fade(min(1.0, INHERITED / one.weight) if one.weight else 1.0)
-        return costs
-
     def _fade_others(self, present: PlainCosts | DraftedCosts) -> None:
         for one in (self.plain, *self.drafted.values()):
             if one is not present:
                 one.fade(IDLE_DECAY)
+
+
+Load = tuple[int, bool, int]
+"""Classes of batch sizes, whether most requests are sampled, and classes of prompt rows read."""
+
+
+class LoadTable:
+    """Costs by load. What was not measured under one begins with the most similar load that knows it."""
+
+    def __init__(self) -> None:
+        self._loads: dict[Load, LoadCosts] = {}
+
+    def of(self, load: Load, ways: Collection[Hashable]) -> LoadCosts:
+        """Costs under this load, of rounds without drafts and of these ways to draft as far as any load knows them."""
+        costs = self._loads.setdefault(load, LoadCosts())
+        if not costs.plain.weight and (similar := self._most_similar(load, lambda known: known.plain.weight)):
+            costs.borrow(None, similar)
+        for way in ways:
+            if not costs.way(way).weight and (
+                similar := self._most_similar(load, lambda known, way=way: known.way(way).weight)
+            ):
+                costs.borrow(way, similar)
+        return costs
+
+    def _most_similar(self, load: Load, knows: Callable[[LoadCosts], float]) -> LoadCosts | None:
+        batch, samples, prompts = load
+
+        def distance(one: Load) -> tuple[int, bool, int]:
+            return abs(one[2] - prompts), one[1] != samples, abs(one[0] - batch)
+
+        known = [one for one, costs in self._loads.items() if knows(costs) and (one[2] > 0) == (prompts > 0)]
+        return self._loads[min(known, key=distance)] if known else None
+
+
+def _inherited_share(weight: float) -> float:
+    """Share of its weight that an estimate keeps where it is taken over, to be corrected soon."""
+    return min(1.0, INHERITED / weight)

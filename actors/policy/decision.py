@@ -170,11 +170,15 @@ class Decision:
             self.budget -= min(self._unpaid_s / best.seconds, MOST_CHARGED_BESIDE)
             self._unpaid_s = 0.0
 
-    def count(self, tokens: float, expected_s: float, seconds: float) -> None:
+    def count(self, tokens: float, expected_s: float, seconds: float, estimates: Estimates | None = None) -> None:
         """A round of the present choice took so long. Rounds like it are expected to take `expected_s`, and to bring a
-        request so many tokens in the mean; what the first one takes beyond that is the price of the change."""
+        request so many tokens in the mean; what the first one takes beyond that is the price of the change.
+
+        `estimates` are those under the load of this round, if it is another one than the last; where they are empty,
+        since no request may be drafted for, it neither costs nor earns.
+        """
         self._rounds += 1
-        best = self.estimates.get(self.best)
+        best = (self.estimates if estimates is None else estimates).get(self.best)
         if best is None or not best.is_known:
             return
         took = expected_s / best.seconds

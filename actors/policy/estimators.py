@@ -94,6 +94,11 @@ class LinearFit:
         """Keep the line, but only this `share` of its weight against observations to come."""
         self.weight *= share
 
+    def scale(self, ratio: float) -> None:
+        """Every y becomes so many times as large."""
+        self.mean_y *= ratio
+        self._cov *= ratio
+
     def slope(self, prior: float, stiffness: float) -> float:
         """Slope, at least 0; `stiffness` is the variance of x at which measurement and `prior` weigh the same."""
         return max(0.0, (self._cov + stiffness * prior) / (self._var_x + stiffness))

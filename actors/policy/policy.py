@@ -6,12 +6,12 @@ target verifies is decided on its side (`actors/drafters/draft_ahead`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 
 from actors.policy.acceptance import AcceptanceModel, DraftOutcome
-from actors.policy.costs import IDLE_DECAY, LoadCosts, MachineSpeed, MeasuredRound
+from actors.policy.costs import IDLE_DECAY, LoadCosts, LoadTable, MachineSpeed, MeasuredRound
 from actors.policy.decision import (
     NEW_COST,
     PLAIN_ROUNDS,
@@ -168,13 +168,10 @@ TRIAL_SHARE = 8
 """One of so many requests takes part in a trial, at least two."""
 LATE_ROUNDS = 8
 """Rounds in a row without their drafts, which came late, that end speculation."""
-_PROMPT_MEMORY = 0.9
+_PROMPT_MEMORY = 0.97
 _STEADY = 0.4
 """Share of rounds that read prompts from which on such rounds, and those after them, count as others do: there may be
 hardly any others."""
-
-
-_Kind = tuple[int, bool, int]
 
 
 class AdaptivePolicy(Policy):
@@ -197,9 +194,11 @@ class AdaptivePolicy(Policy):
         self._lengths = DraftLengths(shortest, longest)
         self._acceptance = AcceptanceModel(longest)
         self._speed = MachineSpeed()
-        self._loads: dict[_Kind, LoadCosts] = {}
+        self._loads = LoadTable()
+        self._ways = (Decoding.ahead, Decoding.in_turn) if self._may_work_ahead else (Decoding.in_turn,)
         self._load = LoadCosts()
-        self._reads = Ewma(_PROMPT_MEMORY, weight=10.0)  # share of rounds that read prompts
+        self._given_s = 0.0  # of a round under this load, whatever is chosen
+        self._reads = Ewma(_PROMPT_MEMORY, weight=33.0)  # share of rounds that read prompts
         self._last_read_prompt = False
         self._num_late = 0
         self._num_running = 1
@@ -257,7 +256,7 @@ class AdaptivePolicy(Policy):
         return self._speed.factor * gap_s
 
     def expect_load(self, num_running: int, mean_len: float, samples: bool) -> None:  # noqa: ARG002
-        load = self._costs_of((_batch_class(num_running), samples, 0))
+        load = self._loads.of((_batch_class(num_running), samples, 0), self._ways)
         if load is not self._load and load.way(self._way).weight:  # drafts for few requests may be dear for many
             self._load = load
             tokens = self._acceptance.expected(self._text_class, (), self._way)
@@ -278,18 +277,21 @@ class AdaptivePolicy(Policy):
             return
         self._num_running = seen.num_running
         self._reads.update(seen.num_prompt_rows > 0)
-        self._load = self._costs_of((_batch_class(seen.num_running), seen.samples, seen.num_prompt_rows.bit_length()))
+        shown = self._choose_load(seen)
         speculated = any(outcome.num_ordered for outcome in seen.outcomes)
-        choice = self._choice_of(seen, speculated=speculated)
+        choice = self._choice_of(seen, shown, speculated=speculated)
         self._learn_acceptance(seen, speculated=speculated)
         if choice is not None:
-            self._measure(choice, seen)
-        if speculated is self._decision.choice.drafts:
-            self._decision.count(*self._expected(seen, speculated=speculated), seen.seconds / self._speed.factor)
-        self._decision.charge(seen.unused_s / self._speed.factor)
+            self._measure(choice, seen, shown)
         self._notice_late_drafts(seen, late=seen.skipped_drafts and not speculated)
-        if seen.num_may_speculate and (not seen.num_prompt_rows or self._reads.mean > _STEADY):
-            self._decide(seen)
+        tradeoffs = {way: self._tradeoff_of(way, seen) for way in self._ways} if seen.num_may_speculate else {}
+        estimates = self._estimates(tradeoffs, seen) if tradeoffs else {}
+        if speculated is self._decision.choice.drafts:
+            took_s = seen.seconds / self._speed.factor
+            self._decision.count(*self._expected(seen, speculated=speculated), took_s, estimates)
+        self._decision.charge(seen.unused_s / self._speed.factor)
+        if estimates:
+            self._decide(seen, tradeoffs, estimates)
 
     def _notice_late_drafts(self, seen: RoundObservation, *, late: bool) -> None:
         """Drafts that never come in time show no cost: what was measured is dropped, and a trial is due later."""
@@ -298,27 +300,42 @@ class AdaptivePolicy(Policy):
             self._decision.charge(max(0.0, seen.seconds / self._speed.factor - self._load.plain.seconds))
         if self._num_late == LATE_ROUNDS:
             self._num_late = 0
-            self._load.drafted.clear()
+            self._load.forget_drafts()
             self._decision.give_up()
 
     # --- what was measured --------------------------------------------------------------------------------------------
 
-    def _choice_of(self, seen: RoundObservation, *, speculated: bool) -> Decoding | None:
+    def _choose_load(self, seen: RoundObservation) -> LoadCosts:
+        """Set the load that decides, and return the one that the round shows.
+
+        Prompts have to be read whatever is chosen, so rounds without them decide, with what was measured in such.
+        """
+        load = _batch_class(seen.num_running), seen.samples
+        shown = without = self._loads.of((*load, 0), self._ways)
+        if seen.num_prompt_rows:
+            shown = self._loads.of((*load, seen.num_prompt_rows.bit_length()), self._ways)
+        self._load = shown if self._reads.mean > _STEADY else without
+        self._given_s = 0.0
+        if self._load is not without and self._load.plain.weight and without.plain.weight:
+            self._given_s = max(0.0, self._load.plain.seconds - without.plain.seconds)
+        return shown
+
+    def _choice_of(self, seen: RoundObservation, shown: LoadCosts, *, speculated: bool) -> Decoding | None:
         """The choice whose costs the round shows, if it shows any."""
         after_prompt, self._last_read_prompt = self._last_read_prompt, seen.num_prompt_rows > 0
         if after_prompt and not seen.num_prompt_rows and self._reads.mean < _STEADY:
             return None  # it finds other data in the caches, and may be the first of its size
         if not speculated:
-            is_disturbed = self.mode is Mode.catch_up and self._load.plain.weight >= PLAIN_ROUNDS
+            is_disturbed = self.mode is Mode.catch_up and shown.plain.weight >= PLAIN_ROUNDS
             return None if seen.serves_drafts or is_disturbed else Decoding.plain
         return self._way
 
-    def _measure(self, choice: Decoding, seen: RoundObservation) -> None:
+    def _measure(self, choice: Decoding, seen: RoundObservation, shown: LoadCosts) -> None:
         lengths = [outcome.num_ordered for outcome in seen.outcomes]
         gap_s, served = max(0.0, seen.seconds - seen.verify_s), len(seen.outcomes) / seen.num_running
         times = MeasuredRound(seen.verify_s, gap_s, seen.draft_s, max(lengths), sum(lengths) / len(lengths), served)
         way = choice if choice.drafts else None
-        self._load.measure(way, times, self._speed, is_first=not self._decision.is_settled)
+        shown.measure(way, times, self._speed, is_first=not self._decision.is_settled)
 
     def _expected(self, seen: RoundObservation, *, speculated: bool) -> tuple[float, float]:
         """Tokens of a request in the mean, and seconds, of rounds like this one."""
@@ -327,7 +344,7 @@ class AdaptivePolicy(Policy):
         lengths = [outcome.num_ordered for outcome in seen.outcomes]
         plain_s = self._load.plain.verify.mean
         seconds = costs.round_s(max(lengths), sum(lengths) / len(lengths), plain_s)
-        return tokens * len(seen.outcomes) / seen.num_running, seconds
+        return tokens * len(seen.outcomes) / seen.num_running, seconds - self._given_s
 
     def _learn_acceptance(self, seen: RoundObservation, *, speculated: bool) -> None:
         key = self._text_class = _text_class(seen)
@@ -339,27 +356,28 @@ class AdaptivePolicy(Policy):
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
-    def _decide(self, seen: RoundObservation) -> None:
+    def _tradeoff_of(self, way: Decoding, seen: RoundObservation) -> Tradeoff:
+        """What lengths bring and cost the requests of this round."""
         request_ids = [outcome.request_id for outcome in seen.outcomes]
+        return self._tradeoff(way, self._acceptance.expected(self._text_class, request_ids, way))
+
+    def _estimates(self, tradeoffs: Mapping[Decoding, Tradeoff], seen: RoundObservation) -> Estimates:
+        """Every choice at its best draft length, under the load of this round."""
         estimates = {}
         if self.weighs_waiting:
             plain = self._load.plain
-            estimates[Decoding.plain] = Estimate(1.0, max(plain.seconds, 1e-9), 0, plain.weight)
-        tradeoffs = {}
-        for choice in (Decoding.ahead, Decoding.in_turn) if self._may_work_ahead else (Decoding.in_turn,):
-            tokens = self._acceptance.expected(self._text_class, request_ids, choice)
-            tradeoff = tradeoffs[choice] = self._tradeoff(choice, tokens)
-            best = tradeoff.best(self._shortest)
-            if self._longest_only:
-                best = self.longest_draft
-            estimates[choice] = Estimate(
-                tokens[best] * self._load.way(choice).served.mean,
-                tradeoff.seconds[best],
-                best,
-                self._load.way(choice).weight,
-                self._acceptance.of_class(self._text_class).weight,
-                min([self._acceptance.num_drafts(one) for one in request_ids]),
-            )
+            estimates[Decoding.plain] = Estimate(1.0, max(plain.seconds - self._given_s, 1e-9), 0, plain.weight)
+        num_drafts = self._acceptance.of_class(self._text_class).weight
+        num_own_drafts = self._acceptance.num_drafts_of_mean([outcome.request_id for outcome in seen.outcomes])
+        for way, tradeoff in tradeoffs.items():
+            best = self.longest_draft if self._longest_only else tradeoff.best(self._shortest)
+            costs = self._load.way(way)
+            tokens, seconds = tradeoff.tokens[best] * costs.served.mean, tradeoff.seconds[best]
+            estimates[way] = Estimate(tokens, seconds, best, costs.weight, num_drafts, num_own_drafts)
+        return estimates
+
+    def _decide(self, seen: RoundObservation, tradeoffs: Mapping[Decoding, Tradeoff], estimates: Estimates) -> None:
+        request_ids = [outcome.request_id for outcome in seen.outcomes]
         drafted = self._decision.choice.drafts
         self._decision.decide(estimates)
         self._tries_all = self.weighs_waiting and self._should_try_all(tradeoffs[self._way], estimates)
@@ -388,19 +406,12 @@ class AdaptivePolicy(Policy):
         plain_s, costs = self._load.plain.verify.mean, self._load.way(choice)
         if costs.weight:
             per_token_s = costs.per_token_s(plain_s)
-            return Tradeoff(tokens, costs.seconds(self.longest_draft, plain_s), *per_token_s)
+            seconds = [one - self._given_s for one in costs.seconds(self.longest_draft, plain_s)]
+            return Tradeoff(tokens, seconds, *per_token_s)
         known = self._load.drafted.get(Decoding.ahead, costs)
         draft_s = known.draft_s.mean_y / known.draft_s.mean_x if known.draft_s.mean_x else 0.0
-        pass_s = max(plain_s or known.verify.mean_y, 1e-9)
+        pass_s = max((plain_s or known.verify.mean_y) - self._given_s, 1e-9)
         return Tradeoff(tokens, [pass_s + k * draft_s for k in range(self.longest_draft + 1)], draft_s, 0.0)
-
-    def _costs_of(self, kind: _Kind) -> LoadCosts:
-        """A load never seen begins with the estimates of the most similar one that reads as many prompt rows."""
-        if kind not in self._loads:
-            similar = [known for known in self._loads if known[2] == kind[2]]
-            nearest = min(similar, key=lambda known: (known[1] != kind[1], abs(known[0] - kind[0])), default=None)
-            self._loads[kind] = LoadCosts() if nearest is None else self._loads[nearest].inherited()
-        return self._loads[kind]
 
 
 def _num_tried(num_requests: int) -> int:

@@ -9,6 +9,7 @@ source with the most expected tokens drafts (SuffixDecoding, arXiv 2411.04975).
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -25,6 +26,9 @@ from parallel.ranges import Range
 
 _REACH = 32
 """Latest tokens with which a match in another text is looked for."""
+
+MOST_UNREAD = 4096
+"""Tokens of finished requests' answers that wait for a draft to be read, a single longer answer excepted: 20 ms."""
 
 _REVOCABLE = 32
 """Tokens that an automaton can take back once any were taken back; doubled whenever that was too few."""
@@ -81,20 +85,38 @@ class _RequestText:
 
 @dataclass(slots=True)
 class History:
-    """Answers of finished requests, at most `capacity` tokens in two generations; the older is dropped as a whole."""
+    """Answers of finished requests, at most `capacity` tokens in two generations; the older is dropped as a whole.
+
+    An answer is read once it is drafted from: reading takes microseconds a token, in vain while nothing is drafted. Of
+    what was not read the latest `MOST_UNREAD` tokens are kept, so that the first draft does not wait for long.
+    """
 
     capacity: int
-    generations: list[SuffixAutomaton] = field(default_factory=list)
+    _generations: list[SuffixAutomaton] = field(default_factory=list)
+    _unread: deque[Sequence[int]] = field(default_factory=deque)
+    _num_unread: int = 0
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Enter the end of an answer, at most half the capacity."""
-        half = self.capacity // 2
-        if not half:
+        """Keep the end of an answer, at most half the capacity."""
+        if not (half := self.capacity // 2):
             return
-        kept = token_ids[-half:]
-        if not self.generations or self.generations[0].num_tokens + len(kept) > half:
-            self.generations = [SuffixAutomaton(), *self.generations[:1]]
-        self.generations[0].add_text(kept)
+        self._unread.append(token_ids[-half:])
+        self._num_unread += len(self._unread[-1])
+        while self._num_unread > MOST_UNREAD and len(self._unread) > 1:
+            self._num_unread -= len(self._unread.popleft())
+
+    @property
+    def generations(self) -> list[SuffixAutomaton]:
+        """The newer one first."""
+        while self._unread:
+            self._read(self._unread.popleft())
+        self._num_unread = 0
+        return self._generations
+
+    def _read(self, token_ids: Sequence[int]) -> None:
+        if not self._generations or self._generations[0].num_tokens + len(token_ids) > self.capacity // 2:
+            self._generations = [SuffixAutomaton(), *self._generations[:1]]
+        self._generations[0].add_text(token_ids)
 
 
 class SuffixDrafter(RequestwiseDrafter):

@@ -227,3 +227,14 @@ def test_no_draft_is_expected_to_bring_more_tokens_than_it_has():
     assert acceptance.ratio(2) > 1.1
     assert acceptance.expected(0, [2]) == pytest.approx([1, 2, 3, 4], rel=1e-3)
     assert max(np.diff(acceptance.expected(0, [2]))) <= 1
+
+
+def test_what_is_known_of_the_mean_of_requests_grows_with_their_number():
+    model = AcceptanceModel(4)
+    for _ in range(9):
+        model.update("text", None, [DraftOutcome(i, 2, (1,), 2) for i in range(4)], ())
+    known = model.num_drafts(0)
+    assert 6 < known < 9 and model.num_drafts_of_mean([0]) == pytest.approx(known)
+    assert model.num_drafts_of_mean([99]) == 0, "a new one"
+    assert model.num_drafts_of_mean(range(4)) == pytest.approx(4 * (1 + known) - 1)
+    assert known < model.num_drafts_of_mean([0, 1, 2, 99]) < model.num_drafts_of_mean(range(4))

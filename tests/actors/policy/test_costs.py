@@ -8,7 +8,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 
-from actors.policy.costs import DraftedCosts, LoadCosts, MachineSpeed, MeasuredRound, PlainCosts
+from actors.policy.costs import DraftedCosts, LoadCosts, LoadTable, MachineSpeed, MeasuredRound, PlainCosts
 
 PLAIN = MeasuredRound(0.010, 0.001, 0.0, 0, 0.0)
 DRAFTED = MeasuredRound(0.014, 0.006, 0.004, 4, 2.0)
@@ -231,21 +231,60 @@ def test_estimates_fade_while_rounds_of_other_kinds_run():
     assert weights(load.way("b")) == pytest.approx([0.99 * weight * 0.97 + 1 for weight in weights(before.way("b"))])
 
 
-def test_a_similar_load_inherits_the_means_as_two_rounds_and_goes_its_own_way():
-    load, speed = LoadCosts(), MachineSpeed()
-    for way, one, num in (("rare", DRAFTED, 1), ("often", DRAFTED, 30), (None, PLAIN, 30)):
+def measured(load, *rounds):
+    speed = MachineSpeed()
+    for way, one, num in rounds:
         for _ in range(num):
             load.measure(way, one, speed, is_first=False)
-    load.way("never")
-    before = deepcopy(load)
-    heir = load.inherited()
+    return load
+
+
+def test_a_load_borrows_the_means_of_a_similar_one_as_two_rounds_and_goes_its_own_way():
+    load = measured(LoadCosts(), ("rare", DRAFTED, 1), ("often", DRAFTED, 30), (None, PLAIN, 30))
+    before, heir = deepcopy(load), LoadCosts()
+    for way in (None, "rare", "often"):
+        heir.borrow(way, load)
     assert heir.plain.seconds == pytest.approx(0.011) and weights(heir.plain) == pytest.approx([2.0] * 2)
     for way, weight in (("rare", before.way("rare").weight), ("often", 2.0)):
-        assert heir.way(way).seconds(6, 0.010) == load.way(way).seconds(6, 0.010)
+        assert heir.way(way).seconds(6, 0.010) == pytest.approx(load.way(way).seconds(6, 0.010))
         assert weights(heir.way(way)) == pytest.approx([weight] * 3), "no more than it had"
-    assert heir.way("never") == DraftedCosts()
     for _ in range(3):
-        heir.measure(None, slow(PLAIN), MachineSpeed(), is_first=False)
-        heir.measure("often", slow(DRAFTED), MachineSpeed(), is_first=False)
+        measured(heir, (None, slow(PLAIN), 1), ("often", slow(DRAFTED), 1))
     assert load == before, "what the heir learns is its own"
     assert heir.plain.verify.mean > 1.2 * load.plain.verify.mean, "and soon corrects what it took over"
+
+
+@pytest.mark.parametrize("knows_plain", [False, True])
+def test_passes_over_drafts_that_were_not_measured_under_a_load_follow_its_plain_ones(knows_plain):
+    """Three times as many requests, whose plain passes are measured before or after drafts are borrowed."""
+    load, larger, speed = measured(LoadCosts(), ("way", DRAFTED, 30), (None, PLAIN, 30)), LoadCosts(), MachineSpeed()
+    larger.borrow(None, load)
+    if not knows_plain:
+        larger.borrow("way", load)
+    for _ in range(30):
+        larger.measure(None, MeasuredRound(0.030, 0.001, 0.0, 0, 0.0), speed, is_first=False)
+    if knows_plain:
+        larger.borrow("way", load)
+    assert speed.factor == pytest.approx(1.0), "another load is no slower machine"
+    assert larger.way("way").verify_s(2.0, 0.030) == pytest.approx(3 * 0.014, rel=1e-3)
+    larger.way("way").gap.weight = load.way("way").gap.weight
+    assert larger.way("way").gap_s(4, 0.030) == pytest.approx(0.006, rel=0.05), "messages take as long"
+    kept_s = larger.way("way").verify_s(2.0, 0.0)
+    measured(larger, ("way", MeasuredRound(0.050, 0.006, 0.004, 4, 2.0), 1))
+    assert kept_s < (own_s := larger.way("way").verify_s(2.0, 0.0)) < 0.050
+    measured(larger, (None, slow(PLAIN), 1))
+    assert larger.way("way").verify_s(2.0, 0.0) == own_s, "since then they are its own"
+
+
+def test_a_table_of_loads_fills_what_is_missing_from_the_nearest_that_knows_it():
+    table = LoadTable()
+    measured(table.of((2, False, 0), ["way"]), (None, PLAIN, 5), ("way", DRAFTED, 5))
+    measured(table.of((8, False, 0), []), (None, MeasuredRound(0.020, 0.001, 0.0, 0, 0.0), 5))
+    assert table.of((8, False, 0), ["way"]).way("way").verify_s(2.0, 0.0) == pytest.approx(0.028), "twice the pass"
+    between = table.of((6, False, 0), ["way", "never"])
+    assert between.plain.seconds == pytest.approx(0.021) and between.way("way").weight > 0
+    assert not between.way("never").weight
+    assert not table.of((2, False, 9), ["way"]).plain.weight, "passes that read prompts are others"
+    assert table.of((2, True, 0), ["way"]).plain.weight > 0, "sampling changes little"
+    between.forget_drafts()
+    assert not between.way("way").weight and table.of((6, False, 0), ["way"]).way("way").weight > 0

@@ -300,3 +300,17 @@ def test_the_next_round_may_be_the_last_one_only_in_a_trial_or_before_a_probe():
         if before.drafts and not world.decision.choice.drafts:
             assert may_end
     assert sum(choice.drafts for _, choice in world.rounds) > 700
+
+
+@pytest.mark.parametrize("slower", [0.1, 20.0])
+def test_a_round_is_counted_in_rounds_of_its_own_load(slower):
+    """A plain round while drafts, which bring twice as much, are best: it loses half a round, whatever came before."""
+
+    def under(load):
+        return {Decoding.plain: Estimate(1.0, load, 0, 9.0), Decoding.in_turn: Estimate(2.0, load, 2, 9.0, 9.0)}
+
+    decision = Decision(Decoding.plain, best=Decoding.in_turn, estimates=under(1.0))
+    decision.count(1.0, slower, slower, under(slower))
+    assert decision.budget == pytest.approx(CREDIT - 0.5 + EXPLORED_SHARE)
+    decision.count(1.0, slower, slower, {})
+    assert decision.budget == pytest.approx(CREDIT - 0.5 + EXPLORED_SHARE), "nothing is compared in this round"

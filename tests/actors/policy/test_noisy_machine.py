@@ -101,4 +101,4 @@ def test_drafts_that_pay_are_made(paused):
 def test_a_pause_in_the_first_trial_does_not_end_drafts_that_pay_for_hundreds_of_rounds(paused, seed):
     """In these the machine pauses in the first rounds with drafts, for up to 25 of them."""
     machine = Machine(0.8, draft_s=0.4e-3, slowest=1.2, paused=paused)
-    assert min(shares(machine, 4, [seed])) > 0.95
+    assert min(shares(machine, 4, [seed])) > 0.94

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -280,3 +281,31 @@ def test_requests_that_join_find_the_lengths_of_their_load():
     assert many < 4 < one
     policy.expect_load(16, 100.0, False)
     assert max(policy.draft_length(i, 99) for i in range(16)) <= many
+
+
+def test_rounds_in_which_nothing_may_be_drafted_earn_nothing_to_explore_with():
+    """Requests that are decoded plainly at their own wish, however many, do not pay for trials of others."""
+    policies = [AdaptivePolicy("sync", 0, LONGEST) for _ in range(2)]
+    for policy in policies:
+        for _ in range(30):
+            policy.update(observation([0] * 4))
+            policy._decision.budget = min(policy._decision.budget, 0.0)
+    before = policies[0]._decision.budget
+    for _ in range(100):
+        policies[0].update(replace(observation([0] * 4), num_may_speculate=0))
+        policies[1].update(observation([0] * 4))
+    assert policies[0]._decision.budget == before < policies[1]._decision.budget
+
+
+def test_prompts_that_are_read_in_every_round_do_not_hide_what_drafts_cost():
+    """Reading takes nine tenths of each pass whatever is chosen; drafts that double the rest of it do not pay."""
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    for prompt_rows in (0, 500):
+        for _ in range(60):
+            given_s = 0.9 if prompt_rows else 0.0
+            policy.update(observation([0] * 8, draft_s=0.0, verify_s=0.1 + given_s, prompt_rows=prompt_rows))
+    for _ in range(60):
+        policy.update(observation([1] * 8, draft_s=0.0, verify_s=1.0 + 0.1, prompt_rows=500))
+    one = policy._decision.estimates[Decoding.in_turn]
+    assert one.seconds == pytest.approx(0.2, rel=0.1)
+    assert policy._decision.estimates[Decoding.plain].seconds == pytest.approx(0.1, rel=0.1)

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.drafters.interface import Context
 from actors.drafters.lookup.corpus import read_corpus
-from actors.drafters.lookup.suffix import SuffixDrafter, SuffixDrafterConfig
+from actors.drafters.lookup.suffix import MOST_UNREAD, SuffixDrafter, SuffixDrafterConfig
+from actors.drafters.lookup.suffix_automaton import SuffixAutomaton
 from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree
 
 
@@ -108,6 +109,21 @@ def test_shared_text_is_bounded_and_the_oldest_goes_first():
         assert sum(source.num_tokens for source in drafter._histories.of(0).generations) <= 200
     assert drafted(drafter, [7, 3900, 3901], request_id=90) == [3902, 3903, 3904, 3905]
     assert drafted(drafter, [7, 0, 1], request_id=91) == []
+
+
+def test_answers_are_read_once_something_is_drafted(monkeypatch):
+    """At rest requests come and go. The latest of theirs are remembered."""
+    drafter, read = make(), list[int]()
+    add_text = SuffixAutomaton.add_text
+    monkeypatch.setattr(SuffixAutomaton, "add_text", lambda self, text: read.append(len(text)) or add_text(self, text))
+    length, count = 512, 2 + MOST_UNREAD // 512
+    for request in range(count):
+        answer(drafter, range(request * length, (request + 1) * length), request)
+    assert not read, "nothing was drafted"
+    last = (count - 1) * length
+    assert drafted(drafter, [7, last, last + 1], request_id=90) == [last + 2, last + 3, last + 4, last + 5]
+    assert drafted(drafter, [7, 0, 1], request_id=91) == [], "the oldest was not kept"
+    assert sum(read) <= MOST_UNREAD < sum(read) + length + 40, "an answer comes with the end of its prompt"
 
 
 def test_an_answer_longer_than_the_store_leaves_its_end():
