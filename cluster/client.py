@@ -355,6 +355,10 @@ class Client:
             self._connection.send(Hello())
             return
         self._incarnation = alive.incarnation
+        self._on_successor()
+
+    def _on_successor(self) -> None:
+        """Another coordinator serves, which knows nothing that the one before was sent."""
         self._resume()
         if (order := self._report_order) is not None:
             self._connection.send(order)

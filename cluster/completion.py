@@ -20,6 +20,9 @@ from actors.protocol.logprobs import Logprob
 from actors.protocol.messages import Request, RequestStats, Tokens
 from cluster.io.text import TextStream
 
+_FIRST = (0, 0)
+"""Where tokens of the weights begin that the engine was started with, and their version."""
+
 
 class EngineError(RuntimeError):
     """The engine or a request failed; the message is one line for the user."""
@@ -32,12 +35,13 @@ class TooManyRequestsError(EngineError):
 @dataclass(frozen=True, slots=True)
 class Token:
     """One generated token; `text` is what it adds to the visible text, possibly nothing yet. `logprobs` is its entry of
-    `Completion.logprobs`."""
+    `Completion.logprobs`, `version` that of the weights which made it."""
 
     id: int
     text: str
     index: int
     logprobs: dict[int, Logprob] | None = None
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,19 @@ class Completion:
         return self._stream.text
 
     @property
+    def versions(self) -> list[int]:
+        """The version of the weights that made each token of `token_ids`, as `Engine.update_weights` was given it; 0
+        for the first ones."""
+        return [token.version for token in self._tokens]
+
+    @property
+    def token_logprobs(self) -> list[float] | None:
+        """The log-probability of each token of `token_ids`, which is the first entry of its `logprobs`."""
+        if self.logprobs is None:
+            return None
+        return [known[token].logprob for token, known in zip(self.token_ids, self.logprobs, strict=True)]
+
+    @property
     def finished(self) -> bool:
         return self.finished_at is not None
 
@@ -148,7 +165,8 @@ class Completion:
                     self.first_token_at = now
             if tokens.prompt_logprobs is not None and self.prompt_logprobs is None:
                 self.prompt_logprobs = [None, *tokens.prompt_logprobs.entries()]
-            self._append(added, () if tokens.logprobs is None else tokens.logprobs.entries()[num_known:])
+            known = () if tokens.logprobs is None else tokens.logprobs.entries()[num_known:]
+            self._append(added, known, tokens.versions)
             if tokens.finish_reason is not None:
                 self.stats = tokens.stats or self.stats
                 self._end("stop" if self._stream.stopped else tokens.finish_reason, tokens.error, now)
@@ -198,7 +216,9 @@ class Completion:
         """Tokens whose text is final: the last one also gets the text that is held back until the end."""
         return len(self._tokens) - (not self.finished and self._stream.holds)
 
-    def _append(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> None:
+    def _append(
+        self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], versions: Sequence[tuple[int, int]]
+    ) -> None:
         for token, known in zip_longest(token_ids, logprobs):
             if self._stream.stopped:
                 return
@@ -206,7 +226,8 @@ class Completion:
             if self.logprobs is not None:
                 self.logprobs.append(known)
             self._texts.append(self._stream.push(token))
-            self._tokens.append(Token(token, self._texts[-1], len(self._tokens), known))
+            version = max([one for one in versions if one[0] <= len(self._tokens)], default=_FIRST)[1]
+            self._tokens.append(Token(token, self._texts[-1], len(self._tokens), known, version))
             if self._stream.stopped:  # only the text shows it: end the request at the coordinator, too
                 self.abort()
 

@@ -19,17 +19,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.protocol.leases import LeaseOrder, LeaseTerms
 from actors.protocol.membership import Ready, Silent, Stop, identity_of
-from actors.protocol.messages import Request
+from actors.protocol.messages import Request, WeightsUpdated
 from actors.tokenizer_file import tokenizer_digest
 from actors.transport.keys import FIRST_CLIENT, OWNER
 from cluster.client import Client, Connection, RemoteTrace, connect
 from cluster.completion import Completion, EngineError, TooManyRequestsError
 from cluster.config.compose import load_config
-from cluster.config.schema import LaunchConfig
+from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.io.checkpoints import check_checkpoints
 from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.keys import ClientFile, ClientFileWatch
@@ -39,7 +39,11 @@ from cluster.placement.ranks import RankPlacement
 from cluster.runtime.backend import LENT_RANK, coordinator_spec, is_lent, make_backend
 from cluster.runtime.pool_leases import PoolLeases, PoolPlace
 from cluster.runtime.supervisor import Supervisor
+from cluster.weight_updates import WeightUpdates
 from parallel.model.families.registry import read_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Client", "Completion", "Engine", "EngineError", "RemoteTrace", "TooManyRequestsError", "connect"]
 
@@ -97,6 +101,13 @@ class Engine(Client):
             file = self._client_file.create(self._backend.keys.of(FIRST_CLIENT))
             progress(f"listening at {self.address}, secret in {file}")
         connection = Connection(self._backend.address, OWNER, self._backend.keys.of(OWNER))
+        self._weight_updates = WeightUpdates(
+            config.target.path,
+            connection.send,
+            self.check_alive,
+            self._backend.serves,
+            share_files=config.cluster.name in (ClusterName.inprocess, ClusterName.local),
+        )
         limits = replace(config.cluster, startup_timeout_s=self._startup_s)
         self.supervisor = Supervisor(
             self._backend, limits, on_lost=connection.send, on_moved=connection.move, on_final=self._end
@@ -136,6 +147,18 @@ class Engine(Client):
         ours = {name: ready.facts["pid"] for name, ready in self.ready.items() if name != self._lent_rank}
         return self.supervisor.coordinator_pid() | ours
 
+    def update_weights(self, source: str | Path | Mapping[str, Tensor], version: int | None = None) -> int:
+        """Let the target serve other weights from the next round on; returns once it does, with their `version`.
+
+        `source` is a checkpoint of the same shape and type, or all of its tensors by name; `version`, by default one
+        more than the last, must be above that. Requests in flight go on from their text so far, whose KV rows are
+        computed again. What drafts keeps its weights. The checkpoint must stay where it is until the next update,
+        since processes that are replaced read it; tensors are kept in a file meanwhile, where ranks are on this
+        machine. Raises ValueError for a checkpoint that is refused, EngineError if a process was lost or the engine
+        has failed; in both cases the target serves the weights that it had.
+        """
+        return self._weight_updates.update(source, version)
+
     def publish(self, file: Path) -> None:
         """Copy `file` to the Logs page of the dashboard, where the cluster outlives this engine."""
         self._backend.publish(file)
@@ -157,6 +180,7 @@ class Engine(Client):
         if self._end_timer is not None:
             self._end_timer.cancel()
         self.supervisor.stop()
+        self._weight_updates.close()
         if self._leases is not None:
             self._leases.close()
         if self._key_watch is not None:
@@ -222,9 +246,15 @@ class Engine(Client):
         if isinstance(record, Ready | Silent) and identity_of(record.role, record.rank) == self._lent_rank:
             if isinstance(record, Silent) and self._leases is not None:
                 self._leases.lost()
+        elif isinstance(record, WeightsUpdated):
+            self._weight_updates.ended(record)
         else:
             self.supervisor.observe(record)
         super()._on_record(record)
+
+    def _on_successor(self) -> None:
+        super()._on_successor()
+        self._weight_updates.repeat()
 
 
 def _pools(config: LaunchConfig) -> list[PoolPlace]:

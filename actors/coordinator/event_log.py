@@ -12,7 +12,7 @@ from actors.coordinator.scheduler import Load
 from actors.coordinator.stats import CoordinatorStats
 from actors.logs import log_event, logger_of
 from actors.protocol.membership import PassFailed, RankLost, Ready, Stop
-from actors.protocol.messages import Abort, ReportOrder, Request, Tokens
+from actors.protocol.messages import Abort, ReportOrder, Request, Tokens, UpdateWeights, WeightsUpdated
 
 PROGRESS_S = 5.0
 """Seconds of work between two `progress` lines."""
@@ -59,6 +59,9 @@ class EventLog:
             case RankLost():
                 why = f"process {record.incarnation} of this rank has ended"
                 log_event(self._logger, "lost", level=logging.ERROR, role=record.role, rank=record.rank, why=why)
+            case UpdateWeights():
+                facts = {"path": record.weights.path, "version": record.weights.version}
+                log_event(self._logger, "weights", **facts)
             case Stop():
                 log_event(self._logger, "stop", why=record.reason)
 
@@ -67,6 +70,8 @@ class EventLog:
         log_event(self._logger, "refused", level=logging.ERROR, role=role, rank=rank, why=why)
 
     def sent(self, record: object) -> None:
+        if isinstance(record, WeightsUpdated):
+            log_event(self._logger, "weights-updated", version=record.version, refusal=record.refusal or "-")
         if not isinstance(record, Tokens) or record.finish_reason is None:
             return
         facts: dict[str, Any] = {"request": record.request_id, "reason": record.finish_reason}

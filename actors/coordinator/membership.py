@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Silent, identity_of
+from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Silent, Weights, identity_of
 from actors.transport.channel import link_name
 
 REPEAT_S = 0.3
@@ -55,12 +55,14 @@ class _Rank:
 
 @dataclass(slots=True)
 class RoleMembership:
-    """`epoch` is the present one, or the next while ranks gather. Times are seconds on the clock of `now`."""
+    """`epoch` is the present one, or the next while ranks gather. Times are seconds on the clock of `now`. Ranks that
+    join serve `weights`, if they are named."""
 
     role: str
     size: int
     epoch: int = 1
     phase: Phase = Phase.gathering
+    weights: Weights | None = None
     _ranks: list[_Rank] = field(default_factory=list)
     _since: float = 0.0
     _ordered_at: float = -REPEAT_S
@@ -157,7 +159,7 @@ class RoleMembership:
         self._ordered_at = now
         if self.phase is Phase.joining:
             absent = [i for i, rank in enumerate(self._ranks) if rank.ready is None]
-            return [(absent, Join(self.epoch, last_round, store))]
+            return [(absent, Join(self.epoch, last_round, store, self.weights))]
         busy = [i for i, rank in enumerate(self._ranks) if rank.heartbeat is not None and not rank.heartbeat.waiting]
         return [(busy, Recall(self.epoch))] if busy else []
 

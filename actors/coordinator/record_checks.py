@@ -20,6 +20,7 @@ from actors.protocol.messages import (
     ProposalBatch,
     ReportOrder,
     Request,
+    UpdateWeights,
     VerdictBatch,
     check_tokens,
 )
@@ -27,7 +28,7 @@ from actors.transport.channel import link_name
 from parallel.ranges import LARGEST
 
 _OF_CLIENTS = (Request, Abort, ReportOrder, Hello)
-_OF_OWNER = (*_OF_CLIENTS, RankLost, Stop, ClientKeys)
+_OF_OWNER = (*_OF_CLIENTS, RankLost, Stop, ClientKeys, UpdateWeights)
 _OF_TARGET = (Alive, Ready, PassFailed, VerdictBatch)
 _OF_DRAFT = (Alive, Ready, PassFailed, ProposalBatch, DraftPreviewBatch, DraftBatch)
 _MOST_NAMED = 64
@@ -63,8 +64,10 @@ class RecordChecks:
         self._check_content(record)
 
     def _check_sender(self, link: str, record: object) -> None:
-        """A client numbers its requests, and a rank reports itself."""
+        """A client numbers its requests and the owner its weights, and a rank reports itself."""
         match record:
+            case UpdateWeights() if not 0 <= record.weights.version <= LARGEST:
+                raise ValueError(f"version: {record.weights.version} must be between 0 and {LARGEST}")
             case Request():
                 self._check_request(link, record)
             case RankLost() if not 0 <= record.rank < self._sizes.get(record.role, 0):

@@ -24,12 +24,16 @@ class RoundTimeout:
     longest_s: float = 0.0
     most_rows: int = 0
     _rows: int = 0
+    _loads: bool = False
 
     def ordered(self, batch: VerifyBatch | DraftBatch) -> None:
-        """The role was sent this batch; unanswered batches count as the largest of them."""
+        """The role was sent this batch; unanswered batches count as the largest of them. Weights may take any time."""
+        self._loads = isinstance(batch, VerifyBatch) and batch.weights is not None
         self._rows = max(self._rows, num_rows(batch))
 
     def answered(self, answer: VerdictBatch | ProposalBatch) -> None:
+        if self._loads:
+            self._loads, self._rows = False, 0
         if not self._rows:
             return
         self.longest_s = max(self.longest_s, answer.finished - answer.started)
@@ -38,7 +42,7 @@ class RoundTimeout:
     @property
     def limit_s(self) -> float:
         """Limit of the present round, in proportion if it has more rows than any that was measured."""
-        if not self.most_rows:
+        if not self.most_rows or self._loads:
             return math.inf
         return FLOOR_S + FACTOR * self.longest_s * max(1.0, self._rows / self.most_rows)
 

@@ -135,6 +135,8 @@ class Sequence:
     """The target has answered since its last admission, and so said how many rows of the text it had."""
     num_cached_tokens: int | None = None
     """Tokens of the prompt whose rows the target had at the first admission; None before."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(generated tokens before, version of the weights) where the version changed, as of `Tokens`."""
     logprobs: RequestLogprobs = field(init=False)
     _digests: list[int] = field(default_factory=list)
 
@@ -261,13 +263,24 @@ class Sequence:
         self.prefix_hash = extend_hash(self.prefix_hash, emitted)
         return record
 
+    def note_version(self, version: int) -> None:
+        """The tokens that are committed next are of weights of this version."""
+        if version != (self.versions[-1][1] if self.versions else 0):
+            self.versions.append((self.num_generated, version))
+
+    def versions_from(self, position: int) -> tuple[tuple[int, int], ...]:
+        """Those of the generated tokens from this one on."""
+        ends = [start for start, _ in self.versions[1:]] + [len(self.token_ids)]
+        return tuple([one for one, end in zip(self.versions, ends, strict=False) if end > position])
+
     def tokens_since(self, num_generated: int) -> list[Tokens]:
         """The generated tokens after the first `num_generated`, for a client that asks again."""
         missed = tuple(self.token_ids[self.prompt_len + num_generated :])
         if not missed or not self.logprobs.can_resend(num_generated):  # then the client asked before it had more
             return []
         known = self.logprobs.since(num_generated), self.logprobs.prompt_with(num_generated)
-        return [Tokens(self.request_id, num_generated, missed, None, None, None, *known)]
+        versions = self.versions_from(num_generated)
+        return [Tokens(self.request_id, num_generated, missed, None, None, None, *known, versions=versions)]
 
     def preempt(self) -> None:
         """Drop the target's rows; the text stays, and older records become stale."""

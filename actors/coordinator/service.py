@@ -39,6 +39,7 @@ from actors.protocol.membership import (
     RoleBack,
     RoleLost,
     Stop,
+    Weights,
 )
 from actors.protocol.messages import (
     Abort,
@@ -50,8 +51,10 @@ from actors.protocol.messages import (
     ReportOrder,
     Request,
     Tokens,
+    UpdateWeights,
     VerdictBatch,
     VerifyBatch,
+    WeightsUpdated,
 )
 from actors.topology import TOP, child_role, parent_role, role_name
 from actors.transport.channel import Hub, heart_of
@@ -96,6 +99,8 @@ class CoordinatorSpec:
     """The drafter runs on the target's ranks."""
     bridged: bool = False
     """The drafter is sent the target's hidden states."""
+    weights: Weights | None = None
+    """What the target serves at the start of this incarnation; None: what its ranks were started with."""
     lent_silence_s: float = 0.0
     """Above 0: the drafter's rank is one that a pool lends. It is not awaited at the start, and lost after so many
     seconds without a heartbeat; no process of the engine is ended then."""
@@ -143,6 +148,8 @@ class CoordinatorService:
         self._is_complete = dict.fromkeys(self._memberships, False)
         self._has_client = False
         self._awaits_report: set[str] = set()  # clients other than the owner
+        self._memberships["target"].weights = spec.weights
+        self._wanted: Weights | None = None  # those of the last order
         self._coordinator: Coordinator | None = None  # None until the roles that it needs are complete
 
     def run(self) -> str:
@@ -287,6 +294,9 @@ class CoordinatorService:
             case RankLost() if record.role in self._memberships:
                 self._memberships[record.role].mark_lost(record.rank, record.incarnation, self._awake_s)
                 self._follow(self._memberships[record.role])
+            case UpdateWeights():
+                self._wanted = record.weights
+                self._apply_record(record)
             case ClientKeys():
                 self._hub.admit_clients({public: CLIENTS + name for public, name in record.keys})
             case Hello():
@@ -405,8 +415,17 @@ class CoordinatorService:
                 self._event_log.sent(record)
                 client, tokens = self._clients.address(record)
                 outputs.setdefault(client, []).append(tokens)
+            elif isinstance(record, WeightsUpdated):
+                self._end_update(record)
         for client, news in outputs.items():
             self._hub.send([client], Outputs(tuple(news)))
+
+    def _end_update(self, update: WeightsUpdated) -> None:
+        """Ranks that join from now on serve these weights too."""
+        self._event_log.sent(update)
+        if not update.refusal and self._wanted is not None and self._wanted.version == update.version:
+            self._memberships["target"].weights = self._wanted
+        self._hub.send([CLIENT], update)
 
     # --- roles that are lost and return -------------------------------------------------------------------------------
 
@@ -524,7 +543,12 @@ class CoordinatorService:
         )
         scheduler = Scheduler(spec.limits, capacity)
         self._coordinator = self._checks.coordinator = Coordinator(
-            scheduler, policy, spec.eos_token_ids, drafter, now=time.monotonic()
+            scheduler,
+            policy,
+            spec.eos_token_ids,
+            drafter,
+            version=spec.weights.version if spec.weights is not None else 0,
+            now=time.monotonic(),
         )
         self._send_ready(self._memberships, self._clients.connected())
         for role in LEAD_ROLES:

@@ -31,7 +31,7 @@ from actors.coordinator.scheduler import Load, Scheduler
 from actors.coordinator.sequence import DraftState, Sequence
 from actors.coordinator.stats import CoordinatorStats
 from actors.policy.policy import Policy, RoundObservation
-from actors.protocol.membership import PassFailed, RoleBack, RoleLost
+from actors.protocol.membership import PassFailed, RoleBack, RoleLost, Weights
 from actors.protocol.messages import (
     Abort,
     DraftBatch,
@@ -42,14 +42,17 @@ from actors.protocol.messages import (
     ReportOrder,
     Request,
     Tokens,
+    UpdateWeights,
     Verdict,
     VerdictBatch,
     VerifyBatch,
     VerifyItem,
+    WeightsUpdated,
 )
 from actors.protocol.token_tree import TokenTree
 
-Answer = VerifyBatch | DraftBatch | Tokens | Report
+Answer = VerifyBatch | DraftBatch | Tokens | Report | WeightsUpdated
+_LOST = "a rank of the target was lost meanwhile, and the weights before are served; update again"
 MOST_FAILURES = 3
 """Passes that raise with one request, after which it ends: as many as an engine survives by default."""
 
@@ -64,6 +67,7 @@ class Coordinator:
         eos_token_ids: Iterable[int],
         drafter: DrafterPort,
         *,
+        version: int = 0,
         now: float = 0.0,
     ) -> None:
         self.stats = CoordinatorStats(since=now)
@@ -82,6 +86,9 @@ class Coordinator:
         self._unlearned: RoundObservation | None = None
         self._lost_at: dict[str, float] = {}  # roles that have not answered since they were lost
         self._active_since: float | None = None
+        self._version = version  # of the weights that the target serves
+        self._wanted: Weights | None = None  # to be loaded once no pass is outstanding
+        self._loading: Weights | None = None
 
     @property
     def num_requests(self) -> int:
@@ -133,7 +140,7 @@ class Coordinator:
         Then call `learn`, once all of it is sent.
         """
         self.learn()
-        emitted: list[Tokens] = []
+        emitted: Iterable[Tokens | WeightsUpdated] = []
         match record:
             case VerdictBatch():
                 emitted = self._end_round(record, now)
@@ -149,9 +156,11 @@ class Coordinator:
             case PassFailed():
                 emitted = self._suspect(record, now)
             case RoleLost():
-                self._lose(record.role, now)
+                emitted = self._lose(record.role, now)
             case RoleBack():
                 self._regain(record, now)
+            case UpdateWeights():
+                emitted = self._want(record.weights)
             case ReportOrder():
                 return [self._report(record, now)]
             case _:
@@ -188,6 +197,8 @@ class Coordinator:
         if self._round.verifying is not None or not self._has_target:
             may_order = self._policy.alternates or drafter.has_text_to_read(running, self._verify_round)
             return [*self._order_drafts(now)] if may_order else []
+        if self._wanted is not None:
+            return [self._start_loading(now)]
         if unusable := drafter.unusable(running):
             self._preempt(self._scheduler.preempt(unusable))
         orders = self._order_drafts(now)
@@ -212,13 +223,15 @@ class Coordinator:
             self._drafter.release(sequence)
             self.stats.num_preemptions += 1
 
-    def _end_round(self, batch: VerdictBatch, now: float) -> list[Tokens]:
-        """Commit the verdicts, and emit the tokens."""
+    def _end_round(self, batch: VerdictBatch, now: float) -> Iterable[Tokens | WeightsUpdated]:
+        """Commit the verdicts, and emit the tokens; or the target has loaded weights."""
         round_ = self._round
         if round_.verifying is None or batch.round != self._verify_round:
             self.stats.num_stale += 1
             return []
         self._end_outage("target", now)
+        if self._loading is not None:
+            return [self._end_loading(self._loading, batch.refusal, now)]
         speculated = any(proposal is not None for proposal in round_.verifying.values())
         self.stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
         self._take_hits(batch)
@@ -256,10 +269,12 @@ class Coordinator:
         round_, sequence = self._round, self._sequences[verdict.request_id]
         assert round_.verifying is not None
         proposal, position = round_.verifying[verdict.request_id], sequence.num_generated
+        sequence.note_version(self._version)
         commit = sequence.commit(verdict, proposal, self._eos_token_ids)
         self.stats.add_commit(proposal, commit)
         logprobs = sequence.logprobs.add(verdict.logprobs, len(commit.token_ids))
         known: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": sequence.logprobs.prompt_with(position)}
+        known["versions"] = sequence.versions_from(position)
         if proposal is not None:
             known["proposers"] = proposal.proposers(commit.path[: len(commit.token_ids)])
         if commit.token_ids and sequence.first_token_at is None:
@@ -332,6 +347,34 @@ class Coordinator:
         self._fed = tuple([item.request_id for item in items])
         unsent, bridge = self._target_outbox.flush(), (orders.bridge, orders.num_received)
         return [VerifyBatch(self._verify_round, *unsent, items, after, orders.may_draft, *bridge)]
+
+    # --- other weights ------------------------------------------------------------------------------------------------
+
+    def _want(self, weights: Weights) -> list[WeightsUpdated]:
+        """Load these weights once no pass is outstanding. The client asks again where the answer may be lost."""
+        if weights in (self._wanted, self._loading):
+            return []
+        if weights.version == self._version:
+            return [WeightsUpdated(weights.version)]
+        self._wanted = weights
+        return []
+
+    def _start_loading(self, now: float) -> VerifyBatch:
+        """All requests leave the batch, to be read again from their committed tokens once the weights are loaded."""
+        self._loading, self._wanted, self._fed = self._wanted, None, ()
+        self._preempt(self._scheduler.preempt_all())
+        after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
+        self._round.begin_pass({}, now, serves_drafts=False)
+        return VerifyBatch(self._verify_round, *self._target_outbox.flush(), after=after, weights=self._loading)
+
+    def _end_loading(self, weights: Weights, refusal: str, now: float) -> WeightsUpdated:
+        """The target serves them, or refuses them and serves those that it had. What is known of acceptance is of the
+        weights before; what passes cost stays."""
+        self._loading, self._round = None, Round(now)
+        if not refusal:
+            self._version = weights.version
+            self._policy.forget_acceptance()
+        return WeightsUpdated(weights.version, refusal)
 
     def _receive_proposals(self, batch: ProposalBatch, now: float) -> None:
         pending = self._drafter.pending
@@ -418,17 +461,24 @@ class Coordinator:
                 ended.append(self._end_early(sequence, "error", now, error))
         return ended
 
-    def _lose(self, role: str, now: float) -> None:
-        """The role lost its state: none of its batches will be answered, and every request must be sent to it again."""
+    def _lose(self, role: str, now: float) -> list[WeightsUpdated]:
+        """The role lost its state: none of its batches will be answered, and every request must be sent to it again.
+
+        Where the target was loading weights, all ranks load those before again as they join.
+        """
         self.stats.num_role_losses[role] = self.stats.num_role_losses.get(role, 0) + 1
         self._lost_at.setdefault(role, now)
         if role == "draft":
             self._drafter.lose(self._sequences.values())
-            return
+            return []
         self._has_target, self._target_outbox, self._round.verifying = False, Outbox(), None
         self._unseen = []
         for sequence in self._scheduler.preempt_all():
             self._drafter.release(sequence)
+        lost, self._loading = self._loading, None
+        return (
+            [] if lost is None else [WeightsUpdated(lost.version, "a rank of the target was lost meanwhile; try again")]
+        )
 
     def _regain(self, back: RoleBack, now: float) -> None:
         if back.role == "draft":

@@ -163,6 +163,9 @@ class Policy:
     def release(self, request_id: int) -> None:
         """The request ended."""
 
+    def forget_acceptance(self) -> None:
+        """The target has other weights: what was seen of acceptance does not hold, what passes cost does."""
+
 
 TRIAL_SHARE = 8
 """One of so many requests takes part in a trial, at least two."""
@@ -270,6 +273,9 @@ class AdaptivePolicy(Policy):
     def release(self, request_id: int) -> None:
         self._lengths.release(request_id)
         self._acceptance.release(request_id)
+
+    def forget_acceptance(self) -> None:
+        self._acceptance = AcceptanceModel(self.longest_draft)
 
     def update(self, seen: RoundObservation) -> None:
         super().update(seen)

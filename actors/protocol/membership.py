@@ -55,6 +55,15 @@ def identity_of(role: str, rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights of the target: those of the checkpoint `path`. Tokens made with them carry their `version`; 0 are those
+    that the engine was started with."""
+
+    path: str
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Recall:
     """Coordinator to the ranks of a role: leave every epoch before this one, and wait for `Join`."""
 
@@ -65,13 +74,14 @@ class Recall:
 class Join:
     """Coordinator to the ranks of a role, once all of them wait: drop all requests, join at `store`, answer `Ready`.
 
-    `round` is that of the last batch of the epochs before.
+    `round` is that of the last batch of the epochs before. Ranks of the target serve `weights`, if they are named.
     """
 
     epoch: int
     round: int
     store: tuple[str, int] | None = None
     """The place of a store: what `connect_store` takes."""
+    weights: Weights | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from typing import Any
 
 from actors.protocol.grammar import Grammar
 from actors.protocol.logprobs import MOST_LOGPROBS, Logprobs, PromptLogprobs
+from actors.protocol.membership import Weights
 from actors.protocol.sampling_params import SamplingParams
 from actors.protocol.token_tree import TokenTree
 from parallel.ranges import LARGEST
@@ -365,6 +366,8 @@ class Tokens:
     the first, which come with the first tokens, where the request asks for them.
 
     The first of them were draft tokens, by `proposers` as `Proposal.proposers` says it, the others the target's own.
+    `versions` are (index among the generated tokens, version of the weights), in order, each of the tokens from there on;
+    those before have version 0.
     """
 
     request_id: int
@@ -376,6 +379,7 @@ class Tokens:
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     proposers: tuple[tuple[str, int], ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -676,6 +680,7 @@ class VerifyBatch:
 
     `may_draft`: a request of the batch allows speculation, so that a drafter may learn from its rows. The hidden states
     of requests that speculate are sent over `bridge`, whose first `num_received` tensors have arrived; 0: over none.
+    A batch with `weights` has no items: it releases all requests and rows, and the next passes are of these weights.
     """
 
     round: int
@@ -687,6 +692,7 @@ class VerifyBatch:
     may_draft: bool = True
     bridge: int = 0
     num_received: int = 0
+    weights: Weights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -698,7 +704,8 @@ class VerdictBatch:
     verdicts, for the prefixes that these lead to; `finished` is when it began. `export` is what this batch sends over
     the bridge that it was given, `exported` (started, finished) of the sending for an earlier one. `hits` are (request,
     number of leading tokens) of the admitted requests for whose first tokens the target had KV rows. `prompt_logprobs`
-    are of the prompts that it has read, of requests that ask for them.
+    are of the prompts that it has read, of requests that ask for them. `refusal` is one line why the `weights` of its
+    batch were not taken, on any rank; "": they were.
     """
 
     round: int
@@ -713,6 +720,7 @@ class VerdictBatch:
     exported: tuple[float, float] | None = None
     hits: tuple[tuple[int, int], ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    refusal: str = ""
 
     @property
     def left_at(self) -> float:
@@ -728,6 +736,23 @@ class Abort:
     """End a request at once."""
 
     request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """The owner of the engine: serve these weights from the next round on. Answered by `WeightsUpdated`."""
+
+    weights: Weights
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsUpdated:
+    """To the owner: the target serves weights of this version, or goes on with those it had, for one line of reason:
+    the checkpoint is refused or, if it `is_lost`, a rank of the target was."""
+
+    version: int
+    refusal: str = ""
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

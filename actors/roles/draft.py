@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from actors.drafters.draft_ahead.timing import DraftAheadTiming
 from actors.drafters.draft_ahead.width import WidthChooser
 from actors.drafters.interface import Context, Drafter, FeatureRows
+from actors.protocol.membership import Weights
 from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, LearningWork, Proposal, ProposalBatch
 
 if TYPE_CHECKING:
@@ -134,6 +135,9 @@ class DraftRole:
             self.drafter.release(request_id)
         self.contexts.clear()
         self._steps.clear()
+
+    def use_weights(self, weights: Weights) -> None:
+        """A drafter keeps those that it has."""
 
     def _update_contexts(self, batch: DraftBatch, features: Sequence[FeatureRows]) -> list[tuple[Context, int]]:
         """Bring the contexts up to the batch; returns (context, draft tokens wanted) of the orders to propose for."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from actors.drafters.interface import FeatureRows
+from actors.protocol.membership import Weights
 from actors.protocol.messages import (
     NO_TOKEN,
     Admit,
@@ -69,6 +70,7 @@ class TargetRole:
         features: FeatureReader | None = None,
         drafter: AfterVerdicts | None = None,
         grammars: GrammarMasks | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self._drafter = drafter or AfterVerdicts()
         self.runner = runner = self._drafter.verifying(runner)
@@ -80,6 +82,7 @@ class TargetRole:
         self._features = features
         self._is_lead = is_lead
         self._grammars = grammars
+        self._weights = weights
         self.contexts: dict[int, TargetContext] = {}
 
     @property
@@ -91,6 +94,9 @@ class TargetRole:
         started = time.monotonic()
         hits = self._update(batch)
         answer = VerdictBatch(batch.round, (), started, committed := time.monotonic(), committed=committed, hits=hits)
+        if batch.weights is not None:
+            yield self._take_weights(batch.weights, answer)
+            return
         if batch.items:
             answer = self._answer_pass(batch, answer)
         if self._reads_later:
@@ -100,6 +106,25 @@ class TargetRole:
         self._drafter.answered()
         if self._reads_later and batch.items:
             self._of_last_pass = self._verifier.top_tokens()
+
+    def use_weights(self, weights: Weights) -> None:
+        """Serve these from the next pass on; ValueError, on every rank, if one of them goes on with those before."""
+        if weights == self._weights:
+            return
+        from parallel.runtime.weight_update import update_weights  # most engines serve the weights they start with
+
+        update_weights(self.runner, weights.path)
+        self._weights = weights
+
+    def _take_weights(self, weights: Weights, answer: VerdictBatch) -> VerdictBatch:
+        """Every row that is kept was made of the weights before."""
+        self.forget()
+        refusal = ""
+        try:
+            self.use_weights(weights)
+        except ValueError as error:
+            refusal = str(error)
+        return replace(answer, finished=time.monotonic(), refusal=refusal)
 
     def _update(self, batch: VerifyBatch) -> tuple[tuple[int, int], ...]:
         """Bring requests and rows up to the batch, last commits before releases: (request, rows it had) of the hits."""

@@ -46,8 +46,11 @@ _FAILURES = (membership.PassFailed,)
 _EPOCHS = (membership.Recall, membership.Join, membership.Ready, membership.RoleLost, membership.RoleBack)
 _BRIDGES = (membership.Bridge,)
 _KEYS = (membership.ClientKeys,)
+_WEIGHTS = (messages.UpdateWeights, messages.WeightsUpdated)
 _LEASES = (leases.LeaseOrder, leases.LeaseAnswer)
-CODEC = Codec(_REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS + _BRIDGES + _FAILURES + _KEYS + _LEASES)
+CODEC = Codec(
+    _REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS + _BRIDGES + _FAILURES + _KEYS + _LEASES + _WEIGHTS
+)
 LINGER_MS = 200
 """How long `close` may still deliver: enough for a last record, too short to delay an exit."""
 RECONNECT_MS = 20

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from actors.logs import log_event, logger_of
-from actors.protocol.membership import Alive, Bridge, Death, Join, PassFailed, Ready, Recall, Stop
+from actors.protocol.membership import Alive, Bridge, Death, Join, PassFailed, Ready, Recall, Stop, Weights
 from actors.protocol.messages import DraftBatch, VerifyBatch
 from actors.roles.bridge import BridgeEnd, FeatureReceiver
 from actors.roles.draft import DraftRole
@@ -46,6 +46,10 @@ class RankRole(Protocol):
 
     def forget(self) -> None:
         """Drop every request; the next batch starts from nothing."""
+        ...
+
+    def use_weights(self, weights: Weights) -> None:
+        """Serve these weights of the target, while there is no request. ValueError if they cannot be had."""
         ...
 
 
@@ -151,7 +155,9 @@ class RankLoop:
         if self.bridge is not None:
             self.bridge.group = self._group
         if self._role is None:
-            self._role, self._facts = self.build(self.spec, self._group, self.link)
+            self._role, self._facts = self.build(replace(self.spec, weights=join.weights), self._group, self.link)
+        elif join.weights is not None:
+            self._role.use_weights(join.weights)
         self._send_ready()
         log_event(self._logger, "ready", epoch=join.epoch, **self._facts)
         self.observe(f"epoch {join.epoch}")

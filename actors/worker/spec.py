@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from actors.drafters.config import DrafterConfig
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
-from actors.protocol.membership import identity_of
+from actors.protocol.membership import Weights, identity_of
 from actors.transport.keys import LinkKey
 
 
@@ -37,6 +37,8 @@ class RankSpec:
     """This rank's part of what the weights of all ranks on its GPU leave."""
     key: LinkKey | None = None
     """With which the rank connects to the hub."""
+    weights: Weights | None = None
+    """Of the target, in place of those of `target.path`: another checkpoint of the same shape."""
 
     @property
     def identity(self) -> str:

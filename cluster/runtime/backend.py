@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from actors.coordinator.service import CoordinatorSpec
 from actors.options import PipelineName
-from actors.protocol.membership import Death, identity_of
+from actors.protocol.membership import Death, Weights, identity_of
 from actors.topology import TOP
 from actors.transport.keys import SECRET_BYTES, HubKeys, LinkKey
 from actors.worker import openmp
@@ -55,6 +55,8 @@ class Backend(ABC):
         `client_address` does, when the coordinator is replaced on another node."""
         self.client_address = ""
         """Address of the hub for other clients."""
+        self.weights = Weights(config.target.path)
+        """What the target serves, for a coordinator that is replaced."""
 
     @property
     def _needs_store(self) -> bool:
@@ -100,6 +102,10 @@ class Backend(ABC):
 
     def publish(self, file: Path) -> None:  # noqa: B027 (only one backend has such a place)
         """Copy `file` to the cluster's dashboard, if there is one that outlives the engine."""
+
+    def serves(self, weights: Weights) -> None:
+        """The target serves these weights from now on."""
+        self.weights = weights
 
     def _admit(self, places: Sequence[RankPlacement]) -> None:
         lent = [LENT_RANK] if is_lent(self._config) else []
@@ -158,6 +164,7 @@ def coordinator_spec(
         drafters=config.drafter.names_in(config.pipeline.name),
         attached=config.drafter.is_attached(config.pipeline.name),
         bridged=config.drafter.is_bridged(config.pipeline.name),
+        weights=Weights(config.target.path),
         lent_silence_s=(config.cluster.silence_s or LENT_SILENCE_S) if is_lent(config) else 0.0,
     )
 

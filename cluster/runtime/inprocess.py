@@ -82,7 +82,7 @@ class InprocessBackend(Backend):
 
     def replace(self, identity: str, incarnation: int, facts: Mapping[str, object]) -> None:
         if identity == "coordinator":
-            self._start_coordinator(replace(self._coordinator, incarnation=incarnation))
+            self._start_coordinator(replace(self._coordinator, incarnation=incarnation, weights=self.weights))
         else:
             spec = self._specs[identity] = self._specs[identity].successor(incarnation, facts)
             self._start_rank(spec)

@@ -214,7 +214,9 @@ class RayBackend(Backend):
         else:
             bound = actor.bind.remote(self._host, (0, cluster.port), self.keys, self._needs_store, cluster.interface)
             self.address, self.client_address = ray.get(bound, timeout=cluster.startup_timeout_s)
-        self._actors.run("coordinator", replace(self._coordinator, incarnation=incarnation), self._watches)
+        self._actors.run(
+            "coordinator", replace(self._coordinator, incarnation=incarnation, weights=self.weights), self._watches
+        )
 
     def _leave_lost_node(self, identity: str) -> None:
         """If the node of this rank is gone, reserve devices elsewhere; raises NoRoom while there are none."""

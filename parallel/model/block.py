@@ -146,7 +146,10 @@ class Experts(Layer):
         return self._matrices is not None
 
     def pack(self) -> None:
-        """After loading: make the experts' matrices parts of one tensor, where all are multiplied by at once."""
+        """After loading: make the experts' matrices parts of one tensor, where all are multiplied by at once. They stay
+        its parts when they are loaded again."""
+        if self._matrices is not None:
+            return
         weights = [expert.gate_up.weight for expert in self.experts], [expert.down.weight for expert in self.experts]
         if self.experts[0].gated and all(weight.can_group for part in weights for weight in part):
             gate_up, down = map(join_weights, weights)

@@ -175,19 +175,24 @@ def tensor_headers(directory: Path) -> dict[str, Shape]:
     return headers
 
 
+def tensor_types(directory: Path, wanted: Mapping[str, Shape]) -> dict[str, str]:
+    """Tensor -> the type of its numbers, by safetensors' name of it, for all in which those `wanted` are stored."""
+    names: dict[Path, list[str]] = {}
+    for name, file in find_tensors(directory, wanted).items():
+        names.setdefault(file, []).append(name)
+    found: dict[str, str] = {}
+    for file, within in names.items():
+        with open_tensors(file, "np") as tensors:
+            found |= {name: tensors.get_slice(name).get_dtype() for name in within}
+    return found
+
+
 def stores_bfloat16(directory: Path, config: DecoderConfig) -> bool:
     """Whether all matrices are bfloat16: kept so, they are the numbers that they would be in float32."""
     if quantization_of(directory) is not None:
         return False
     wanted = {name: shape for name, shape in tensor_shapes(config).items() if len(shape) == 2}
-    names: dict[Path, list[str]] = {}
-    for name, file in find_tensors(directory, wanted).items():
-        names.setdefault(file, []).append(name)
-    for file, within in names.items():
-        with open_tensors(file, "np") as tensors:
-            if any(tensors.get_slice(name).get_dtype() != "BF16" for name in within):
-                return False
-    return True
+    return all(kind == "BF16" for kind in tensor_types(directory, wanted).values())
 
 
 def holds_bfloat16(directory: Path) -> bool:

@@ -192,21 +192,47 @@ class Decoder(Layer):
 
     def shards(self) -> Iterator[Shard]:
         """Every checkpoint tensor this rank needs and where its part goes."""
-        names = self.config.names
+        yield from self._end_shards()
+        if self.encoder is not None:
+            yield from self.encoder.shards()
+        for i in range(len(self.layers)):
+            yield from self._layer_shards(i)
+
+    def _end_shards(self) -> Iterator[Shard]:
+        """Those of what is before and after all blocks."""
         yield from self.embedding.shards()
         yield from self._input_rows.shards()
         if self.bias is not None:
             yield from self.bias.shards()
-        if self.encoder is not None:
-            yield from self.encoder.shards()
-        num_real = self.config.num_layers - self.config.stretch
-        for i, layer in enumerate(self.layers):
-            yield from layer.shards(f"{names.blocks}.{min(i, num_real - 1)}")
         if self.norm is not None:
-            yield from self.norm.shards(names.final_norm)
+            yield from self.norm.shards(self.config.names.final_norm)
         if self.lm_head is not self.embedding:
             yield from self.lm_head.shards()
         yield from self.lm_head.bias_shards()
+
+    def _layer_shards(self, index: int) -> Iterator[Shard]:
+        """A stretched layer has those of the last real one."""
+        last = self.config.num_layers - self.config.stretch - 1
+        yield from self.layers[index].shards(f"{self.config.names.blocks}.{min(index, last)}")
+
+    def reopened_shards(self) -> Iterator[list[Shard]]:
+        """The shards of a decoder that was loaded, part by part: each part is filled before the next is asked for, and
+        of packed matrices only those of one part are kept twice. Every number stays at its address."""
+        self.lm_head.weight.reopen()
+        yield [*self._end_shards()]
+        self.lm_head.weight.pack()
+        for layer in () if self.encoder is None else self.encoder.layers:
+            reopen_weights(layer)
+        if self.encoder is not None:
+            yield [*self.encoder.shards()]
+            for layer in self.encoder.layers:
+                pack_weights(layer)
+        for i, layer in enumerate(self.layers):
+            reopen_weights(layer)
+            yield [*self._layer_shards(i)]
+            if i >= self.config.num_layers - self.config.stretch:
+                layer.silence()
+            pack_weights(layer)
 
     def silence_stretch(self) -> None:
         """Zero what the stretched layers would add to the residual stream."""
@@ -236,3 +262,10 @@ def pack_weights(layer: Layer) -> None:
         for part in parts:
             if isinstance(part, kind):
                 part.pack()
+
+
+def reopen_weights(layer: Layer) -> None:
+    """Make room in every packed weight within `layer`, to load it again."""
+    for part in layer.walk():
+        if isinstance(part, Weight):
+            part.reopen()

@@ -11,12 +11,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from parallel.kernels.packed_products import PackedRows, can_pack
+from parallel.kernels.packed_products import Codes, PackedRows, can_pack
 from parallel.model.checkpoint import (
     find_tensors,
     quantization_of,
@@ -27,7 +29,8 @@ from parallel.model.checkpoint import (
 )
 from parallel.model.decoder import Decoder
 from parallel.model.dequantize import MatrixPart, common_packing, read_codes
-from parallel.model.layers.weight import OpenRows, Shard, Weight
+from parallel.model.families.registry import read_config
+from parallel.model.layers.weight import OpenRows, QuantizedRows, Shard, Weight
 from parallel.model.quantization import Quantization, Shape
 from parallel.model.tensor_files import open_tensors
 
@@ -44,6 +47,39 @@ def load_weights(decoder: Decoder, path: str | Path) -> None:
         load_shards(decoder.shards(), shapes, directory, _CUDA_THREADS if on_cuda else 1)
     decoder.silence_stretch()
     decoder.pack()
+
+
+@torch.inference_mode()
+def check_weights(decoder: Decoder, path: str | Path) -> None:
+    """ValueError, one line, unless `reload_weights` can fill a loaded decoder from `path`: a checkpoint of the same
+    shape, with every number finite in the type in which it is kept. Changes nothing."""
+    directory, config = resolve_checkpoint(str(path)), decoder.config
+    if any(isinstance(part, Weight) and part.holds_codes for part in decoder.walk()):
+        raise ValueError(f"{path}: a checkpoint's codes are not replaced; start with target.weights=bfloat16")
+    if replace(read_config(directory).stretched(config.stretch), head=config.head) != config:
+        raise ValueError(f"{directory}: config.json describes another model than the one that is served")
+    shapes, quantization = tensor_shapes(config), quantization_of(directory)
+    shards = list(decoder.shards())
+    wanted = {shard.name: shapes[shard.name] for shard in shards}
+    stored, files = stored_tensors(directory, wanted), find_tensors(directory, wanted)
+    with ExitStack() as stack:
+        get = _CheckpointFiles(files, stack)
+        for shard in shards:
+            numbers = _numbers(shard, quantization, stored[shard.name], shapes[shard.name], get)
+            kept = shard.place().dtype
+            numbers = numbers.to(kept if kept.is_floating_point else torch.float32)
+            _check_finite(numbers, shard.name, files[next(iter(stored[shard.name]))])
+
+
+@torch.inference_mode()
+def reload_weights(decoder: Decoder, path: str | Path) -> None:
+    """Fill a loaded decoder again, in place, from a checkpoint that `check_weights` has accepted: captured passes, and
+    whoever shares layers, read the new numbers."""
+    on_cuda = decoder.device.type == "cuda"
+    shapes, directory = tensor_shapes(decoder.config), resolve_checkpoint(str(path))
+    with torch.cuda.device(decoder.device) if on_cuda else nullcontext():
+        for shards in decoder.reopened_shards():
+            load_shards(shards, shapes, directory, _CUDA_THREADS if on_cuda else 1)
 
 
 def read_kv_scales(decoder: Decoder, path: str | Path) -> list[tuple[float, float]]:
@@ -89,7 +125,7 @@ def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory:
             get = _CheckpointFiles(files, stack)
             for shard in own:
                 _fill(shard, quantization, stored[shard.name], shapes[shard.name], get, pins=device is not None)
-                _check_finite(shard, files[next(iter(stored[shard.name]))])
+                _check_finite(shard.place(), shard.name, files[next(iter(stored[shard.name]))])
 
     if num_threads == 1:
         load(shards)
@@ -156,23 +192,40 @@ def _fill(
 ) -> None:
     """Copy the part to its place, from pinned memory: from pageable a copy to a GPU runs at a fraction of the bus."""
     place = shard.place()
-    if len(stored) > 1:
-        assert quantization is not None, "only quantised tensors are stored in several"
-        codes = read_codes(quantization, MatrixPart(shard.name, stored, shape, shard.index[1]), shard.index[0], get)
-        if isinstance(place, PackedRows):
-            place.copy_(codes)
-            return
-        part = codes.numbers()
-    else:
-        part = get(shard.name)[shard.index]
-    assert not isinstance(place, PackedRows)
-    part = part if shard.picked is None else part[list(shard.picked)]
+    if isinstance(place, PackedRows):
+        assert len(stored) > 1, "codes come from a quantised tensor"
+        place.copy_(_codes(shard, quantization, stored, shape, get))
+        return
+    part = _numbers(shard, quantization, stored, shape, get)
     place.copy_(part.pin_memory() if pins else part)
 
 
-def _check_finite(shard: Shard, file: Path) -> None:
+def _codes(
+    shard: Shard,
+    quantization: Quantization | None,
+    stored: Mapping[str, Any],
+    shape: Shape,
+    get: Callable[[str], Any],
+) -> Codes:
+    assert quantization is not None, "only quantised tensors are stored in several"
+    return read_codes(quantization, MatrixPart(shard.name, stored, shape, shard.index[1]), shard.index[0], get)
+
+
+def _numbers(
+    shard: Shard,
+    quantization: Quantization | None,
+    stored: Mapping[str, Any],
+    shape: Shape,
+    get: Callable[[str], Any],
+) -> Tensor:
+    """The part of the tensor, as numbers."""
+    coded = len(stored) > 1
+    part = _codes(shard, quantization, stored, shape, get).numbers() if coded else get(shard.name)[shard.index]
+    return part if shard.picked is None else part[list(shard.picked)]
+
+
+def _check_finite(weights: Tensor | QuantizedRows | PackedRows, name: str, file: Path) -> None:
     """ValueError if a number is NaN or infinite: every token would be made of it."""
-    weights = shard.place()
     if weights.numel() and not all(map(math.isfinite, torch.stack(weights.aminmax()).tolist())):
         remedy = "fetch the file again, or choose another dtype"
-        raise ValueError(f"{file}: tensor {shard.name} holds NaN or infinity in {weights.dtype}; {remedy}")
+        raise ValueError(f"{file}: tensor {name} holds NaN or infinity in {weights.dtype}; {remedy}")

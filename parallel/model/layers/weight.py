@@ -166,12 +166,27 @@ class Weight(Layer):
         return self.shard(shard.name, *shard.index, own=shard.destination.own)
 
     def pack(self) -> None:
-        """Change to the order of the kernel, if it can run; call it after loading."""
+        """Change to the order of the kernel, if it can run; call it after loading, and after loading again."""
+        if self._panels is not None:
+            if self.plain.numel():
+                self._panels.assign(self.plain)
+                self.plain = self.plain.new_empty(0)
+            return
         on_cpu = self._codes is None and self.plain.device.type == "cpu"
         if on_cpu and self.dtype in (torch.float32, torch.bfloat16) and has_products():
             self._panels = Panels(self.plain, self.scales, self.dtype)
             self.packed = self._panels.weights
             self.plain = self.plain.new_empty(0)
+
+    def reopen(self) -> None:
+        """Make room for other contents, which `pack` then puts where the present ones are; these serve until then."""
+        if self._panels is not None:
+            self.plain = torch.zeros(self.outputs, self.inputs, dtype=self._panels.weights.dtype)
+
+    @property
+    def holds_codes(self) -> bool:
+        """Whether it is kept as the codes of a quantised checkpoint."""
+        return self._codes is not None
 
     @property
     def can_group(self) -> bool:
