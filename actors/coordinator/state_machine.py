@@ -476,9 +476,7 @@ class Coordinator:
         for sequence in self._scheduler.preempt_all():
             self._drafter.release(sequence)
         lost, self._loading = self._loading, None
-        return (
-            [] if lost is None else [WeightsUpdated(lost.version, "a rank of the target was lost meanwhile; try again")]
-        )
+        return [] if lost is None else [WeightsUpdated(lost.version, _LOST, is_lost=True)]
 
     def _regain(self, back: RoleBack, now: float) -> None:
         if back.role == "draft":

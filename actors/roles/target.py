@@ -108,23 +108,25 @@ class TargetRole:
             self._of_last_pass = self._verifier.top_tokens()
 
     def use_weights(self, weights: Weights) -> None:
-        """Serve these from the next pass on; ValueError, on every rank, if one of them goes on with those before."""
-        if weights == self._weights:
-            return
-        from parallel.runtime.weight_update import update_weights  # most engines serve the weights they start with
-
-        update_weights(self.runner, weights.path)
-        self._weights = weights
+        """Serve these from the next pass on, as the other ranks do or will."""
+        if weights != self._weights:
+            self._replace_weights(weights, alone=True)
 
     def _take_weights(self, weights: Weights, answer: VerdictBatch) -> VerdictBatch:
-        """Every row that is kept was made of the weights before."""
+        """On every rank, or on none. Every row that is kept was made of the weights before."""
         self.forget()
         refusal = ""
         try:
-            self.use_weights(weights)
+            self._replace_weights(weights, alone=False)
         except ValueError as error:
             refusal = str(error)
         return replace(answer, finished=time.monotonic(), refusal=refusal)
+
+    def _replace_weights(self, weights: Weights, *, alone: bool) -> None:
+        from parallel.runtime.weight_update import update_weights  # most engines serve the weights they start with
+
+        update_weights(self.runner, weights.path, alone=alone)
+        self._weights = weights
 
     def _update(self, batch: VerifyBatch) -> tuple[tuple[int, int], ...]:
         """Bring requests and rows up to the batch, last commits before releases: (request, rows it had) of the hits."""

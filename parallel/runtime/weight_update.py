@@ -11,17 +11,18 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from parallel.comm.group import Group
+from parallel.comm.group import SINGLE, Group
 from parallel.model.weights import check_weights, read_kv_scales, reload_weights
 from parallel.runtime.decoder_runner import DecoderRunner
 
 _LINE_BYTES = 400
 
 
-def update_weights(runner: DecoderRunner, path: str | Path) -> None:
-    """Fill the runner's decoder from another checkpoint of the same layout; all ranks call it.
+def update_weights(runner: DecoderRunner, path: str | Path, *, alone: bool = False) -> None:
+    """Fill the runner's decoder from another checkpoint of the same layout.
 
-    ValueError, one line, on every rank if one of them refuses the checkpoint; then none has changed anything.
+    All ranks call it, and if one of them refuses the checkpoint, ValueError, one line, comes of it on every rank, and
+    none has changed anything. A rank that does it `alone` asks no other.
     """
     why = ""
     try:
@@ -29,7 +30,8 @@ def update_weights(runner: DecoderRunner, path: str | Path) -> None:
         _check_scales(runner, path)
     except (ValueError, OSError, SafetensorError) as error:
         why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    if refusals := _lines_of_all(why, runner.decoder.group, runner.decoder.device):
+    group = SINGLE if alone else runner.decoder.group
+    if refusals := _lines_of_all(why, group, runner.decoder.device):
         raise ValueError(refusals[0])
     reload_weights(runner.decoder, path)
 
