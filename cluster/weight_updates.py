@@ -23,7 +23,7 @@ _POLL_S = 0.2
 
 
 class WeightUpdates:
-    """`send` sends a record to the coordinator, `check_alive` raises once the engine has failed, `on_served` is told
+    """`send` sends a record to the coordinator, `check_alive` raises once the engine has failed, `on_served` receives
     what the target serves from then on. Tensors need ranks that `share_files` with this process."""
 
     def __init__(

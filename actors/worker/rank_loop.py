@@ -155,7 +155,8 @@ class RankLoop:
         if self.bridge is not None:
             self.bridge.group = self._group
         if self._role is None:
-            self._role, self._facts = self.build(replace(self.spec, weights=join.weights), self._group, self.link)
+            spec = self.spec if join.weights is None else replace(self.spec, weights=join.weights)
+            self._role, self._facts = self.build(spec, self._group, self.link)
         elif join.weights is not None:
             self._role.use_weights(join.weights)
         self._send_ready()

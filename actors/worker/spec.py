@@ -38,7 +38,7 @@ class RankSpec:
     key: LinkKey | None = None
     """With which the rank connects to the hub."""
     weights: Weights | None = None
-    """Of the target, in place of those of `target.path`: another checkpoint of the same shape."""
+    """Another checkpoint of the target's shape, whose weights it serves in place of those of `target.path`."""
 
     @property
     def identity(self) -> str:

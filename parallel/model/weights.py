@@ -74,7 +74,7 @@ def check_weights(decoder: Decoder, path: str | Path) -> None:
 @torch.inference_mode()
 def reload_weights(decoder: Decoder, path: str | Path) -> None:
     """Fill a loaded decoder again, in place, from a checkpoint that `check_weights` has accepted: captured passes, and
-    whoever shares layers, read the new numbers."""
+    others that share its layers, read the new numbers."""
     on_cuda = decoder.device.type == "cuda"
     shapes, directory = tensor_shapes(decoder.config), resolve_checkpoint(str(path))
     with torch.cuda.device(decoder.device) if on_cuda else nullcontext():

@@ -95,6 +95,8 @@ RECORDS = [
     PassFailed("target", 1, 2, 17, "RuntimeError: out of memory"),
     ReportOrder(True),
     Report({"num_tokens": 3, "acceptance_histogram": [1, 2]}, (("target", "verify", 0.0, 1.0, {"round": 1}),)),
+    UpdateWeights(Weights("run/step-3", 3)),
+    WeightsUpdated(3, "lm_head.weight is missing", is_lost=False),
     Stop("closed"),
 ]
 
