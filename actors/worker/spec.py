@@ -44,6 +44,11 @@ class RankSpec:
     def identity(self) -> str:
         return identity_of(self.role, self.rank)
 
+    @property
+    def served(self) -> Weights:
+        """Where the target's weights are, and which they are."""
+        return self.weights or Weights(self.target.path)
+
     def successor(self, incarnation: int, facts: Mapping[str, object]) -> RankSpec:
         """The same rank in a new process.
 

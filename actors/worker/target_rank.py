@@ -13,7 +13,6 @@ from actors.grammars.compiler import GrammarCompiler
 from actors.grammars.masks import GrammarMasks
 from actors.logs import log_event, logger_of
 from actors.options import PipelineName
-from actors.protocol.membership import Weights
 from actors.roles.bridge import BridgeEnd, FeatureSender
 from actors.roles.target import TargetRole
 from actors.tokenizer_file import open_tokenizer
@@ -67,8 +66,7 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
     model = fit.dtype, fit.num_slots, config.stretch
     options: dict[str, Any] = {"weights": fit.weights, "kv_dtype": fit.kv_dtype, "backend": config.attention}
-    weights = spec.weights or Weights(config.path)
-    runner = open_model(weights.path, group, spec.device, *model, **options)
+    runner = open_model(spec.served.path, group, spec.device, *model, **options)
     log_event(logger_of(spec.identity), "attention", backend=runner.attention, kv_dtype=sizes["kv_dtype"])
     if spec.pipeline != PipelineName.plain:
         runner = spec.drafter.on_target(runner)
@@ -98,7 +96,7 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
         features=features,
         drafter=after,
         grammars=_grammars(spec) if is_lead else None,
-        weights=weights,
+        weights=spec.served,
     )
     head, taps = runner.decoder.lm_head, () if features is None else features.streams
     with head.ungathered() if role.splits_choice else nullcontext():

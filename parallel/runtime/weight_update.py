@@ -1,7 +1,7 @@
 """Other weights for a runner that is loaded: checked on every rank first, then copied to where the present ones are.
 
-Pool, captured passes and others that share the decoder's layers stay as they are. No sequence may be open, and no row of a
-text be kept, since rows are made of weights. Knows no requests, and no reason for new weights.
+Pool, captured passes and others that share the decoder's layers stay as they are. No sequence may be open, and no row
+of a text be kept, since rows are made of weights. Knows no requests, and no reason for new weights.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 import zmq
 
+from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseTerms
 from actors.protocol.membership import (
     Alive,
     Bridge,
@@ -26,6 +27,7 @@ from actors.protocol.membership import (
     RoleLost,
     Silent,
     Stop,
+    Weights,
 )
 from actors.protocol.messages import (
     Abort,
@@ -47,10 +49,12 @@ from actors.protocol.messages import (
     SparseDistribution,
     Tokens,
     TokenTree,
+    UpdateWeights,
     Verdict,
     VerdictBatch,
     VerifyBatch,
     VerifyItem,
+    WeightsUpdated,
 )
 from actors.transport import channel
 from actors.transport.channel import CODEC, Hub, Link, open_link
@@ -95,6 +99,8 @@ RECORDS = [
     PassFailed("target", 1, 2, 17, "RuntimeError: out of memory"),
     ReportOrder(True),
     Report({"num_tokens": 3, "acceptance_histogram": [1, 2]}, (("target", "verify", 0.0, 1.0, {"round": 1}),)),
+    LeaseOrder(3, "tcp://127.0.0.1:2345", bytes(32), LeaseTerms("coupled", "tree", "digest"), 97, 50, 4, bytes(range(32))),
+    LeaseAnswer(3, "no room"),
     UpdateWeights(Weights("run/step-3", 3)),
     WeightsUpdated(3, "lm_head.weight is missing", is_lost=False),
     Stop("closed"),

@@ -3,6 +3,7 @@ drafts and however ranks are laid out; what is refused changes nothing."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 import time
@@ -264,3 +265,24 @@ def test_a_rank_that_is_lost_while_it_loads_returns_with_the_weights_before(
     for completion in completions:
         completion.abort()
         check_tokens(completion.result(60), models)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "rollouts.md"
+
+
+def test_the_trainer_of_the_page_makes_rewarded_texts_more_likely(open_engine, checkpoints):
+    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(source, str(PAGE), "exec"), names)
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[0]).eval()
+    engine = open_engine("ngram", target=TargetConfig(path=str(checkpoints[0]), device="cpu"))
+    rewards = names["reinforce"](engine, model, PROMPTS[:1], count_early, steps=6, samples=12, lr=0.1, max_tokens=8)
+    assert rewards[-1] > rewards[0] + 1
+    (completion,) = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=4))
+    assert completion.versions == [6] * 4
+    assert completion.token_ids == continued(model, completion.prompt_token_ids, 4, completion.sampling)
+
+
+def count_early(text: str) -> float:
+    """Characters before the letters."""
+    return float(sum(character < "a" for character in text))
