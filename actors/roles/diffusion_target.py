@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from actors.protocol.membership import Weights
 from actors.protocol.messages import Admit, SamplingParams, Verdict, VerdictBatch, VerifyBatch, VerifyItem
+from actors.roles.served_weights import ServedWeights
 from actors.sampling.unmasking import MASKED, MaskedRows, State, UnmaskingStep, furthest, steps
 from parallel.kv.pass_plan import BlockCopies, Span
 from parallel.kv.prefix_tree import Text
@@ -71,6 +73,7 @@ class DiffusionTargetRole:
         is_lead: bool,
         num_states: int = 1,
         threshold: float = 0.0,
+        weights: Weights | None = None,
     ) -> None:
         diffusion = runner.config.diffusion
         assert diffusion is not None, "this model fills no masks"
@@ -80,22 +83,31 @@ class DiffusionTargetRole:
         self._is_lead = is_lead
         self._mask_token, self._block = diffusion.mask_token, diffusion.block_size
         self._num_states, self._threshold = num_states, threshold
+        self._weights = ServedWeights(runner, weights)
 
     def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
         started = time.monotonic()
         hits = self._update(batch)
         committed = time.monotonic()
+        refusal = ""
+        if batch.weights is not None:
+            self.forget()  # every row that is kept was made of the weights before
+            refusal = self._weights.take(batch.weights)
         rows = [self._rows(item) for item in batch.items]
         verdicts, num_rows = self._fill([one for one in rows if one.text or one.states])
         yield VerdictBatch(
             batch.round,
             verdicts if self._is_lead else (),
             started,
-            time.monotonic() if batch.items else committed,
+            time.monotonic() if batch.items or batch.weights is not None else committed,
             num_tokens=num_rows,
             committed=committed,
             hits=hits,
+            refusal=refusal,
         )
+
+    def use_weights(self, weights: Weights) -> None:
+        self._weights.use(weights)
 
     def forget(self) -> None:
         """Drop every request and its rows."""

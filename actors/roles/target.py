@@ -29,6 +29,7 @@ from actors.protocol.messages import (
     VerifyItem,
 )
 from actors.roles.after_verdicts import AfterVerdicts
+from actors.roles.served_weights import ServedWeights
 from actors.verification.verifier import Verifier, VerifyInput
 from parallel.kv.prefix_tree import Text
 from parallel.runtime.decoder_runner import DecoderRunner
@@ -82,7 +83,7 @@ class TargetRole:
         self._features = features
         self._is_lead = is_lead
         self._grammars = grammars
-        self._weights = weights
+        self._weights = ServedWeights(runner, weights)
         self.contexts: dict[int, TargetContext] = {}
 
     @property
@@ -95,7 +96,9 @@ class TargetRole:
         hits = self._update(batch)
         answer = VerdictBatch(batch.round, (), started, committed := time.monotonic(), committed=committed, hits=hits)
         if batch.weights is not None:
-            yield self._take_weights(batch.weights, answer)
+            self.forget()  # every row that is kept was made of the weights before
+            refusal = self._weights.take(batch.weights)
+            yield replace(answer, finished=time.monotonic(), refusal=refusal)
             return
         if batch.items:
             answer = self._answer_pass(batch, answer)
@@ -108,25 +111,7 @@ class TargetRole:
             self._of_last_pass = self._verifier.top_tokens()
 
     def use_weights(self, weights: Weights) -> None:
-        """Serve these from the next pass on, as the other ranks do or will."""
-        if weights != self._weights:
-            self._replace_weights(weights, alone=True)
-
-    def _take_weights(self, weights: Weights, answer: VerdictBatch) -> VerdictBatch:
-        """On every rank, or on none. Every row that is kept was made of the weights before."""
-        self.forget()
-        refusal = ""
-        try:
-            self._replace_weights(weights, alone=False)
-        except ValueError as error:
-            refusal = str(error)
-        return replace(answer, finished=time.monotonic(), refusal=refusal)
-
-    def _replace_weights(self, weights: Weights, *, alone: bool) -> None:
-        from parallel.runtime.weight_update import update_weights  # most engines serve the weights they start with
-
-        update_weights(self.runner, weights.path, alone=alone)
-        self._weights = weights
+        self._weights.use(weights)
 
     def _update(self, batch: VerifyBatch) -> tuple[tuple[int, int], ...]:
         """Bring requests and rows up to the batch, last commits before releases: (request, rows it had) of the hits."""

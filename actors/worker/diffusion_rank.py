@@ -47,7 +47,7 @@ def build_diffusion_target(
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
     options: dict[str, Any] = {"weights": fit.weights, "kv_dtype": fit.kv_dtype, "backend": config.attention}
     model = fit.dtype, num_slots, config.stretch
-    runner = open_model(config.path, group, spec.device, *model, graphs=False, **options)
+    runner = open_model(spec.served.path, group, spec.device, *model, graphs=False, **options)
     log_event(logger_of(spec.identity), "attention", backend=runner.attention, kv_dtype=sizes["kv_dtype"])
     role = DiffusionTargetRole(
         runner,
@@ -55,6 +55,7 @@ def build_diffusion_target(
         is_lead=spec.rank == 0,
         num_states=config.num_states,
         threshold=config.unmask_threshold,
+        weights=spec.served,
     )
     if config.pace_ms:
         from parallel.runtime.pacing import pace

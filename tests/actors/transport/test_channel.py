@@ -99,8 +99,10 @@ RECORDS = [
     PassFailed("target", 1, 2, 17, "RuntimeError: out of memory"),
     ReportOrder(True),
     Report({"num_tokens": 3, "acceptance_histogram": [1, 2]}, (("target", "verify", 0.0, 1.0, {"round": 1}),)),
-    LeaseOrder(3, "tcp://127.0.0.1:2345", bytes(32), LeaseTerms("coupled", "tree", "digest"), 97, 50, 4, bytes(range(32))),
-    LeaseAnswer(3, "no room"),
+    LeaseOrder(
+        3, "tcp://127.0.0.1:2345", bytes(32), LeaseTerms("coupled", "tree", "digest"), 97, 50, 4, bytes(range(32))
+    ),
+    LeaseAnswer(3, 5.0, "no room"),
     UpdateWeights(Weights("run/step-3", 3)),
     WeightsUpdated(3, "lm_head.weight is missing", is_lost=False),
     Stop("closed"),

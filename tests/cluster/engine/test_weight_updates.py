@@ -24,6 +24,7 @@ from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import PipelineConfig, PipelineName, TargetConfig
 from actors.protocol.messages import SamplingParams
+from actors.roles.served_weights import ServedWeights
 from actors.roles.target import TargetRole
 from actors.sampling.noise import NoiseStream, gumbel, noise_key
 from cluster.completion import Completion
@@ -256,7 +257,8 @@ def test_a_rank_that_is_lost_while_it_loads_returns_with_the_weights_before(
     engine = open_layout("ngram-tp2")
     completions = [engine.submit(prompt, SAMPLED) for prompt in PROMPTS[:2]]
     await_tokens(completions, 0, 2)
-    break_once(monkeypatch, TargetRole, "_take_weights", after=True, only=lambda role: role._is_lead)
+    is_lead = lambda served: served._runner.decoder.group.rank == 0  # noqa: E731
+    break_once(monkeypatch, ServedWeights, "take", after=True, only=is_lead)
     with pytest.raises(EngineError, match="a rank of the target was lost meanwhile"):
         engine.update_weights(checkpoints[1])
     await_tokens(completions, 0, 2 + NUM_AFTER)
