@@ -39,11 +39,12 @@ from cluster.placement.ranks import RankPlacement
 from cluster.runtime.backend import LENT_RANK, coordinator_spec, is_lent, make_backend
 from cluster.runtime.pool_leases import PoolLeases, PoolPlace
 from cluster.runtime.supervisor import Supervisor
-from cluster.weight_updates import WeightUpdates
 from parallel.model.families.registry import read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from cluster.weight_updates import WeightUpdates
 
 __all__ = ["Client", "Completion", "Engine", "EngineError", "RemoteTrace", "TooManyRequestsError", "connect"]
 
@@ -101,13 +102,8 @@ class Engine(Client):
             file = self._client_file.create(self._backend.keys.of(FIRST_CLIENT))
             progress(f"listening at {self.address}, secret in {file}")
         connection = Connection(self._backend.address, OWNER, self._backend.keys.of(OWNER))
-        self._weight_updates = WeightUpdates(
-            config.target.path,
-            connection.send,
-            self.check_alive,
-            self._backend.serves,
-            share_files=config.cluster.name in (ClusterName.inprocess, ClusterName.local),
-        )
+        self._weight_updates: WeightUpdates | None = None
+        self._updating = threading.Lock()
         limits = replace(config.cluster, startup_timeout_s=self._startup_s)
         self.supervisor = Supervisor(
             self._backend, limits, on_lost=connection.send, on_moved=connection.move, on_final=self._end
@@ -157,7 +153,18 @@ class Engine(Client):
         machine. Raises ValueError for a checkpoint that is refused, EngineError if a process was lost or the engine
         has failed; in both cases the target serves the weights that it had.
         """
-        return self._weight_updates.update(source, version)
+        with self._updating:
+            if self._weight_updates is None:
+                from cluster.weight_updates import WeightUpdates  # most engines serve the weights they start with
+
+                self._weight_updates = WeightUpdates(
+                    self.config.target.path,
+                    self._connection.send,
+                    self.check_alive,
+                    self._backend.serves,
+                    share_files=self.config.cluster.name in (ClusterName.inprocess, ClusterName.local),
+                )
+            return self._weight_updates.update(source, version)
 
     def publish(self, file: Path) -> None:
         """Copy `file` to the Logs page of the dashboard, where the cluster outlives this engine."""
@@ -180,7 +187,8 @@ class Engine(Client):
         if self._end_timer is not None:
             self._end_timer.cancel()
         self.supervisor.stop()
-        self._weight_updates.close()
+        if self._weight_updates is not None:
+            self._weight_updates.close()
         if self._leases is not None:
             self._leases.close()
         if self._key_watch is not None:
@@ -246,7 +254,7 @@ class Engine(Client):
         if isinstance(record, Ready | Silent) and identity_of(record.role, record.rank) == self._lent_rank:
             if isinstance(record, Silent) and self._leases is not None:
                 self._leases.lost()
-        elif isinstance(record, WeightsUpdated):
+        elif isinstance(record, WeightsUpdated) and self._weight_updates is not None:
             self._weight_updates.ended(record)
         else:
             self.supervisor.observe(record)
@@ -254,7 +262,8 @@ class Engine(Client):
 
     def _on_successor(self) -> None:
         super()._on_successor()
-        self._weight_updates.repeat()
+        if self._weight_updates is not None:
+            self._weight_updates.repeat()
 
 
 def _pools(config: LaunchConfig) -> list[PoolPlace]:

@@ -44,34 +44,30 @@ class WeightUpdates:
         self._ordered: Weights | None = None
         self._answer: WeightsUpdated | None = None
         self._written: Path | None = None  # holds the present ones, if they came as tensors
-        self._turn = threading.Lock()
         self._changed = threading.Condition()
 
     def update(self, source: str | Path | Mapping[str, Tensor], version: int | None) -> int:
-        """As of `Engine.update_weights`."""
-        with self._turn:
-            version = self._present.version + 1 if version is None else version
-            if version <= self._present.version:
-                raise ValueError(
-                    f"version: {version} must be above {self._present.version}, that of the present weights"
-                )
-            if not isinstance(source, Mapping):
-                self._replace(source, version)
-                return version
-            if not self._share_files:
-                raise ValueError("source: tensors need ranks on this machine; save them where all nodes can read them")
-            written = self._layout.write(source)
-            try:
-                self._replace(written, version)
-            except BaseException:
-                shutil.rmtree(written, ignore_errors=True)
-                raise
-            self._written = written
+        """As of `Engine.update_weights`, by one thread at a time."""
+        version = self._present.version + 1 if version is None else version
+        if version <= self._present.version:
+            raise ValueError(f"version: {version} must be above {self._present.version}, that of the present weights")
+        if not isinstance(source, Mapping):
+            self._replace(source, version)
             return version
+        if not self._share_files:
+            raise ValueError("source: tensors need ranks on this machine; save them where all nodes can read them")
+        written = self._layout.write(source)
+        try:
+            self._replace(written, version)
+        except BaseException:
+            shutil.rmtree(written, ignore_errors=True)
+            raise
+        self._written = written
+        return version
 
     def _replace(self, path: str | Path, version: int) -> None:
         weights = Weights(self._layout.check(path), version)
-        if weights.path == self._present.path:
+        if Path(weights.path).absolute() == Path(self._present.path).absolute():
             raise ValueError(
                 f"{path}: holds the present weights, which processes that are replaced read; write to another"
             )
