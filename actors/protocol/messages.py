@@ -366,8 +366,8 @@ class Tokens:
     the first, which come with the first tokens, where the request asks for them.
 
     The first of them were draft tokens, by `proposers` as `Proposal.proposers` says it, the others the target's own.
-    `versions` are (index among the generated tokens, version of the weights), in order, each of the tokens from there on;
-    those before have version 0.
+    `versions` are (index among the generated tokens, version of the weights), in order, each of the tokens from there
+    on; those before have version 0.
     """
 
     request_id: int
