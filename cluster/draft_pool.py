@@ -15,6 +15,7 @@ from typing import Self
 import torch
 
 from actors.drafters.interface import Drafter
+from actors.drafters.model.config import PassDrafterConfig
 from actors.options import VerifyRule
 from actors.pool.guest_drafter import SharedDrafter
 from actors.pool.merged_passes import MergedPasses
@@ -127,7 +128,8 @@ def _open(
 
     passes = MergedPasses(build)
     kv_slots = int(str(facts["kv_slots"])) if "kv_slots" in facts else None
-    shared = SharedDrafter(passes, kv_slots, config.scheduler.prefill_chunk)
+    ahead_width = config.drafter.ahead_width if isinstance(config.drafter, PassDrafterConfig) else 0
+    shared = SharedDrafter(passes, kv_slots, config.scheduler.prefill_chunk, ahead_width)
     terms = LeaseTerms(str(config.verify.rule), str(config.pipeline.name), tokenizer_digest(checkpoint))
     limits = PoolLimits(job.max_leases, job.lease_s, config.drafter.num_draft_tokens)
     return passes, PoolService(hub, spec, terms, limits, shared, observe, watch)

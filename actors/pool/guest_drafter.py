@@ -38,13 +38,15 @@ class LeaseCounts:
 
 class SharedDrafter:
     """The drafter of all guests. `kv_slots` are those of its pool of KV rows; None: it holds none. Of texts at most
-    `read_chunk` tokens are read at a time."""
+    `read_chunk` tokens are read at a time. A step of draft-ahead whose width is not chosen by measured costs feeds
+    `ahead_width` nodes for each guest, 0: as the drafter does."""
 
     def __init__(
         self,
         passes: MergedPasses,
         kv_slots: int | None,
         read_chunk: int,
+        ahead_width: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
@@ -52,6 +54,7 @@ class SharedDrafter:
         passes.restart = self._restart
         self.kv_slots = kv_slots
         self.read_chunk = read_chunk
+        self.ahead_width = ahead_width
         self.guests: list[GuestDrafter] = []
         self._shown: dict[int, dict[int, DraftPreview]] = defaultdict(dict)  # guest -> request -> its latest preview
         self._owners: dict[int, int] = {}
@@ -75,6 +78,14 @@ class SharedDrafter:
     @property
     def share(self) -> int | None:
         return None if self.kv_slots is None else share_of(self.kv_slots, len(self.guests))
+
+    @property
+    def step_width(self) -> int:
+        """Nodes for each request of a step: those of all guests, divided among all requests."""
+        if not self.ahead_width:
+            return 0
+        counts = [guest.num_requests for guest in self.guests if guest.num_requests]
+        return max(1, self.ahead_width * len(counts) // max(1, sum(counts)))
 
     def _restart(self, request_ids: Sequence[int] | None) -> None:
         """A pass over these requests has failed, None: over any; they are read again. In turn."""
@@ -242,7 +253,7 @@ class GuestDrafter:
             return ahead.width(width_chooser, time_s) if ahead.wants_work else 0
 
     def work(self, width: int = 0) -> Step:
-        return self._passes.step(width)
+        return self._passes.step(width or self._shared.step_width)
 
     def prepared(self, context: Context) -> bool:
         with self._passes.turn() as drafter:
@@ -262,6 +273,10 @@ class GuestDrafter:
             assert can.works_ahead is not None
             if can.works_ahead.prepared(context):  # else its rows were given back since the preview
                 can.sends_previews.prefetched(context, budget, tree)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._contexts)
 
     # --- the share ----------------------------------------------------------------------------------------------------
 

@@ -133,3 +133,15 @@ def test_requests_of_a_pass_that_failed_are_read_again(passes):
     with passes.turn():
         passes.restart(None)
     assert drafter.calls == [("open", [(1, 25)]), ("open", [(2, 25)])]
+
+
+def test_a_step_feeds_as_many_nodes_for_each_engine_as_its_own_drafter_would(passes):
+    shared = SharedDrafter(passes, kv_slots=None, read_chunk=10, ahead_width=12)
+    guests = [shared.join() for _ in range(3)]
+    widths = []
+    for number, guest in enumerate((guests[0], guests[1], guests[1], guests[1]), start=1):
+        guest.open(context(number, 5))
+        widths.append(shared.step_width)
+    assert widths == [12, 12, 8, 6]
+    shared.ahead_width = 0
+    assert shared.step_width == 0
