@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.drafters.interface import Capabilities, Context, Draft
+from actors.policy.estimators import Ewma
 from actors.pool.merged_passes import MergedPasses
 from actors.pool.order_choice import OrderHistory
 from actors.pool.reading import next_part
@@ -55,6 +56,8 @@ class SharedDrafter:
         self.kv_slots = kv_slots
         self.read_chunk = read_chunk
         self.ahead_width = ahead_width
+        self.draft_s = Ewma()
+        """Seconds from an order to its drafts."""
         self.guests: list[GuestDrafter] = []
         self._shown: dict[int, dict[int, DraftPreview]] = defaultdict(dict)  # guest -> request -> its latest preview
         self._owners: dict[int, int] = {}
@@ -143,6 +146,7 @@ class GuestDrafter:
             drafter.open(context)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        started = self._shared.clock()
         drafts = {context.request_id: Draft.nothing(context) for context in contexts}
         fitting = self._fitting()
         able = [(one, budget) for one, budget in zip(contexts, budgets, strict=True) if one.request_id in fitting]
@@ -150,6 +154,7 @@ class GuestDrafter:
         if able:
             drafts |= self._propose([context for context, _ in able], [budget for _, budget in able])
         self._answered_at = self._shared.clock()
+        self._shared.draft_s.update(self._answered_at - started)
         return [drafts[context.request_id] for context in contexts]
 
     def _propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> dict[int, Draft]:

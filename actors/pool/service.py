@@ -16,7 +16,7 @@ from itertools import count
 from actors.pool.guest import Guest
 from actors.pool.guest_drafter import LeaseCounts, SharedDrafter
 from actors.pool.merged_passes import MergeCounts
-from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseTerms
+from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseQuery, LeaseTerms
 from actors.transport.channel import Hub
 from actors.transport.keys import public_half
 from actors.worker.spec import RankSpec
@@ -110,6 +110,9 @@ class PoolService:
         return sum(guest.is_running for guest in self._guests.values())
 
     def _take(self, link: str, record: object) -> None:
+        if isinstance(record, LeaseQuery):
+            self._hub.send([link], self._offer(record))
+            return
         try:
             if not isinstance(record, LeaseOrder):
                 raise ValueError(f"an engine may not send {type(record).__name__}")
@@ -119,6 +122,12 @@ class PoolService:
             return
         self._hub.send([link], self._answer(record))
 
+    def _offer(self, query: LeaseQuery) -> LeaseAnswer:
+        """What a lease would be answered; none begins."""
+        misfit, most = self._terms.misfit(query.terms) or self._beyond_limits(query), self._limits.max_leases
+        why = misfit or (f"all {most} leases are taken (job.max_leases)" if self.num_leases >= most else "")
+        return replace(self._granted(0), why=why, is_final=misfit is not None)
+
     def _answer(self, order: LeaseOrder) -> LeaseAnswer:
         # Who knows the private key of an engine's rank is that engine: no other can end its lease.
         engine = public_half(order.private)
@@ -127,7 +136,7 @@ class PoolService:
             if not guest.is_running:
                 return self._refusal(order, guest.why)
             guest.heard()
-            return self._granted(order)
+            return self._granted(order.number)
         if (misfit := self._terms.misfit(order.terms) or self._beyond_limits(order)) is not None:
             return self._refusal(order, misfit, is_final=True)
         if (why := self._why_not_now(guest, order)) is not None:
@@ -136,7 +145,7 @@ class PoolService:
             guest.end("its engine ordered another")
         self._guests[engine] = Guest(order, next(self._lease_numbers), self._spec, self._shared, self._request_numbers)
         self._observe(f"{self.num_leases} of {self._limits.max_leases} leases")
-        return self._granted(order)
+        return self._granted(order.number)
 
     def _why_not_now(self, guest: Guest | None, order: LeaseOrder) -> str | None:
         """Why the engine, whose last lease is `guest`, gets no other at present, or None."""
@@ -149,15 +158,16 @@ class PoolService:
             return f"all {most} leases are taken (job.max_leases)"
         return None
 
-    def _beyond_limits(self, order: LeaseOrder) -> str | None:
+    def _beyond_limits(self, order: LeaseOrder | LeaseQuery) -> str | None:
         most = self._limits.num_draft_tokens
         if order.num_draft_tokens > most:
             return f"drafter.num_draft_tokens={order.num_draft_tokens}: the pool drafts {most} at most; lower it"
         return None
 
-    def _granted(self, order: LeaseOrder) -> LeaseAnswer:
-        name = self._spec.drafter.name
-        return LeaseAnswer(order.number, self._limits.lease_s, drafter=name, num_leases=self.num_leases)
+    def _granted(self, number: int) -> LeaseAnswer:
+        name, draft_s = self._spec.drafter.name, self._shared.draft_s.mean
+        lease_s = self._limits.lease_s
+        return LeaseAnswer(number, lease_s, drafter=name, num_leases=self.num_leases, draft_s=draft_s)
 
     def _refusal(self, order: LeaseOrder, why: str, *, is_final: bool = False) -> LeaseAnswer:
         return LeaseAnswer(order.number, why=why, is_final=is_final, num_leases=self.num_leases)

@@ -1,4 +1,4 @@
-"""Records between an engine and a draft pool: the order of a lease, about once a second, and the answer to each.
+"""Records between an engine and a draft pool: the order of a lease, about once a second, a query, and the answers.
 
 A lease gives the engine's coordinator the drafter of the pool as if it were the engine's own draft rank: the pool
 connects to the coordinator's hub under that rank's name and with its key. Standard library only, every record frozen.
@@ -74,11 +74,20 @@ class LeaseOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseQuery:
+    """Engine to pool: what would a lease of these terms be answered? An engine with several pools asks each."""
+
+    terms: LeaseTerms
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseAnswer:
     """Pool to engine: lease `number` lasts `lease_s` seconds from now, or is refused, or has ended (`why`, one line).
 
     A refusal that `is_final` stays one however often it is asked again, unless pool or engine are started otherwise.
-    `drafter` and `num_leases` say what the pool drafts with, and for how many engines.
+    `drafter` and `num_leases` say what the pool drafts with, and for how many engines, `draft_s` how many seconds its
+    answers to orders of drafts have taken lately. The answer to a `LeaseQuery` has number 0.
     """
 
     number: int
@@ -87,3 +96,4 @@ class LeaseAnswer:
     is_final: bool = False
     drafter: str = ""
     num_leases: int = 0
+    draft_s: float = 0.0

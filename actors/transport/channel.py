@@ -47,7 +47,7 @@ _EPOCHS = (membership.Recall, membership.Join, membership.Ready, membership.Role
 _BRIDGES = (membership.Bridge,)
 _KEYS = (membership.ClientKeys,)
 _WEIGHTS = (messages.UpdateWeights, messages.WeightsUpdated)
-_LEASES = (leases.LeaseOrder, leases.LeaseAnswer)
+_LEASES = (leases.LeaseOrder, leases.LeaseQuery, leases.LeaseAnswer)
 CODEC = Codec(
     _REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS + _BRIDGES + _FAILURES + _KEYS + _LEASES + _WEIGHTS
 )

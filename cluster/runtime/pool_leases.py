@@ -1,8 +1,10 @@
 """Keeps a lease of an engine on one draft pool of those that its configuration names.
 
-Orders the lease about once a second, which renews it. A pool that does not answer, has lost the lease or refuses it
-makes way for the next one; with the last, the first is tried again. Every lease has a number of its own, which is that
-of the draft rank's process at the coordinator, so what an earlier lease still sends is ignored there.
+Orders the lease about once a second, which renews it. Of several pools the one from which drafts come soonest is asked
+first: by the time to it and back and that of its latest drafts. A pool that does not answer, has lost the lease or
+refuses it makes way for the next one; after the last, and when a lease was lost, all are compared again. Every lease
+has a number of its own, which is that of the draft rank's process at the coordinator, so what an earlier lease still
+sends is ignored there.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.protocol.leases import LeaseAnswer, LeaseOrder
+from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseQuery
 from actors.transport.channel import Link
 from actors.transport.keys import LinkKey
 
@@ -25,6 +28,10 @@ log = logging.getLogger(__name__)
 RENEW_S = 1.0
 PATIENCE_S = 3.0
 """Seconds without an answer after which the next pool is asked."""
+FASTER_S = 5e-3
+"""Seconds by which drafts must come sooner for a pool to go before one that the configuration names earlier."""
+_QUERIES = 4
+_QUERY_S = 1.0
 
 
 def host_towards(address: str) -> str:
@@ -54,6 +61,56 @@ class PoolPlace:
             return PoolPlace(address, LinkKey.read(Path(key_file).read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise ValueError(f"drafter.key_files={key_file}: holds no key of a pool ({error})") from error
+
+    def open(self) -> Link:
+        return Link(self.address, f"{self.key.peer}:{secrets.token_hex(8)}", self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOffer:
+    """What a pool would grant, and the seconds in which its drafts come: of the least of some exchanges with it, and of
+    its latest drafts. `answer` None: it does not answer."""
+
+    answer: LeaseAnswer | None = None
+    delay_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.delay_s + (self.answer.draft_s if self.answer is not None else 0.0)
+
+    @property
+    def is_usable(self) -> bool:
+        return self.answer is not None and not self.answer.why
+
+
+def offer_of(place: PoolPlace, query: LeaseQuery) -> PoolOffer:
+    """Ask the pool, for a second at most where it does not answer."""
+    link, offer = place.open(), PoolOffer()
+    try:
+        for _ in range(_QUERIES):
+            asked_at = time.monotonic()
+            link.send(query)
+            answer = link.receive(_QUERY_S)
+            if not isinstance(answer, LeaseAnswer):
+                break
+            delay_s = time.monotonic() - asked_at
+            offer = PoolOffer(answer, delay_s if offer.answer is None else min(delay_s, offer.delay_s))
+    finally:
+        link.close()
+    return offer
+
+
+def ranked(offers: Sequence[PoolOffer]) -> list[int]:
+    """Places of the offers, the best first: a usable one, whose drafts come soonest; an earlier one where none comes
+    `FASTER_S` sooner."""
+    usable = [i for i, offer in enumerate(offers) if offer.is_usable]
+    order = []
+    while usable:
+        soonest = min(offers[i].seconds for i in usable)
+        best = next(i for i in usable if offers[i].seconds <= soonest + FASTER_S)
+        usable.remove(best)
+        order.append(best)
+    return order + [i for i, offer in enumerate(offers) if not offer.is_usable]
 
 
 class PoolLeases:
@@ -94,16 +151,35 @@ class PoolLeases:
         self._thread.join()
 
     def _run(self) -> None:
+        lost: int | None = None
         while not self._stopped.is_set():
-            place = self._pools[self._place]
-            link = Link(place.address, f"{place.key.peer}:{secrets.token_hex(8)}", place.key)
-            try:
-                self._hold(link)
-            finally:
-                link.close()
-            self._granted.clear()
-            self._place = (self._place + 1) % len(self._pools)
-            self._number += 1
+            for place in self._ranking(lost):
+                self._place, lost = place, None
+                link = self._pools[place].open()
+                try:
+                    self._hold(link)
+                finally:
+                    link.close()
+                self._number += 1
+                if self._granted.is_set():
+                    self._granted.clear()
+                    lost = place
+                if lost is not None or self._stopped.is_set():
+                    break
+
+    def _ranking(self, lost: int | None) -> list[int]:
+        """Places of the pools in the order in which they are asked for a lease, the one that was `lost` last: it may
+        answer while its drafts do not arrive."""
+        if len(self._pools) == 1:
+            return [0]
+        order = self._order()
+        query = LeaseQuery(order.terms, order.num_draft_tokens)
+        with ThreadPoolExecutor(len(self._pools), thread_name_prefix="pool-query") as workers:
+            offers = list(workers.map(offer_of, self._pools, [query] * len(self._pools)))
+        for pool, offer in zip(self._pools, offers, strict=True):
+            why = "does not answer" if offer.answer is None else offer.answer.why
+            log.info("%s: %s", pool.address, why or f"its drafts would take {1e3 * offer.seconds:.1f} ms")
+        return sorted(ranked(offers), key=lambda place: place == lost)
 
     def _hold(self, link: Link) -> None:
         """Order and renew at one pool, until it is no use any more."""

@@ -20,8 +20,8 @@ class PoolDrafterConfig(DrafterConfig):
 
     name: str = "pool"
     pools: list[str] = field(default_factory=list)
-    """Addresses of pools, tcp://HOST:PORT each: the first one that grants a lease drafts, and the next one takes over
-    when it is lost."""
+    """Addresses of pools, tcp://HOST:PORT each: the one whose drafts come soonest lends its drafter, and another takes
+    over when it is lost."""
     key_files: list[str] = field(default_factory=list)
     """Files with the pools' keys, in the same order, or one file for all; a pool prints where it has written its
     own."""

@@ -138,7 +138,8 @@ def test_a_pool_that_is_gone_costs_speed_alone_and_one_that_is_back_drafts_again
     assert texts(engine) == plain
 
 
-def test_the_next_pool_takes_over(open_engine, open_pool):
+def test_the_next_pool_takes_over(open_engine, open_pool, monkeypatch):
+    monkeypatch.setattr("cluster.runtime.pool_leases.FASTER_S", 5.0)  # of equal pools, on a busy machine too
     first, second = open_pool(), open_pool()
     engine = open_engine(lent(first, second), **sections())
     assert (first.pool.num_leases, second.pool.num_leases) == (1, 0)
@@ -147,6 +148,20 @@ def test_the_next_pool_takes_over(open_engine, open_pool):
     eventually(lambda: second.pool.num_leases == 1)
     eventually(lambda: accepted(engine) > 0)
     assert texts(engine) == plain
+
+
+def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, open_pool):
+    slow, full, fast = open_pool(), open_pool(max_leases=1), open_pool()
+    slow.pool._service._shared.draft_s.update(5.0)
+    other = open_engine(lent(full), **sections())
+    engine = open_engine(lent(slow, full, fast), **sections())
+    assert [pool.pool.num_leases for pool in (slow, full, fast)] == [0, 1, 1]
+    plain = texts(open_engine("none", **sections("plain")))
+    assert texts(engine) == texts(other) == plain
+    assert fast.pool._service._shared.draft_s.weight > 0
+    fast.end()
+    eventually(lambda: slow.pool.num_leases == 1)  # the one that was lost is asked last
+    eventually(lambda: accepted(engine) > 0)
 
 
 def test_an_engine_starts_before_its_pool(open_engine, open_pool):
