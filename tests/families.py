@@ -16,6 +16,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"sliding_window": WINDOW, "num_local_experts": 4} | _MIXTURE,
     "Qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "Qwen3": {"attention_bias": True, "tie_word_embeddings": True},
+    "Qwen2Moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+    }
+    | _MIXTURE,
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True} | _MIXTURE,
     "Gemma2": {
         "sliding_window": WINDOW,

@@ -7,6 +7,7 @@ stream, `add` adds it, and `feed` runs the MLP; `finish` is both. Knows no check
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -120,6 +121,23 @@ class MLP(Layer):
         yield from self.down.shards(prefix)
 
 
+class SharedExpert(Layer):
+    """The MLP of a mixture that every row uses, weighted by a sigmoid of its own (Qwen 1.5-MoE)."""
+
+    def __init__(self, config: DecoderConfig, group: Group, **options: Unpack[TensorOptions]) -> None:
+        self.name = config.names.shared
+        gate = config.names.shared_gate, slice(0, 1)
+        self.gate = ColumnLinear(config.hidden_size, [gate], bias=False, **options)
+        self.mlp = MLP(replace(config, intermediate_size=config.shared_size), group, **options)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.mlp(x).mul_(torch.sigmoid(self.gate(x)))
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        yield from self.gate.shards(prefix)
+        yield from self.mlp.shards(f"{prefix}.{self.name}")
+
+
 class Experts(Layer):
     """A mixture of experts (arXiv 2401.04088, section 2): of `num_experts` MLPs every row uses the `experts_per_token`
     that the router scores highest, weighted by their probabilities. Each rank holds an equal share of the experts and
@@ -139,6 +157,7 @@ class Experts(Layer):
         self.normalize = config.normalize_expert_weights
         self.first = share.start
         self.experts = [MLP(config, SINGLE, **options) for _ in range(share.start, share.stop)]
+        self.shared = SharedExpert(config, group, **options) if config.shared_size else None
         self._matrices: tuple[Tensor, Tensor] | None = None  # of all experts, [experts, outputs, inputs]
 
     @property
@@ -156,6 +175,11 @@ class Experts(Layer):
             self._matrices = gate_up, down
 
     def __call__(self, x: Tensor) -> Tensor:
+        chosen = self._of_chosen(x)
+        return chosen if self.shared is None else chosen.add_(self.shared(x))
+
+    def _of_chosen(self, x: Tensor) -> Tensor:
+        """What the experts that the router chooses give each row, [T, H]."""
         scores = self.router(x).softmax(-1, dtype=torch.float32)
         weights, chosen = scores.topk(self.per_token, -1)  # [T, experts_per_token]
         if self.normalize:
@@ -198,6 +222,8 @@ class Experts(Layer):
         yield from self.router.shards(prefix)
         for i, expert in enumerate(self.experts, self.first):
             yield from expert.shards(f"{prefix}.{self.name}.{i}")
+        if self.shared is not None:
+            yield from self.shared.shards(prefix)
 
 
 def make_mlp(config: DecoderConfig, group: Group, **options: Unpack[TensorOptions]) -> MLP | Experts:
@@ -225,7 +251,7 @@ class Block(Layer):
         self.attention: Attention | None = None
         if kv_layer is not None:
             self.attention = Attention(config, kv_layer, attention_group, windowed=self.windowed, **options)
-        self.mlp = make_mlp(config, mlp_group, **options)
+        self.mlp = make_mlp(config.of_layer(layer), mlp_group, **options)
         norm = NORMS[config.norm]
         self.cross: CrossAttention | None = None
         if config.encoder is not None:

@@ -66,7 +66,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     for stack in (config, *([] if config.encoder is None else [config.encoder])):
         shapes |= dict(end_tensors(stack))
         for i in range(stack.num_layers - stack.stretch):
-            shapes |= {f"{stack.names.blocks}.{i}.{name}": shape for name, shape, _ in block_tensors(stack)}
+            shapes |= {f"{stack.names.blocks}.{i}.{name}": shape for name, shape, _ in block_tensors(stack.of_layer(i))}
     return shapes
 
 
@@ -86,7 +86,7 @@ def end_tensors(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
 
 
 def block_tensors(config: DecoderConfig) -> Iterator[tuple[str, Shape, Split]]:
-    """The tensors of one block, by their names within it."""
+    """The tensors of one block, by their names within it; of a decoder whose layers differ, one `of_layer`."""
     names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for attention in (names.attention, names.cross) if config.encoder is not None else (names.attention,):
@@ -102,10 +102,14 @@ def block_tensors(config: DecoderConfig) -> Iterator[tuple[str, Shape, Split]]:
         yield from _norm(config, name)
     if config.num_experts:
         yield f"{names.router}.weight", (config.num_experts, hidden), "whole"
-    for prefix in [f"{names.experts}.{i}." for i in range(config.num_experts)] or [""]:
+    sizes = {f"{names.experts}.{i}.": inner for i in range(config.num_experts)} or {"": inner}
+    if config.shared_size:
+        yield f"{names.shared_gate}.weight", (1, hidden), "whole"
+        sizes[f"{names.shared}."] = config.shared_size
+    for prefix, size in sizes.items():
         for name in (names.gate, names.up) if config.gated else (names.up,):
-            yield from _linear(prefix + name, (inner, hidden), "mlp", "mlp" if config.mlp_bias else None)
-        yield from _linear(prefix + names.down, (hidden, inner), "mlp", "whole" if config.mlp_bias else None)
+            yield from _linear(prefix + name, (size, hidden), "mlp", "mlp" if config.mlp_bias else None)
+        yield from _linear(prefix + names.down, (hidden, size), "mlp", "whole" if config.mlp_bias else None)
 
 
 def _linear(name: str, shape: Shape, split: Split, bias: Split | None) -> Iterator[tuple[str, Shape, Split]]:
@@ -158,9 +162,10 @@ def quantization_of(directory: Path) -> Quantization | None:
 
 def quantized_layers(directory: Path, config: DecoderConfig) -> Counter[str]:
     """Matrix of a block, by its name within it -> the layers that have it quantised in the checkpoint."""
-    shapes = {name: shape for name, shape, _ in block_tensors(config) if len(shape) == 2}
     last, found = config.num_layers - config.stretch - 1, Counter[str]()
     for i in range(config.num_layers):
+        tensors = block_tensors(config.of_layer(min(i, last)))
+        shapes = {name: shape for name, shape, _ in tensors if len(shape) == 2}
         prefix = f"{config.names.blocks}.{min(i, last)}."
         stored = stored_tensors(directory, {prefix + name: shape for name, shape in shapes.items()})
         found.update(name.removeprefix(prefix) for name, parts in stored.items() if len(parts) > 1)

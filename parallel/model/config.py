@@ -39,7 +39,8 @@ class RopeScaling:
 @dataclass(frozen=True, slots=True)
 class CheckpointNames:
     """Names of a checkpoint's modules. From `attention_norm` on they follow `{blocks}.{i}.`, and with experts `gate`,
-    `up` and `down` follow `{blocks}.{i}.{experts}.{expert}.`."""
+    `up` and `down` follow `{blocks}.{i}.{experts}.{expert}.`, `{blocks}.{i}.{shared}.` for the expert that all rows
+    use, and `{blocks}.{i}.{dense}.` in layers without experts."""
 
     embedding: str = "model.embed_tokens"
     embedding_norm: str = ""
@@ -60,6 +61,9 @@ class CheckpointNames:
     down: str = "mlp.down_proj"
     router: str = ""
     experts: str = ""
+    dense: str = ""
+    shared: str = ""
+    shared_gate: str = ""
     head_bias: str = ""
     relative_bias: str = ""
 
@@ -104,7 +108,8 @@ class DecoderConfig:
     added to the embedding: a table of `max_positions + position_offset` rows, or sines. `local_rope` replaces `rope` in
     windowed layers. `attention_scale` None is 1/sqrt(head_dim). Soft caps bound logits x by
     cap * tanh(x / cap). With `num_experts`, an MLP is a mixture of that many MLPs of `intermediate_size`, of which
-    every token uses `experts_per_token`. The last `stretch` of `num_layers` layers add nothing to the residual stream:
+    every token uses `experts_per_token`, and one more of `shared_size` unless that is 0; but in `dense_layers` it is
+    one MLP of `dense_size`. The last `stretch` of `num_layers` layers add nothing to the residual stream:
     the same tokens at the cost of a larger model. `head` None computes the logits of the whole vocabulary.
 
     With an `encoder`, rows also attend to what it makes of a source, between their own attention and the MLP. It is a
@@ -137,6 +142,9 @@ class DecoderConfig:
     num_experts: int = 0
     experts_per_token: int = 0
     normalize_expert_weights: bool = True
+    shared_size: int = 0
+    dense_layers: frozenset[int] = frozenset()
+    dense_size: int = 0
     local_rope: RopeScaling | None = None
     position_offset: int = 0
     embedding_scale: float | None = None
@@ -165,6 +173,16 @@ class DecoderConfig:
         """Columns of a row of logits."""
         return self.vocab_size if self.head is None else self.head.width
 
+    def of_layer(self, layer: int) -> DecoderConfig:
+        """The same decoder with the MLP of this layer in all of them."""
+        if layer not in self.dense_layers:
+            return replace(self, dense_layers=frozenset()) if self.dense_layers else self
+        names, prefix = self.names, self.names.dense
+        gate, up, down = (f"{prefix}.{name}" for name in (names.gate, names.up, names.down))
+        dense = replace(names, gate=gate, up=up, down=down, router="", experts="")
+        size = {"intermediate_size": self.dense_size, "dense_layers": frozenset(), "dense_size": 0}
+        return replace(self, num_experts=0, experts_per_token=0, shared_size=0, names=dense, **size)
+
     def with_window(self, window: int | None, layers: Iterable[int]) -> DecoderConfig:
         """The same decoder with a sliding window in `layers`; without one if `window` is None or 0 or no layer is."""
         windowed = frozenset(layers)
@@ -180,7 +198,11 @@ class DecoderConfig:
         windowed = self.windowed
         if self.num_layers - 1 in windowed:
             windowed |= set(range(self.num_layers, total))
-        return replace(self, num_layers=total, stretch=self.stretch + num_layers, windowed=windowed)
+        dense = self.dense_layers
+        if self.num_layers - 1 in dense:
+            dense |= set(range(self.num_layers, total))
+        changed = {"num_layers": total, "stretch": self.stretch + num_layers}
+        return replace(self, **changed, windowed=windowed, dense_layers=dense)
 
     def check_ranks(self, size: int, key: str = "tp") -> None:
         """ValueError, which names the option `key`, unless the model can be split over `size` ranks."""
@@ -189,13 +211,16 @@ class DecoderConfig:
         if not self._divides(size):
             heads = f"num_attention_heads={self.num_heads}, num_key_value_heads={self.num_kv_heads}"
             units = f"num_experts={self.num_experts}" if self.num_experts else f"intermediate_size={self.mlp_units}"
+            units += f", shared_expert_intermediate_size={self.shared_size}" * bool(self.shared_size)
+            units += f", intermediate_size={self.dense_size}" * bool(self.dense_size)
             fitting = ", ".join(str(ranks) for ranks in range(1, self.num_heads + 1) if self._divides(ranks))
             raise ValueError(f"{key}={size}: ranks cannot share {heads} and {units} evenly; use one of {fitting}")
 
     def _divides(self, size: int) -> bool:
         """Whether `size` ranks have equal shares; where there are more ranks than KV heads, several hold the same."""
         kv_heads = self.num_kv_heads
-        return not (self.num_heads % size or self.mlp_units % size or (kv_heads % size and size % kv_heads))
+        units = self.mlp_units, self.shared_size, self.dense_size
+        return not (self.num_heads % size or any(one % size for one in units) or (kv_heads % size and size % kv_heads))
 
     @property
     def norm_names(self) -> list[str]:

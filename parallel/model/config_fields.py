@@ -155,6 +155,8 @@ class DecoderFields(TypedDict, total=False):
     moe_intermediate_size: Size | None
     norm_topk_prob: bool | None
     mlp_only_layers: list[int] | None
+    decoder_sparse_step: Annotated[int, Meta(ge=1, le=2**14)] | None
+    shared_expert_intermediate_size: Size | None
     quantization_config: QuantizationFields | None
     compression_config: QuantizationFields | None
     eos_token_id: StopToken | list[StopToken] | None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pool import KVPool
-from parallel.model.block import BLOCKS, Block, Experts
+from parallel.model.block import BLOCKS, Block, Experts, SharedExpert
 from parallel.model.config import DecoderConfig
 from parallel.model.encoder import Encoder
 from parallel.model.layer_plan import LayerPlan
@@ -240,10 +240,12 @@ class Decoder(Layer):
             layer.silence()
 
     def _store(self, part: Layer, stored: Stored | None) -> None:
-        """Keep its matrices in this type: all but those of routers, whose choices rounding would change."""
+        """Keep its matrices in this type: all but those of routers, whose choices rounding would change, and
+        what weighs a shared expert."""
         if stored in (None, self.dtype):
             return
         routers = [one.router.weight for one in part.walk() if isinstance(one, Experts)]
+        routers += [one.gate.weight for one in part.walk() if isinstance(one, SharedExpert)]
         for one in part.walk():
             if isinstance(one, Weight) and one not in routers:
                 one.store_as(stored)

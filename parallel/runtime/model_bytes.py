@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from parallel.model.checkpoint import (
     block_tensors,
@@ -100,7 +101,13 @@ def weight_bytes(
             count += item_bytes * stack.relative_bias.num_buckets * stack.num_heads // ranks
         count += item_bytes * stack.max_positions * stack.hidden_size * (stack.positions == "sinusoidal")
         num_held = held if stack is config else stack.num_layers
-        count += _block_bytes(stack, parts, num_held, item_bytes, weights, quantized, quantization)
+        # all attention is counted with the first kind of block, of which only some have another MLP
+        num_dense = len([i for i in stack.dense_layers if i < stack.num_layers])
+        kinds = [(stack.of_layer(-1), stack.num_layers - num_dense, num_held)]
+        kinds += [(stack.of_layer(min(stack.dense_layers)), num_dense, 0)] if num_dense else []
+        for kind, num_layers, num_attention in kinds:
+            blocks = replace(kind, num_layers=num_layers)
+            count += _block_bytes(blocks, parts, num_attention, item_bytes, weights, quantized, quantization)
     is_shared = config.tied and attention == ranks and config.head is None  # embedding and head
     num_rows = -(-config.vocab_size // attention) + (0 if is_shared else -(-config.num_head_rows // ranks))
     columns = 0 if config.head is None else COLUMN_BYTES * config.num_head_rows
@@ -120,10 +127,14 @@ def _block_bytes(
     stored_bytes = item_bytes if weights is None else STORED_BYTES[weights]
     scale_bytes, count = SCALE_BYTES if weights == "int8" else 0, 0
     # split by their inputs, so that every rank has all outputs; of experts each rank has some, and these whole
-    by_inputs = (f"{config.names.o}.weight", *([] if config.num_experts else [f"{config.names.down}.weight"]))
+    routers = f"{config.names.router}.weight", f"{config.names.shared_gate}.weight"
+    downs = [f"{config.names.shared}.{config.names.down}"] * bool(config.shared_size)
+    by_inputs = tuple(
+        [f"{name}.weight" for name in (config.names.o, *(downs if config.num_experts else [config.names.down]))]
+    )
     for name, shape, split in block_tensors(config):
         num_layers = held if name.startswith(f"{config.names.attention}.") else config.num_layers
-        is_stored = len(shape) == 2 and name != f"{config.names.router}.weight"
+        is_stored = len(shape) == 2 and name not in routers
         size = math.prod(shape) // parts[split] * (stored_bytes if is_stored else item_bytes)
         if is_stored:
             size += scale_bytes * (shape[0] if name.endswith(by_inputs) else shape[0] // parts[split])

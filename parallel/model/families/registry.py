@@ -20,6 +20,7 @@ FAMILIES = {
     "MixtralForCausalLM": ("mistral", "mixtral"),
     "Qwen2ForCausalLM": ("qwen", "qwen2"),
     "Qwen3ForCausalLM": ("qwen", "qwen3"),
+    "Qwen2MoeForCausalLM": ("qwen", "qwen2_moe"),
     "Qwen3MoeForCausalLM": ("qwen", "qwen3_moe"),
     "Gemma2ForCausalLM": ("gemma", "gemma2"),
     "Gemma3ForCausalLM": ("gemma", "gemma3"),

@@ -29,7 +29,8 @@ QWEN3_MOE = {
 
 def shape_of(family, **changes):
     """The least that a config.json of this family says, and what transformers completes it to."""
-    needed = {"OPT": {"ffn_dim": 96}, "Qwen3Moe": QWEN3_MOE}.get(family, {})
+    qwen2_moe = QWEN3_MOE | {"shared_expert_intermediate_size": 40}
+    needed = {"OPT": {"ffn_dim": 96}, "Qwen2Moe": qwen2_moe, "Qwen3Moe": QWEN3_MOE}.get(family, {})
     bare = LLAMA | needed | changes | {"architectures": [f"{family}ForCausalLM"]}
     config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     return bare, config_class(**bare).to_dict()
@@ -80,7 +81,7 @@ def test_windows_of_single_layers():
         ({"architectures": ["OPTForCausalLM"], "ffn_dim": 96, "word_embed_proj_dim": 32}, "word_embed_proj_dim=32 is"),
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"architectures": ["MixtralForCausalLM"], "num_local_experts": None}, "lacks num_local_experts"),
-        (QWEN3_MOE | {"mlp_only_layers": [1]}, "mlp_only_layers="),
+        (QWEN3_MOE | {"mlp_only_layers": [*range(40)]}, "leave no layer with experts"),
     ],
 )
 def test_what_we_cannot_run_is_named(change, message):

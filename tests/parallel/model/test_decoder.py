@@ -38,6 +38,10 @@ MODELS = {family: (family, overrides) for family, overrides in FAMILIES.items()}
     "Gemma3, older": ("Gemma3", {"num_hidden_layers": 7, "sliding_window": 8, "final_logit_softcapping": 20.0}),
     "OPT, norms after": ("OPT", FAMILIES["OPT"] | {"do_layer_norm_before": False}),
     "OPT, no biases": ("OPT", FAMILIES["OPT"] | {"enable_bias": False, "tie_word_embeddings": False}),
+    "Qwen3Moe, dense layers": (
+        "Qwen3Moe",
+        FAMILIES["Qwen3Moe"] | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
     "Qwen3Moe, raw weights": ("Qwen3Moe", FAMILIES["Qwen3Moe"] | {"norm_topk_prob": False}),
 }
 

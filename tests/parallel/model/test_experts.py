@@ -15,7 +15,7 @@ from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
 from tests.parallel.fake_accelerator import FakeAccelerator
 
-MIXTURES = ["Mixtral", "Qwen3Moe"]
+MIXTURES = ["Mixtral", "Qwen2Moe", "Qwen3Moe"]
 TOKENS = [3 + i * 7 % 90 for i in range(20)]
 
 
@@ -39,7 +39,7 @@ def test_all_experts_at_once_are_those_one_by_one(make_checkpoint, family, reque
     request.getfixturevalue("grouping")
     grouped = open_model(path, num_slots=40, backend="sdpa")
     assert grouped.decoder.waits_for_nothing
-    torch.testing.assert_close(logits_of(grouped), logits_of(one_by_one), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits_of(grouped), logits_of(one_by_one), rtol=1e-3, atol=1e-4)
     assert grouped.decoder.layers[0].nbytes() > 0
     sizes = [sum(layer.nbytes() for layer in model.decoder.layers) for model in (grouped, one_by_one)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.2), "no matrix is kept twice"
