@@ -20,10 +20,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "mlp_only_layers": [1],
+        "mlp_only_layers": [0],
     }
-    | _MIXTURE,
+    | _MIXTURE
+    | {"initializer_range": 0.3},
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True} | _MIXTURE,
     "Gemma2": {
         "sliding_window": WINDOW,
