@@ -19,6 +19,8 @@ EXPLORE_EVERY = 6
 only where lengths vary."""
 FIRST_LENGTH = 2
 """Draft tokens of the first drafts, whose cost is not known."""
+TRIAL_COST = 0.15
+"""Share by which a round of a trial may be longer than the best one, for its drafts to tell more."""
 FIRST_RETRY, MAX_RETRY = 16, 512
 """Rounds after which a request without drafts is tried again; doubles each time nothing is accepted."""
 
@@ -47,6 +49,13 @@ class Tradeoff:
     def best(self, shortest: int) -> int:
         """The length with the most tokens per second, at least one token and `shortest`."""
         return max(range(max(1, shortest), len(self.tokens)), key=self.speed)
+
+    def informative(self, shortest: int) -> int:
+        """The longest draft that takes at most `TRIAL_COST` more than the best: where most of a round is an exchange,
+        one with a distant drafter, a short draft costs the same and tells less."""
+        best = self.best(shortest)
+        most_s = (1 + TRIAL_COST) * self.seconds[best]
+        return max(length for length in range(best, len(self.tokens)) if self.seconds[length] <= most_s)
 
 
 class DraftLengths:
@@ -95,6 +104,10 @@ class DraftLengths:
     def choose_for_all(self, tradeoff: Tradeoff) -> None:
         """The same length for every request, where nothing is known of their rounds yet."""
         self._length, self._by_request = tradeoff.best(max(1, self._shortest)), {}
+
+    def choose_for_trial(self, tradeoff: Tradeoff) -> None:
+        """The lengths of drafts that are made to learn what drafts bring."""
+        self._length, self._by_request = tradeoff.informative(self._shortest), {}
 
     def choose(
         self,

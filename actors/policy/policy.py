@@ -393,6 +393,8 @@ class AdaptivePolicy(Policy):
             chances = self._acceptance.of_class(self._text_class).chances
             spend = self._decision.spend
             self._lengths.choose(tradeoffs[self._way], request_ids, self._acceptance, chances, spend)
+            if self.mode in (Mode.catch_up, Mode.trial):
+                self._lengths.choose_for_trial(tradeoffs[self._way])
 
     def _should_try_all(self, tradeoff: Tradeoff, estimates: Estimates) -> bool:
         """Whether a trial with every request loses less than one with a few, by what is known: where most of the time

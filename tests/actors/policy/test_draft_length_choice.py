@@ -182,3 +182,18 @@ def test_requests_without_a_draft_so_far_get_the_best_length_of_all():
     costs = costs_of(0.0005, 0.0005)
     trained.choose(costs, range(5))
     assert trained.lengths.of(4) == trained.best(costs, 0)[1]
+
+
+@pytest.mark.parametrize(("exchange_s", "informative"), [(0.0, 1), (0.004, 2), (0.025, 4)])
+def test_a_trial_drafts_as_much_as_costs_hardly_more(exchange_s, informative):
+    """After a draft that failed at once the best length is one token; that amortises no exchange, and shows nothing."""
+    tokens = [1.0] + [1.0 + 1e-6] * LONGEST
+    seconds = [0.010 + exchange_s + 0.0015 * k for k in range(LONGEST + 1)]
+    if not exchange_s:
+        seconds = [0.001 + 0.010 * k for k in range(LONGEST + 1)]
+    tradeoff, lengths = Tradeoff(tokens, seconds, 0.0015, 0.0), DraftLengths(0, LONGEST)
+    lengths.choose_for_all(tradeoff)
+    assert lengths.of(1) == 1
+    lengths.choose_for_trial(tradeoff)
+    assert lengths.of(1) == lengths.longest_ordered == informative
+    assert Tradeoff([1.0, 1.5, 2.0, 2.5], [1.0] * 4, 0.0, 0.0).informative(0) == 3, "never less than the best"

@@ -116,6 +116,15 @@ def test_a_drafter_at_some_distance_is_waited_for():
     assert simulate(near).tokens_per_s > 1.5 * simulate(replace(near, pipeline="plain")).tokens_per_s
 
 
+@pytest.mark.parametrize("pipeline", ["sync", pytest.param("branches", marks=pytest.mark.slow)])
+def test_a_trial_with_a_far_drafter_does_not_end_because_the_first_draft_failed(pipeline):
+    """A text whose first drafts are rejected: those that follow in a trial are long enough to pay for the exchange."""
+    text = Language((0.8,), power_law(0.8), seed=2)
+    far = replace(scenario(pipeline, (0.8, 1.5e-3, 15e-3, 0.0, 1), 1200), draft_link_s=10e-3, language=text)
+    plain = simulate(replace(far, pipeline="plain")).tokens_per_s
+    assert simulate(replace(far, adaptive=True)).tokens_per_s > (1.15 if pipeline == "sync" else 1.35) * plain
+
+
 @pytest.mark.parametrize(("requests", "tokens"), [(4, 300), pytest.param(1, 1000, marks=pytest.mark.slow)])
 def test_a_far_drafter_that_pays_is_kept_where_it_pays_by_little(requests, tokens):
     """An exchange of 20 ms beside passes of 15: a few poor drafts end nothing, and a trial holds every request."""
