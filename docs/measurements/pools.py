@@ -38,7 +38,7 @@ COSTS: Mapping[str, tuple[float | dict[int, float], float | dict[int, float], fl
 POOLS = {Merging.calls: "drafts merged", Merging.passes: "passes merged", Merging.none: "in turn"}
 MOST_TOKENS = 240
 """Tokens of each stream that are measured, about; fewer of larger batches, down to an eighth."""
-TARGETS = (1, 2, 4, 8, 12, 16)
+TARGETS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)

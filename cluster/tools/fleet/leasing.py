@@ -54,7 +54,7 @@ class Leasing:
     def start(self, pool: PoolSite) -> None:
         """A device is there: cells without a drafter get it, then some of those whose pools are far or crowded."""
         drafter = self._fleet.drafter
-        pool.lane = PoolLane(self._clock, drafter.passes, merging=drafter.merging, host_s=drafter.host_ms / 1e3)
+        pool.lane = PoolLane(self._clock, drafter.passes, drafter.merging, drafter.host_ms / 1e3)
         pool.lanes.append(pool.lane)
         for cell in sorted(self._cells, key=lambda cell: self._delay_s(pool, cell)):
             old = self._pool_of(cell)

@@ -9,8 +9,8 @@ class Merging(StrEnum):
     """What a pass of a pool has rows of."""
 
     calls = "calls"
-    """All drafts that were ordered when the first of them begins, then a text to read, then a step of draft-ahead of
-    all: the engine's pools (`actors/pool/merged_passes.py`)."""
+    """All drafts that were ordered when the first of them begins, else a part of a text to read and a step of
+    draft-ahead of all in turns: the engine's pools (`actors/pool/merged_passes.py`)."""
     passes = "passes"
     """Whatever every role has next, so that one joins in the middle of the drafts of others."""
     none = "none"

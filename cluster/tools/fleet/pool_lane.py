@@ -63,13 +63,14 @@ class Leased:
     busy_s: float = 0.0
     """Time of the passes that had rows of it, by its share of the rows."""
 
+    def is_at(self, kind: _Kind) -> bool:
+        return self.work is not None and self.work.kind is kind
+
 
 class PoolLane:
     """Serves the draft roles of its leases; a pass takes `host_s` more for every role in it."""
 
-    def __init__(
-        self, clock: VirtualClock, cost: PassCost, *, merging: Merging = Merging.calls, host_s: float = 0.0
-    ) -> None:
+    def __init__(self, clock: VirtualClock, cost: PassCost, merging: Merging, host_s: float = 0.0) -> None:
         self.busy_s = 0.0
         self.num_rows = 0
         self.num_passes = 0
@@ -77,6 +78,7 @@ class PoolLane:
         self._cost = cost
         self._merging = merging
         self._called: list[Leased] = []
+        self._has_read = False
         self._host_s = host_s
         self._leases: list[Leased] = []
         self._is_resting = True
@@ -95,7 +97,7 @@ class PoolLane:
         self._num_wakes += 1
         if self._is_resting:
             self._is_resting = False
-            self._step()
+            self._clock.at(self._clock.now, STEP, self._step)  # after all that arrives at this instant
 
     def _step(self) -> None:
         """One pass, or the rest until a record or a pause ends."""
@@ -141,17 +143,20 @@ class PoolLane:
         return [chosen]
 
     def _call(self, now: float) -> list[Leased]:
-        """The call under way until it has ended, else all orders that wait, else one reading, else a step of all."""
-        self._called = [lease for lease in self._called if lease in self._leases and lease.work is not None]
-        if self._called:
-            return self._called
+        """The call under way until it has ended, else all orders that wait, else a part of a text and a step of all in
+        turns. A record that takes no pass is answered at once."""
         waiting = [lease for lease in self._leases if lease.inbox or lease.work is not None]
         waiting = [lease for lease in waiting if self._has_pass(lease, now)]
-        orders = [lease for lease in waiting if lease.work is not None and lease.work.kind is _Kind.order]
-        readings = [lease for lease in waiting if lease.work is not None and lease.work.kind is _Kind.reading]
-        steps = [] if orders or readings else [lease for lease in self._leases if self._has_pass(lease, now)]
-        self._called = orders or readings[:1] or steps
-        return self._called
+        self._called = [lease for lease in self._called if lease in waiting and lease.is_at(_Kind.order)]
+        self._called = self._called or [lease for lease in waiting if lease.is_at(_Kind.order)]
+        if self._called:
+            return self._called
+        readings = [lease for lease in waiting if lease.is_at(_Kind.reading)]
+        if readings and not self._has_read:
+            self._has_read = True
+            return readings[:1]
+        self._has_read = False
+        return [one for one in self._leases if one not in readings and self._has_pass(one, now)] or readings[:1]
 
     def _has_pass(self, lease: Leased, now: float) -> bool:
         while lease.work is None:
