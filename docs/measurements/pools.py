@@ -60,7 +60,6 @@ class Setting:
             drafter=PoolDrafter(
                 pass_ms=draft_ms,
                 host_ms=host_ms,
-                merging=self.merging,
                 longest_draft=5,
                 fan_out=6,
                 ahead_width=12,
@@ -78,7 +77,7 @@ class Setting:
         )
         pools = (1,) if pipeline != "plain" else (0,)
         drafting = Drafting.pools if pipeline != "plain" else Drafting.plain
-        layout = FleetLayout("pool", drafting, (self.num_targets,), pools, self.num_targets)
+        layout = FleetLayout("pool", drafting, (self.num_targets,), pools, self.num_targets, self.merging)
         return simulate_fleet(fleet, layout)
 
 

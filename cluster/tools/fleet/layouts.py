@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cluster.tools.fleet.description import Fleet
+from cluster.tools.fleet.merging import Merging
 
 
 class Drafting(StrEnum):
@@ -30,6 +31,7 @@ class FleetLayout:
     num_pools: tuple[int, ...]
     targets_per_pool: int = 0
     """Targets that share one drafter; 1: each has its own."""
+    merging: Merging = Merging.calls
 
     def num_devices(self, fleet: Fleet) -> int:
         return sum(self.num_targets) * fleet.target.ranks + sum(self.num_pools) * fleet.drafter.ranks
@@ -59,7 +61,10 @@ def layouts(fleet: Fleet, targets_per_pool: Sequence[int]) -> Iterator[FleetLayo
         for named, targets, pools in found:
             if (targets, pools) not in seen and sum(pools):
                 seen.add((targets, pools))
-                yield FleetLayout(named, Drafting.pools, targets, pools, share)
+                rules = fleet.drafter.merging if share > 1 else [Merging.calls]
+                for rule in rules:
+                    full = f"{named}, {rule} merged" if len(rules) > 1 else named
+                    yield FleetLayout(full, Drafting.pools, targets, pools, share, rule)
 
 
 def _split(fleet: Fleet, homes: Sequence[int], share: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

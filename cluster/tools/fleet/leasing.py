@@ -12,6 +12,7 @@ from typing import Any
 from cluster.tools.fleet.cell import MOST_POSITIONS, Cell, drafter_config
 from cluster.tools.fleet.description import Fleet
 from cluster.tools.fleet.links import VirtualLink
+from cluster.tools.fleet.merging import Merging
 from cluster.tools.fleet.pool_lane import Leased, PassLog, PoolLane
 from cluster.tools.simulation.clock import LaneClock, VirtualClock
 from cluster.tools.simulation.roles import ScriptedRunner, TextOf, draft_role
@@ -41,7 +42,9 @@ class PoolLease:
 class Leasing:
     """Gives each cell the nearest pool with a place. `share`: targets for which a pool is meant."""
 
-    def __init__(self, fleet: Fleet, clock: VirtualClock, text_of: TextOf, cells: Collection[Cell], share: int) -> None:
+    def __init__(
+        self, fleet: Fleet, clock: VirtualClock, text_of: TextOf, cells: Collection[Cell], share: int, merging: Merging
+    ) -> None:
         self.pools: list[PoolSite] = []
         self._fleet = fleet
         self._clock = clock
@@ -49,12 +52,13 @@ class Leasing:
         self._cells = cells
         self._share = share
         self._most = max(share, fleet.drafter.most_targets) if share > 1 else 1
+        self._merging = merging
         self._num_links = 0
 
     def start(self, pool: PoolSite) -> None:
         """A device is there: cells without a drafter get it, then some of those whose pools are far or crowded."""
         drafter = self._fleet.drafter
-        pool.lane = PoolLane(self._clock, drafter.passes, drafter.merging, drafter.host_ms / 1e3)
+        pool.lane = PoolLane(self._clock, drafter.passes, self._merging, drafter.host_ms / 1e3)
         pool.lanes.append(pool.lane)
         for cell in sorted(self._cells, key=lambda cell: self._delay_s(pool, cell)):
             old = self._pool_of(cell)

@@ -36,6 +36,7 @@ class FleetPlan:
                 "targets": dict(zip(names, one.layout.num_targets, strict=True)),
                 "pools": dict(zip(names, one.layout.num_pools, strict=True)),
                 "share": one.layout.targets_per_pool,
+                "merging": one.layout.merging if one.layout.targets_per_pool > 1 else None,
                 "bears_load": self.is_fit(one),
                 "dollars_per_million": one.dollars_per_million,
                 "tokens_per_dollar": one.tokens_per_dollar,

@@ -88,7 +88,7 @@ class _FleetSimulation:
         self._cells: list[Cell] = []
         self._traffic = Traffic(fleet, self._clock, self._cells)
         share = layout.targets_per_pool or 1
-        self._leasing = Leasing(fleet, self._clock, self._traffic.text_of, self._cells, share)
+        self._leasing = Leasing(fleet, self._clock, self._traffic.text_of, self._cells, share, layout.merging)
         self._random = {name: random.Random(f"{fleet.seed} {name}") for name in ("drafters", "targets")}
         self._counters: Counter[str] = Counter()
         self._target_s = 0.0  # seconds in which targets computed, in the measured time

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from msgspec import to_builtins
+from msgspec import structs, to_builtins
 
 from cluster.tools.fleet.description import Fleet, Links, Region, read_fleet
 from cluster.tools.fleet.layouts import Drafting, layouts
+from cluster.tools.fleet.merging import Merging
 from tests.cluster.tools.fleet.fleets import small_fleet, two_regions
 
 PLANS = Path(__file__).parents[4] / "docs" / "plans"
@@ -82,6 +83,17 @@ def test_layouts_fit_their_regions(devices, share):
         if layout.drafting is Drafting.pools and layout.targets_per_pool == 1 and len(devices) == 1:
             assert layout.num_targets == layout.num_pools, "each has its own"
     assert len({(one.drafting, one.num_targets, one.num_pools) for one in found}) == len(found)
+
+
+def test_rules_of_merging_are_layouts_of_pools_that_are_shared():
+    fleet = small_fleet(8)
+    drafter = structs.replace(fleet.drafter, merging=[Merging.calls, Merging.passes])
+    found = [one for one in layouts(structs.replace(fleet, drafter=drafter), [4]) if one.drafting is Drafting.pools]
+    assert [(one.name, one.merging) for one in found] == [
+        ("a drafter each", Merging.calls),
+        ("pools of 4, calls merged", Merging.calls),
+        ("pools of 4, passes merged", Merging.passes),
+    ]
 
 
 def test_pools_of_all_regions_are_where_the_others_are_nearest():

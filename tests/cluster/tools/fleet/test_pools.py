@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from msgspec import structs
 
@@ -42,10 +44,7 @@ def test_a_pool_of_one_target_is_the_drafter_of_the_other_simulator(pipeline):
 def test_merged_passes_feed_three_targets_as_one_and_turns_do_not():
     fleet = small_fleet(3)
     alone = per_target(fleet, pooled(3, pools=(3,), share=1))
-    speeds = {
-        merging: per_target(structs.replace(fleet, drafter=structs.replace(fleet.drafter, merging=merging)), pooled(3))
-        for merging in Merging
-    }
+    speeds = {merging: per_target(fleet, replace(pooled(3), merging=merging)) for merging in Merging}
     assert speeds[Merging.passes] > 0.95 * alone and speeds[Merging.calls] > 0.93 * alone
     assert speeds[Merging.none] < 0.85 * alone
 
