@@ -74,6 +74,7 @@ def test_refuses_what_cannot_be_planned(tiny_launch, tmp_path):
 def test_plans_a_fleet(tiny_launch, tmp_path, capsys):
     content = yaml.safe_load((ROOT / "docs" / "plans" / "three-regions.yaml").read_text())
     content["load"] |= {"seconds": 1.0, "warmup_s": 0.2, "requests_per_s": 30, "prompt": [16], "output": [8]}
+    content["drafter"]["merging"] = ["calls"]
     content["losses"]["outages"] = [{"region": "west", "at_s": 0.5, "seconds": 0.2}]
     (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(content))
     out = tmp_path / "out"
