@@ -81,7 +81,7 @@ def test_rows_and_hosts_cost_what_they_are_given():
     assert lane.lane.busy_s == 4.5
 
 
-def test_a_lease_that_ends_gets_nothing_and_delays_nobody():
+def test_a_lease_that_ends_gets_nothing_and_delays_none():
     lane = Lane(Merging.calls)
     lane.order(0.0, 0)
     lane.order(0.0, 1)
