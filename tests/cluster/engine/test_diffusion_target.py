@@ -18,12 +18,15 @@ PROMPTS = ["def median(values):", "return", "class Stack:\n    pass", "a"]
 MAX_TOKENS = 11
 
 
-@pytest.fixture(scope="module")
-def diffusion(tiny_checkpoint, tmp_path_factory):
-    path = tmp_path_factory.mktemp("sdar") / "checkpoint"
-    shutil.copytree(tiny_checkpoint("Qwen3"), path)
+def masked_diffusion(checkpoint, path):
+    shutil.copytree(checkpoint, path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     return MaskedDiffusion(path, model, mask=model.config.vocab_size - 1)
+
+
+@pytest.fixture(scope="module")
+def diffusion(tiny_checkpoint, tmp_path_factory):
+    return masked_diffusion(tiny_checkpoint("Qwen3"), tmp_path_factory.mktemp("sdar") / "checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,18 @@ def test_tokens_are_those_of_the_static_decoder(open_engine, diffusion, expected
             engine.submit("a", SamplingParams(min_tokens=2))
         with pytest.raises(ValueError, match="logprobs: is for targets that write token by token"):
             engine.submit("a", logprobs=1)
+
+
+def test_after_an_update_tokens_are_those_of_the_new_weights(
+    open_engine, diffusion, expected, tiny_checkpoint, tmp_path
+):
+    other = masked_diffusion(tiny_checkpoint("Qwen3", seed=1), tmp_path / "checkpoint")
+    with open_target(open_engine, diffusion, num_states=3) as engine:
+        assert tokens_of(engine, PROMPTS[:2]) == expected[:2]
+        engine.update_weights(other.path)
+        tokenizer = load_tokenizer(other.path)
+        wanted = [other.decoded(tokenizer.encode(prompt).ids, MAX_TOKENS) for prompt in PROMPTS[:2]]
+        assert tokens_of(engine, PROMPTS[:2]) == wanted != expected[:2]
 
 
 def test_preempted_requests_fill_their_blocks_again(open_engine, diffusion, expected):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from parallel.kv.pass_plan import Span
+from parallel.model.layers.weight import Weight
 from parallel.runtime.runner import open_model
 from parallel.runtime.weight_update import update_weights
-from tests.families import FAMILIES
+from tests.families import ENCODER_DECODERS, FAMILIES
 
 WAYS = {
     "float32": {},
@@ -18,11 +19,15 @@ WAYS = {
     "stretched": {"stretch": 2},
     "sdpa": {"backend": "sdpa"},
 }
-CASES = [*((family, "float32") for family in FAMILIES), *(("Llama", way) for way in WAYS if way != "float32")]
+CASES = [
+    *((family, "float32") for family in (*FAMILIES, *ENCODER_DECODERS)),
+    *(("Llama", way) for way in WAYS if way != "float32"),
+]
 
 
 def logits_of(model) -> torch.Tensor:
     model.open("text")
+    model.set_source("text", [2, 7, 1, 8])  # without effect but for encoders
     output = model.forward([Span("text", 6, num_logits=6)], [3, 1, 4, 1, 5, 9])
     model.close("text")
     return output.logits
@@ -45,3 +50,13 @@ def test_a_model_that_is_loaded_again_in_place_is_the_other_one_to_the_bit(tiny_
     assert places(model) == where, "a captured pass reads the same addresses"
     update_weights(model, first)
     assert torch.equal(logits_of(model), before) and not torch.equal(before, logits_of(expected))
+
+
+def test_codes_of_a_quantised_checkpoint_are_not_replaced(tiny_checkpoint, monkeypatch):
+    first, second = (tiny_checkpoint("Llama", seed=seed) for seed in (0, 1))
+    model = open_model(first, num_slots=64)
+    before, packed = logits_of(model), [part for part in model.decoder.walk() if isinstance(part, Weight)][-1]
+    monkeypatch.setattr(Weight, "holds_codes", property(lambda weight: weight is packed))  # as where there are kernels
+    with pytest.raises(ValueError, match="a checkpoint's codes are not replaced; start with target.weights=bfloat16"):
+        update_weights(model, second)
+    assert torch.equal(logits_of(model), before)
