@@ -221,6 +221,23 @@ class DraftsAhead(Protocol):
         ...
 
 
+class DraftsByPass(Protocol):
+    """Makes drafts pass by pass, so that those of requests that are ordered meanwhile join at the next pass."""
+
+    def begin(self, contexts: Sequence[Context], budgets: Sequence[int]) -> None:
+        """Begin drafts of those that were not prepared and have room."""
+        ...
+
+    def is_drafting(self, request_id: int) -> bool:
+        """Whether its draft takes another pass; once it does not, `propose` returns it without one."""
+        ...
+
+    def advance(self, width: int | None) -> Step:
+        """One pass for all drafts that were begun, and, with `width`, a step of draft-ahead in it; its rows are those
+        of draft-ahead alone."""
+        ...
+
+
 class SendsPreviews(Protocol):
     """Shows what it prepared before the verdict arrives, so that the coordinator can read proposals off it."""
 
@@ -323,6 +340,7 @@ class Capabilities:
     reads_features: ReadsFeatures | None = None
     learns: LearnsWhenIdle | None = None
     shares_rows: SharesRows | None = None
+    drafts_by_pass: DraftsByPass | None = None
 
 
 class Drafter(Protocol):

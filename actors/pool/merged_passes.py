@@ -1,10 +1,11 @@
 """One drafter that several threads share: what they ask for at the same time is answered by the same passes.
 
-All passes run in one thread, which also builds the drafter: orders of whatever threads wait are one call of `propose`,
-steps of draft-ahead one step. Orders come first, because targets wait for them; the reading of text and steps take
-turns, one part of a text at a time. `order_choice.py` says which orders are left out of a call. Everything else of the
-drafter is called by the threads themselves in `turn`, and so are drafts that were prepared. A pass that fails is
-repeated order by order, so that it fails for those alone whose requests are the reason. It knows no coordinator.
+All passes run in one thread, which also builds the drafter. Where the drafter makes drafts pass by pass, an order joins
+at the next pass, and steps of draft-ahead are part of it; else all orders that wait are one call of `propose`, without
+those that `order_choice.py` leaves out. Orders come first, because targets wait for them; the reading of text and steps
+take turns, one part of a text at a time, and a part is read after `MOST_PASSED` passes at the latest. A pass that fails
+is repeated order by order, so that it fails for those alone whose requests are the reason. Everything else of the
+drafter is called by the threads themselves in `turn`, and so are drafts that were prepared. It knows no coordinator.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ from functools import partial
 from itertools import chain
 
 from actors.drafters.draft_ahead.width import Step
-from actors.drafters.interface import Context, Draft, Drafter
+from actors.drafters.interface import Context, Draft, Drafter, DraftsByPass
 from actors.pool.order_choice import CallCost, OrderHistory, choose_orders
 
 log = logging.getLogger(__name__)
 
+MOST_PASSED = 4
+"""Passes, or calls, for drafts that a text waits for before a part of it is read: else it would never be, by a pool
+whose targets always wait for drafts."""
 NO_STEPS_S = 60.0
 """Seconds without draft-ahead after a step that failed: whose requests are the reason is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergeCounts:
-    """Calls of the drafter so far, and what asked for them; orders that were left out are not among `num_orders`."""
+    """Calls of the drafter so far, or passes where it drafts pass by pass, and what asked for them; orders that were
+    left out are not among `num_orders`."""
 
     num_proposals: int = 0
     num_orders: int = 0
@@ -74,7 +79,9 @@ class MergedPasses:
         self._orders: list[_OrderedDrafts] = []
         self._readings: list[_WantedReading] = []
         self._steps: list[_WantedStep] = []
+        self._active: list[_OrderedDrafts] = []  # whose drafts are being made pass by pass
         self._has_read = False  # after the last step
+        self._num_passed = 0  # passes and calls for drafts while a text waits to be read
         self._no_steps_until = -math.inf
         self.restart: Callable[[Sequence[int] | None], None] = lambda _: None
         """Called in the thread of the passes, in turn, after a pass that failed: the drafter forgets what it had begun
@@ -148,27 +155,40 @@ class MergedPasses:
             built.set_exception(error)
             return
         built.set_result(drafter)
+        by_pass = drafter.capabilities.drafts_by_pass
         while (asked := self._next()) is not None:
             with self._turn:
-                match asked[0]:
+                match asked[0] if asked else by_pass:
+                    case _OrderedDrafts() if by_pass is not None:
+                        self._begin(drafter, by_pass, asked)
                     case _OrderedDrafts():
                         self._propose(drafter, asked)
                     case _WantedReading(contexts, done):
                         _fulfil([done], partial(_read, drafter, contexts))
+                    case _WantedStep() if self._active and by_pass is not None:
+                        self._advance(drafter, by_pass, asked)
                     case _WantedStep():
                         self._work(drafter, asked)
+                    case _ if by_pass is not None:
+                        self._advance(drafter, by_pass, [])
 
     def _next(self) -> list | None:
-        """Everything of the first kind that waits, of readings one; None to end."""
+        """Everything of the first kind that waits, of readings one; an empty list for the next pass of drafts that are
+        being made; None to end."""
         with self._changed:
-            while self._num_turns or not (self._orders or self._readings or self._steps):
+            while self._num_turns or not (self._orders or self._readings or self._steps or self._active):
                 if self._is_closed and not self._num_turns:
                     return None
                 self._changed.wait()
-            if self._orders:
+            is_due = self._readings and self._num_passed >= MOST_PASSED
+            if self._orders and not is_due:
                 asked, self._orders = self._orders, []
-            elif self._readings and not (self._has_read and self._steps):
-                asked, self._has_read = [self._readings.pop(0)], True
+                self._num_passed += bool(self._readings)
+            elif self._active and not is_due:
+                asked, self._steps = self._steps, []
+                self._num_passed += bool(self._readings)
+            elif self._readings and (is_due or not (self._has_read and self._steps)):
+                asked, self._has_read, self._num_passed = [self._readings.pop(0)], True, 0
             else:
                 asked, self._steps, self._has_read = self._steps, [], False
             return asked
@@ -208,6 +228,48 @@ class MergedPasses:
         self._cost.update(len(contexts), max(budgets), self._clock() - started)
         for order in orders:
             order.drafts.set_result([next(made) for _ in order.contexts])
+
+    def _begin(self, drafter: Drafter, by_pass: DraftsByPass, orders: list[_OrderedDrafts]) -> None:
+        counts = self.counts
+        self.counts = replace(counts, num_orders=counts.num_orders + len(orders))
+        for order in orders:
+            try:
+                by_pass.begin(order.contexts, order.budgets)
+            except Exception as error:
+                self._failed("draft", error)
+                order.drafts.set_exception(error)
+            else:
+                self._active.append(order)
+        self._finish(drafter, by_pass)
+
+    def _advance(self, drafter: Drafter, by_pass: DraftsByPass, steps: list[_WantedStep]) -> None:
+        """One pass for all drafts that are being made, and a step of draft-ahead in it if one is wanted."""
+        counts, done = self.counts, Step(0)
+        self.counts = replace(
+            counts,
+            num_proposals=counts.num_proposals + 1,
+            num_steps=counts.num_steps + bool(steps),
+            num_wanted_steps=counts.num_wanted_steps + len(steps),
+        )
+        try:
+            done = by_pass.advance(max((step.width for step in steps), default=None))
+        except Exception as error:
+            self._failed("pass", error)
+            if steps:
+                self._no_steps_until = self._clock() + NO_STEPS_S
+            self.restart(None)  # their drafts end with it, and `propose` makes them order by order
+        self._finish(drafter, by_pass)
+        for step in steps:
+            step.done.set_result(done)
+
+    def _finish(self, drafter: Drafter, by_pass: DraftsByPass) -> None:
+        """Answer the orders whose drafts are made."""
+        active, self._active = self._active, []
+        for order in active:
+            if any(by_pass.is_drafting(context.request_id) for context in order.contexts):
+                self._active.append(order)
+            else:
+                _fulfil([order.drafts], partial(_propose_alone, drafter, order))
 
     def _failed(self, what: str, error: Exception) -> None:
         log.error("a %s of the pool failed", what, exc_info=error)

@@ -11,7 +11,7 @@ over those tokens and the proposal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -47,6 +47,7 @@ class _AheadState:
     may_extend: bool = False  # a verdict is awaited and draft-ahead has something left to do
     num_shown: int = 0  # nodes of the tree in the last preview
     is_in_turn: bool = False  # the pending draft is no tree: it was made as where nothing works ahead
+    depth: int = 0  # up to which `advance` drafts while the target waits, 0: it does not
 
 
 class AheadDrafter(ModelDrafter):
@@ -58,7 +59,12 @@ class AheadDrafter(ModelDrafter):
     def __init__(self, runner: Runner, config: PassDrafterConfig, options: ModelOptions, pipeline: str) -> None:
         super().__init__(runner, config, options)
         self.capabilities = Capabilities(
-            runner.config.vocab_size, prefills=self, truncates=self, works_ahead=self, sends_previews=self
+            runner.config.vocab_size,
+            prefills=self,
+            truncates=self,
+            works_ahead=self,
+            sends_previews=self,
+            drafts_by_pass=self,
         )
         self._choose = AHEAD[pipeline]
         self._length = config.num_draft_tokens
@@ -182,14 +188,58 @@ class AheadDrafter(ModelDrafter):
         if uncalibrated:
             return Step(self._feed_again(uncalibrated, width), refreshed=True)
         chosen = self._fitting((one, self._choose(one.tree, width, min(self._length, one.budget))) for one in busy)
-        if sum(state.tree.worth(nodes) for state, nodes in chosen) < AHEAD_WORTH:
-            chosen = []
-        going = {state.context.request_id for state, _ in chosen}
-        for state in busy:
-            state.may_extend = state.context.request_id in going
+        self._goes_on(busy, chosen)
         if chosen:
             self._feed(chosen)
         return Step(sum(len(nodes) for _, nodes in chosen))
+
+    def _goes_on(self, busy: list[_AheadState], chosen: list[tuple[_AheadState, list[int]]]) -> None:
+        """Draft-ahead goes on with the chosen nodes; with none of them if they are worth too little."""
+        if sum(state.tree.worth(nodes) for state, nodes in chosen) < AHEAD_WORTH:
+            chosen.clear()
+        going = {state.context.request_id for state, _ in chosen}
+        for state in busy:
+            state.may_extend = state.context.request_id in going
+
+    # --- drafts that are made pass by pass ----------------------------------------------------------------------------
+
+    def begin(self, contexts: Sequence[Context], budgets: Sequence[int]) -> None:
+        if not self.may_work_ahead:
+            return
+        missed = [(one, budget) for one, budget in zip(contexts, budgets, strict=True) if not self.prepared(one)]
+        for context, budget in self._with_room([one for one, _ in missed], [budget for _, budget in missed]):
+            self._prefill(context, leave=self._options.prefill_chunk)
+            self._states[context.request_id].depth = self._growth.max_depth(budget)
+
+    def is_drafting(self, request_id: int) -> bool:
+        return self._states[request_id].depth > 0
+
+    def advance(self, width: int | None) -> Step:
+        drafting = [state for state in self._states.values() if state.depth]
+        fresh: list[tuple[_AheadState, list[int]]] = [(state, []) for state in drafting if not state.tree.root.expanded]
+        contexts = [state.context for state, _ in fresh]
+        num_fresh = sum(len(one.token_ids) - self.runner.cached_len(one.request_id) for one in contexts)
+        begun = [state for state in drafting if state.tree.root.expanded]
+        on_demand = self._fitting([(state, self._redrafted(state)) for state in begun], num_fresh)
+        ahead: list[tuple[_AheadState, list[int]]] = []
+        busy = [state for state in self._states.values() if state.may_extend and not self._lacks_rows(state)]
+        if width is not None and busy:
+            num_rows = num_fresh + sum(len(nodes) for _, nodes in on_demand)
+            wide = width or max(1, self._width // len(busy))
+            ahead = self._fitting(
+                ((one, self._choose(one.tree, wide, min(self._length, one.budget))) for one in busy), num_rows
+            )
+            self._goes_on(busy, ahead)
+        if chosen := [*fresh, *on_demand, *ahead]:
+            self._feed(chosen, after_text={state.context.request_id for state, _ in fresh})
+        going = {state.context.request_id for state, _ in (*fresh, *on_demand)}
+        for state in drafting:
+            if state.context.request_id not in going or not self._redrafted(state):
+                state.depth = 0
+        return Step(sum(len(nodes) for _, nodes in ahead), refreshed=bool(fresh or on_demand))
+
+    def _redrafted(self, state: _AheadState) -> list[int]:
+        return redraft(state.tree, self._redraft_width, state.depth)
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -197,7 +247,7 @@ class AheadDrafter(ModelDrafter):
         """Draft for trees whose root was not expected, as far as it is worth the time for which the target waits."""
         unfed: list[tuple[_AheadState, list[int]]] = [(state, []) for state in states if not state.tree.root.expanded]
         if unfed:
-            self._feed(unfed, after_text=True)
+            self._feed(unfed, after_text={state.context.request_id for state, _ in unfed})
         depths = [self._growth.max_depth(budget) for budget in budgets]
         while chosen := self._fitting(
             (state, redraft(state.tree, self._redraft_width, depth))
@@ -205,9 +255,11 @@ class AheadDrafter(ModelDrafter):
         ):
             self._feed(chosen)
 
-    def _fitting(self, chosen: Iterable[tuple[_AheadState, list[int]]]) -> list[tuple[_AheadState, list[int]]]:
-        """The requests, in order, whose chosen nodes fit the model's context and together the pool."""
-        fitting, num_rows = [], 0
+    def _fitting(
+        self, chosen: Iterable[tuple[_AheadState, list[int]]], num_rows: int = 0
+    ) -> list[tuple[_AheadState, list[int]]]:
+        """The requests, in order, whose chosen nodes fit the model's context and, with `num_rows` others, the pool."""
+        fitting = []
         for state, nodes in chosen:
             last = len(state.context.token_ids) + max((state.tree.nodes[node].depth for node in nodes), default=0)
             fits = state.num_rows + len(nodes) <= MAX_ROWS_AHEAD and last < self.runner.longest_text
@@ -238,16 +290,17 @@ class AheadDrafter(ModelDrafter):
             else:
                 state.may_extend = False
         if fed:
-            self._feed(fed, after_text=True)
+            self._feed(fed, after_text={state.context.request_id for state, _ in fed})
         return num_rows
 
-    def _feed(self, chosen: list[tuple[_AheadState, list[int]]], *, after_text: bool = False) -> None:
-        """One pass over nodes; with `after_text` an exact one, over the uncached text and then the nodes."""
-        spans, token_ids = [], []
+    def _feed(self, chosen: list[tuple[_AheadState, list[int]]], after_text: Collection[int] = ()) -> None:
+        """One pass over nodes; of the requests `after_text` over the uncached text and then the nodes. It is exact if
+        there is text."""
+        spans, token_ids, expanded = [], [], []
         for state, nodes in chosen:
             request_id, hypotheses = state.context.request_id, state.tree.nodes
-            text: list[int] = []
-            if after_text:
+            text, reads = list[int](), request_id in after_text
+            if reads:
                 text = state.context.token_ids[self.runner.cached_len(request_id) :]
                 state.num_suffix = state.num_rows = len(text)
             parents = list(range(-1, len(text) - 1))
@@ -256,11 +309,10 @@ class AheadDrafter(ModelDrafter):
                 parents.append(hypotheses[parent].row if parent else state.num_suffix - 1)
                 hypotheses[node].row = state.num_rows
                 state.num_rows += 1
-            num_logits = len(nodes) + after_text
-            spans.append(Span(request_id, len(parents), parents if nodes else None, num_logits))
+            spans.append(Span(request_id, len(parents), parents if nodes else None, len(nodes) + reads))
             token_ids += [*text, *(hypotheses[node].token for node in nodes)]
-        logits = self.runner.forward(spans, token_ids, fuzzy=not after_text).logits
-        self._expand(logits, [(state, [0, *nodes]) for state, nodes in chosen] if after_text else chosen)
+            expanded.append((state, [0, *nodes] if reads else nodes))
+        self._expand(self.runner.forward(spans, token_ids, fuzzy=not after_text).logits, expanded)
 
     def _expand(self, logits: Tensor, fed: list[tuple[_AheadState, list[int]]]) -> None:
         """Children of every node that was fed; `logits` has one row per node, in order."""

@@ -58,6 +58,41 @@ class GatedDrafter:
         assert self.gate.wait(10)
 
 
+class DrafterByPass(GatedDrafter):
+    """Makes drafts of as many passes as their budget; each pass waits for a permit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: dict[int, int] = {}
+        self.permits = threading.Semaphore(0)
+        self.gate.set()
+        self.capabilities = Capabilities(works_ahead=self, prefills=self, drafts_by_pass=self)  # pyright: ignore
+
+    def begin(self, contexts: list[Context], budgets: list[int]) -> None:
+        self.left |= {one.request_id: budget for one, budget in zip(contexts, budgets, strict=True)}
+
+    def is_drafting(self, request_id: int) -> bool:
+        return self.left.get(request_id, 0) > 0
+
+    def advance(self, width: int | None) -> Step:
+        drafting = [number for number, left in self.left.items() if left]
+        self.calls.append(("advance", [*drafting, *([] if width is None else [-width])]))
+        self.entered.set()
+        assert self.permits.acquire(timeout=10)
+        if 99 in drafting:
+            raise RuntimeError("a bad pass")
+        self.left = {number: max(0, left - 1) for number, left in self.left.items()}
+        return Step(width or 0)
+
+
+@pytest.fixture
+def by_pass():
+    merged = MergedPasses(DrafterByPass)  # pyright: ignore[reportArgumentType]
+    yield merged
+    merged.drafter.permits.release(100)  # pyright: ignore[reportAttributeAccessIssue]
+    merged.close()
+
+
 def context(request_id: int) -> Context:
     return Context(request_id, 1, [request_id], 1, SamplingParams())
 
@@ -178,6 +213,48 @@ def test_an_order_that_costs_the_others_more_than_it_gains_is_left_out(passes):
     assert found[1] is None and None not in (found[0], found[2])
     assert [history.num_left_out for history in histories] == [0, 1, 0]
     assert (passes.counts.num_orders, passes.counts.num_left_out) == (2, 1)
+
+
+def test_an_order_joins_at_the_next_pass_and_is_answered_after_its_own_last_one(by_pass):
+    drafter: Any = by_pass.drafter
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(by_pass.propose, [context(1)], [3], OrderHistory())
+        assert drafter.entered.wait(10)
+        second = pool.submit(by_pass.propose, [context(2)], [1], OrderHistory())
+        step = pool.submit(by_pass.step, 5)
+        waiting(by_pass, 2)
+        drafter.permits.release(2)
+        assert [one.tree.token_ids for one in second.result() or ()] == [(2, 1)]
+        assert step.result() == Step(5)
+        assert not first.done()
+        drafter.permits.release()
+        assert [one.tree.token_ids for one in first.result() or ()] == [(1, 3)]
+    passes = [sorted(of) for name, of in drafter.calls if name == "advance"]
+    assert passes == [[1], [-5, 1, 2], [1]]
+    assert by_pass.counts.num_orders == 2
+
+
+def test_texts_are_read_although_drafts_are_always_missing(by_pass):
+    drafter: Any = by_pass.drafter
+    with ThreadPoolExecutor(4) as pool:
+        order = pool.submit(by_pass.propose, [context(1)], [12], OrderHistory())
+        assert drafter.entered.wait(10)
+        readings = [pool.submit(by_pass.prefill, [context(n)]) for n in (2, 3)]
+        waiting(by_pass, 2)
+        drafter.permits.release(12)
+        for one in (order, *readings):
+            one.result()
+    names = "".join(name[0] for name, _ in drafter.calls)
+    assert names == "a" + "aaaap" * 2 + "aaa" + "p"
+
+
+def test_a_pass_that_fails_leaves_its_orders_to_calls_of_their_own(by_pass):
+    drafter: Any = by_pass.drafter
+    by_pass.restart = lambda _: drafter.left.clear()
+    drafter.permits.release(10)
+    assert [one.tree.token_ids for one in by_pass.propose([context(99)], [4], OrderHistory())] == [(99, 4)]
+    assert by_pass.counts.num_failed == 1 and by_pass.takes_steps
+    assert [one.tree.token_ids for one in by_pass.propose([context(1)], [2], OrderHistory())] == [(1, 2)]
 
 
 def test_a_failure_is_raised_for_those_alone_whose_order_fails(passes):
