@@ -22,6 +22,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "packed", "bfloat16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 KV_DTYPES = ("auto", "fp8")
+NUMERICS = ("fast", "invariant")
 DECODERS = ("auto", "static")
 ATTENTION = ("auto", "triton", "padded", "sdpa", "ragged")
 
@@ -93,6 +94,10 @@ class TargetConfig(Section):
     kv_dtype: Annotated[str, OneOf(KV_DTYPES)] = "auto"
     """In which keys and values are kept: fp8 (e4m3, with the checkpoint's scales or 1), or auto, the model's type. With
     fp8 two or four times the tokens fit, and the output is that of the target with rounded keys and values."""
+    numerics: Annotated[str, OneOf(NUMERICS)] = "fast"
+    """invariant: a token's logits have the same bits alone, beside other requests, in a prompt, a draft and a tree, so
+    that greedy and seeded tokens depend on neither the company nor the drafter, in bfloat16 too; slower on a GPU, needs
+    Triton there and a C++ compiler on a CPU, whose kernels do so anyway. fast: sums in the order that is fastest."""
     decoder: Annotated[str, OneOf(DECODERS)] = "auto"
     """static: fill the masks of a masked-diffusion target (SDAR, TraDo) block by block, the surest first; or auto: as
     the checkpoint is. What it writes is that decoder's, whatever `num_states` is."""
@@ -107,6 +112,10 @@ class TargetConfig(Section):
     worth at a GPU's pass times, with a small model's tokens. A number, or a table by rows as job=plan writes it:
     {1: 15.0, 16: 16.2}; 0 = off. Reports say that it was on."""
 
+    @property
+    def is_invariant(self) -> bool:
+        return self.numerics == "invariant"
+
     def check_fields(self, where: str) -> None:
         known = self.name in ("pocket", "hf")
         require(known, f"{where}.name", self.name, "is set by target=pocket or target=hf; drop it")
@@ -115,6 +124,7 @@ class TargetConfig(Section):
         has_gpus = self.all_reduce == "nccl" or self.device != "cpu"
         require(has_gpus, f"{where}.all_reduce", self.all_reduce, f"needs GPUs; set {where}.device=cuda or drop it")
         check_kv_dtype(where, self.kv_dtype, self.attention)
+        check_numerics(where, self)
         check_pace(where, self.pace_ms)
 
 
@@ -130,6 +140,18 @@ def check_kv_dtype(where: str, kv_dtype: str, attention: str) -> None:
     """ValueError if an attention is asked for that does not read such rows."""
     remedy = f"is not read by {where}.attention=ragged; use sdpa or padded there, or drop one of them"
     require(kv_dtype == "auto" or attention != "ragged", f"{where}.kv_dtype", kv_dtype, remedy)
+
+
+def check_numerics(where: str, target: TargetConfig) -> None:
+    """ValueError if invariant results are asked of what computes rows together."""
+    if not target.is_invariant:
+        return
+    remedy = f"has no {where}.attention={target.attention}, which computes rows together; drop one of them"
+    require(target.attention not in ("sdpa", "padded"), f"{where}.numerics", target.numerics, remedy)
+    remedy = f"adds in rank order, and {where}.all_reduce=symmetric by sizes; drop one of them"
+    require(target.all_reduce == "nccl", f"{where}.numerics", target.numerics, remedy)
+    on_cpu = f"{where}.kv_dtype=fp8 is read on a CPU by kernels that compute rows together; drop one of them"
+    require(target.kv_dtype == "auto" or target.device != "cpu", f"{where}.numerics", target.numerics, on_cpu)
 
 
 LONGEST_PACE_MS = 1000

@@ -31,6 +31,7 @@ def build_diffusion_target(
         kv_dtype=config.kv_dtype,
         max_model_len=config.max_model_len,
         num_slots=config.kv_slots + num_copied if config.kv_slots else 0,
+        invariant=config.is_invariant,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens + num_copied,
         sharing=device_share(spec),
@@ -47,7 +48,9 @@ def build_diffusion_target(
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
     options: dict[str, Any] = {"weights": fit.weights, "kv_dtype": fit.kv_dtype, "backend": config.attention}
     model = fit.dtype, num_slots, config.stretch
-    runner = open_model(spec.served.path, group, spec.device, *model, graphs=False, **options)
+    runner = open_model(
+        spec.served.path, group, spec.device, *model, graphs=False, invariant=config.is_invariant, **options
+    )
     log_event(logger_of(spec.identity), "attention", backend=runner.attention, kv_dtype=sizes["kv_dtype"])
     role = DiffusionTargetRole(
         runner,

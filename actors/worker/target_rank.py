@@ -55,6 +55,7 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
         kv_dtype=config.kv_dtype,
         max_model_len=config.max_model_len,
         num_slots=config.kv_slots,
+        invariant=config.is_invariant,
         max_num_seqs=spec.scheduler.max_num_seqs,
         num_logit_rows=spec.scheduler.max_num_batched_tokens if reads_prompts else 0,
         max_num_batched_tokens=spec.scheduler.max_num_batched_tokens,
@@ -66,8 +67,14 @@ def build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tupl
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
     model = fit.dtype, fit.num_slots, config.stretch
     options: dict[str, Any] = {"weights": fit.weights, "kv_dtype": fit.kv_dtype, "backend": config.attention}
-    runner = open_model(spec.served.path, group, spec.device, *model, **options)
-    log_event(logger_of(spec.identity), "attention", backend=runner.attention, kv_dtype=sizes["kv_dtype"])
+    runner = open_model(spec.served.path, group, spec.device, *model, invariant=config.is_invariant, **options)
+    log_event(
+        logger_of(spec.identity),
+        "attention",
+        backend=runner.attention,
+        kv_dtype=sizes["kv_dtype"],
+        numerics=config.numerics,
+    )
     if spec.pipeline != PipelineName.plain:
         runner = spec.drafter.on_target(runner)
     is_lead = spec.rank == 0

@@ -34,6 +34,8 @@ def open_alone(
     options["kv_dtype"] = choose_kv_dtype(model.kv_dtype, dtype)
     if isinstance(model, TargetConfig):
         options["stretch"] = model.stretch
+        if model.is_invariant:
+            options |= {"invariant": True, "backend": model.attention}
     else:
         options["head"] = head_rows(model)
     return open_model(model.path, SINGLE, device, dtype, num_slots, **options)

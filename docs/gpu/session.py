@@ -281,6 +281,18 @@ def fp8_rows(machine: Machine) -> Iterator[Row]:
     yield from _measured(machine, machine.runner(SHAPES["8b"], num_slots, pool=options), grid, machine.copy_rate())
 
 
+def invariant(machine: Machine) -> Iterator[Row]:
+    """Passes of the 8B shape with `target.numerics` fast and invariant: what the same bits in any company cost."""
+    grid = TINY_GRID[:1] if machine.tiny else [(1, 2048, 1), (1, 2048, 8), (1, 32768, 8), (16, 2048, 6)]
+    num_slots = max(count * (context + max(rows, CHAIN)) for count, context, rows in grid)
+    rate = machine.copy_rate()
+    for numerics in ("fast", "invariant"):
+        # on a CPU the random weights are not packed for the kernels that are invariant
+        options = {"invariant": numerics == "invariant"} if machine.on_cuda else {}
+        for row in _measured(machine, machine.runner(SHAPES["8b"], num_slots, **options), grid, rate):
+            yield {"numerics": numerics} | row
+
+
 def ragged(machine: Machine) -> Iterator[Row]:
     """One long request beside 63 short ones, which padding to the longest would make as expensive."""
     count, short, long = (4, 20, 100) if machine.tiny else (64, 1024, 32768)
@@ -507,6 +519,7 @@ STEPS: dict[str, tuple[int, Callable[[Machine], Iterator[Row]]]] = {
     "prompts": (120, lambda machine: session_rounds.prompts(machine, SHAPES["8b"])),
     "mixture": (120, lambda machine: passes(machine, "mixture")),
     "fp8-rows": (90, fp8_rows),
+    "invariant": (150, invariant),
     "passes-0.6b": (90, lambda machine: passes(machine, "0.6b")),
     "passes-70b-of-8": (120, lambda machine: passes(machine, "70b-of-8")),
     "ragged": (90, ragged),

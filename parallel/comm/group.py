@@ -49,6 +49,8 @@ class Group:
     size = 1
     is_abortable = True
     """Whether `interrupt` ends every wait for a peer. If not, a rank leaves the group by ending its process."""
+    sums_in_order = False
+    """Whether `all_reduce` adds the ranks' numbers in the order of the ranks, wherever they lie in the tensor."""
     generation = 0
     """Counts adoptions: a CUDA graph captured in an older generation uses closed connections."""
 
@@ -227,15 +229,27 @@ class NcclGroup(_ConnectedGroup):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         backend = self._connected()
+        if self.sums_in_order and self.size > 2:  # two numbers have one sum
+            return self._sum_in_order(tensor)
         if self._symmetric is not None and self._symmetric.takes(tensor):
             return self._symmetric.all_reduce(tensor)
         backend.allreduce([tensor]).wait()
         return tensor
 
-    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+    def _sum_in_order(self, tensor: Tensor) -> Tensor:
+        """NCCL's sum begins at another rank in each piece of the tensor, and pieces depend on its size."""
+        total, *terms = self._gathered(tensor).unbind(0)
+        for term in terms:
+            total = total + term
+        return total
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
         parts = tensor.new_empty(self.size, *tensor.shape)
         self._connected()._allgather_base(parts, tensor.contiguous()).wait()
-        return torch.cat(parts.unbind(0), dim)
+        return parts
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        return torch.cat(self._gathered(tensor).unbind(0), dim)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         from torch.distributed import BroadcastOptions

@@ -60,6 +60,8 @@ class PackedMatrix:
     """A matrix [outputs, inputs] of codes, to multiply rows of a type `dtype` by. `rows` are filled one after the
     other."""
 
+    is_invariant = False
+
     def __init__(
         self, outputs: int, inputs: int, packing: Packing, scale_type: torch.dtype, device: torch.device | str
     ) -> None:
@@ -88,16 +90,17 @@ class PackedMatrix:
         self._run = run
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, inputs] -> x @ matrix.T + bias, [T, outputs] in the type of x, with sums in float32."""
+        """x [T, inputs] -> x @ matrix.T + bias, [T, outputs] in the type of x, with sums in float32. If `is_invariant`,
+        a row has the same bits whatever T is."""
         from parallel.kernels.triton_products import merge_parts, multiply_packed
 
         num_rows = len(x)
-        if num_rows > MOST_ROWS:
+        if num_rows > MOST_ROWS and not self.is_invariant:
             return torch.nn.functional.linear(x, self.unpacked(x.dtype), bias)
         out = x.new_empty(num_rows, self.outputs)
         is_cut = self.num_parts > 1
         parts = x.new_empty(self.num_parts, *out.shape, dtype=torch.float32) if is_cut else out
-        block_m = min(_LARGEST_BLOCK_M, block_size(num_rows))
+        block_m = _LARGEST_BLOCK_M if self.is_invariant else min(_LARGEST_BLOCK_M, block_size(num_rows))
         launch(
             multiply_packed,
             (-(-num_rows // block_m), -(-self.outputs // _BLOCK_N), self.num_parts),

@@ -6,6 +6,10 @@ them. A work item is a tile and a range of its keys (FIELDS); the host cuts long
 that was cut, by their log-sum-exps. Keys are read where they are, through the table of slots: nothing is gathered, and
 there is no mask tensor. Of the pending rows of a tree, a row sees those whose bits are set in its words.
 
+With PATHS a row's result has the same bits whatever is computed beside it: each row of a tree is a tile of its own that
+reads its ancestors one after the other, as a chain's row does; ranges of keys begin at multiples of a fixed number; and
+every tile of keys takes the same instructions, masked ones, in which keys that a row does not see add exactly zero.
+
 Accumulates in float32. Imports no PyTorch, so that a test compiles the kernels for a GPU without loading it.
 """
 
@@ -25,7 +29,7 @@ FIELDS = (
     "table",  # start of the sequence's slots
     "words",  # start of the first row's bits over the pending keys, -1 for a chain
     "words_per_row",
-    "depths",  # start of the depths of the pending keys, -1 for a chain
+    "depths",  # start of the depths of the pending keys, -1 for a chain; with PATHS of the pending keys that are seen
     "partial",  # where the result goes until it is merged, -1 if the tile is one item
 )
 _NUM_FIELDS = tl.constexpr(len(FIELDS))
@@ -38,19 +42,28 @@ def _attend_keys(
     acc, peak, total, q, keys, values, table, bits, depths,
     begin, end, limit, context, oldest, slot_stride, scale, softcap, is_chain, is_row,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PATHS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the keys from `begin` on, BLOCK_N at most and before `end`, to the running softmax."""
     n = begin + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = n < end
-    slot = tl.load(table + n, mask=inside, other=0).to(tl.int64) * slot_stride
+    place = n
+    if PATHS:
+        on_path = inside & (n >= context) & (not is_chain)
+        place = tl.where(on_path, context + tl.load(depths + n - context, mask=on_path, other=0), n)
+    slot = tl.load(table + place, mask=inside, other=0).to(tl.int64) * slot_stride
     k = tl.load(keys + slot[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0).to(q.dtype)
     scores = tl.dot(q, k, input_precision=PRECISION) * scale
     if CAPPED:  # softcap * tanh(score / softcap)
         scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
     scores *= _LOG2_E
-    if MASKED:
+    if PATHS:
+        seen = n[None, :] <= limit[:, None]
+        if WINDOWED:
+            seen = seen & (n[None, :] >= oldest[:, None])
+        scores = tl.where(seen & inside[None, :], scores, float("-inf"))
+    elif MASKED:
         offset = n - context
         within_bits = inside & (offset >= 0) & (not is_chain)
         word = tl.load(
@@ -76,7 +89,7 @@ def attend_items(
     queries, keys, values, out, lse, partial, partial_lse, items, tables, positions, words, depths,
     query_stride, slot_stride, scale, value_scale, softcap, window,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WANTS_LSE: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WANTS_LSE: tl.constexpr, PATHS: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One item and KV head. `queries` [T, >= heads * D], `keys`, `values` [slots, kv_heads, D], `out` [T, heads * D],
@@ -97,9 +110,12 @@ def attend_items(
     table = tables + tl.load(item + 7)
     first_bits = tl.load(item + 8)
     words_per_row = tl.load(item + 9)
-    depths += tl.load(item + 10)
+    first_depth = tl.load(item + 10)
+    depths += first_depth
     place = tl.load(item + 11)
     is_chain = first_bits < 0
+    if PATHS:
+        is_chain = first_depth < 0
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -121,7 +137,13 @@ def attend_items(
     if WINDOWED:
         position = tl.load(positions + first + row, mask=is_row, other=1 << 30).to(tl.int32)
         oldest = position - window + 1
-        begin = tl.maximum(begin, tl.min(oldest, 0))  # a key's position is at most its index
+        first_key = tl.maximum(begin, tl.min(oldest, 0))  # a key's position is at most its index
+        if PATHS:
+            begin += (first_key - begin) // BLOCK_N * BLOCK_N  # where tiles of keys begin for every row
+        else:
+            begin = first_key
+        unmasked = begin * 0
+    if PATHS:
         unmasked = begin * 0
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -130,13 +152,13 @@ def attend_items(
         acc, peak, total = _attend_keys(
             acc, peak, total, q, keys, values, table, bits, depths,
             n, end, limit, context, oldest, slot_stride, scale, softcap, is_chain, is_row,
-            D, BLOCK_N, BLOCK_D, False, WINDOWED, CAPPED, PRECISION,
+            D, BLOCK_N, BLOCK_D, False, WINDOWED, CAPPED, PATHS, PRECISION,
         )  # fmt: skip
     for n in range(begin + unmasked, end, BLOCK_N):
         acc, peak, total = _attend_keys(
             acc, peak, total, q, keys, values, table, bits, depths,
             n, end, limit, context, oldest, slot_stride, scale, softcap, is_chain, is_row,
-            D, BLOCK_N, BLOCK_D, True, WINDOWED, CAPPED, PRECISION,
+            D, BLOCK_N, BLOCK_D, True, WINDOWED, CAPPED, PATHS, PRECISION,
         )  # fmt: skip
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale

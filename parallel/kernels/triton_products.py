@@ -1,4 +1,5 @@
-"""Triton kernels of products with a matrix of int4, int8 or FP8 codes, which become numbers in registers.
+"""Triton kernels of products with a matrix of int4, int8 or FP8 codes, which become numbers in registers; and with one
+of plain numbers in a fixed order of sums.
 
 For the few rows of decoding and verification the time of a product is that of reading the matrix: `multiply_packed`
 reads each code once for up to 64 rows. Outputs take the place of rows in the product of a tile, because there are
@@ -73,6 +74,39 @@ def multiply_packed(
                 acc = part
     if GROUP == 0:
         acc = acc * tl.load(scales + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    out += tl.program_id(2).to(tl.int64) * num_rows * outputs
+    at = m.to(tl.int64)[None, :] * outputs + n[:, None]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_steps"])
+def multiply_plain(
+    x, matrix, bias, out, num_rows, outputs, inputs, num_steps,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows and BLOCK_N outputs over `num_steps` times BLOCK_K inputs. `x` [T, inputs], `matrix` [outputs,
+    inputs], `out` [parts, T, outputs]. Of a row's sums nothing depends on T."""
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_K)
+    is_output = n < outputs
+    is_row = m < num_rows
+    lines = matrix + n.to(tl.int64)[:, None] * inputs + j[None, :]
+    columns = x + m.to(tl.int64)[None, :] * inputs + j[:, None]
+    first = tl.program_id(2) * num_steps
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for step in range(first, tl.minimum(first + num_steps, (inputs + BLOCK_K - 1) // BLOCK_K)):
+        k = step * BLOCK_K
+        inside = k + j < inputs
+        numbers = tl.load(lines + k, mask=is_output[:, None] & inside[None, :], other=0.0)
+        rows = tl.load(columns + k, mask=is_row[None, :] & inside[:, None], other=0.0)
+        if WIDEN:
+            numbers = numbers.to(tl.float32)
+            rows = rows.to(tl.float32)
+        acc = tl.dot(numbers, rows, acc, input_precision=PRECISION)
     if HAS_BIAS:
         acc += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
     out += tl.program_id(2).to(tl.int64) * num_rows * outputs

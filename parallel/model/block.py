@@ -22,6 +22,7 @@ from parallel.model.layers.attention import AttentionPlan, Heads, ReadPlan
 from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rotation
+from parallel.model.layers.row_by_row import row_by_row
 from parallel.model.layers.weight import Layer, Shard, TensorOptions, join_weights
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -110,11 +111,14 @@ class MLP(Layer):
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.gated:
-            return self.down(self.activation(self.gate_up(x)))
+            return self.down(self._activated(self.gate_up(x)))
         if self.activation is F.silu:
             return self.down(self.gate_up.gated(x))
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self.activation(gate).mul_(up))
+        return self.down(self._activated(gate).mul_(up))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        return row_by_row(self.activation, x) if self.is_invariant else self.activation(x)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from self.gate_up.shards(prefix)
@@ -173,6 +177,11 @@ class Experts(Layer):
         if self.experts[0].gated and all(weight.can_group for part in weights for weight in part):
             gate_up, down = map(join_weights, weights)
             self._matrices = gate_up, down
+
+    def keep_rows_apart(self) -> None:
+        """Expert by expert: the products of groups choose their tiles by the number of rows."""
+        super().keep_rows_apart()
+        self._matrices = None
 
     def __call__(self, x: Tensor) -> Tensor:
         chosen = self._of_chosen(x)

@@ -22,6 +22,7 @@ from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.input_rows import InputRows
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rope, Rotation
+from parallel.model.layers.row_by_row import row_by_row
 from parallel.model.layers.score_bias import ScoreBias
 from parallel.model.layers.weight import Layer, Shard, Stored, TensorOptions, Weight
 from parallel.model.partition import LayerLayout
@@ -113,6 +114,14 @@ class Decoder(Layer):
         parts = [part for layer in self.layers for part in layer.walk()]
         return all(part.is_grouped for part in parts if isinstance(part, Experts))
 
+    def compute_rows_apart(self) -> None:
+        """From now on a row's results have the same bits whatever rows are beside it, as far as layers decide it: on a
+        CPU by the kernels of ours, on a GPU by Triton's, and by sums over ranks in their order."""
+        for part in self.walk():
+            part.keep_rows_apart()
+        if self.group.size > 1:
+            self.group.sums_in_order = True
+
     def attention_shape(self) -> AttentionShape:
         config, ranks = self.config, self.attention_ranks
         group = config.num_heads // ranks // config.local_kv_heads(ranks)
@@ -179,7 +188,8 @@ class Decoder(Layer):
             hidden = hidden * self.config.head_scale
         logits, softcap = self.lm_head.logits(hidden), self.config.logit_softcap
         if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
+            capped = row_by_row(torch.tanh, logits / softcap) if self.is_invariant else torch.tanh(logits / softcap)
+            logits = capped * softcap
         if self._columns is None:
             return logits
         return logits.new_full((len(logits), self.config.num_logits), -torch.inf).index_copy_(1, self._columns, logits)

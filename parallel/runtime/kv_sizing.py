@@ -110,15 +110,16 @@ def fit_slots(
     head: HeadRows | None = None,
     num_logit_rows: int = 0,
     max_num_batched_tokens: int = 0,
+    invariant: bool = False,
     graphs: GraphList = _NO_GRAPHS,
     sharing: DeviceShare | None = None,
     beside: tuple[int, int] = (0, 0),
 ) -> ModelMemory:
     """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or for as many as fit beside the logits of
     `num_logit_rows` rows, twice in float32: as computed, and while their likeliest tokens are read; on CUDA beside
-    `graphs`, tables of slots and parts of the attention of `max_num_batched_tokens` rows. With others on the same
-    device (`sharing`) a rank keeps to its part, in whatever order they allocate. `beside`: bytes that a drafter on the
-    same ranks takes, and those that it takes for every slot.
+    `graphs`, tables of slots and parts of the attention of `max_num_batched_tokens` rows, `invariant` or not. With
+    others on the same device (`sharing`) a rank keeps to its part, in whatever order they allocate. `beside`: bytes
+    that a drafter on the same ranks takes, and those that it takes for every slot.
 
     The ranks share the model tensor-parallel, or layer-parallel by `layout`. ValueError if the weights or the given
     `num_slots`, which must be the same on all ranks, do not fit.
@@ -126,22 +127,24 @@ def fit_slots(
     config = replace(read_config(resolve_checkpoint(path)).stretched(stretch), head=head)
     chosen, stored = choose_dtype(dtype, device), choose_weights(weights, dtype, device, path)
     max_model_len = min(max_model_len or config.max_positions, config.max_positions)
-    rows = choose_kv_dtype(kv_dtype, chosen)
+    row_type = choose_kv_dtype(kv_dtype, chosen)
     held = weight_bytes(config, group.size, chosen.itemsize, layout, group.rank, weights=_name(stored), path=path)
-    per_slot = kv_bytes_per_slot(config, group.size, rows.itemsize, layout, group.rank)
+    per_slot = kv_bytes_per_slot(config, group.size, row_type.itemsize, layout, group.rank)
     reserved, tables = num_logit_rows * config.vocab_size * 8, 0
     if device.startswith("cuda"):
         tables = BYTES_PER_SLOT
         reserved += graph_bytes(config, chosen.itemsize, graphs)
         ranks = group.size if layout is None else 1
         shape = config.num_heads // ranks, config.local_kv_heads(ranks), config.head_dim
-        reserved += most_partial_bytes(*shape, max_num_batched_tokens, max_num_seqs, torch.device(device))
+        longest = max_model_len if invariant else 0
+        rows = max_num_batched_tokens, max_num_seqs
+        reserved += most_partial_bytes(*shape, *rows, torch.device(device), longest=longest)
     sizes, limits = (held + beside[0], per_slot + tables + beside[1]), {"reserved": reserved, "sharing": sharing}
     max_source_len = 0 if config.encoder is None else config.encoder.max_positions
     most = max_num_seqs * (max_model_len + max_source_len)
     beside_it = " and a drafter on its ranks, which drafter.placement=separate would give its own" * any(beside)
     num_slots = affordable_slots(path + beside_it, group, device, *sizes, most=most, num_slots=num_slots, **limits)
-    return ModelMemory(chosen, rows, max_model_len, num_slots, held, num_slots * per_slot, stored)
+    return ModelMemory(chosen, row_type, max_model_len, num_slots, held, num_slots * per_slot, stored)
 
 
 def affordable_slots(

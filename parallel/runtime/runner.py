@@ -51,17 +51,31 @@ class ModelRunner(DecoderRunner):
     can be had, "padded", on CUDA elsewhere, or "sdpa"; None or "auto" is the first that can be had. `graphs` captures
     passes of "triton" and "padded" on CUDA, by default except for mixtures of experts in which the host reads which
     experts the rows use.
+
+    `invariant`: a row's logits have the same bits alone, beside other sequences, in a chain, in a tree and in a prompt;
+    ValueError where "ragged" and "triton" cannot be had, the backends that compute a row alone.
     """
 
     _passes: CapturedPasses | None = None
+    _is_invariant = False
     _chain_lengths: Sequence[int] = ()
     """Steps of the chains that are captured, the longest first."""
 
     def __init__(
-        self, decoder: Decoder, pool: KVPool, *, backend: str | None = None, graphs: bool | None = None
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        *,
+        backend: str | None = None,
+        graphs: bool | None = None,
+        invariant: bool = False,
     ) -> None:
         super().__init__(decoder, PooledSequences(pool))
         backend = default_backend(pool, decoder.attention_shape()) if backend in (None, "auto") else backend
+        if invariant:
+            check_invariant(backend)
+            decoder.compute_rows_apart()
+            self._is_invariant = True
         can_capture = decoder.device.type == "cuda" and backend in CAPTURED
         config, shape = decoder.config, decoder.attention_shape()
         if graphs is None:
@@ -73,7 +87,7 @@ class ModelRunner(DecoderRunner):
         if graphs and not can_capture:
             raise ValueError(f"graphs=True needs a CUDA device and one of {CAPTURED}, not {backend!r} here")
         self.attention = backend
-        self._backend = make_backend(backend, pool, shape, decoder, bucketed=graphs)
+        self._backend = make_backend(backend, pool, shape, decoder, bucketed=graphs, invariant=invariant)
         self._passes = CapturedPasses(decoder) if graphs else None
 
     @property
@@ -113,7 +127,7 @@ class ModelRunner(DecoderRunner):
             numbers = example_rows(shape)
             gave = [gives_graph(numbers, partial(feed_pass, numbers, kind)) for kind in kinds]
             passes += [shape] * any(gave)
-        if choices is not None:
+        if choices is not None and not self._is_invariant:
             self._chain_lengths = sorted({steps for _, steps in graphs.chains}, reverse=True)
             for batch, steps in graphs.chains:
                 start = torch.zeros(batch, dtype=torch.int64, device=self.decoder.device)
@@ -182,7 +196,7 @@ class ModelRunner(DecoderRunner):
     @torch.inference_mode()
     def extend(self, seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor:
         """As graphs where chains are captured."""
-        if self._passes is None or not self._chain_lengths:
+        if self._passes is None or not self._chain_lengths or self._is_invariant:  # steps of a chain share their ranges
             return super().extend(seq_ids, token_ids, choice)
         spans = [Span(seq_id, 1) for seq_id in seq_ids]
         chosen: list[Tensor] = []
@@ -210,6 +224,15 @@ def captured_facts(
     return {"graphs": str(captured), "capture_s": time.monotonic() - started}
 
 
+def check_invariant(backend: str) -> None:
+    """ValueError unless this attention, and what runs beside it, computes each row alone."""
+    if backend not in ("ragged", "triton"):
+        raise ValueError(
+            f"numerics=invariant: attention {backend!r} computes rows together; on a CPU it needs float32 or bfloat16 "
+            "and a C++ compiler, on a GPU Triton and a C compiler"
+        )
+
+
 CAPTURED = ("triton", "padded")
 """Backends whose passes can be captured as CUDA graphs."""
 
@@ -224,7 +247,13 @@ def default_backend(pool: KVPool, shape: AttentionShape | None = None) -> str:
 
 
 def make_backend(
-    name: str, pool: KVPool, shape: AttentionShape, layers: Layer | None = None, *, bucketed: bool = False
+    name: str,
+    pool: KVPool,
+    shape: AttentionShape,
+    layers: Layer | None = None,
+    *,
+    bucketed: bool = False,
+    invariant: bool = False,
 ) -> PaddedBackend | SdpaBackend | RaggedBackend | SplitKVBackend:
     """The attention backend of this name; ValueError if it is unknown or cannot serve the pool. With "triton" the norms
     and the gates of `layers` use Triton's kernels too."""
@@ -236,7 +265,7 @@ def make_backend(
         for part in () if layers is None else layers.walk():
             if isinstance(part, RMSNorm | ColumnLinear):
                 part.uses_triton = True
-        return SplitKVBackend(pool, shape, bucketed=bucketed)
+        return SplitKVBackend(pool, shape, bucketed=bucketed, invariant=invariant)
     if name == "padded":
         return PaddedBackend(pool, shape, bucketed=bucketed)
     if name == "sdpa":

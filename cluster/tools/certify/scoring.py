@@ -40,6 +40,8 @@ class TextReader:
         self.runner = open_alone(model, num_slots)
         self.dtype = self.runner.decoder.dtype
         self.explained = max(EXPLAINED[self.dtype], EXPLAINED[choose_kv_dtype(model.kv_dtype, self.dtype)])
+        if isinstance(model, TargetConfig) and model.is_invariant:
+            self.explained = 0.0
 
     @property
     def vocab_size(self) -> int:

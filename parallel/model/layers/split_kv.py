@@ -8,6 +8,9 @@ longest context beside them.
 `bucketed` rounds rows and items up: then passes of few different shapes occur, which depend on the powers of two that
 hold the sequences, the rows of the longest span and all rows, and not on the contexts, and a pass can be captured as a
 CUDA graph.
+
+`invariant` gives each row the same bits whatever else is in the pass: keys are cut at multiples of FIXED_KEYS, tiles
+have one size, and a row of a tree reads its ancestors as a chain's row does (`triton_attention`, PATHS).
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ from parallel.model.layers.rope import Rotation
 from parallel.transfers import to_device
 
 _LARGEST_TILE = 64
+FIXED_KEYS = 512
+"""Keys in a range of an invariant pass; a multiple of all tiles of keys. Fewer fill the device with one sequence, more
+leave less to be merged. Not measured."""
 _LONG_SPAN = 64
 """Passes with a longer span, a part of a prompt, are not rounded up."""
 _PROGRAMS_PER_PROCESSOR = 4
@@ -176,6 +182,7 @@ class SplitKVPlan:
             shape.softcap or 0.0,
             window or 0,
             WINDOWED=bool(window),
+            PATHS=backend.invariant,
             CAPPED=shape.softcap is not None,
             BLOCK_N=backend.tiles.block_n,
             PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",  # without effect on 16-bit products
@@ -194,8 +201,9 @@ class SplitKVPlan:
 class SplitKVBackend:
     """Plans passes over one pool for a model of one attention shape; `num_bytes_sent` counts what plans send."""
 
-    def __init__(self, pool: KVPool, shape: AttentionShape, *, bucketed: bool = False) -> None:
+    def __init__(self, pool: KVPool, shape: AttentionShape, *, bucketed: bool = False, invariant: bool = False) -> None:
         self.pool = pool
+        self.invariant = invariant
         self.shape = shape
         self.mirror = SlotMirror(pool)
         self.num_bytes_sent = 0
@@ -220,7 +228,7 @@ class SplitKVBackend:
         spans, words, depths = self._spans(laid_out, starts)
         most_rows = max(rows.num_rows for rows in laid_out)
         tile_rows, block_m = self._tile(most_rows)
-        items, rows, num_partials = _cut(spans, tile_rows, self.tiles.block_n, self._num_cuts)
+        items, rows, num_partials = self._cut(spans, tile_rows)
         num_rows = len(rows)
         positions = np.concatenate([np.asarray(rows.positions(), dtype=np.int64) for rows in laid_out])
         written = np.concatenate([rows.written_slots for rows in laid_out])
@@ -231,7 +239,9 @@ class SplitKVBackend:
             positions = _padded(positions, padded)
             written = _padded(written, padded, self.pool.scratch_slot)
             rows = np.concatenate([rows, np.tile(_PADDING_ROW, (padded - num_rows, 1))]).astype(np.int32)
-            items = _padded(items, num_tiles + self._num_cuts)
+            if self.invariant:
+                num_tiles = padded  # each row of a tree is one; and long texts have more items
+            items = _padded(items, max(num_tiles + self._num_cuts, block_size(len(items), 1) * self.invariant))
             words, depths = (_padded(array, max(pending, block_size(len(array), 1))) for array in (words, depths))
             num_partials = len(items)
         arrays = [positions, written, items, rows, words, depths, indices, slots]
@@ -256,6 +266,7 @@ class SplitKVBackend:
         with the logits of all. Keys are cut as for the first step, and the last range of each sequence grows with its
         text: the host's work for all steps is little more than that for one."""
         assert self._bucketed
+        assert not self.invariant
         assert all(rows.pending.is_chain and rows.num_rows == num_steps for rows in laid_out)
         check_window(self.shape, laid_out)
         starts, indices, slots = self.mirror.update([_table_of(rows) for rows in laid_out])
@@ -302,7 +313,7 @@ class SplitKVBackend:
         # no chain: rows see the context alone, and there are no bits to be read
         spans = [(first, read.num_rows, len(read.slots), 0, start, 0, 0, 0) for first, read, start in parts]
         tile_rows, block_m = self._tile(max(read.num_rows for read in reads))
-        items, rows, num_partials = _cut(np.array(spans), tile_rows, self.tiles.block_n, self._num_cuts)
+        items, rows, num_partials = self._cut(np.array(spans), tile_rows)
         nothing = np.zeros(1, dtype=np.int32)
         nowhere = np.zeros(len(rows), dtype=np.int64)
         moved = self._send([nowhere, items, rows, nothing, indices, slots])
@@ -319,6 +330,13 @@ class SplitKVBackend:
         for rows, start in zip(laid_out, starts, strict=True):
             first_word = first_depth = -1
             words_per_row = 0
+            if self.invariant and not rows.pending.is_chain:
+                for i, seen in enumerate(rows.pending.visible(rows.first_pending)):
+                    path = np.flatnonzero(seen).astype(np.int32)
+                    spans.append((rows.first + i, 1, rows.context, len(path), start, -1, 0, num_depths))
+                    depths.append(path)
+                    num_depths += len(path)
+                continue
             if not rows.pending.is_chain:
                 bits = rows.pending.visible_words(rows.first_pending)
                 first_word, first_depth, words_per_row = num_words, num_depths, bits.shape[1]
@@ -330,22 +348,36 @@ class SplitKVBackend:
             spans.append((*shape, start, first_word, words_per_row, first_depth))
         return np.array(spans), np.concatenate(words), np.concatenate(depths)
 
+    def _cut(self, spans: np.ndarray, tile_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
+        fixed = FIXED_KEYS if self.invariant else None
+        return _cut(spans, tile_rows, self.tiles.block_n, self._num_cuts, fixed)
+
     def _tile(self, num_rows: int) -> tuple[int, int]:
         """Rows of a tile for spans of up to `num_rows`, and the rows of its matrices; the same up to a power of two."""
         group = self.shape.group
+        num_rows = _LARGEST_TILE if self.invariant else num_rows
         block_m = block_size(group * min(block_size(num_rows, 1), max(1, _LARGEST_TILE // group)))
         return block_m // group, block_m
 
 
 def most_partial_bytes(
-    num_heads: int, num_kv_heads: int, head_dim: int, num_rows: int, num_seqs: int, device: torch.device
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_rows: int,
+    num_seqs: int,
+    device: torch.device,
+    *,
+    longest: int = 0,
 ) -> int:
-    """An upper bound of what a pass takes for results that are still to be merged: every item one, of a whole tile."""
+    """An upper bound of what a pass takes for results that are still to be merged: every item one, of a whole tile. Of
+    invariant passes `longest` is the longest text; `num_rows` counts the rows of chains, and those of trees / tile."""
     if not num_rows:
         return 0
     group = num_heads // num_kv_heads
     tile = max(_LARGEST_TILE, block_size(group))
     num_items = -(-num_rows * group // _LARGEST_TILE) + num_seqs + _most_cuts(device, num_kv_heads)
+    num_items *= max(1, -(-longest // FIXED_KEYS))
     return num_items * num_kv_heads * tile * (head_dim + 1) * torch.float32.itemsize
 
 
@@ -375,10 +407,12 @@ def _padded(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
     return padded
 
 
-def _cut(spans: np.ndarray, tile_rows: int, block_n: int, num_cuts: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _cut(
+    spans: np.ndarray, tile_rows: int, block_n: int, num_cuts: int, fixed: int | None = None
+) -> tuple[np.ndarray, np.ndarray, int]:
     """Items [n, FIELDS] of spans (first, num_rows, context, num_pending, table, words, words_per_row, depths), tiles of
-    `tile_rows` rows in ranges of keys of equal length, `num_cuts` more of them than tiles at most; the parts of every
-    row's result [T, 3] (the first, their number, the row within its tile); and the number of parts."""
+    `tile_rows` rows in ranges of keys of equal length, `fixed` or `num_cuts` more of them than tiles at most; the parts
+    of every row's result [T, 3] (the first, their number, the row within its tile); and the number of parts."""
     tiles_of_span = -(-spans[:, 1] // tile_rows)
     tile_span = np.repeat(np.arange(len(spans)), tiles_of_span)
     offset = _places(tiles_of_span) * tile_rows
@@ -388,6 +422,7 @@ def _cut(spans: np.ndarray, tile_rows: int, block_n: int, num_cuts: int) -> tupl
     limit = np.where(is_chain, context + num_pending - num_rows + offset, context - 1)
     stop = np.where(is_chain, limit + tile_len, context + num_pending)  # after the last key that a row sees
     length = block_n * max(1, -(-int(stop.sum()) // (num_cuts * block_n)))
+    length = length if fixed is None else fixed
     parts = np.maximum(1, -(-stop // length))  # a row that sees no key is 0
     is_cut = parts > 1
     partial = np.where(is_cut, np.cumsum(parts * is_cut) - parts * is_cut, -1)

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.kernels.fixed_products import multiply_fixed
 from parallel.kernels.packed_products import PackedMatrix, PackedRows
 from parallel.kernels.packing import Packing
 from parallel.kernels.products import Panels, has_products
+from parallel.model.layers.row_by_row import row_by_row
 
 Stored = torch.dtype | Literal["packed"]
 """In which matrices are kept: a type of numbers, or "packed": as codes where the checkpoint has them."""
@@ -35,6 +37,13 @@ class TensorOptions(TypedDict):
 
 class Layer:
     """Weights and how to apply them, for inference only."""
+
+    is_invariant = False
+    """Whether a row's results have the same bits whatever rows are computed beside it."""
+
+    def keep_rows_apart(self) -> None:
+        """Compute this layer invariantly from now on; call it for every layer of `walk`, after loading."""
+        self.is_invariant = True
 
     def walk(self) -> Iterator[Layer]:
         """This layer and all layers within."""
@@ -217,13 +226,19 @@ class Weight(Layer):
         if self._panels is not None:
             self._panels.assign(plain)
 
+    def keep_rows_apart(self) -> None:
+        super().keep_rows_apart()
+        if self._codes is not None:
+            self._codes.is_invariant = True
+
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] -> [T, outputs]."""
         if self._panels is not None:
             return self._panels.multiply(x, bias)
         if self._codes is not None:
             return self._codes.multiply(x, bias)
-        return F.linear(x, self._widened(self.plain, self.scales), bias)
+        matrix = self._widened(self.plain, self.scales)
+        return multiply_fixed(x, matrix, bias) if self.is_invariant else F.linear(x, matrix, bias)
 
     def scores(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, outputs]: logits, in float32 where the kernel can leave its sums unrounded."""
@@ -234,7 +249,7 @@ class Weight(Layer):
         if self._panels is not None and self._panels.gates:
             return self._panels.multiply(x, bias, gated=True)
         gate, up = self.multiply(x, bias).chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return (row_by_row(F.silu, gate) if self.is_invariant else F.silu(gate)).mul_(up)
 
     def look_up(self, ids: Tensor) -> Tensor:
         """ids [T] -> those rows of the matrix, [T, inputs]."""

@@ -17,6 +17,18 @@ PLAIN = "cluster.link_delay_ms=1.0: is for one machine, where there is no networ
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
+        (
+            ["target.numerics=invariant", "target.attention=sdpa"],
+            "target.numerics=invariant: has no target.attention=sdpa, which computes rows together; drop one of them",
+        ),
+        (
+            ["target.numerics=invariant", "target.kv_dtype=fp8", "target.device=cpu"],
+            "target.numerics=invariant: target.kv_dtype=fp8 is read on a CPU by kernels that compute rows together",
+        ),
+        (
+            ["target.numerics=invariant", "target.all_reduce=symmetric", "target.device=cuda"],
+            "target.numerics=invariant: adds in rank order, and target.all_reduce=symmetric by sizes; drop one of them",
+        ),
         (["cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
         (["cluster=inprocess", "cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
         (["cluster=inprocess", "cluster.address=a:1"], "cluster.address=a:1: is only for cluster=existing; add that"),

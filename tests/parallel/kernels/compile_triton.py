@@ -59,20 +59,27 @@ def compile_kernel(
 
 
 def compile_attention(
-    dtype: str, head_dim: int, block_m: int, *, masks: bool, fp8: bool = False, capability: int = 90
+    dtype: str,
+    head_dim: int,
+    block_m: int,
+    *,
+    masks: bool,
+    fp8: bool = False,
+    capability: int = 90,
+    paths: bool = False,
 ) -> None:
     block_d = triton.next_power_of_2(head_dim)
     tiles = KeyTiles.choose(block_d, 4 if dtype == "fp32" else 2, SHARED[capability])
     constants = dict(GROUP=4, D=head_dim, BLOCK_M=block_m, BLOCK_D=block_d, WANTS_LSE=masks)
     precision = "ieee" if dtype == "fp32" else "tf32"
-    more = dict(BLOCK_N=tiles.block_n, WINDOWED=masks, CAPPED=masks, PRECISION=precision, WIDEN=False)
+    more = dict(BLOCK_N=tiles.block_n, WINDOWED=masks, CAPPED=masks, PATHS=paths, PRECISION=precision, WIDEN=False)
     kernel, options = triton_attention.attend_items, dict(num_warps=num_warps(block_m, head_dim))
     ptx = compile_kernel(
         kernel, dtype, constants | more, fp8=fp8, capability=capability, num_stages=tiles.num_stages, **options
     )
     waits = [int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)]
-    # keys of later tiles are on their way while those of one are multiplied
-    assert tiles.num_stages < 5 or max(waits) >= 4, f"attend_items waits for all its loads: {waits}"
+    # keys of later tiles are on their way while those of one are multiplied; fewer behind the reads of paths
+    assert tiles.num_stages < 5 or max(waits) >= (2 if paths else 4), f"attend_items waits for all its loads: {waits}"
     compile_kernel(triton_attention.merge_items, dtype, constants | dict(BLOCK_P=16), capability=capability)
 
 
@@ -93,6 +100,16 @@ def compile_products(dtype: str, packing: Packing, block_m: int, *, is_cut: bool
     compile_kernel(triton_products.multiply_packed, dtype, constants, types, num_warps=4, num_stages=stages)
 
 
+def compile_fixed_product(dtype: str, *, is_cut: bool) -> None:
+    constants = dict(BLOCK_K=64, BLOCK_N=64, BLOCK_M=64, HAS_BIAS=not is_cut, WIDEN=False)
+    constants |= dict(PRECISION="ieee" if dtype == "fp32" else "tf32")
+    types = TYPES | ({"out": "*fp32"} if is_cut else {})
+    stages = 2 if dtype == "fp32" else 3
+    for capability in SHARED:
+        kernel = triton_products.multiply_plain
+        compile_kernel(kernel, dtype, constants, types, capability=capability, num_warps=4, num_stages=stages)
+
+
 def compile_noise() -> None:
     types = {**dict.fromkeys(("scores", "out", "best", "values"), "*fp32"), "keys": "*i32", "winners": "*i32"}
     types |= {"token_ids": "*i64", "tokens": "*i64", "sampled": "*i1"}
@@ -108,6 +125,8 @@ def main(which: str) -> None:
     compile_products("bf16", Packing("int4", 128, has_zeros=True, scale_bytes=2), 16, is_cut=True)
     compile_products("bf16", Packing("fp8", 128), 16, is_cut=False)
     compile_noise()
+    compile_attention("bf16", 128, 64, masks=False, paths=True)
+    compile_fixed_product("bf16", is_cut=True)
     if which == "all":
         compile_attention("bf16", 64, 16, masks=True)
         for head_dim in (64, 96, 128, 256):
@@ -119,6 +138,8 @@ def main(which: str) -> None:
                         compile_attention(dtype, head_dim, block_m, masks=masks)
                     for capability in (80, 89):
                         compile_attention(dtype, head_dim, block_m, masks=True, capability=capability)
+            compile_attention(dtype, 256, 64, masks=True, paths=True, capability=89)
+            compile_fixed_product(dtype, is_cut=False)
             for packing in (Packing("int4", 32), Packing("int4"), Packing("int8"), Packing("fp8"), Packing("fp8", 64)):
                 for block_m in (16, 32, 64):
                     compile_products(dtype, packing, block_m, is_cut=block_m == 32)

@@ -16,10 +16,11 @@ from actors.sampling.noise import NoiseStream, gumbel, noise_key, uniform
 from actors.verification import by_ratio
 from actors.verification.compatibility import EXACT_FOR
 from actors.verification.rules import RULES
-from cluster.tools.certify.checks import draw_fits
+from cluster.tools.certify.checks import check_rounding, draw_fits
 from cluster.tools.certify.draws import DraftScheme, VerifiedText, fit_draws
 from cluster.tools.certify.identity import OutputPair
 from cluster.tools.certify.scoring import OutputScorer, TextReader, fit_ranks
+from parallel.kernels.attention import has_attention
 
 PROMPT, TEXT = (3, 14, 15), (92, 65, 35, 89, 79)
 SAMPLED = SamplingParams(temperature=0.7, seed=5)
@@ -90,6 +91,22 @@ def test_movement_is_the_largest_change_of_a_logit(readers, monkeypatch):
     assert (
         found.num_flips == 2 and found.largest == pytest.approx(50, abs=1e-3) and found.tie_below == 2 * found.largest
     )
+
+
+def test_an_invariant_target_is_allowed_no_movement(tiny_checkpoint):
+    """Where bits of a row depend on the rows beside it, it is refused."""
+    config = TargetConfig(path=str(tiny_checkpoint("Llama")), device="cpu", dtype="bfloat16", numerics="invariant")
+    if not has_attention():
+        with pytest.raises(ValueError, match="numerics=invariant"):
+            TextReader(config, num_slots=64)
+        return
+    reader = TextReader(config, num_slots=64)
+    scorer = OutputScorer(reader, VerifyRule.coupled, EOS)
+    movement = scorer.movement([output()])
+    assert reader.explained == movement.largest == 0
+    assert check_rounding(movement, [output()], scorer, reader).passed
+    moved = replace(movement, largest=1e-6)
+    assert not check_rounding(moved, [output()], scorer, reader).passed
 
 
 @pytest.mark.parametrize("seed", range(4))
