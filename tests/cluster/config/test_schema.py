@@ -61,7 +61,7 @@ PUBLIC_CHOICES = {
 
 PUBLIC_KEYS = {
     "target": "name path tp dtype weights attention device all_reduce stretch max_model_len kv_slots kv_dtype pace_ms "
-    "decoder num_states unmask_threshold",
+    "decoder num_states unmask_threshold numerics",
     **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams share placement"},
     "drafter=pool": "name pools key_files num_draft_tokens",
     "job=pool": "name listen secret_file max_leases lease_s",
