@@ -135,7 +135,8 @@ class SharedExpert(Layer):
         self.mlp = MLP(replace(config, intermediate_size=config.shared_size), group, **options)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.mlp(x).mul_(torch.sigmoid(self.gate(x)))
+        share = row_by_row(torch.sigmoid, self.gate(x)) if self.is_invariant else torch.sigmoid(self.gate(x))
+        return self.mlp(x).mul_(share)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from self.gate.shards(prefix)
@@ -171,7 +172,7 @@ class Experts(Layer):
     def pack(self) -> None:
         """After loading: make the experts' matrices parts of one tensor, where all are multiplied by at once. They stay
         its parts when they are loaded again."""
-        if self._matrices is not None:
+        if self._matrices is not None or self.is_invariant:
             return
         weights = [expert.gate_up.weight for expert in self.experts], [expert.down.weight for expert in self.experts]
         if self.experts[0].gated and all(weight.can_group for part in weights for weight in part):

@@ -148,7 +148,7 @@ def test_a_fixed_product_is_pytorchs_and_keeps_a_rows_bits(device, dtype, with_b
         assert torch.equal(multiply_fixed(given[0][list(rows)], *given[1:]).cpu(), product[list(rows)])
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Mixtral"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen2Moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_cpu_the_kernels_of_ours_are_invariant_and_nothing_else_is(make_checkpoint, family, dtype):
     """Hidden sizes that fill no whole vectors, so that PyTorch's own functions would leave a remainder."""
