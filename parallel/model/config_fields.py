@@ -165,6 +165,7 @@ class DecoderFields(TypedDict, total=False):
     pard_token: TokenId
     pard_depth: Annotated[int, Meta(ge=1, le=1024)]
     pard_mutual: bool
+    pard_steps: Annotated[int, Meta(ge=1, le=64)]
 
 
 def read_config_file(path: Path, fields: type = DecoderFields) -> dict[str, Any]:

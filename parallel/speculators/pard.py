@@ -7,6 +7,10 @@ are fed as text by the next draft. Knows no requests and no rounds.
 Masks see those before them. With `pard_mutual` in its config.json they all see each other, as in the non-autoregressive
 drafter of SpecDec (arXiv 2203.16487), in whose released code, however, rows of text see the masks too, so that none can
 be kept.
+
+With several steps the masks are filled as a masked-diffusion model fills them (SpecDiff, arXiv 2408.05636): after each
+pass the surest of them become the likeliest tokens, and the next pass reads the others again. The logits of a depth are
+those of the pass after which its token was filled in.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.interface import PassOutput, Runner
 from parallel.transfers import upload
 
-MASK_FIELD, DEPTH_FIELD, MUTUAL_FIELD = "pard_token", "pard_depth", "pard_mutual"
-"""Fields of config.json. The last two are ours: a published checkpoint leaves the depth to the engine."""
+MASK_FIELD, DEPTH_FIELD, MUTUAL_FIELD, STEPS_FIELD = "pard_token", "pard_depth", "pard_mutual", "pard_steps"
+"""Fields of config.json. The last three are ours: a published checkpoint leaves the depth to the engine."""
 DEPTH = 8
 """That of published checkpoints."""
 
@@ -58,9 +62,12 @@ class PardRunner(Runner):
     """Passes of such a model, of which `runner` has the rows of text and masks; a node below its deepest mask has
     logits of minus infinity."""
 
-    def __init__(self, runner: DecoderRunner, mask_token: int, depth: int, *, is_mutual: bool = False) -> None:
+    def __init__(
+        self, runner: DecoderRunner, mask_token: int, depth: int, *, is_mutual: bool = False, num_steps: int = 1
+    ) -> None:
         self.runner = runner
         self._is_mutual = is_mutual
+        self.num_steps = num_steps
         self.decoder = runner.decoder
         self._mask_token, self._depth = mask_token, depth
         self._texts: dict[SeqId, _MaskedText] = {}
@@ -149,18 +156,44 @@ class PardRunner(Runner):
             has_root = span.num_logits > 0
             parts += [token_ids[first : first + num_text], masks[: len(masks) * has_root]]
             fed.append(Span(span.seq_id, num_text + len(masks) * has_root, None, self._depth * has_root))
-            if self._is_mutual:  # nothing is pending between two passes
+            if self._is_mutual and has_root:  # nothing is pending between two passes
                 self.runner.sequences.pending[span.seq_id] = TextThenBlock(num_text)
             first += span.num_tokens
         output = self.runner.forward(fed, torch.cat(parts))
-        blocks = iter(output.logits.split(self._depth))
-        roots = {}
         for span in spans:
-            num_text = span.num_tokens - max(0, span.num_logits - 1)
-            self.runner.commit(span.seq_id, range(num_text))
-            if span.num_logits:
-                roots[span.seq_id] = _MaskNode(next(blocks), 0)
-        return roots
+            self.runner.commit(span.seq_id, range(span.num_tokens - max(0, span.num_logits - 1)))
+        rooted = [span.seq_id for span in spans if span.num_logits]
+        if not rooted:
+            return {}
+        logits = output.logits.view(len(rooted), self._depth, -1)
+        if len(masks):
+            logits = self._denoised(rooted, logits)
+        return {seq_id: _MaskNode(own, 0) for seq_id, own in zip(rooted, logits, strict=True)}
+
+    def _denoised(self, seq_ids: Sequence[SeqId], logits: Tensor) -> Tensor:
+        """Logits [sequences, depth, V] of the first step -> those of all steps. The token of depth k is what mask k + 1
+        is filled with; that of the last depth is no mask's."""
+        num_masks = self._depth - 1
+        filled = torch.full(logits[:, 1:, 0].shape, self._mask_token, dtype=torch.int64, device=logits.device)
+        is_filled = torch.zeros_like(filled, dtype=torch.bool)
+        for step in range(1, self.num_steps):
+            count = num_masks * step // self.num_steps - num_masks * (step - 1) // self.num_steps
+            if not count:
+                continue
+            sure, likeliest = logits[:, :-1].softmax(-1).max(-1)
+            surest = sure.masked_fill(is_filled, -1.0).topk(count).indices
+            filled = filled.scatter(1, surest, likeliest.gather(1, surest))
+            is_filled = is_filled.scatter(1, surest, value=True)
+            if self._is_mutual:
+                for seq_id in seq_ids:
+                    self.runner.sequences.pending[seq_id] = TextThenBlock(0)
+            fed = [Span(seq_id, num_masks, None, num_masks) for seq_id in seq_ids]
+            again = self.runner.forward(fed, filled.flatten()).logits.view(len(seq_ids), num_masks, -1)
+            for seq_id in seq_ids:
+                self.runner.commit(seq_id, ())
+            is_kept = torch.cat((is_filled[:, 1:], torch.zeros_like(is_filled[:, :1])), 1)
+            logits = torch.cat((logits[:, :1], torch.where(is_kept[..., None], logits[:, 1:], again)), 1)
+        return logits
 
     def _append(self, span: Span, root: _MaskNode | None, *, fuzzy: bool) -> list[_MaskNode]:
         """Make the span's rows pending; returns its nodes."""
@@ -179,10 +212,12 @@ class PardRunner(Runner):
         return added
 
 
-def filling_masks(runner: DecoderRunner, path: str | Path) -> DecoderRunner | PardRunner:
-    """The runner of the checkpoint at `path`, as one that fills masks if its config.json says that it is trained to."""
+def filling_masks(runner: DecoderRunner, path: str | Path, num_steps: int = 0) -> DecoderRunner | PardRunner:
+    """The runner of the checkpoint at `path`, as one that fills masks if its config.json says that it is trained to; in
+    so many steps, 0 for what the file says."""
     hf = read_config_file(resolve_checkpoint(str(path)))
     if MASK_FIELD not in hf:
         return runner
     is_mutual, depth = bool(hf.get(MUTUAL_FIELD)), int(hf.get(DEPTH_FIELD, DEPTH))
-    return PardRunner(runner, int(hf[MASK_FIELD]), depth, is_mutual=is_mutual)
+    num_steps = num_steps or int(hf.get(STEPS_FIELD, 1))
+    return PardRunner(runner, int(hf[MASK_FIELD]), depth, is_mutual=is_mutual, num_steps=num_steps)

@@ -330,7 +330,7 @@ def open_room(models, speculator, open_bridge):
             elif isinstance(config, ModelDrafterConfig):
                 deep = config.parallel is Parallel.layer  # the other models have too few layers
                 path = models["deep"] if deep else models[config.path] if config.tokenizer else path
-                path = speculator("pard") if config.path == "pard" else path
+                path = speculator(config.path) if config.path in ("pard", "specdiff") else path
                 tokenizer = config.tokenizer and str(models[config.tokenizer])
                 config = replace(config, path=str(path or models["drafter"]), tokenizer=tokenizer, kv_slots=4096)
             elif isinstance(config, SpeculatorDrafterConfig):

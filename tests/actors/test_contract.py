@@ -81,6 +81,8 @@ DRAFTERS = {
     ),
     "pard": ModelDrafterConfig(path="pard", num_draft_tokens=5),
     "pard-tree": ModelDrafterConfig(path="pard", strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
+    "specdiff": ModelDrafterConfig(path="specdiff", num_draft_tokens=5),
+    "specdiff-steps": ModelDrafterConfig(path="specdiff", num_draft_tokens=5, mask_steps=4),
     "auto": AutoDrafterConfig(
         drafters=[
             NgramDrafterConfig(min_ngram=1),

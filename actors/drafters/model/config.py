@@ -364,6 +364,9 @@ class ModelDrafterConfig(LearningDrafterConfig):
     """Ranks that share the draft model."""
     kv_dtype: Annotated[str, OneOf(KV_DTYPES)] = "auto"
     """In which keys and values are kept, as `target.kv_dtype`."""
+    mask_steps: Annotated[int, Range(0, cap=64, zero="the checkpoint's")] = 0
+    """Passes in which a draft model that fills masks fills those of a draft (`job.recipe=specdiff`, pard); 0 = as its
+    config.json says, which is 1 without `pard_steps`."""
     num_threads: Annotated[int, Range(0, zero="one for every core of a rank")] = 0
     """CPU: threads of a rank, at most; 0 = one for every core that it has."""
     parallel: Parallel = Parallel.single

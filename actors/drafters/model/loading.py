@@ -127,9 +127,10 @@ def open_draft_model(
         runner.keep_rows_by(_policy_of(config, runner))
     facts |= captured_facts(runner, graphs, choices=partial(_sampled_chains, runner.decoder.device))
     facts["pass_bytes"] = runner.decoder.pass_bytes()
-    reads_text = runner if layout is not None or config.prefixes else filling_masks(runner, config.path)
+    is_whole = layout is None and not config.prefixes
+    reads_text = filling_masks(runner, config.path, config.mask_steps) if is_whole else runner
     if isinstance(reads_text, PardRunner):
-        facts["passes_per_draft"] = 1
+        facts["passes_per_draft"] = reads_text.num_steps
     runner = _translated(reads_text, config, head)
     pace(runner, config.pace_ms)
     return runner, facts

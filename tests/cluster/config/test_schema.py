@@ -80,7 +80,7 @@ PUBLIC_KEYS = {
     "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate "
     "tokenizer length_rule rejection_threshold least_probability placement attention prefixes "
     "prefix_confidence online online_rate online_strength online_budget "
-    "online_memory online_state pace_ms rows sinks window chunk_size num_chunks choose_every",
+    "online_memory online_state pace_ms rows sinks window chunk_size num_chunks choose_every mask_steps",
     "drafter=speculator": "name path ranks num_threads strategy num_draft_tokens depth width branching draws tree "
     "min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device calibration_policy calibrate_every "
     "kv_slots length_rule rejection_threshold least_probability placement attention prune_below online online_rate "

@@ -79,10 +79,25 @@ class PardDrafter(DistilledDrafter):
         setattr(model.config, MASK_FIELD, options.mask_token)
         setattr(model.config, DEPTH_FIELD, options.depth)
 
-    def hidden(self, tokens: Tensor, rows: MaskRows) -> Tensor:
+    def rows(self, anchors: Tensor, depths: Tensor) -> MaskRows:
+        return MaskRows(anchors, depths)
+
+    def trained_rows(self, length: int, generator: torch.Generator) -> MaskRows:
+        """The mask rows of a step."""
+        options = self._options
+        return dropped_rows(length, options.depth, options.keep, options.keep_least, generator)
+
+    def shown_rows(self, rows: MaskRows, generator: torch.Generator) -> Tensor:  # noqa: ARG002
+        """Which of these rows have the text's token instead of the mask, bool `[rows]`; all in the order of depth."""
+        return torch.zeros(len(rows.anchors), dtype=torch.bool)
+
+    def hidden(self, tokens: Tensor, rows: MaskRows, shown: Tensor | None = None) -> Tensor:
         """Final hidden states of the text's rows and the mask rows behind them, `[texts, length + rows, hidden]`."""
         length = tokens.shape[1]
         masks = torch.full((len(tokens), len(rows.anchors)), self._options.mask_token, device=tokens.device)
+        if shown is not None and shown.any():
+            places = (rows.anchors + rows.depths).clamp(max=length - 1)
+            masks = torch.where(shown.to(tokens.device), tokens[:, places], masks)
         visible, positions = rows.visible(length).to(tokens.device), rows.positions(length).to(tokens.device)
         output = self._parts.trunk(
             input_ids=torch.cat((tokens, masks), dim=1),
@@ -95,17 +110,23 @@ class PardDrafter(DistilledDrafter):
     def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         """The divergence at rows of text and at mask rows whose next token is a label."""
         length, options = batch.tokens.shape[1], self._options
+        shown: Tensor | None = None
         if self.training:
-            rows = dropped_rows(length, options.depth, options.keep, options.keep_least, generator)
+            rows = self.trained_rows(length, generator)
+            shown = self.shown_rows(rows, generator)
         else:
             anchors = torch.linspace(0, length - 1 - options.depth, EVALUATED_ANCHORS).long().unique()
             further = torch.arange(1, options.depth)
-            rows = MaskRows(anchors.repeat(len(further)), further.repeat_interleave(len(anchors)))
+            rows = self.rows(anchors.repeat(len(further)), further.repeat_interleave(len(anchors)))
         labelled = rows.positions(length) + 1  # the token that a row predicts
         inside = labelled < length
         labelled = labelled.clamp(max=length - 1)
+        if shown is not None and shown.any():  # whole blocks: the row that has a row's label is of the next depth
+            num_anchors = int((rows.depths == 1).sum())
+            of_text, of_last = torch.zeros(length, dtype=torch.bool), torch.zeros(num_anchors, dtype=torch.bool)
+            inside &= ~torch.cat((of_text, shown[num_anchors:], of_last))
         mask = batch.loss_mask[:, labelled] & inside.to(batch.loss_mask.device)
-        q_hidden, p_hidden = self.hidden(batch.tokens, rows), batch.taps[FINAL][:, labelled - 1]
+        q_hidden, p_hidden = self.hidden(batch.tokens, rows, shown), batch.taps[FINAL][:, labelled - 1]
         labels = batch.tokens[:, labelled]
         if self.training:
             p_logits, q_logits = batch.head(p_hidden[mask]), self._parts.head(q_hidden[mask])

@@ -74,6 +74,7 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "dflash2": _method("block", "BlockOptions", "dflash2", corrector="selector", conv_taps=2),
     "domino": _method("block", "BlockOptions", "domino", corrector="gru", base_steps=300),
     "pard": _whole("pard", "PardOptions", (2e-3, 1e-3)),
+    "specdiff": _whole("specdiff", "SpecdiffOptions", (2e-3, 1e-3)),
     "medusa": _method("heads", "HeadsOptions", "medusa", blocks=2),
     "blockwise": _method("heads", "HeadsOptions", "blockwise", inner=128),
     "hydra": _method("heads", "HeadsOptions", "hydra", heads=4),

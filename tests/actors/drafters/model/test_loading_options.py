@@ -82,7 +82,7 @@ def opened(monkeypatch):
     monkeypatch.setattr(loading, "open_model", open_model)
     monkeypatch.setattr(loading, "captured_facts", captured_facts)
     monkeypatch.setattr(loading, "head_rows", lambda config: seen.head)
-    monkeypatch.setattr(loading, "filling_masks", lambda one, path: ("masks", one, path))
+    monkeypatch.setattr(loading, "filling_masks", lambda one, path, steps: ("masks", one, path, steps))
     monkeypatch.setattr(loading, "pace", lambda one, ms: setattr(seen, "pace", (one, ms)))
     monkeypatch.setattr(
         loading,
@@ -95,7 +95,14 @@ def opened(monkeypatch):
 
 def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
     config = replace(
-        *(MODEL,), dtype="float32", kv_slots=9, weights="int8", kv_dtype="fp8", attention="padded", pace_ms=[2.0, 0.5]
+        *(MODEL,),
+        mask_steps=3,
+        dtype="float32",
+        kv_slots=9,
+        weights="int8",
+        kv_dtype="fp8",
+        attention="padded",
+        pace_ms=[2.0, 0.5],
     )
     runner, facts = open_draft_model(config, LIMITS, SINGLE, "cpu", "sync", DeviceShare(5, 0.5))
     assert opened.fit == (
@@ -123,7 +130,7 @@ def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
     }
     assert opened.model == (("draft", SINGLE, "cpu", torch.float16, 77), options)
     assert opened.captured == (opened.runner, CHAINS, ["choices"])
-    assert runner == ("masks", opened.runner, "draft") and opened.pace == (runner, [2.0, 0.5])
+    assert runner == ("masks", opened.runner, "draft", 3) and opened.pace == (runner, [2.0, 0.5])
     assert facts == {"kv_slots": 77, "graphs": "some", "pass_bytes": 33}
 
 

@@ -121,11 +121,14 @@ def test_no_setting_is_ignored(base: str, target: Checkpoint, batch: TargetBatch
         assert trace(build, changed, target, batch, tmp_path / name) != as_it_is, f"{name}={value} changes nothing"
 
 
+FILLING = {"pard", "specdiff"}
+
+
 def test_the_settings_of_every_kind_of_recipe_are_changed():
-    """A new one needs a value here; those of `distill` and `pard`, which begin with a model, are tested with theirs."""
+    """A new one needs a value here; those that begin with a model are tested with theirs."""
     kinds: set[Any] = {type(recipe.options) for recipe in RECIPES.values()}
     elsewhere = {"interval", "tied", "linear_skip", "skip", "start"}
-    for kind in kinds - {distill.DistillOptions, type(RECIPES["pard"].options)}:
+    for kind in kinds - {distill.DistillOptions, *(type(RECIPES[name].options) for name in FILLING)}:
         changed = {name for base, (_, options) in BASES.items() if type(options) is kind for name in CHANGES[base]}
         assert {one.name for one in fields(kind)} - changed <= elsewhere, kind.__name__
 
@@ -138,6 +141,6 @@ def test_the_page_of_recipes_is_as_the_registry_says():
 def test_a_model_that_is_tuned_as_a_whole_learns_slower_than_a_new_module():
     rates = {name: (one.matrix_learning_rate, one.other_learning_rate) for name, one in RECIPES.items()}
     whole = {name for name, pair in rates.items() if pair == (5e-4, 3e-4)}
-    assert whole == {"layerskip", "distill", "sorted"} and rates["pard"] == (2e-3, 1e-3)
-    assert {rates[name] for name in rates.keys() - whole - {"pard"}} == {(5e-3, 3e-3)}
+    assert whole == {"layerskip", "distill", "sorted"} and {rates[name] for name in FILLING} == {(2e-3, 1e-3)}
+    assert {rates[name] for name in rates.keys() - whole - FILLING} == {(5e-3, 3e-3)}
     assert {name: one.writes for name, one in RECIPES.items() if one.writes != "drafter"} == {"layerskip": "target"}

@@ -1,0 +1,75 @@
+"""SpecDiff: a masked-diffusion draft model that fills a block behind the text in a few steps (arXiv 2408.05636).
+
+As PARD's masks, but those of a block see each other, and in training some of a block's tokens are shown, another share
+in each block, so that a later step can build on what earlier ones filled in. A row is trained where its token is not
+shown. The paper's model reads the whole context again in each step; here rows of text see nothing behind them, so that
+they are kept, and a step costs the rows of the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from cluster.tools.training.speculators.distill import start_model
+from cluster.tools.training.speculators.pard import MaskRows, PardDrafter, PardOptions
+from parallel.ranges import Range
+from parallel.speculators.pard import MUTUAL_FIELD, STEPS_FIELD
+from parallel.training.interface import TargetShape
+
+
+@dataclass(frozen=True, slots=True)
+class SpecdiffOptions(PardOptions):
+    """Options of `job.recipe=specdiff`: those of pard, of which `keep` is the share of a text's places that a block
+    begins at, at least `keep_least`, and these."""
+
+    keep: Annotated[float, Range(above=0, high=1)] = 0.25
+    """Share of a text's places behind which a block is trained."""
+    keep_least: Annotated[float, Range(0, 1)] = 0.0
+    """The same, at least."""
+    steps: Annotated[int, Range(1, cap=64)] = 2
+    """Passes of a draft, which its checkpoint names; `drafter.mask_steps` chooses others."""
+
+
+class BlockMaskRows(MaskRows):
+    """The masks of an anchor see each other."""
+
+    def visible(self, length: int) -> Tensor:
+        seen = super().visible(length)
+        anchors = torch.cat((torch.full((length,), -1), self.anchors))
+        return seen | ((anchors[:, None] == anchors) & (anchors >= 0))
+
+
+class SpecdiffDrafter(PardDrafter):
+    """A causal language model that also fills blocks in steps."""
+
+    def __init__(self, model: LlamaForCausalLM, options: SpecdiffOptions) -> None:
+        super().__init__(model, options)
+        setattr(model.config, MUTUAL_FIELD, True)
+        setattr(model.config, STEPS_FIELD, options.steps)
+
+    def rows(self, anchors: Tensor, depths: Tensor) -> MaskRows:
+        return BlockMaskRows(anchors, depths)
+
+    def trained_rows(self, length: int, generator: torch.Generator) -> MaskRows:
+        """Whole blocks, behind some places of the text."""
+        options, further = self._options, torch.arange(1, self._options.depth)
+        places = max(1, length - options.depth)
+        count = min(places, max(1, round(max(options.keep, options.keep_least) * length)))
+        anchors = torch.randperm(places, generator=generator)[:count].sort().values
+        return self.rows(anchors.repeat(len(further)), further.repeat_interleave(count))
+
+    def shown_rows(self, rows: MaskRows, generator: torch.Generator) -> Tensor:
+        """Of every block a share of its own, between none and all."""
+        count = len(rows.anchors) // max(1, self._options.depth - 1)
+        shares = torch.rand(count, generator=generator).repeat(self._options.depth - 1)
+        return torch.rand(len(rows.anchors), generator=generator) < shares
+
+
+def build(options: SpecdiffOptions, target: TargetShape) -> SpecdiffDrafter:
+    """The draft model to go on with. ValueError, one line, for a checkpoint that cannot be one."""
+    return SpecdiffDrafter(start_model(options, target), options)
