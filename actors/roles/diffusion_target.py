@@ -2,8 +2,9 @@
 
 It answers the same batches as `TargetRole` with verdicts of no token, one or several: those of the block that are
 known up to the first mask, and stay. A pass reads whole blocks of text that have no rows yet and, behind them, the
-states of the present block that are tested, as copies at the same positions (`BlockCopies`). The rows of a block are
-kept once its tokens are text, together with the next block's first pass; those of states never are.
+states of the present block that are tested, as copies at the same positions (`BlockCopies`). The state after a block's
+last one has the masks of the next block behind it: where it is accepted, the rows of the full block are kept, those of
+its copy. Rows with masks among them never are.
 
 Blocks are aligned to the start of the text: the first one to be filled has the end of the prompt in it. All requests
 of a batch are in one pass. Every rank follows from the same logits, so that ranks agree without messages. A request
@@ -171,47 +172,52 @@ class DiffusionTargetRole:
         token_ids, wanted = list[int](), list[int]()
         spans, masked, num_logits = list[Span](), list[MaskedRows](), 0
         for one in rows:
-            num_states, context = len(one.states), self.contexts[one.request_id]
-            num_copied = num_states * self._block
-            forest = BlockCopies(len(one.text), num_states, self._block, self._block)
-            self.runner.sequences.pending[one.request_id] = forest
-            spans.append(Span(one.request_id, len(one.text) + num_copied, None, num_copied))
+            copies, context = [*map(len, one.states)], self.contexts[one.request_id]
+            self.runner.sequences.pending[one.request_id] = BlockCopies(len(one.text), copies, self._block)
+            spans.append(Span(one.request_id, len(one.text) + sum(copies), None, sum(copies)))
             token_ids += one.text
             for state in one.states:
                 token_ids += [self._mask_token if token == MASKED else token for token in state]
-                masked.append(MaskedRows(state, context.block_start, context.sampling))
+                masked.append(MaskedRows(self._block, state, context.block_start, context.sampling))
                 wanted += [num_logits + offset for offset in masked[-1].offsets()]
-                num_logits += self._block
-        output = self.runner.forward(spans, token_ids)
-        for one in rows:
-            self.runner.commit(one.request_id, range(len(one.text)))
-        logits = output.logits
+                num_logits += len(state)
+        logits = self.runner.forward(spans, token_ids).logits
         if len(wanted) < len(logits):
             logits = logits.index_select(0, upload(wanted, logits.device))
         found = steps(logits, masked, self._mask_token, self._threshold, self._eos_token_ids) if wanted else []
         verdicts, first = list[Verdict](), 0
         for one in rows:
+            kept = range(0)
             if one.states:
-                verdicts.append(self._verdict(one.request_id, found[first : first + len(one.states)]))
+                verdict, kept = self._go_on(one, found[first : first + len(one.states)])
+                verdicts.append(verdict)
                 first += len(one.states)
+            self.runner.commit(one.request_id, [*range(len(one.text)), *kept])
         return tuple(verdicts), len(token_ids)
 
-    def _verdict(self, request_id: int, found: Sequence[UnmaskingStep | None]) -> Verdict:
-        """Go on to the furthest state of the static decoder: the tokens up to the first mask of the one after it."""
-        context = self.contexts[request_id]
+    def _go_on(self, rows: _FedRows, found: Sequence[UnmaskingStep | None]) -> tuple[Verdict, range]:
+        """To the furthest state of the static decoder: the tokens up to the first mask of the one after it, and the
+        rows of a block that is full."""
+        context = self.contexts[rows.request_id]
         length, possible = len(context.token_ids), list[UnmaskingStep]()
         for step in found:
             if step is None:
                 break
             possible.append(step)
         if not possible:
-            return Verdict(request_id, context.epoch, length, (), (), none_follows=True)
-        context.step = possible[furthest(possible)]
-        state = context.step.following
-        num_known = state.index(MASKED) if MASKED in state else len(state)
-        return Verdict(request_id, context.epoch, length, (), state[length - context.block_start : num_known])
+            return Verdict(rows.request_id, context.epoch, length, (), (), none_follows=True), range(0)
+        best = furthest(possible)
+        step, start = possible[best], context.block_start
+        known = step.following[: step.following.index(MASKED)]
+        kept = range(0)
+        if (num_full := len(step.state) - self._block) > 0:
+            before = len(rows.text) + sum(map(len, rows.states[:best]))
+            kept = range(before, before + num_full)
+        context.block_start, context.step = start + num_full, step.of_last_block()
+        return Verdict(rows.request_id, context.epoch, length, (), known[length - start :]), kept
 
 
 def copied_rows(block_size: int, num_states: int) -> int:
-    """Rows of states of one request in a pass, at most: no state is full, and a block has as many others as tokens."""
-    return block_size * min(num_states, block_size)
+    """Rows of states of one request in a pass, at most: a block has as many as tokens, and one has the next block
+    behind it."""
+    return block_size * (min(num_states, block_size) + 1)

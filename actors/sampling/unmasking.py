@@ -1,6 +1,7 @@
 """One step of a masked-diffusion target: which masks of a block are filled, with which tokens, in which order.
 
-A state is a block's tokens, `MASKED` where there is none yet. The step of the *static* decoder fills the mask of which
+A state is a block's tokens, `MASKED` where there is none yet; behind a full block stand the masks of the next one, and
+the two are a state of their own. The step of the *static* decoder fills the mask of which
 the model is surest or, with a threshold, all of which it is that sure, and at least that one. It is a function of the
 state alone: sampled tokens draw noise of (seed, position, number of tokens filled so far in the block), which is the
 same whatever else is computed beside the state. Confidences are compared in float32 and tie often, in low precision
@@ -30,8 +31,9 @@ State = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class UnmaskingStep:
     """What a pass over a state says of its masks: (offset, token) of each, the surest first. The static decoder fills
-    the first `num_sure`."""
+    the first `num_sure`, of the last `block` tokens."""
 
+    block: int
     state: State
     fills: tuple[tuple[int, int], ...]
     num_sure: int
@@ -41,7 +43,7 @@ class UnmaskingStep:
         tokens = [*self.state]
         for offset, token in self.fills[:num_filled]:
             tokens[offset] = token
-        return tuple(tokens)
+        return tuple(tokens) if num_filled < len(self.fills) else (*tokens, *[MASKED] * self.block)
 
     @property
     def following(self) -> State:
@@ -49,17 +51,29 @@ class UnmaskingStep:
         return self.after(self.num_sure)
 
     def guesses(self, most: int) -> list[State]:
-        """The next state and guesses of those after it, at most so many, of which none is full."""
-        return [self.after(count) for count in range(self.num_sure, len(self.fills))][:most]
+        """The next state and guesses of those after it, at most so many, up to that of the full block."""
+        return [self.after(count) for count in range(self.num_sure, len(self.fills) + 1)[:most]]
+
+    def of_last_block(self) -> UnmaskingStep:
+        """The same without what is full."""
+        full = len(self.state) - self.block
+        fills = tuple([(offset - full, token) for offset, token in self.fills])
+        return UnmaskingStep(self.block, self.state[full:], fills, self.num_sure)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """The masked rows of one state in a pass: `first` is the position of the block, `params` those of the request."""
+    """The masked rows of one state in a pass: `first` is its position, `params` those of the request."""
 
+    block: int
     state: State
     first: int
     params: SamplingParams
+
+    @property
+    def num_filled(self) -> int:
+        """Tokens of the block that is being filled."""
+        return sum([token != MASKED for token in self.state[-self.block :]])
 
     def offsets(self) -> list[int]:
         return [offset for offset, token in enumerate(self.state) if token == MASKED]
@@ -83,7 +97,7 @@ def steps(
         chosen.sort(key=lambda one: (-one[0], one[1]))
         num_sure = sum([confidence >= threshold for confidence, *_ in chosen]) if threshold else 1
         fills = tuple([(offset, token) for _, offset, token in chosen])
-        found.append(UnmaskingStep(rows.state, fills, max(1, num_sure)))
+        found.append(UnmaskingStep(rows.block, rows.state, fills, max(1, num_sure)))
     return found
 
 
@@ -101,7 +115,7 @@ def _choices(
     """Token and confidence of every masked row: the probability of the token in the distribution that it is chosen
     from, after temperature and truncation. The mask itself is never chosen."""
     logits = logits.index_fill(1, upload([mask_token], logits.device), -torch.inf)
-    rows = [(own.params, own.first + offset, _num_filled(own.state)) for own in batch for offset in own.offsets()]
+    rows = [(own.params, own.first + offset, own.num_filled) for own in batch for offset in own.offsets()]
     root = TokenTree.root(0)
     scores = process_batch(logits, [LogitRows(params, 0, (0,), root) for params, *_ in rows], eos_token_ids)
     raced, sampled = scores, [row for row, (params, *_) in enumerate(rows) if not is_greedy(params)]
@@ -115,7 +129,3 @@ def _choices(
     chosen, sure, greatest = to_host([token_ids, confidences, values.isfinite()])
     tokens = [token if is_finite else NO_TOKEN for (token,), (is_finite,) in zip(chosen, greatest, strict=True)]
     return [int(token) for token in tokens], [float(confidence) for (confidence,) in sure]
-
-
-def _num_filled(state: State) -> int:
-    return sum([token != MASKED for token in state])

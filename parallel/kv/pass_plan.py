@@ -154,18 +154,17 @@ class TextThenBlock(RangedRows):
 
 
 class BlockCopies(RangedRows):
-    """Whole blocks of text after the committed rows, then `num_copies` copies of what follows them, `copy_rows` rows
-    each at the same positions. A row sees the text and, of its own copy, what is up to the end of its block."""
+    """Whole blocks of text after the committed rows, then copies of what follows them, so many rows each, at the same
+    positions. A row sees the text and, of its own copy, what is up to the end of its block."""
 
-    __slots__ = ("_block", "_copy_rows", "_num_text")
+    __slots__ = ("_block", "_copies", "_num_text")
 
-    def __init__(self, num_text: int, num_copies: int, copy_rows: int, block: int) -> None:
+    def __init__(self, num_text: int, copies: Sequence[int], block: int) -> None:
         super().__init__()
-        assert num_text % block == copy_rows % block == 0, f"{num_text} and {copy_rows} rows are not blocks of {block}"
-        self._num_text, self._copy_rows, self._block = num_text, copy_rows, block
-        self.append(num_text + num_copies * copy_rows, None)
-        copies = [num_text + row for _ in range(num_copies) for row in range(copy_rows)]
-        self.depths[num_text:] = copies
+        assert not any(size % block for size in (num_text, *copies)), f"{num_text}, {copies}: no blocks of {block}"
+        self._num_text, self._copies, self._block = num_text, copies, block
+        self.append(num_text + sum(copies), None)
+        self.depths[num_text:] = [num_text + row for size in copies for row in range(size)]
 
     @property
     def num_common(self) -> int:
@@ -178,11 +177,10 @@ class BlockCopies(RangedRows):
 
     def ranges(self) -> Sequence[tuple[int, int, int]]:
         num_text, block = self._num_text, self._block
-        seen = [(row // block * block + block, 0, 0) for row in range(num_text)]
-        for row in range(num_text, len(self.parents)):
-            offset = (row - num_text) % self._copy_rows
-            first = row - offset
-            seen.append((num_text, first, first + offset // block * block + block))
+        seen, first = [(row // block * block + block, 0, 0) for row in range(num_text)], num_text
+        for size in self._copies:
+            seen += [(num_text, first, first + row // block * block + block) for row in range(size)]
+            first += size
         return seen
 
 

@@ -154,7 +154,7 @@ def random_case(seed: int) -> Case:
             block = draw.choice([2, 4, 16])
             num_text, num_copies, copy_rows = block * draw.randrange(5), draw.randrange(4), block * draw.choice([1, 2])
             num_pending = num_rows = num_text + max(num_copies, num_text == 0) * copy_rows
-            copies = BlockCopies(num_text, max(num_copies, num_text == 0), copy_rows, block)
+            copies = BlockCopies(num_text, [copy_rows] * max(num_copies, num_text == 0), block)
             first -= len(table)
             table = list(range(first, first + context + num_pending))
             first += len(table)
@@ -269,7 +269,7 @@ def test_a_copy_is_the_same_to_the_bit_alone_and_beside_other_copies(seed, dtype
     torch.manual_seed(seed)
     context, num_text, size, num_copies, block = [0, 250, 13, 300][seed], [8, 0, 16, 4][seed], [4, 4, 16, 8][seed], 3, 4
     num_rows = num_text + num_copies * size
-    copies = BlockCopies(num_text, num_copies, size, block)
+    copies = BlockCopies(num_text, [size] * num_copies, block)
     whole = Sequence(context, list(range(context + num_rows)), None, num_rows, copies)
     keys, values = torch.randn(NUM_SLOTS, 2, 32), torch.randn(NUM_SLOTS, 2, 32)
     case = Case(4, 32, 0, 0.0, [whole], keys, values, torch.randn(num_rows, 8 * 32), None)
@@ -279,5 +279,5 @@ def test_a_copy_is_the_same_to_the_bit_alone_and_beside_other_copies(seed, dtype
         rows = [*range(num_text), *range(num_text + copy * size, num_text + (copy + 1) * size)]
         table = [*range(context), *(context + row for row in rows)]
         one = replace(case, projected=case.projected[rows])
-        alone = Sequence(context, table, None, len(rows), BlockCopies(num_text, 1, size, block))
+        alone = Sequence(context, table, None, len(rows), BlockCopies(num_text, [size], block))
         assert torch.equal(one.attend([alone], slice(None)), together[rows]), f"copy {copy}"

@@ -73,19 +73,21 @@ def test_rows_that_want_logits():
     assert logit_rows(spans) == [1, 2, 7]
 
 
-@given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 40))
-def test_a_copy_sees_the_text_and_its_own_block(num_blocks, num_copies, copy_blocks, block):
-    num_text, size = num_blocks * block, copy_blocks * block
-    pending = BlockCopies(num_text, num_copies, size, block)
-    pending.append(num_text + num_copies * size, None)  # as it is laid out
+@given(st.integers(0, 3), st.lists(st.integers(1, 2), min_size=1, max_size=3), st.integers(1, 40))
+def test_a_copy_sees_the_text_and_its_own_block(num_blocks, copies, block):
+    num_text, sizes = num_blocks * block, [block * count for count in copies]
+    pending = BlockCopies(num_text, sizes, block)
+    pending.append(num_text + sum(sizes), None)  # as it is laid out
     visible = pending.visible(0)
     words = pending.visible_words(0).view(np.uint8)
     unpacked = np.unpackbits(words, axis=1, count=len(visible), bitorder="little")
     assert (unpacked.view(bool) == visible).all()
-    for row in range(len(visible)):
-        copy, offset = divmod(row - num_text, size) if row >= num_text else (None, row)
+    places = [(0, row) for row in range(num_text)]
+    for copy, size in enumerate(sizes):
+        places += [(num_text + sum(sizes[:copy]), offset) for offset in range(size)]
+    for row, (first, offset) in enumerate(places):
         end = offset // block * block + block
-        text = range(end if copy is None else num_text)
-        own = [] if copy is None else range(num_text + copy * size, num_text + copy * size + end)
-        assert np.flatnonzero(visible[row]).tolist() == [*text, *own]
-        assert pending.depths[row] == (row if copy is None else num_text + offset)
+        own = range(first, first + end)
+        expected = [*own] if row < num_text else [*range(num_text), *own]
+        assert np.flatnonzero(visible[row]).tolist() == expected
+        assert pending.depths[row] == (row if row < num_text else num_text + offset)

@@ -64,7 +64,7 @@ class SpecdiffDrafter(PardDrafter):
         return self.rows(anchors.repeat(len(further)), further.repeat_interleave(count))
 
     def shown_rows(self, rows: MaskRows, generator: torch.Generator) -> Tensor:
-        """Of every block a share of its own, between none and all."""
+        """Each block shows a share of its own, between none and all."""
         count = len(rows.anchors) // max(1, self._options.depth - 1)
         shares = torch.rand(count, generator=generator).repeat(self._options.depth - 1)
         return torch.rand(len(rows.anchors), generator=generator) < shares

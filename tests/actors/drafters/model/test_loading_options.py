@@ -95,7 +95,7 @@ def opened(monkeypatch):
 
 def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
     config = replace(
-        MODEL, mask_steps=3, dtype="float32", kv_slots=9, weights="int8", kv_dtype="fp8", attention="padded", pace_ms=[2.0, 0.5]
+        *(MODEL,),
         mask_steps=3,
         dtype="float32",
         kv_slots=9,
