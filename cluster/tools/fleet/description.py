@@ -92,7 +92,7 @@ class PoolDrafter(_FleetPart, frozen=True):
     longest_draft: Annotated[int, Meta(ge=1, le=64)] = 5
     fan_out: Annotated[int, Meta(ge=1, le=64)] = 4
     ahead_width: Annotated[int, Meta(ge=1, le=192)] = 12
-    merging: Annotated[list[Merging], Meta(min_length=1)] = field(default_factory=lambda: [Merging.calls])
+    merging: Annotated[list[Merging], Meta(min_length=1)] = field(default_factory=lambda: [Merging.passes])
     """What pools are simulated with; several are so many layouts of pools that serve more than one target."""
     most_targets: _Count = 16
     """Targets that a pool serves at most, those of lost pools included."""

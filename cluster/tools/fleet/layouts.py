@@ -31,7 +31,7 @@ class FleetLayout:
     num_pools: tuple[int, ...]
     targets_per_pool: int = 0
     """Targets that share one drafter; 1: each has its own."""
-    merging: Merging = Merging.calls
+    merging: Merging = Merging.passes
 
     def num_devices(self, fleet: Fleet) -> int:
         return sum(self.num_targets) * fleet.target.ranks + sum(self.num_pools) * fleet.drafter.ranks
@@ -61,7 +61,7 @@ def layouts(fleet: Fleet, targets_per_pool: Sequence[int]) -> Iterator[FleetLayo
         for named, targets, pools in found:
             if (targets, pools) not in seen and sum(pools):
                 seen.add((targets, pools))
-                rules = fleet.drafter.merging if share > 1 else [Merging.calls]
+                rules = fleet.drafter.merging if share > 1 else [Merging.passes]
                 for rule in rules:
                     full = f"{named}, {rule} merged" if len(rules) > 1 else named
                     yield FleetLayout(full, Drafting.pools, targets, pools, share, rule)

@@ -8,10 +8,11 @@ from enum import StrEnum
 class Merging(StrEnum):
     """What a pass of a pool has rows of."""
 
-    calls = "calls"
-    """All drafts that were ordered when the first of them begins, else a part of a text to read and a step of
-    draft-ahead of all in turns: the engine's pools (`actors/pool/merged_passes.py`)."""
     passes = "passes"
-    """Whatever every role has next, so that one joins in the middle of the drafts of others."""
+    """Whatever every role has next, so that one joins in the middle of the drafts of others: the engine's pools
+    (`actors/pool/merged_passes.py`)."""
+    calls = "calls"
+    """All drafts that were ordered when the first of them begins, to their end; else a part of a text to read and a
+    step of draft-ahead of all in turns."""
     none = "none"
     """One role's work, to its end."""

@@ -90,7 +90,7 @@ def test_rules_of_merging_are_layouts_of_pools_that_are_shared():
     drafter = structs.replace(fleet.drafter, merging=[Merging.calls, Merging.passes])
     found = [one for one in layouts(structs.replace(fleet, drafter=drafter), [4]) if one.drafting is Drafting.pools]
     assert [(one.name, one.merging) for one in found] == [
-        ("a drafter each", Merging.calls),
+        ("a drafter each", Merging.passes),
         ("pools of 4, calls merged", Merging.calls),
         ("pools of 4, passes merged", Merging.passes),
     ]
