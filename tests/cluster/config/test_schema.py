@@ -108,7 +108,7 @@ PUBLIC_KEYS = {
     "job=bench": "name prompts workload workloads limit repeats warmup drafters pipelines temperatures batches "
     "draft_lengths contexts peers parallels",
     "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "
-    "pipelines seconds trials repeats ablation context",
+    "pipelines seconds trials repeats ablation context fleet pool_targets",
     "job=drill": "name prompts workload limit concurrency faults pairs signals spacing_s seed",
     "job=search": "name prompts workload limit methods evaluations seed out",
     "job=tree": "name prompts workload limit nodes depth width out",
