@@ -86,7 +86,7 @@ def of_blocks(net: Any, batch: TargetBatch) -> Tensor:
 
 def of_masks(net: Any, batch: TargetBatch) -> Tensor:
     anchors, further = torch.arange(LENGTH), torch.arange(1, DEPTHS)
-    rows = pard.MaskRows(anchors.repeat(len(further)), further.repeat_interleave(LENGTH))
+    rows = net.rows(anchors.repeat(len(further)), further.repeat_interleave(LENGTH))
     hidden = net.hidden(batch.tokens, rows)
     return torch.stack(net.model.lm_head(hidden).split(LENGTH, 1), 2)
 

@@ -23,6 +23,7 @@ from cluster.tools.training.speculators.distill import DistillOptions, read_exit
 from cluster.tools.training.speculators.layerskip import LayerSkipOptions
 from cluster.tools.training.speculators.pard import PardOptions
 from cluster.tools.training.speculators.recipes import RECIPES
+from cluster.tools.training.speculators.specdiff import SpecdiffOptions
 from docs.measurements.pocket.models import save_model
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
@@ -128,6 +129,7 @@ METHODS: dict[type, tuple[Callable[[Any, TargetBatch], Tensor], Served, dict[str
     LayerSkipOptions: (of_exit, FirstLayers, {}),
     DistillOptions: (lambda net, batch: of_chain(net.model(batch.tokens).logits, batch), Alone, {}),
     PardOptions: (of_masks, Alone, {"depth": DEPTHS, "mask_token": 7}),
+    SpecdiffOptions: (of_masks, Alone, {"depth": DEPTHS, "mask_token": 7, "steps": 1}),
 }
 """Record of options -> what the net drafts after every anchor of a text, [texts, anchors, depths, V], what serves it,
 and options of a small one. A new method joins by a row."""
