@@ -66,7 +66,7 @@ class PlainEngine(Apart):
         return self.call("places")
 
     def serve(self, prompts: Sequence[Prompt], sampling: SamplingParams, concurrency: int, salt: str = "") -> Run:
-        """As `serve_prompts`, which says nothing of single requests until all have ended."""
+        """Like `serve_prompts`, which says nothing of single requests until all have ended."""
         return self.call("serve", prompts, sampling, concurrency, salt)
 
 

@@ -61,7 +61,7 @@ class Connection:
         self._lock = threading.Lock()
 
     def send(self, record: Any) -> None:
-        """From any thread; after `close` the record is dropped."""
+        """Send from any thread; after `close` the record is dropped."""
         with self._lock:
             if self._sender is not None:
                 self._sender.send(record)
@@ -84,7 +84,7 @@ class Connection:
         return self._receiver.is_refused(_POLL_S)
 
     def move(self, address: str) -> None:
-        """From any thread: the hub is at this address now; the next `receive` follows."""
+        """Say, from any thread, that the hub is at this address now; the next `receive` follows."""
         with self._lock:
             self.address = address
             if self._sender is not None:

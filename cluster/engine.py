@@ -276,7 +276,7 @@ def _pools(config: LaunchConfig) -> list[PoolPlace]:
 
 
 def slow_kernels(ready: Mapping[str, Ready]) -> list[str]:
-    """For each reason why ranks have no compiled kernels: their names, what that means, and the remedy."""
+    """Why ranks have no compiled kernels: for each reason their names, what that means, and the remedy."""
     ranks: dict[str, list[str]] = {}
     for name, rank in ready.items():
         if why := rank.facts.get("no_kernels"):

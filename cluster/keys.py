@@ -37,7 +37,7 @@ class ClientFile:
         self._path = directory / "clients"
 
     def create(self, first: LinkKey) -> Path:
-        """With the engine's first client; returns the file of its key."""
+        """Create the folder with the engine's first client; returns the file of its key."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._write(first.hub, {_name(first): first.public})
         return write_privately(self._directory / "secret", first.text)

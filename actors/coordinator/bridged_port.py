@@ -64,7 +64,7 @@ class BridgedPort(SeparatePort):
         return super()._can_draft(sequence) and sequence.exported_len == sequence.prefix_len - 1
 
     def admit(self, sequence: Sequence) -> None:
-        """At once, since hidden states follow."""
+        """Admits at once, since hidden states follow."""
         if sequence.request.speculates and self._sends:
             sequence.exported_len = 0
             self._outbox.admit(sequence)

@@ -37,7 +37,7 @@ _TARGET_SIZES = {"kv_slots": 1, "max_model_len": 1, "vocab_size": 1, "max_source
 
 
 class RecordChecks:
-    """For roles of these `sizes`; `vocab_size`, `max_model_len`, `max_source_len` and `coordinator`
+    """Checks records of roles of these `sizes`; `vocab_size`, `max_model_len`, `max_source_len` and `coordinator`
     are set once the target is known."""
 
     def __init__(

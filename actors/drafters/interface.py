@@ -94,7 +94,7 @@ class Context:
 
     @property
     def readmitted_len(self) -> int:
-        """In `open`: tokens of a request that had generated some before, as after a preemption; else 0."""
+        """The tokens, in `open`, of a request that had generated some before, as after a preemption; else 0."""
         return len(self.token_ids) if len(self.token_ids) > self.prompt_len else 0
 
     @property

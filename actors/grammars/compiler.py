@@ -100,7 +100,7 @@ class GrammarCompiler:
 
 
 def _source(grammar: Grammar) -> str:
-    """As the library has it."""
+    """The grammar as the library has it."""
     from llguidance import LLMatcher
 
     match grammar.kind:

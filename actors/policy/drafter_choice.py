@@ -63,7 +63,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """For each request (drafter, draft tokens), and the tokens and seconds that the round is expected to take."""
+    """The choice for each request (drafter, draft tokens), and the tokens and seconds that the round is expected to
+    take."""
 
     picks: list[tuple[int, int]]
     tokens: float

@@ -71,7 +71,7 @@ class Logprobs:
             raise ValueError("logprobs: a value is not the logarithm of a probability")
 
     def entries(self) -> list[dict[int, Logprob]]:
-        """For each token what is known there by token id: the text's own token first, then the likeliest ones."""
+        """What is known for each token, by token id: the text's own token first, then the likeliest ones."""
         token_ids, ranks, values = self._numbers()
         found, width = [], 1 + self.k
         for row, own in enumerate(ranks):

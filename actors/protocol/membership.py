@@ -171,14 +171,16 @@ class PassFailed:
 
 @dataclass(frozen=True, slots=True)
 class RoleLost:
-    """To the state machine, and to the level above: this role and its state are lost, and it answers nothing."""
+    """Says to the state machine, and to the level above, that this role and its state are lost, and that it answers
+    nothing."""
 
     role: str
 
 
 @dataclass(frozen=True, slots=True)
 class RoleBack:
-    """To the state machine, and to the level above: this role serves again, in this epoch, without any request."""
+    """Says to the state machine, and to the level above, that this role serves again, in this epoch, without any
+    request."""
 
     role: str
     epoch: int = 0

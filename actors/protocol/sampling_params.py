@@ -62,7 +62,7 @@ class SamplingParams:
         return [token for token in (self.forced_bos_token_id, self.forced_eos_token_id) if token is not None]
 
     def completed(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """With the checkpoint's own `defaults` in place of fields that are at theirs; `bad_words` are added."""
+        """These with the checkpoint's own `defaults` in place of fields that are at theirs; `bad_words` are added."""
         plain = SamplingParams()
         known = {name: value for name, value in defaults.items() if getattr(self, name) == getattr(plain, name)}
         if "bad_words" in known:

@@ -27,7 +27,7 @@ class AfterVerdicts:
         return target
 
     def begin(self, batch: VerifyBatch) -> None:
-        """Before the target's rows change."""
+        """Called before the target's rows change."""
 
     def wants_features(self, batch: VerifyBatch) -> bool:
         """Whether `follow` reads the hidden states of this batch's pass."""

@@ -75,7 +75,7 @@ class BridgeEnd:
             formed[1].close()
 
     def interrupt(self) -> None:
-        """From another thread than the one that uses the bridge: end transfers that wait for an absent end."""
+        """End transfers that wait for an absent end, from another thread than the one that uses the bridge."""
         formed = self._formed
         if formed is not None:
             formed[1].interrupt()

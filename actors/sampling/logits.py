@@ -1,4 +1,4 @@
-"""From logits to tokens: logit processors with every tree node's own history, and the coupled draw at a node.
+"""Turns logits into tokens: logit processors with every tree node's own history, and the coupled draw at a node.
 
 Plain decoding, verification and drafting use the same functions, so that all choose the next token in the same way.
 Knows logits, tokens and trees; knows no model and no verification rule.

@@ -81,7 +81,7 @@ def _race_winners(best, winners, values, tokens, num_blocks, of_none, WIDTH: tl.
 
 
 def _kernel(function: Any) -> Any:
-    """Without the types of its arguments, which are others on the host."""
+    """The kernel without the types of its arguments, which are others on the host."""
     return function
 
 

@@ -262,7 +262,7 @@ class Hub(_Endpoint):
         return [*self._names, *(self._near.identities if self._near is not None else ())]
 
     def wake(self) -> None:
-        """From any thread: `receive` returns, if no record came with None, now or when it is called next."""
+        """Make `receive` return, from any thread: if no record came with None, now or when it is called next."""
         self._is_called = True
         self._end_wait()
 

@@ -48,7 +48,7 @@ class Exchange:
             self._known.pop(identity, None)
 
     def send(self, identity: str, record: Any) -> None:
-        """From a link. Without anything that handles records it waits."""
+        """Send from a link; the record waits where nothing handles records."""
         self._known[identity] = None
         self._unhandled.append((identity, record))
         if self._handle is None:
@@ -89,7 +89,7 @@ class Exchange:
         return inbox is not None
 
     def serve_with(self, handle: Handle | None) -> None:
-        """From now on records are handled so; with None they wait for `take`."""
+        """Handle records so from now on; with None they wait for `take`."""
         with self.turn:
             self._handle, self._error = handle, None
         self.serve_waiting()

@@ -39,7 +39,7 @@ class LogprobReader:
         self._nodes: dict[int, Tensor] = {}  # by sequence: whole rows of its tree's nodes
 
     def keep(self, inputs: Sequence[VerifyInput], spans: Sequence[Span], hidden: Tensor, logits: Tensor) -> None:
-        """After a pass: its `hidden` [T, H], and `logits` [N, V] of the nodes, or tokens [N] where the ranks chose."""
+        """Keep of a pass its `hidden` [T, H], and `logits` [N, V] of the nodes, or tokens [N] where the ranks chose."""
         self._prompts, self._nodes = [], {}
         if all(one.logprobs is None and one.prompt_logprobs is None for one in inputs):
             return

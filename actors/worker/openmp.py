@@ -36,7 +36,7 @@ def in_effect() -> dict[str, str]:
 
 
 def configure_threads(*, shared: bool) -> None:
-    """For this process; without effect, so not done, once PyTorch is loaded."""
+    """Configure this process; not done once PyTorch is loaded, since it would have no effect."""
     if "torch" not in sys.modules:
         _own.update(settings_for(shared=shared))
         os.environ.update(_own)

@@ -35,7 +35,7 @@ _RECORD = -1
 
 
 def _exit_at_once() -> None:
-    """At once: the main thread may wait for a kernel that never ends."""
+    """Exits at once: the main thread may wait for a kernel that never ends."""
     os._exit(1)
 
 
@@ -103,7 +103,7 @@ class RankLoop:
             thread.join()
 
     def serve(self) -> None:
-        """Until `Stop`."""
+        """Serves until `Stop`."""
         try:
             self._serve_epochs()
         finally:
@@ -205,7 +205,7 @@ class RankLoop:
     # --- within an epoch ----------------------------------------------------------------------------------------------
 
     def _answer_batches(self, group: Group, role: RankRole) -> Join | Stop | None:
-        """Until this epoch is over: the record of the next one or of the end, None if neither has come yet."""
+        """Answers until this epoch is over: the record of the next one or of the end, None if neither has come yet."""
         while True:
             record = self._work_until_record(group, role)
             if isinstance(record, Join | Stop):

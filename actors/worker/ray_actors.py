@@ -143,7 +143,7 @@ class CoordinatorWorker:
 
 
 def _open_store(host: str) -> HostedStore:
-    """In the folder of Ray, which is this user's, if all processes are on this machine."""
+    """Open the store in the folder of Ray, which is this user's, if all processes are on this machine."""
     from parallel.comm.rendezvous import LOOPBACK, store_in_file, store_on_network
 
     if host == LOOPBACK:

@@ -1,4 +1,4 @@
-"""From the words of the command line to a checked `LaunchConfig`.
+"""Turns the words of the command line into a checked `LaunchConfig`.
 
 The only file but `errors.py` and `launch.py` that knows Hydra. A `DictConfig` comes in through `typed_config` and
 nothing but frozen records goes out; nothing is ever written back into one. Names of bundled checkpoints, hub ids and

@@ -60,7 +60,7 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
 
 
 def unknown_key(section: str, key: str, known: list[str]) -> str:
-    """For a key that `section` (empty at the top) does not have; of a group, the choices that have it."""
+    """The line for a key that `section` (empty at the top) does not have; of a group, the choices that have it."""
     prefix = f"{section}." if section else ""
     choices = CHOICES.get(section, {}).items()
     owners = [name for name, record in choices if any(item.name == key for item in fields(record))]

@@ -121,7 +121,7 @@ class Terminal:
 
 
 def trimmed(text: str) -> str:
-    """At most a few lines of a completion, with an ellipsis where something was cut."""
+    """A few lines of a completion at most, with an ellipsis where something was cut."""
     lines = text.strip("\n").split("\n")
     short = "\n".join(lines[:COMPLETION_LINES])[:COMPLETION_SHOWN]
     return short if short == text.strip("\n") else f"{short} …"

@@ -74,7 +74,7 @@ def read_prompts(path: Path, limit: int = 0, *, drafters: Collection[str] | None
 
 
 def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    """At most `limit` prompts in their order, as evenly over the categories as their sizes allow."""
+    """Up to `limit` prompts in their order, as evenly over the categories as their sizes allow."""
     by_category: dict[str | None, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
         by_category[prompt.category].append(index)

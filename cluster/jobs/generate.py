@@ -302,7 +302,7 @@ def finding(report: GenerateReport) -> str:
 
 
 def _findings(report: GenerateReport) -> Iterator[str]:
-    """In order of importance; the last one always applies."""
+    """Findings in order of importance; the last one always applies."""
     losses, speedup = report["role_losses"] or {}, report["speedup_vs_ar"]
     if report["num_failed"]:
         yield f"{report['num_failed']} requests failed"

@@ -114,7 +114,7 @@ class LayoutPlan:
 
 
 def _described(config: LaunchConfig, progress: Callable[[str], None]) -> LayoutPlan:
-    """From the costs of a file."""
+    """The layouts for the costs of a file."""
     job = config.job
     costs = read_costs(Path(job.costs))
     target_ranks, shapes = [cost.ranks for cost in costs.target], [cost.shape for cost in costs.drafter]
@@ -125,7 +125,7 @@ def _described(config: LaunchConfig, progress: Callable[[str], None]) -> LayoutP
 
 
 def _measured(config: LaunchConfig, progress: Callable[[str], None]) -> LayoutPlan:
-    """From measurements on this machine."""
+    """The layouts for what is measured on this machine."""
     job = config.job
     prompts = read_prompts(Path(job.prompts), job.limit)
     progress("looking at the devices")

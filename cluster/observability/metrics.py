@@ -72,7 +72,7 @@ def _busy(stats: CoordinatorStats) -> dict[str, float]:
 
 
 def _fallback(stats: CoordinatorStats) -> dict[str, float]:
-    """As in the report: seconds the guard chose plain decoding, and seconds without a drafter."""
+    """Seconds the guard chose plain decoding, and seconds without a drafter, as in the report."""
     rested_s = sum(stats.seconds_by_mode.get(mode.value, 0.0) for mode in (Mode.rest, Mode.catch_up))
     return {"guard": rested_s, "no_drafter": stats.fallback_s}
 

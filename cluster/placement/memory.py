@@ -84,7 +84,7 @@ def _target_footprint(target: TargetConfig, place: RankPlacement, config: Launch
 
 
 def _speculator_footprint(model: SpeculatorDrafterConfig, place: RankPlacement, config: LaunchConfig) -> Footprint:
-    """With copies of the target's embedding and head where it is not on the target's ranks."""
+    """What it holds, with copies of the target's embedding and head where it is not on the target's ranks."""
     target, memory = config.target, model.memory(config.target, place.size, place.device)
     length = min(memory.max_positions, target.max_model_len or memory.max_positions)
     slots, tables = model.kv_slots or config.scheduler.max_num_seqs * length, 0

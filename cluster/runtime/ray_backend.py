@@ -197,14 +197,14 @@ class RayBackend(Backend):
             self._local_ray = None
 
     def _create_coordinator(self, incarnation: int) -> Any:
-        """On the node of the target's lead, where two of a round's four records stay; so is every successor."""
+        """Start it on the node of the target's lead, where two of a round's four records stay, as every successor."""
         title = f"coordinator: pipeline={self._config.pipeline.name}"
         lead = self.places[0]
         self._coordinator_host = lead.host
         return self._create("coordinator", incarnation, CoordinatorActor, title, self._logs, resources=on_node(lead))
 
     def _replace_coordinator(self, incarnation: int) -> None:
-        """At the same addresses, unless its node, which is that of the target's lead, is gone."""
+        """Start the successor at the same addresses, unless its node, which is that of the target's lead, is gone."""
         cluster, seat = self._config.cluster, self._coordinator_host
         actor = self._create_coordinator(incarnation)
         if self._coordinator_host == seat:

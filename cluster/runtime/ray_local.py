@@ -48,7 +48,7 @@ class LocalRay:
         settle(settings, loopback=True)
 
     def close(self) -> None:
-        """After `ray.shutdown`."""
+        """Called after `ray.shutdown`."""
         settle(self._before)
         assert self._guard.stdin is not None
         self._guard.stdin.close()

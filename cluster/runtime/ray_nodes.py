@@ -70,7 +70,7 @@ def await_layout(
 
 
 def await_head(config: ClusterConfig, progress: Callable[[str], None]) -> None:
-    """Until a process listens at `address`; Ray itself tries once. Raises ValueError if none does.
+    """Wait until a process listens at `address`; Ray itself tries once. Raises ValueError if none does.
 
     The head of a Slurm job may come later than the launch; that of an existing cluster is there, or is not.
     """

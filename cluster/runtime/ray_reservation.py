@@ -23,7 +23,7 @@ _ON_NODE = 0.001
 
 
 class Reservation:
-    """From the first `reserve` to `release`."""
+    """What is reserved from the first `reserve` to `release`."""
 
     def __init__(self) -> None:
         self._groups: list[PlacementGroup] = []

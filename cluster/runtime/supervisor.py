@@ -98,7 +98,8 @@ class Supervisor:
         self._thread.start()
 
     def begin_replacing(self, facts: Mapping[str, dict[str, object]]) -> None:
-        """From now on the engine runs; `facts` are what its ranks measured at their start, by identity."""
+        """Replace what dies from now on, since the engine runs; `facts` are what its ranks measured at their start, by
+        identity."""
         self._facts = facts
 
     def end_replacing(self) -> None:

@@ -11,7 +11,7 @@ from cluster.serving.errors import RETRY_AFTER_S, ApiError, too_many
 
 
 class InFlightLimit:
-    """At most `most` completions at a time."""
+    """Admits at most `most` completions at a time."""
 
     def __init__(self, most: int) -> None:
         self._most = most

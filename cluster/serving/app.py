@@ -156,7 +156,7 @@ class Api:
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": _PAGE_MAY})
 
     async def metrics(self) -> Response:
-        """For Prometheus."""
+        """The metrics, for Prometheus."""
         async with self._scraping:
             return Response(await asyncio.to_thread(self._model.metrics), media_type=CONTENT_TYPE_LATEST)
 

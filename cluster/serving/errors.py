@@ -109,7 +109,7 @@ def answer(error: HTTPException) -> Response:
 
 
 async def answer_refusal(_: Request, error: Exception) -> Response:
-    """For FastAPI: the answer to a request that ended with an error."""
+    """The answer to a request that ended with an error, for FastAPI."""
     match error:
         case RequestValidationError():
             return answer(invalid_fields(error))

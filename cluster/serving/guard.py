@@ -66,7 +66,7 @@ class Guard:
         return True in matches
 
     def _limited(self, receive: Receive) -> Receive:
-        """For bodies that do not say their length."""
+        """Limits bodies that do not say their length."""
         size = 0
 
         async def receive_some() -> Message:

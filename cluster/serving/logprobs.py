@@ -148,7 +148,7 @@ class LogprobWriter:
         return ListedToken(name, _value(known), [*(self._names.bytes_of(token) or name.encode())])
 
     def _top(self, entry: Entry) -> dict[str, float]:
-        """By name; of tokens with the same name the likeliest."""
+        """The log-probabilities by name; of tokens with the same name the likeliest."""
         found: dict[str, float] = {}
         for token in _ranked(entry, self._asked.generated or 0):
             found.setdefault(self._names.name_of(token), _value(entry[token]))

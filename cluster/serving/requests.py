@@ -106,7 +106,7 @@ class SpeculationOptions(ApiRequest):
 
     @property
     def chosen(self) -> str | None:
-        """As `Client.submit` takes it."""
+        """The request as `Client.submit` takes it."""
         return self.drafter if self.enabled else PLAIN_DECODING
 
 
@@ -210,8 +210,8 @@ class GenerationRequest(ApiRequest):
         return [first + place for place in range(self.n)]
 
     def sampling(self, bad_words: tuple[tuple[int, ...], ...], max_tokens: int) -> SamplingParams:
-        """As the engine has it, with `bad_words` in tokens; the seed is left at 0. Raises ValueError, one line, for a
-        value out of range."""
+        """The sampling as the engine has it, with `bad_words` in tokens; the seed is left at 0. Raises ValueError, one
+        line, for a value out of range."""
         params = SamplingParams(
             temperature=self.temperature,
             top_k=0 if self.top_k == -1 else self.top_k,  # vLLM has both for all tokens
@@ -281,7 +281,7 @@ class ChatMessage(ApiRequest):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it. Raises ValueError, one line, for calls that are none."""
+        """The message as chat templates read it. Raises ValueError, one line, for calls that are none."""
         message: dict[str, Any] = {"role": self.role, "content": joined(self.content or "")}
         message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
         if self.reasoning:

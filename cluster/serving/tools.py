@@ -52,7 +52,7 @@ class ToolDefinition(BodyPart):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """The tool as chat templates read it."""
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
@@ -84,7 +84,7 @@ class ToolCall(BodyPart):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: arguments as an object. Raises ValueError, one line, if they are none."""
+        """The call as chat templates read it: arguments as an object. Raises ValueError, one line, if they are none."""
         try:
             arguments = json.loads(self.function.arguments)
         except ValueError:

@@ -59,7 +59,7 @@ class Allocation:
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Allocation:
-        """From Slurm's variables. Raises ValueError outside a job."""
+        """The job that Slurm's variables describe. Raises ValueError outside a job."""
         if "SLURM_JOB_ID" not in environment:
             raise ValueError("SLURM_JOB_ID: not set, so this is no Slurm job; submit it with `sbatch launch.sh`")
         size = int(environment.get("SLURM_HET_SIZE", "0"))
@@ -90,7 +90,7 @@ class JobPlan:
     launch: list[str]
 
     def describe(self) -> str:
-        """As a shell script."""
+        """The plan as a shell script."""
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
         rays = [f"{shlex.join(command)} &" for command in self.rays.values()]
         return "\n".join([*exports, f"unset {' '.join(SBATCH_OPTIONS)}", *rays, shlex.join(self.launch)])
@@ -204,7 +204,7 @@ def _is_override(word: str) -> bool:
 
 
 def _nodes_of_roles(allocation: Allocation, addresses: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
-    """In a job of two components the target runs on the first and the drafter on the second."""
+    """The nodes of each role: in a job of two components the target runs on the first and the drafter on the second."""
     if len(allocation.components) != 2 or any(part.startswith("placement.nodes") for part in overrides):
         return []
     target, draft = (",".join(addresses[node] for node in part) for part in allocation.components)
@@ -212,7 +212,7 @@ def _nodes_of_roles(allocation: Allocation, addresses: Mapping[str, str], overri
 
 
 def parse_nodes(text: str) -> dict[str, NodeFacts]:
-    """From `scontrol -o show node`: a line per node of KEY=VALUE words."""
+    """The nodes in what `scontrol -o show node` prints: a line per node of KEY=VALUE words."""
     found = {}
     for line in text.splitlines():
         words = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -223,7 +223,8 @@ def parse_nodes(text: str) -> dict[str, NodeFacts]:
 
 
 def parse_devices(text: str) -> dict[str, str]:
-    """From `scontrol -d show job`: node -> its generic resources, such as `gpu:4`, as `--gres` takes them."""
+    """The devices in what `scontrol -d show job` prints: node -> its generic resources, such as `gpu:4`, as `--gres`
+    takes them."""
     found = re.findall(r"\bNodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S+)", text)
     return {node: re.sub(r"\([^)]*\)", "", gres) for nodes, gres in found for node in expand_hostlist(nodes)}
 

@@ -32,7 +32,7 @@ class Sending(Protocol):
     """A tensor on its way to another rank; it must not be changed, nor this object be dropped, before `wait`."""
 
     def wait(self) -> None:
-        """Until the tensor has left: at once if its receiver has it."""
+        """Wait until the tensor has left: at once if its receiver has it."""
 
 
 class Captured(Protocol):
@@ -81,7 +81,7 @@ class Group:
         """Close the connections; a peer that waits for this rank gets an error at once."""
 
     def interrupt(self) -> None:
-        """From another thread than the one that uses the group: end waits that an absent peer would make endless."""
+        """End waits that an absent peer would make endless, from another thread than the one that uses the group."""
 
     def check(self) -> None:
         """PeerLost if the group was closed: results of a pass that used it mean nothing."""

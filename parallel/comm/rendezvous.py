@@ -45,21 +45,22 @@ class HostedStore:
 
 
 def store_in_memory() -> HostedStore:
-    """For threads of this process."""
+    """A store for threads of this process."""
     hosted = HostedStore((_MEMORY, next(_NUMBERS)), dist.HashStore())
     _IN_MEMORY[hosted.place[1]] = hosted
     return hosted
 
 
 def store_in_file(folder: Path) -> HostedStore:
-    """For processes of this user on this machine. The file is in a folder of mode 0700 in `folder`, and left there."""
+    """A store for processes of this user on this machine. The file is in a folder of mode 0700 in `folder`, and left
+    there."""
     path = Path(tempfile.mkdtemp(prefix="store-", dir=folder)) / "store"
     path.touch()
     return HostedStore((str(path), 0))
 
 
 def store_on_network(host: str) -> HostedStore:
-    """For everybody who reaches this address."""
+    """A store for everybody who reaches this address."""
     store = host_store(host)
     return HostedStore((host, store.port), store)
 

@@ -212,7 +212,7 @@ class KVPool:
         return table.cached_len + table.num_dropped
 
     def skipped(self, seq_id: SeqId) -> int:
-        """By how much the position that a next row is computed with exceeds its index."""
+        """How much the position that a next row is computed with exceeds its index."""
         table = self._tables[seq_id]
         return table.num_dropped - table.moved
 

@@ -117,7 +117,7 @@ class CapturedPasses:
     def forward(
         self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        """As `run_pass`; logits in float32 where the pass was replayed."""
+        """Like `run_pass`; logits are in float32 where the pass was replayed."""
         attention = cast(BucketedPlan, plan.attention)
         if not attention.bucketed:
             return run_pass(self._decoder, token_ids, plan, taps)
@@ -177,8 +177,8 @@ class CapturedPasses:
             raise
 
     def _capture(self, inputs: list[Tensor], work: _Work) -> _Captured:
-        """By hand: `torch.cuda.graph` would wait for the whole device, on which another rank's thread may have queued a
-        kernel that waits for a third one."""
+        """Captures by hand: `torch.cuda.graph` would wait for the whole device, on which another rank's thread may have
+        queued a kernel that waits for a third one."""
         self._stream = side = self._stream or torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -253,7 +253,7 @@ def _like(plan: PassPlan) -> PassPlan:
 
 
 def _copy(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """In one launch for each type of numbers, however many tensors."""
+    """Copies in one launch for each type of numbers, however many tensors."""
     pairs: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for own, source in zip(into, sources, strict=True):
         pairs[own.dtype][0].append(own)

@@ -60,7 +60,7 @@ class DecoderRunner(Runner):
     # --- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:
-        """Without known rows where a policy drops some: another text needs them all."""
+        """Opens without known rows where a policy drops some: another text needs them all."""
         self.sequences.open(seq_id, None if self.drops_rows else text)
 
     def close(self, seq_id: SeqId) -> None:

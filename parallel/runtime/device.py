@@ -8,7 +8,7 @@ _STALLS_FROM = (9, 0)
 
 
 def wait_for(device: torch.device) -> None:
-    """Until a CUDA device has done what this thread gave it: for a clock where no result is read.
+    """Wait until a CUDA device has done what this thread gave it: for a clock where no result is read.
 
     Not until the whole device is idle: that is an error while another thread captures a graph on it.
     """

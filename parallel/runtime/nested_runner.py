@@ -74,7 +74,7 @@ class NestedRunner(ModelRunner):
         return self._sequences[seq_id].depth
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
-        """Without rows of other sequences: how many layers wrote them is not known."""
+        """Opens without rows of other sequences: how many layers wrote them is not known."""
         super().open(seq_id)
         self._sequences[seq_id] = _NestedState(self._depths[-1], dict.fromkeys(self._depths, 0))
 

@@ -21,8 +21,8 @@ from parallel.runtime.interface import PassOutput, Runner
 
 
 def pace(runner: Runner, pace_ms: float | Mapping[int, float]) -> None:
-    """From now on every pass of `runner` takes at least `pace_ms` milliseconds, a number or a table by the rows of all
-    its sequences; 0 leaves the runner as it is.
+    """Make every pass of `runner` take at least `pace_ms` milliseconds from now on, a number or a table by the rows of
+    all its sequences; 0 leaves the runner as it is.
 
     Replaces the methods of this one runner: passes that others make with its layers (`DecoderRunner.run`) keep their
     own pace.

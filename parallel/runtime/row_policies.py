@@ -140,7 +140,7 @@ class ChunkRows(PartialRows):
         self._chosen.pop(seq_id, None)
 
     def _choose(self) -> None:
-        """By the weights of the pass that was watched last."""
+        """Chooses by the weights of the pass that was watched last."""
         if self._watched is None:
             return
         for rows, weights in zip(self._watched.rows, self._watched.sums, strict=True):

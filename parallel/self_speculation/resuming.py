@@ -40,7 +40,7 @@ class KeptRows:
     states: Tensor  # [rows, H], the residual stream
 
     def sources(self, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
-        """For each row of a forest behind the same text the row that is kept of it, or -1."""
+        """The row that is kept of each row of a forest behind the same text, or -1."""
         children: dict[tuple[int, int], int] = {}
         for row, place in enumerate(zip(self.parents, self.token_ids, strict=True)):
             children.setdefault(place, row)

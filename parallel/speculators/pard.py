@@ -89,7 +89,7 @@ class PardRunner(Runner):
         return self.runner.drops_rows
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
-        """Without known rows: those of masks stand between them."""
+        """Opens without known rows: those of masks stand between them."""
         self.runner.open(seq_id)
         self._texts[seq_id] = _MaskedText()
 
@@ -131,8 +131,8 @@ class PardRunner(Runner):
     def forward(
         self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
     ) -> PassOutput:
-        """In a span of an exact pass that asks for logits, the first row that has them is the root, and those after it
-        are draft tokens; a fuzzy pass feeds draft tokens alone."""
+        """The pass: in a span of an exact pass that asks for logits, the first row that has them is the root, and those
+        after it are draft tokens; a fuzzy pass feeds draft tokens alone."""
         assert not taps, "a draft model has no taps"
         roots = {} if fuzzy else self._fill_masks(spans, upload(token_ids, self.decoder.device))
         nodes: list[_MaskNode] = []

@@ -46,7 +46,7 @@ class SpeculatorPlace:
         return TensorOptions(dtype=self.dtype, device=self.device)
 
     def keeping(self, limits: RowLimits) -> SpeculatorPlace:
-        """With room for so many rows of every sequence."""
+        """The place with room for so many rows of every sequence."""
         slots = self.num_slots if self.slots_of_windows is None else self.slots_of_windows(limits)
         return replace(self, num_slots=min(self.num_slots, slots))
 

@@ -52,7 +52,8 @@ class SpeculatorRunner(Runner):
         return self.speculator
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
-        """Without known rows: they follow from the target's hidden states, which it is given for known rows too."""
+        """Opens without known rows: they follow from the target's hidden states, which it is given for known rows
+        too."""
         self._features[seq_id] = TextFeatures()
 
     def close(self, seq_id: SeqId) -> None:

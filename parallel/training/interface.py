@@ -93,7 +93,7 @@ class Speculator(nn.Module, ABC):
         """
 
     def take_part(self, rank: int) -> None:
-        """From now on train this rank's part alone, where the recipe has several (`TrainingOptions.num_parts`)."""
+        """Train this rank's part alone from now on, where the recipe has several (`TrainingOptions.num_parts`)."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:

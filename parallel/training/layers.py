@@ -134,8 +134,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class AnchoredAttention:
-    """In one layer, of `size` rows behind each of n anchors: over the text that bool `sees` [B, n, T] names,
-    with keys and values [B, KV heads, T, head size], and over each other, if `is_causal` up to themselves."""
+    """The attention in one layer of `size` rows behind each of n anchors: over the text that bool `sees` [B, n, T]
+    names, with keys and values [B, KV heads, T, head size], and over each other, if `is_causal` up to themselves."""
 
     size: int
     sees: Tensor

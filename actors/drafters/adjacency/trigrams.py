@@ -23,7 +23,8 @@ Pair = tuple[int, int]
 
 
 class TrigramTable:
-    """At most `capacity` pairs, the one that was not changed for longest dropped first, with `width` followers each."""
+    """Keeps at most `capacity` pairs, the one that was not changed for longest dropped first, with `width` followers
+    each."""
 
     def __init__(self, capacity: int, width: int) -> None:
         self._capacity = capacity

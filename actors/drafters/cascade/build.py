@@ -1,4 +1,4 @@
-"""From the record of a cascade to the levels that one rank runs."""
+"""Builds the levels of a cascade that one rank runs, from its record."""
 
 from __future__ import annotations
 

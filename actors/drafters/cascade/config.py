@@ -102,8 +102,8 @@ class CascadeDrafterConfig(DrafterConfig):
         return f"{level}-{self.levels[level].name}"
 
     def roles(self) -> dict[str, range]:
-        """With `placement=separate` the last role runs the first levels: a level without a model is on the ranks of the
-        level after it."""
+        """The roles of the levels. With `placement=separate` the last one runs the first levels: a level without a
+        model is on the ranks of the level after it."""
         count = len(self.levels)
         if self.placement is LevelsPlacement.together:
             return {TOP: range(count)}

@@ -22,7 +22,7 @@ from actors.verification.verifier import VerifyInput, VerifyResult
 def best_runners_up(
     logits: Tensor, verified: VerifyInput, result: VerifyResult, eos_token_ids: Sequence[int], width: int
 ) -> list[tuple[int, ...]]:
-    """For each token of the result the `width - 1` that rank behind it; `logits` [n, V] are those of all nodes."""
+    """The `width - 1` tokens that rank behind each token of the result; `logits` [n, V] are those of all nodes."""
     nodes = (0, *result.path)
     rows = LogitRows(verified.sampling, verified.prompt_len, verified.token_ids, verified.tree, nodes)
     scores = process_logits(logits[list(nodes)], rows, eos_token_ids)

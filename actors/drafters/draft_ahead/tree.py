@@ -78,7 +78,7 @@ REDRAFT_WORTH = 0.5
 
 
 def redraft(tree: DraftTree, width: int, depth: int) -> list[int]:
-    """After a miss, while the target waits: a chain (`width` 1) or levels of `width` nodes, up to `depth`.
+    """Drafts after a miss, while the target waits: a chain (`width` 1) or levels of `width` nodes, up to `depth`.
 
     Ends when the next pass would add too little: a target pass yields about E tokens, so a draft pass that takes a
     fifth of its time must add about E / 5. In simulation one to three passes are best for any acceptance.

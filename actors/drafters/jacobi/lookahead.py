@@ -23,7 +23,7 @@ from actors.protocol.messages import Commit, TokenTree, TopTokens
 
 
 class NgramPool:
-    """For each token at most `num_kept` continuations of it, the latest last."""
+    """Keeps at most `num_kept` continuations of each token, the latest last."""
 
     def __init__(self, num_kept: int) -> None:
         self._num_kept = num_kept

@@ -127,7 +127,7 @@ class _Copying:
         return self._places[-1]
 
     def next_tokens(self, num: int) -> list[int]:
-        """At most so many tokens of the source at the last place; none without a place."""
+        """The tokens of the source at the last place, at most so many; none without a place."""
         place = self.place
         return self._source[place : place + num] if place >= 0 else []
 

@@ -49,7 +49,7 @@ class MomentFit:
         return mean * scale, (1 - mean) * scale
 
     def log_density(self) -> np.ndarray:
-        """At the gaps of the grid."""
+        """The logarithm of the density at the gaps of the grid."""
         a, b = self.parameters
         return np.array((a - 1, b - 1)) @ _LOGS + lgamma(a + b) - lgamma(a) - lgamma(b)
 

@@ -92,7 +92,7 @@ class _Posterior:
 
 
 class ThompsonRule(ChainRule):
-    """After every token: theta ~ Beta(1 + accepted, 1 + rejected), and on with probability theta."""
+    """Draws theta ~ Beta(1 + accepted, 1 + rejected) after every token, and goes on with probability theta."""
 
     def __init__(self) -> None:
         self._requests: dict[int, _Posterior] = {}

@@ -206,7 +206,7 @@ class ModelDrafter:
         prefill(self.runner, context.request_id, context.token_ids, leave=leave, chunk=chunk)
 
     def _feed_suffixes(self, contexts: Sequence[Context]) -> PassOutput:
-        """With logits [B, V] at the root of every context."""
+        """Feeds what is uncached; logits [B, V] at the root of every context."""
         spans, token_ids = [], []
         for context in contexts:
             suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
@@ -304,7 +304,7 @@ class ModelDrafter:
         return [nodes if longer else [] for nodes, longer in zip(frontier, goes_on, strict=True)]
 
     def _feed_level(self, contexts: list[Context], trees: list[GrowingTree], frontier: list[list[int]]) -> PassOutput:
-        """With logits at all frontier nodes [n, V]; those of merged nodes are their leader's."""
+        """Feeds a level; logits [n, V] at all frontier nodes; those of merged nodes are their leader's."""
         spans, token_ids, wanted = [], [], []
         for context, tree, nodes in zip(contexts, trees, frontier, strict=True):
             if not nodes:
@@ -397,7 +397,7 @@ class ModelDrafter:
         return self._may_sample and not self._coupled and not is_greedy(params)
 
     def _drawing_params(self, params: SamplingParams) -> SamplingParams:
-        """Without shared noise the best guess is the likeliest token."""
+        """How tokens are drawn: without shared noise the best guess is the likeliest one."""
         return params if self._coupled else replace(params, temperature=0.0)
 
     def _finish(

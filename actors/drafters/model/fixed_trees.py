@@ -37,7 +37,7 @@ class TreeFields(TypedDict):
 
 
 def best_trees(acceptance: Sequence[float], num_nodes: int, depth: int) -> list[Shape]:
-    """For 1 to `num_nodes` draft tokens, the tree of at most `depth` levels whose accepted path is longest on average.
+    """For 1 to `num_nodes` draft tokens: the tree of at most `depth` levels whose accepted path is longest on average.
 
     `acceptance[r]` is the probability that the child of rank r is the accepted one of its siblings, given that their
     parent is accepted; a node has at most as many children as there are ranks. A subtree of m nodes and l levels has
@@ -109,7 +109,7 @@ def read_trees(path: Path) -> list[Shape]:
 
 
 def _cut(shape: Shape, depth: int) -> Shape:
-    """Without the nodes below that depth, which are the last ones."""
+    """The tree without the nodes below that depth, which are the last ones."""
     depths = TokenTree(shape, shape).depths()
     return shape[: bisect_right(depths, depth)]
 

@@ -1,4 +1,4 @@
-"""From a draft model's record to the model on this rank: whole, tensor-parallel or layer-parallel.
+"""Loads a draft model on this rank from its record: whole, tensor-parallel or layer-parallel.
 
 Decides which layers of a draft model run side by side, so that a launch refuses an impossible choice before it starts.
 """

@@ -16,7 +16,7 @@ from actors.drafters.model.tree_growth import GrowingTree
 
 
 def leaders(tree: GrowingTree, nodes: Sequence[int], length: int) -> dict[int, int]:
-    """For nodes of one depth: the first of them whose last `length` tokens are the same; 0: itself."""
+    """The leader of each node of one depth: the first of them whose last `length` tokens are the same; 0: itself."""
     if not length:
         return {node: node for node in nodes}
     first: dict[tuple[int, ...], int] = {}

@@ -38,7 +38,7 @@ class SavedCounts:
 
 
 def write_state(path: Path, counts: SavedCounts, **adapters: Sequence[Adapter]) -> None:
-    """Under the name of each list of adapters; a reader finds the old file or the new one."""
+    """Writes each list of adapters under its name; a reader finds the old file or the new one."""
     tensors = {
         f"{kind}.{i}.{part}": tensor.detach().cpu().contiguous()
         for kind, pairs in adapters.items()

@@ -18,7 +18,7 @@ KEPT = 4 * (windows.POSITIONS + windows.READ_BEFORE)
 
 
 class WindowFeatures:
-    """By request."""
+    """The features of the windows, by request."""
 
     def __init__(self) -> None:
         self._texts: dict[int, TextFeatures] = {}

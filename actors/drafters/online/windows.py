@@ -135,7 +135,7 @@ class WindowBuilder:
 
 
 class WindowMemory:
-    """At most `num_positions` of windows that are still to be learned, the oldest dropped first."""
+    """Keeps at most `num_positions` of windows that are still to be learned, the oldest dropped first."""
 
     def __init__(self, num_positions: int, seed: int = 0) -> None:
         self._num_positions = num_positions

@@ -86,7 +86,7 @@ class Scores:
         return float(self.right(window, layers).float().mean())
 
     def right(self, window: TextWindow, layers: LayerPlan) -> Tensor:
-        """After which of the window's tokens these layers say what followed, bool [T]."""
+        """Whether these layers say what followed, after each of the window's tokens, bool [T]."""
         with self._rows(window) as rows:
             return self._right(window, rows.logits(rows.run(rows.embed(window.token_ids), layers)))
 
@@ -103,7 +103,8 @@ class Scores:
         return self.replay.rows(window.context.request_id, window.first, len(window.token_ids))
 
     def _right(self, window: TextWindow, logits: Tensor) -> Tensor:
-        """Under the coupled rule a draft is drawn with the target's noise; else the likeliest token stands for it."""
+        """Whether each draft is right. Under the coupled rule it is drawn with the target's noise; else the likeliest
+        token stands for it."""
         size, sampling = len(window.token_ids), window.context.sampling
         if self._coupled and is_plain(sampling):
             said = choose_plain(logits, [sampling] * size, range(window.first + 1, window.first + 1 + size))

@@ -127,7 +127,7 @@ class MaskSearch:
 
 
 def expected_improvement(known: list[Mask], values: list[float], candidates: list[Mask]) -> Tensor:
-    """By how much each candidate is expected to exceed the largest value, in standard deviations of the values."""
+    """How much each candidate is expected to exceed the largest value, in standard deviations of the values."""
     seen, asked = _bits(known), _bits(candidates)
     y = torch.tensor(values, dtype=torch.float64)
     y = (y - y.mean()) / y.std().clamp(min=1e-12) if len(values) > 1 else y - y

@@ -28,7 +28,7 @@ _MODEL_EVERY = 5
 
 
 class SwiftSearch(LayerSearch):
-    """At most `trials` trials, at most `fruitless` without a better mask."""
+    """Makes at most `trials` trials, at most `fruitless` of them without a better mask."""
 
     tries_others = True
 

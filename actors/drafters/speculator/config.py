@@ -77,7 +77,7 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
         return with_streams(self.path, target, self.prune_below)
 
     def memory(self, target: TargetConfig, ranks: int, device: str) -> SpeculatorMemory:
-        """On a rank of so many; loads no tensor."""
+        """What a rank of so many holds; loads no tensor."""
         from parallel.model.families.registry import read_config
         from parallel.runtime.model_bytes import dtype_name, weights_name
         from parallel.speculators.memory import speculator_memory
@@ -87,7 +87,7 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
         return speculator_memory(self.path, read_config(target.path).num_layers, ranks, dtype, weights)
 
     def table_bytes(self, target: TargetConfig, ranks: int, device: str) -> int:
-        """On a rank of so many, of its own copy of the target's embedding and head, which it has when it is not
+        """Bytes, on a rank of so many, of its own copy of the target's embedding and head, which it has when it is not
         attached."""
         from parallel.model.families.registry import read_config
         from parallel.runtime.model_bytes import ITEM_BYTES, dtype_name, weight_bytes, weights_name

@@ -158,12 +158,12 @@ def _learning(
 
 
 def open_feature_fuser(config: SpeculatorDrafterConfig, target_layers: int, device: str) -> TapFuser | None:
-    """As the drafter itself would compute with it on this device."""
+    """Opens the fuser as the drafter itself would compute with it on this device."""
     return open_fuser(config.path, target_layers, device, *_types(config, device))
 
 
 def _as_target(config: SpeculatorDrafterConfig, target: DecoderRunner) -> SpeculatorDrafterConfig:
-    """In the type of the target whose embedding and head it shares."""
+    """The runner in the type of the target whose embedding and head it shares."""
     dtype = str(target.decoder.dtype).removeprefix("torch.")
     if config.dtype not in ("auto", dtype):
         raise ValueError(
@@ -174,7 +174,7 @@ def _as_target(config: SpeculatorDrafterConfig, target: DecoderRunner) -> Specul
 
 
 def _types(config: SpeculatorDrafterConfig, device: str) -> tuple[torch.dtype, torch.dtype]:
-    """In which it computes, and in which its matrices are stored."""
+    """The types in which it computes, and in which its matrices are stored."""
     dtype = choose_dtype(config.dtype, device)
     weights = choose_weights(config.weights, config.dtype, device)
     assert weights != "packed", "speculators are read unquantised"

@@ -84,7 +84,7 @@ class TranslatedRunner(Runner):
         return self.runner.drops_rows
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:
-        """Without known rows: how its tokens begin depends on the text after them."""
+        """Opens without known rows: how its tokens begin depends on the text after them."""
         self.runner.open(seq_id)
         self._sequences[seq_id] = _TranslatedText(RetokenizedText(self._target, self._draft))
 

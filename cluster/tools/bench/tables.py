@@ -164,7 +164,7 @@ def write_markdown(path: Path, entries: Sequence[BenchEntry]) -> None:
 
 
 def choices(entries: Sequence[BenchEntry]) -> list[str]:
-    """For each comparison, the drafter that the formula chooses after one repeat, and its distance from the fastest."""
+    """The drafter that the formula chooses after one repeat, and its distance from the fastest, in each comparison."""
     lines = []
     for group in comparisons(entries):
         predicted = [(prediction, entry) for entry in group if (prediction := entry["first_prediction"]) is not None]

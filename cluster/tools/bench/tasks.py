@@ -38,7 +38,7 @@ class BenchTask:
     num_threads: int
 
     def warm_up(self) -> BenchTask:
-        """As many prompts as are in flight."""
+        """Runs as many prompts as are in flight."""
         return replace(self, prompts=self.prompts[: self.setting.batch])
 
 

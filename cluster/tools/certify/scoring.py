@@ -123,7 +123,7 @@ class OutputScorer:
         return ((best[:, 0] - best[:, 1]) * (1.0 if is_greedy(params) else params.temperature)).tolist()
 
     def ranks(self, output: OutputPair) -> list[float]:
-        """For every token of speculation, its place in the target's distribution, from 0 (likeliest) to 1.
+        """The place of every token of speculation in the target's distribution, from 0 (likeliest) to 1.
 
         If the tokens are the target's draws, these are independent and uniform, whatever the texts
         (randomised probability integral transform).

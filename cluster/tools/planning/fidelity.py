@@ -79,7 +79,7 @@ def engine_sizes(num_layers: int, width: int) -> list[int]:
 
 
 def full_sizes(num_layers: int, width: int) -> list[int]:
-    """As `engine_sizes`, but with as many hyper-layers of exactly `width` as fit, where the engine evens them out."""
+    """Like `engine_sizes`, but with as many hyper-layers of exactly `width` as fit, where the engine evens them out."""
     sizes = engine_sizes(num_layers, width)
     if max(sizes) >= width:
         return sizes

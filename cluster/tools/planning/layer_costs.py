@@ -43,8 +43,8 @@ class LayerCosts:
 
     @staticmethod
     def of(verify_s: Sequence[float], ends_s: float, attention_s: float, mlp_s: float, num_layers: int) -> LayerCosts:
-        """From measured passes: of the target over drafts, and over one row without sublayers, with all attentions and
-        with all MLPs."""
+        """The costs in measured passes: of the target over drafts, and over one row without sublayers, with all
+        attentions and with all MLPs."""
         one_attention, one_mlp = (max(0.0, seconds - ends_s) / num_layers for seconds in (attention_s, mlp_s))
         return LayerCosts(tuple(rising(verify_s)), ends_s, one_attention, one_mlp)
 

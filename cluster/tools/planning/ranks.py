@@ -77,7 +77,7 @@ class RankSync:
         self._barrier = primitives.Barrier(num_ranks)
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         self._barrier.wait(_BARRIER_S)
 
     def abort(self) -> None:

@@ -103,7 +103,7 @@ class ReplayResult:
         self.parts["rest"] += sum(each.seconds for each in passes) - sum(seconds.values())
 
     def acceptance(self) -> tuple[float, ...]:
-        """By distance from the committed text, given that all draft tokens before were accepted."""
+        """Acceptance by distance from the committed text, given that all draft tokens before were accepted."""
         reached = [*self.drafted[:1], *self.accepted]
         return tuple(kept / offered for kept, offered in zip(self.accepted, reached, strict=False) if offered)
 

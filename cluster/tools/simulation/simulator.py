@@ -199,7 +199,7 @@ class _Simulation:
         return RoleLane(self._clock, time, role.answer, send, role)
 
     def _arrive(self, record: Any, sent: float, delay_s: float = 0.0) -> None:
-        """At the coordinator, which serves one record after the other."""
+        """Arrives at the coordinator, which serves one record after the other."""
 
         def serve() -> None:
             self._free_at = max(self._free_at, self._clock.now) + self._scenario.coordinator_s

@@ -128,7 +128,7 @@ def read_texts(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def prompts_of_text(path: Path, tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """At most `count` prompts from the user's own text: its prompts as they are, and windows spread over the rest.
+    """Up to `count` prompts from the user's own text: its prompts as they are, and windows spread over the rest.
 
     ValueError, one line, for text that cannot be read or is too short.
     """

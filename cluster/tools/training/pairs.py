@@ -54,7 +54,7 @@ def corrupted(line: str, choose: random.Random) -> str:
 
 
 def library_pairs(sources: list[Source], count: int, seed: int) -> list[Pair]:
-    """At most `count` different lines, corrupted, in an order that depends on the seed alone."""
+    """Up to `count` different lines, corrupted, in an order that depends on the seed alone."""
     lines = {line.strip() for source in sources for line in source.text.splitlines()}
     fitting = sorted(line for line in lines if len(line) in LENGTHS and line.isascii())
     choose = random.Random(seed)

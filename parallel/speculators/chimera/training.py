@@ -82,8 +82,8 @@ class ChimeraNet(TrainedLayers[ChimeraLayers]):
         return total / weight, depth_metrics(torch.stack(rates, -1), valid.flatten(0, 1))
 
     def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """At every step, of the anchors from 0 on that have a row there: the hidden states that the layer expects, and
-        what the target's head reads, [B, T - step, H] each."""
+        """What every step gives, of the anchors from 0 on that have a row there: the hidden states that the layer
+        expects, and what the target's head reads, [B, T - step, H] each."""
         layers, hidden, (num_texts, length) = self.loaded(), batch.taps[FINAL], batch.tokens.shape
         trigrams = self._trigrams(layers, batch)
         positions = torch.arange(length, device=hidden.device)

@@ -75,7 +75,7 @@ def write_heads(config: HeadsConfig) -> dict[str, Any]:
 
 
 def _is_medusa(hf: HfConfig) -> bool:
-    """As the authors save it; the file says nothing of the target's shape."""
+    """Whether it is as the authors save it; the file says nothing of the target's shape."""
     return "medusa_num_heads" in hf
 
 

@@ -69,7 +69,7 @@ class LoadedTensors(Layer):
         return self._tables[table].logits(rows)
 
     def pack(self) -> None:
-        """After loading: put the weights into the order in which they are read."""
+        """Put the weights, once loaded, into the order in which they are read."""
         for weight in self._weights():
             weight.pack()
 

@@ -127,7 +127,7 @@ class HeadsNet(Speculator):
                 nn.init.normal_(table, std=1 / math.sqrt(width))
 
     def parameter(self, name: str) -> nn.Parameter:
-        """By its name in the checkpoint."""
+        """The parameter by its name in the checkpoint."""
         return getattr(self, self._keys[name])
 
     # --- training -----------------------------------------------------------------------------------------------------

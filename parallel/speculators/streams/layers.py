@@ -144,7 +144,8 @@ class GatedRow(RowLinear):
 
 
 class StreamLayers(Layer):
-    """Over `blocks` of the target, whose weights they share, and its rotations; tensors are allocated uninitialised."""
+    """Layers over `blocks` of the target, whose weights they share, and its rotations; tensors are allocated
+    uninitialised."""
 
     def __init__(
         self,
@@ -206,7 +207,7 @@ class StreamLayers(Layer):
         return hidden
 
     def load(self, directory: Path) -> None:
-        """From a checkpoint."""
+        """Load from a checkpoint."""
         load_shards(self.shards(), stream_shapes(self.config, self._target), directory)
         for part in self._deltas():
             pack_weights(part)

@@ -90,7 +90,7 @@ def open_peer(name: str, setup: PeerSetup) -> dict[str, PeerApart]:
 
 
 def make_peer(where: tuple[str, str], setup: PeerSetup, exact: bool) -> Peer:
-    """In the peer's process."""
+    """Makes the peer, in its own process."""
     module, name = where
     return getattr(import_module(module), name)(setup, exact=exact)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Until standard input ends."""
+    """Serves until standard input ends."""
     import vllm  # pyright: ignore[reportMissingImports] (the user's to install)
 
     answers = os.fdopen(int(sys.argv[1]), "w")

@@ -130,7 +130,7 @@ class LayerSkipNet(Speculator):
 
 
 def drop_rates(num_layers: int, most: float) -> list[float]:
-    """By layer, from 0 at the first to `most` at the last."""
+    """The rates by layer, from 0 at the first to `most` at the last."""
     return [most * (math.exp(i * math.log(2) / max(1, num_layers - 1)) - 1) for i in range(num_layers)]
 
 
@@ -145,7 +145,7 @@ def exits_at(step: int, last: int, curriculum: str, interval: int) -> list[int]:
 
 
 def exit_weights(exits: Sequence[int], last: int, scale: float) -> dict[int, float]:
-    """By exit, in layers; they sum to 1. That of one layer has none."""
+    """The weights by exit, in layers; they sum to 1. That of one layer has none."""
     raw = {one: scale * (one - 1) * one / 2 for one in exits if one < last}
     raw[last] = last - 1 + scale * (last - 2) * (last - 1) / 2
     total = sum(raw.values()) or 1.0
