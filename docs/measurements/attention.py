@@ -18,7 +18,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from parallel.kernels.attention import LayerCall, PassRows
+from parallel.kernels.attention import CHAIN, FOREST, LayerCall, PassRows
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def _made(case: Case) -> tuple[list[LayerCall], PassRows, torch.Tensor]:
             case.num_rows,
             int(own[0]) if case.is_run else -1,
             n * length,
-            -1,
+            CHAIN,
+            FOREST,
         )
         for n, own in enumerate(tables)
     ]
