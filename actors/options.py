@@ -97,7 +97,7 @@ class TargetConfig(Section):
     numerics: Annotated[str, OneOf(NUMERICS)] = "fast"
     """invariant: a token's logits have the same bits alone, beside other requests, in a prompt, a draft and a tree, so
     that greedy and seeded tokens depend on neither the company nor the drafter, in bfloat16 too; slower on a GPU, needs
-    Triton there and a C++ compiler on a CPU, whose kernels do so anyway. fast: sums in the order that is fastest."""
+    Triton there (unproven) and a C++ compiler on a CPU, whose kernels do so anyway. fast: the fastest order of sums."""
     decoder: Annotated[str, OneOf(DECODERS)] = "auto"
     """static: fill the masks of a masked-diffusion target (SDAR, TraDo) block by block, the surest first; or auto: as
     the checkpoint is. What it writes is that decoder's, whatever `num_states` is."""
