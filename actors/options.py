@@ -96,8 +96,9 @@ class TargetConfig(Section):
     fp8 two or four times the tokens fit, and the output is that of the target with rounded keys and values."""
     numerics: Annotated[str, OneOf(NUMERICS)] = "fast"
     """invariant: a token's logits have the same bits alone, beside other requests, in a prompt, a draft and a tree, so
-    that greedy and seeded tokens depend on neither the company nor the drafter, in bfloat16 too; slower on a GPU, needs
-    Triton there (unproven) and a C++ compiler on a CPU, whose kernels do so anyway. fast: the fastest order of sums."""
+    that greedy and seeded tokens depend on neither the company nor the drafter, in bfloat16 too. On a GPU it is slower,
+    needs Triton and was never run; on a CPU it needs a C++ compiler, whose kernels do so anyway. fast: the fastest
+    order of sums."""
     decoder: Annotated[str, OneOf(DECODERS)] = "auto"
     """static: fill the masks of a masked-diffusion target (SDAR, TraDo) block by block, the surest first; or auto: as
     the checkpoint is. What it writes is that decoder's, whatever `num_states` is."""

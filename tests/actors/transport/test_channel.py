@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 import zmq
 
-from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseTerms
+from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseQuery, LeaseTerms
 from actors.protocol.membership import (
     Alive,
     Bridge,
@@ -102,6 +102,7 @@ RECORDS = [
     LeaseOrder(
         3, "tcp://127.0.0.1:2345", bytes(32), LeaseTerms("coupled", "tree", "digest"), 97, 50, 4, bytes(range(32))
     ),
+    LeaseQuery(LeaseTerms("coupled", "branches"), 4),
     LeaseAnswer(3, 5.0, "no room"),
     UpdateWeights(Weights("run/step-3", 3)),
     WeightsUpdated(3, "lm_head.weight is missing", is_lost=False),

@@ -67,6 +67,7 @@ def test_every_option_of_a_target_reaches_what_sizes_and_opens_it(spec, monkeypa
         max_num_batched_tokens=41,
         sharing=DeviceShare(11, 0.75),
         beside=(0, 0),
+        invariant=False,
     )
     (path, group, device, _, num_slots, stretch), options = calls.of["open_model"]
     assert (path, group, device, num_slots, stretch) == (target.path, SINGLE, "cpu", 123, 3)
