@@ -180,8 +180,12 @@ def test_requests_beyond_the_share_of_kv_rows_decode_plainly(open_engine, open_p
     pool.pool._service._shared.kv_slots = 2 * 110  # a share holds one text of at most 90 tokens
     engines = [open_engine(lent(pool), **sections()) for _ in range(2)]
     assert in_parallel(engines) == [plain] * 2
-    speculated = [completion.stats.num_spec_steps for completion in engines[0].generate(PROMPTS)]
-    assert speculated[0] > 0 and 0 in speculated
+
+    def only_some_have_drafts() -> bool:
+        speculated = [completion.stats.num_spec_steps for completion in engines[0].generate(PROMPTS)]
+        return speculated[0] > 0 and 0 in speculated
+
+    eventually(only_some_have_drafts)  # on a busy machine a lease may be lost, and ordered again
 
 
 def test_texts_that_are_read_in_parts_are_drafted_for_as_others(open_engine, open_pool, tmp_path):
