@@ -84,7 +84,7 @@ class Setting:
 def settings(batches: Sequence[int], targets: Sequence[int] = TARGETS) -> Iterator[Setting]:
     for batch in batches:
         for costs in COSTS:
-            for merging in Merging:
+            for merging in POOLS:
                 for num_targets in targets:
                     yield Setting(batch, costs, merging, num_targets)
 
