@@ -16,6 +16,7 @@ from parallel.model.checkpoint import find_tensors, quantization_of, resolve_che
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.model.quantization import Quantization
+from parallel.whole_files import replaced_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +53,8 @@ class WeightLayout:
         try:
             shutil.copy(self._first / "config.json", directory)
             names = tensor_shapes(self._config)  # of those that a model shares under two names, one is read
-            save_file({name: tensors[name].contiguous() for name in names if name in tensors}, directory / _FILE)
+            with replaced_whole(directory / _FILE) as partial:
+                save_file({name: tensors[name].contiguous() for name in names if name in tensors}, partial)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
