@@ -111,8 +111,17 @@ def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "branches", "tree"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("pipeline", "temperature"),
+    [
+        ("sync", 0.0),
+        ("branches", 1.0),
+        pytest.param("sync", 1.0, marks=pytest.mark.slow),
+        pytest.param("branches", 0.0, marks=pytest.mark.slow),
+        pytest.param("tree", 0.0, marks=pytest.mark.slow),
+        pytest.param("tree", 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_three_engines_share_one_drafter(open_engine, open_pool, pipeline, temperature):
     plain = texts(open_engine("none", **sections("plain", temperature)))
     pool = open_pool(pipeline=pipeline)
@@ -164,7 +173,8 @@ def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, open_pool):
     eventually(lambda: accepted(engine) > 0)
 
 
-def test_an_engine_starts_before_its_pool(open_engine, open_pool):
+def test_an_engine_starts_before_its_pool(open_engine, open_pool, monkeypatch):
+    monkeypatch.setattr("cluster.engine._LEASE_S", 1.0)
     pool = open_pool()
     pool.end()
     engine = open_engine(lent(pool), **sections())
@@ -302,7 +312,8 @@ def test_what_cannot_be_lent_is_refused(tiny_launch, changes, why):
         check_lendable(config)
 
 
-def test_a_key_of_another_pool_opens_nothing(open_engine, open_pool, tmp_path):
+def test_a_key_of_another_pool_opens_nothing(open_engine, open_pool, tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.engine._LEASE_S", 1.0)
     pool = open_pool()
     (tmp_path / "wrong").write_text(LinkKey.made_for("default", b"h" * 32).text)
     engine = open_engine(PoolDrafterConfig("pool", [pool.pool.address], [str(tmp_path / "wrong")]), **sections())
