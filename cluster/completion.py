@@ -76,7 +76,7 @@ class Completion:
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if request.logprobs is None else []
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self.proposers: dict[int, str] = {}  # places of the tokens that were drafted, behind the end too, and by whom
+        self.proposers: dict[int, str] = {}  # place of a drafted token -> its drafter; places behind the end too
         self.finish_reason: str | None = None
         self.stats = RequestStats()
         self.submitted_at = time.monotonic()

@@ -17,9 +17,9 @@ import torch
 from actors.drafters.interface import Drafter
 from actors.drafters.model.config import PassDrafterConfig
 from actors.options import VerifyRule
-from actors.pool.guest_drafter import SharedDrafter
 from actors.pool.merged_passes import MergedPasses
 from actors.pool.service import PoolLimits, PoolService, PoolSnapshot
+from actors.pool.tenant_drafter import SharedDrafter
 from actors.protocol.leases import LeaseTerms
 from actors.tokenizer_file import tokenizer_digest
 from actors.topology import TOP

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 
-from actors.pool.guest import Guest
-from actors.pool.guest_drafter import LeaseCounts, SharedDrafter
 from actors.pool.merged_passes import MergeCounts
+from actors.pool.tenant import Tenant
+from actors.pool.tenant_drafter import LeaseCounts, SharedDrafter
 from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseQuery, LeaseTerms
 from actors.transport.channel import Hub
 from actors.transport.keys import public_half
@@ -78,7 +78,7 @@ class PoolService:
         self._observe = observe
         self._watch = watch
         self._watched_at = time.monotonic()
-        self._guests: dict[bytes, Guest] = {}  # by the public key of the engine's draft rank
+        self._tenants: dict[bytes, Tenant] = {}  # by the public key of the engine's draft rank
         self._lease_numbers, self._request_numbers = count(1), count()
 
     def serve(self, cancelled: Callable[[], bool]) -> None:
@@ -93,21 +93,23 @@ class PoolService:
                 if time.monotonic() - self._watched_at >= WATCH_S:
                     self._publish()
         finally:
-            for guest in self._guests.values():
-                guest.end("the pool ends")
+            for tenant in self._tenants.values():
+                tenant.end("the pool ends")
             self._publish()
 
     def _publish(self) -> None:
         now = self._watched_at = time.monotonic()
         leases = [
-            LeaseState(guest.number, guest.order.hub_address, now - guest.began_at, replace(guest.counts), guest.why)
-            for guest in self._guests.values()
+            LeaseState(
+                tenant.number, tenant.order.hub_address, now - tenant.began_at, replace(tenant.counts), tenant.why
+            )
+            for tenant in self._tenants.values()
         ]
         self._watch(PoolSnapshot(tuple(leases), self._shared.passes.counts, self._shared.share))
 
     @property
     def num_leases(self) -> int:
-        return sum(guest.is_running for guest in self._guests.values())
+        return sum(tenant.is_running for tenant in self._tenants.values())
 
     def _take(self, link: str, record: object) -> None:
         if isinstance(record, LeaseQuery):
@@ -129,32 +131,34 @@ class PoolService:
         return replace(self._granted(0), why=why, is_final=misfit is not None)
 
     def _answer(self, order: LeaseOrder) -> LeaseAnswer:
-        # Who knows the private key of an engine's rank is that engine: no other can end its lease.
+        # The private key of an engine's rank identifies the engine: without it no lease can be ended.
         engine = public_half(order.private)
-        guest = self._guests.get(engine)
-        if guest is not None and guest.order.number == order.number:
-            if not guest.is_running:
-                return self._refusal(order, guest.why)
-            guest.heard()
+        tenant = self._tenants.get(engine)
+        if tenant is not None and tenant.order.number == order.number:
+            if not tenant.is_running:
+                return self._refusal(order, tenant.why)
+            tenant.heard()
             return self._granted(order.number)
         if (misfit := self._terms.misfit(order.terms) or self._beyond_limits(order)) is not None:
             return self._refusal(order, misfit, is_final=True)
-        if (why := self._why_not_now(guest, order)) is not None:
+        if (why := self._why_not_now(tenant, order)) is not None:
             return self._refusal(order, why)
-        if guest is not None:
-            guest.end("its engine ordered another")
-        self._guests[engine] = Guest(order, next(self._lease_numbers), self._spec, self._shared, self._request_numbers)
+        if tenant is not None:
+            tenant.end("its engine ordered another")
+        self._tenants[engine] = Tenant(
+            order, next(self._lease_numbers), self._spec, self._shared, self._request_numbers
+        )
         self._observe(f"{self.num_leases} of {self._limits.max_leases} leases")
         return self._granted(order.number)
 
-    def _why_not_now(self, guest: Guest | None, order: LeaseOrder) -> str | None:
-        """Why the engine, whose last lease is `guest`, gets no other at present, or None."""
+    def _why_not_now(self, tenant: Tenant | None, order: LeaseOrder) -> str | None:
+        """Why the engine, whose last lease is `tenant`, gets no other at present, or None."""
         most, lease_s = self._limits.max_leases, self._limits.lease_s
-        if guest is not None and guest.order.number > order.number:
-            return f"lease {guest.order.number} has replaced it"
-        if guest is not None and guest.has_failed and time.monotonic() - guest.heard_at < lease_s:
-            return f"its last lease failed ({guest.why}); another after {lease_s:g} s"
-        if (guest is None or not guest.is_running) and self.num_leases >= most:
+        if tenant is not None and tenant.order.number > order.number:
+            return f"lease {tenant.order.number} has replaced it"
+        if tenant is not None and tenant.has_failed and time.monotonic() - tenant.heard_at < lease_s:
+            return f"its last lease failed ({tenant.why}); another after {lease_s:g} s"
+        if (tenant is None or not tenant.is_running) and self.num_leases >= most:
             return f"all {most} leases are taken (job.max_leases)"
         return None
 
@@ -174,10 +178,10 @@ class PoolService:
 
     def _end_old_leases(self) -> None:
         now = time.monotonic()
-        for engine, guest in [*self._guests.items()]:
-            silent_s = now - guest.heard_at
-            if guest.is_running and silent_s > self._limits.lease_s:
-                guest.end(f"its engine was silent for {silent_s:.0f} s")
-            if not guest.is_running and silent_s > 2 * self._limits.lease_s:
-                del self._guests[engine]  # until then a renewal learns why it ended
+        for engine, tenant in [*self._tenants.items()]:
+            silent_s = now - tenant.heard_at
+            if tenant.is_running and silent_s > self._limits.lease_s:
+                tenant.end(f"its engine was silent for {silent_s:.0f} s")
+            if not tenant.is_running and silent_s > 2 * self._limits.lease_s:
+                del self._tenants[engine]  # until then a renewal learns why it ended
                 self._observe(f"{self.num_leases} of {self._limits.max_leases} leases")

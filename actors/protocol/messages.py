@@ -137,7 +137,7 @@ class Proposal:
     is_forced: bool = False
 
     def proposers(self, path: Sequence[int]) -> tuple[tuple[str, int], ...]:
-        """Who proposed the nodes of a path, as runs of (name, number of nodes): levels by their names, what a grammar
+        """The sources of the nodes of a path, as runs of (name, number of nodes): levels by their names, what a grammar
         forced `GRAMMAR`, "" where nothing is known."""
         if self.is_forced:
             return ((GRAMMAR, len(path)),)

@@ -60,7 +60,7 @@ def store_in_file(folder: Path) -> HostedStore:
 
 
 def store_on_network(host: str) -> HostedStore:
-    """A store for everybody who reaches this address."""
+    """A store for all processes that reach this address."""
     store = host_store(host)
     return HostedStore((host, store.port), store)
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import yaml
 from hydra.core.config_store import ConfigStore
 
+import conf
 from actors.logs import LogSpec, close_logs, log_event, logger_of, open_logs
 from cluster import launch, pocket
 from cluster.config.compose import load_config
@@ -71,6 +73,16 @@ def raising(error: BaseException) -> Callable[[object, Path], None]:
 
 
 # --- a job's end ----------------------------------------------------------------------------------------------------
+
+
+def test_launches_of_the_same_second_have_directories_of_their_own():
+    """Engines of one draft pool are often started together; each would overwrite what another has written."""
+    pattern = yaml.safe_load((Path(conf.__file__).parent / "config.yaml").read_text())["hydra"]["run"]["dir"]
+    at, later = datetime(2026, 1, 1, microsecond=1), datetime(2026, 1, 1, microsecond=2)
+    names = {
+        re.sub(r"\$\{now:(.*?)\}", lambda found, time=time: time.strftime(found[1]), pattern) for time in (at, later)
+    }
+    assert len(names) == 2
 
 
 def test_a_job_gets_the_configuration_and_its_run_directory(launched, tmp_path: Path):

@@ -14,7 +14,7 @@ from cluster.tools.fleet.merging import Merging
 
 
 class Drafting(StrEnum):
-    """Who drafts."""
+    """Where drafts are made."""
 
     plain = "plain"
     attached = "attached"

@@ -185,7 +185,7 @@ def test_an_engine_starts_before_its_pool(open_engine, open_pool, monkeypatch):
 
 def test_requests_beyond_the_share_of_kv_rows_decode_plainly(open_engine, open_pool, monkeypatch):
     plain = texts(open_engine("none", **sections("plain")))
-    monkeypatch.setattr("actors.pool.guest_drafter.ROWS_BESIDE_TEXT", 20)
+    monkeypatch.setattr("actors.pool.tenant_drafter.ROWS_BESIDE_TEXT", 20)
     pool = open_pool()
     pool.pool._service._shared.kv_slots = 2 * 110  # a share holds one text of at most 90 tokens
     engines = [open_engine(lent(pool), **sections()) for _ in range(2)]
@@ -228,7 +228,7 @@ def test_requests_that_make_passes_fail_end_the_lease_of_their_engine_alone(open
     for engine in (good, bad):
         eventually(lambda engine=engine: accepted(engine) > 0)
     service, drafter = pool.pool._service, pool.pool._passes.drafter
-    propose, of_good = drafter.propose, next(one for one in _guests(service) if _is_of(one, good))
+    propose, of_good = drafter.propose, next(one for one in _tenants(service) if _is_of(one, good))
 
     def fails(contexts: list[Any], budgets: list[int]) -> Any:
         if any(context.sampling.max_tokens == 61 for context in contexts):
@@ -238,21 +238,21 @@ def test_requests_that_make_passes_fail_end_the_lease_of_their_engine_alone(open
     monkeypatch.setattr(drafter, "propose", fails)
     found = in_parallel([good, bad])
     assert found[0] == plain and [text[:60] for text in found[1]] == plain
-    eventually(lambda: not any(one.is_running for one in _guests(service) if _is_of(one, bad)))
-    (failed,) = [one for one in _guests(service) if _is_of(one, bad)]
+    eventually(lambda: not any(one.is_running for one in _tenants(service) if _is_of(one, bad)))
+    (failed,) = [one for one in _tenants(service) if _is_of(one, bad)]
     assert failed.has_failed and "a bad pass" in failed.why
     assert accepted(good) > 0
-    assert of_good.is_running and of_good in _guests(service)
+    assert of_good.is_running and of_good in _tenants(service)
     monkeypatch.undo()
     eventually(lambda: accepted(bad) > 0)
 
 
-def _guests(service: Any) -> list[Any]:
-    return [*service._guests.values()]
+def _tenants(service: Any) -> list[Any]:
+    return [*service._tenants.values()]
 
 
-def _is_of(guest: Any, engine: Engine) -> bool:
-    return guest.order.hub_address == engine._backend.address
+def _is_of(tenant: Any, engine: Engine) -> bool:
+    return tenant.order.hub_address == engine._backend.address
 
 
 def test_a_pool_that_drafts_for_other_engines_is_refused_at_the_start(open_engine, open_pool):

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from actors.logs import log_event, logger_of
-from actors.pool.guest_drafter import LeaseCounts, SharedDrafter
-from actors.pool.guest_link import GuestLink
+from actors.pool.tenant_drafter import LeaseCounts, SharedDrafter
+from actors.pool.tenant_link import TenantLink
 from actors.protocol.leases import LeaseOrder
 from actors.protocol.membership import Join, identity_of
 from actors.roles.draft import DraftRole
@@ -29,7 +29,7 @@ from parallel.comm.group import SINGLE, Group
 
 
 @dataclass(eq=False)
-class Guest:
+class Tenant:
     """Runs from construction until `end`, or until it ends by itself. `spec` is that of the pool's own rank."""
 
     order: LeaseOrder
@@ -73,7 +73,7 @@ class Guest:
         log_event(self._logger, "lease-begins", lease=self.number, engine=order.hub_address)
         try:
             name = link_name(identity, order.number)
-            link = GuestLink(open_link(order.hub_address, name, key), order, self.number, self.numbers, self.heard)
+            link = TenantLink(open_link(order.hub_address, name, key), order, self.number, self.numbers, self.heard)
 
             def build(spec: RankSpec, _group: Group, _mailbox: Mailbox) -> tuple[RankRole, dict[str, object]]:
                 facts: dict[str, object] = {"drafter": spec.drafter.name, "device": spec.device, "lease": self.number}

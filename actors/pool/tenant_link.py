@@ -41,16 +41,16 @@ class _Known:
     num_tokens: int
 
 
-class GuestLink(Mailbox):
+class TenantLink(Mailbox):
     """`numbers` gives the pool's next number of a request, `heard` is called for every record that arrives. Receiving
     raises ValueError for a record that the lease does not allow."""
 
     def __init__(
-        self, link: AnyLink, lease: LeaseOrder, guest: int, numbers: Iterator[int], heard: Callable[[], None]
+        self, link: AnyLink, lease: LeaseOrder, tenant: int, numbers: Iterator[int], heard: Callable[[], None]
     ) -> None:
         super().__init__(link)
         self._lease = lease
-        self._guest = guest
+        self._tenant = tenant
         self._numbers = numbers
         self._heard = heard
         self._known: dict[int, _Known] = {}
@@ -121,15 +121,15 @@ class GuestLink(Mailbox):
         self._hold(size)
         self._known[admit.request_id] = _Known(number, admit.epoch, size)
         self._names[number] = admit.request_id
-        # the guest is part of the scope, which is part of the key of rows, and in place of the key of memories
-        scope = hash((self._guest, admit.scope))
+        # the tenant is part of the scope, which is part of the key of rows, and in place of the key of memories
+        scope = hash((self._tenant, admit.scope))
         return replace(
             admit,
             request_id=number,
             drafter=None,
             grammar=None,
             scope=scope,
-            memory_scope=hash((self._guest, admit.memory_scope)),
+            memory_scope=hash((self._tenant, admit.memory_scope)),
         )
 
     def _commit(self, commit: Commit) -> Commit:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from actors.drafters.interface import Context
-from actors.pool import guest_link
-from actors.pool.guest_link import GuestLink
+from actors.pool import tenant_link
+from actors.pool.tenant_link import TenantLink
 from actors.protocol.leases import LeaseOrder, LeaseTerms
 from actors.protocol.membership import Join
 from actors.protocol.messages import (
@@ -47,55 +47,57 @@ class Line:
         self.sent.append(record)
 
 
-def link(*records: object, guest: int = 1, first: int = 100) -> GuestLink:
-    return GuestLink(Line(*records), ORDER, guest, itertools.count(first), lambda: None)  # pyright: ignore
+def link(*records: object, tenant: int = 1, first: int = 100) -> TenantLink:
+    return TenantLink(Line(*records), ORDER, tenant, itertools.count(first), lambda: None)  # pyright: ignore
 
 
 def batch(**parts: Any) -> DraftBatch:
     return replace(DraftBatch(1), **{name: (part,) for name, part in parts.items()})
 
 
-def received(guest: GuestLink) -> DraftBatch:
-    record = guest.receive(0)
+def received(tenant: TenantLink) -> DraftBatch:
+    record = tenant.receive(0)
     assert isinstance(record, DraftBatch)
     return record
 
 
 def test_requests_have_the_pools_own_numbers_until_they_are_released():
     commit = Commit(7, 1, 3, (), (4,), settled_len=2)
-    guest = link(
+    tenant = link(
         batch(admits=ADMIT), batch(commits=commit, orders=DraftOrder(7, 5)), batch(releases=7), batch(releases=7)
     )
-    assert received(guest).admits[0].request_id == 100
-    second = received(guest)
+    assert received(tenant).admits[0].request_id == 100
+    second = received(tenant)
     assert second.commits == (replace(commit, request_id=100, settled_len=None),)
     assert second.orders == (DraftOrder(100, 5),)
     tree = TokenTree.chain(4, [5])
     own = Proposal.deterministic(100, 1, 4, HASH_SEED, tree)
-    guest.send(ProposalBatch(1, (own, replace(own, request_id=55)), 0.0, 0.0))
-    guest.send(DraftPreviewBatch((DraftPreview(100, 1, 4, HASH_SEED, tree),)))
-    proposals, previews = guest._link.sent  # pyright: ignore
+    tenant.send(ProposalBatch(1, (own, replace(own, request_id=55)), 0.0, 0.0))
+    tenant.send(DraftPreviewBatch((DraftPreview(100, 1, 4, HASH_SEED, tree),)))
+    proposals, previews = tenant._link.sent  # pyright: ignore
     assert [proposal.request_id for proposal in proposals.proposals] == [7]
     assert [preview.request_id for preview in previews.previews] == [7]
-    assert received(guest).releases == (100,)
-    assert received(guest).releases == ()
-    guest.send(ProposalBatch(1, (own,), 0.0, 0.0))
-    assert guest._link.sent[-1].proposals == ()  # pyright: ignore
+    assert received(tenant).releases == (100,)
+    assert received(tenant).releases == ()
+    tenant.send(ProposalBatch(1, (own,), 0.0, 0.0))
+    assert tenant._link.sent[-1].proposals == ()  # pyright: ignore
 
 
 def test_no_two_leases_share_rows_or_memories():
-    contexts = [Context.admitted(received(link(batch(admits=ADMIT), guest=number)).admits[0], 100) for number in (1, 2)]
+    contexts = [
+        Context.admitted(received(link(batch(admits=ADMIT), tenant=number)).admits[0], 100) for number in (1, 2)
+    ]
     assert contexts[0].rows_scope != contexts[1].rows_scope
     assert contexts[0].scope != contexts[1].scope
     assert [context.drafter for context in contexts] == [None, None]
 
 
 def test_a_new_epoch_begins_without_requests():
-    guest = link(batch(admits=ADMIT), Join(2, 1), batch(orders=DraftOrder(7, 1)))
-    received(guest)
-    guest.receive(0)
+    tenant = link(batch(admits=ADMIT), Join(2, 1), batch(orders=DraftOrder(7, 1)))
+    received(tenant)
+    tenant.receive(0)
     with pytest.raises(ValueError, match="request 7: was not admitted"):
-        guest.receive(0)
+        tenant.receive(0)
 
 
 BAD = [
@@ -126,26 +128,26 @@ BAD = [
 
 @pytest.mark.parametrize(("parts", "why"), BAD)
 def test_a_record_that_the_lease_does_not_allow_ends_it(parts, why):
-    guest = link(batch(admits=ADMIT), batch(**parts))
-    received(guest)
+    tenant = link(batch(admits=ADMIT), batch(**parts))
+    received(tenant)
     with pytest.raises(ValueError, match=why):
-        guest.receive(0)
+        tenant.receive(0)
 
 
 def test_a_lease_holds_so_many_requests_and_tokens(monkeypatch):
-    monkeypatch.setattr(guest_link, "MOST_REQUESTS", 2)
-    monkeypatch.setattr(guest_link, "MOST_TOKENS", 7)
+    monkeypatch.setattr(tenant_link, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(tenant_link, "MOST_TOKENS", 7)
     admits = [replace(ADMIT, request_id=number) for number in range(3)]
-    guest = link(*(batch(admits=admit) for admit in admits))
-    received(guest)
-    received(guest)
+    tenant = link(*(batch(admits=admit) for admit in admits))
+    received(tenant)
+    received(tenant)
     with pytest.raises(ValueError, match="at most 2 requests"):
-        guest.receive(0)
-    guest = link(batch(admits=admits[0]), batch(admits=admits[1]), batch(commits=Commit(0, 1, 3, (), (4, 5))))
-    received(guest)
-    received(guest)
+        tenant.receive(0)
+    tenant = link(batch(admits=admits[0]), batch(admits=admits[1]), batch(commits=Commit(0, 1, 3, (), (4, 5))))
+    received(tenant)
+    received(tenant)
     with pytest.raises(ValueError, match="at most 7 tokens"):
-        guest.receive(0)
+        tenant.receive(0)
 
 
 @pytest.mark.parametrize(

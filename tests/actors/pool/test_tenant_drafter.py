@@ -1,4 +1,4 @@
-"""A guest of a pool: its long texts are read in parts, and what it gives back is read again."""
+"""A tenant of a pool: its long texts are read in parts, and what it gives back is read again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from actors.drafters.interface import Capabilities, Context, Draft
-from actors.pool.guest_drafter import LeaseCounts, SharedDrafter
 from actors.pool.merged_passes import MergedPasses
+from actors.pool.tenant_drafter import LeaseCounts, SharedDrafter
 from actors.protocol.messages import Commit, SamplingParams, TokenTree
 
 
@@ -60,75 +60,75 @@ def calls(passes: MergedPasses) -> list[tuple[str, list[tuple[int, int]]]]:
 
 
 def test_long_texts_are_read_in_parts(passes):
-    guest = SharedDrafter(passes, kv_slots=None, read_chunk=10).join()
+    tenant = SharedDrafter(passes, kv_slots=None, read_chunk=10).join()
     long, short = context(1, 25), context(2, 4)
     for one in (long, short):
-        guest.open(one)
-    guest.prefill([long, short])
+        tenant.open(one)
+    tenant.prefill([long, short])
     assert calls(passes) == [
         ("prefill", [(1, 10)]),
         ("prefill", [(1, 20)]),
         ("prefill", [(1, 25), (2, 4)]),
     ]
-    guest.prefill([long, short])
+    tenant.prefill([long, short])
     assert calls(passes) == []
 
 
 def test_a_draft_reads_all_but_the_last_part_first(passes):
-    guest = SharedDrafter(passes, kv_slots=None, read_chunk=10).join()
+    tenant = SharedDrafter(passes, kv_slots=None, read_chunk=10).join()
     long, short = context(1, 25), context(2, 4)
     for one in (long, short):
-        guest.open(one)
-    guest.propose([long, short], [1, 1])
+        tenant.open(one)
+    tenant.propose([long, short], [1, 1])
     assert calls(passes) == [("prefill", [(1, 10)]), ("prefill", [(1, 20)]), ("propose", [(1, 25), (2, 4)])]
     long.extend([7, 8])
-    guest.propose([long], [1])
+    tenant.propose([long], [1])
     assert calls(passes) == [("propose", [(1, 27)])]
 
 
 def test_rows_that_were_given_back_are_read_again(passes):
     shared = SharedDrafter(passes, kv_slots=200, read_chunk=10)
-    guest, text = shared.join(), context(1, 25)
-    guest.open(text)
-    guest.prefill([text])
+    tenant, text = shared.join(), context(1, 25)
+    tenant.open(text)
+    tenant.prefill([text])
     assert len(calls(passes)) == 3
     other = shared.join()  # a share of 100 slots holds the text no more
     shared.kv_slots = 150
-    guest.prefill([text])
+    tenant.prefill([text])
     assert calls(passes) == []
     shared.leave(other)
-    guest.prefill([text])
+    tenant.prefill([text])
     assert len(calls(passes)) == 3
 
 
 def test_drafts_and_their_verdicts_are_counted(passes):
     shared, counts = SharedDrafter(passes, kv_slots=None, read_chunk=10), LeaseCounts()
-    guest, text = shared.join(counts), context(1, 5)
-    guest.open(text)
-    guest.propose([text], [4])
-    guest.observe(text, Commit(1, 1, 5, (1, 1, 9), (1, 2)))
-    guest.propose([text], [4])
-    guest.observe(text, Commit(1, 1, 8, (9,), ()))
+    tenant, text = shared.join(counts), context(1, 5)
+    tenant.open(text)
+    tenant.propose([text], [4])
+    tenant.observe(text, Commit(1, 1, 5, (1, 1, 9), (1, 2)))
+    tenant.propose([text], [4])
+    tenant.observe(text, Commit(1, 1, 8, (9,), ()))
     assert counts == LeaseCounts(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=2)
     shared.kv_slots = 10
-    guest.propose([text], [4])
+    tenant.propose([text], [4])
     assert counts.num_beyond_share == 1 and counts.num_drafts == 2
 
 
 def test_requests_of_a_pass_that_failed_are_read_again(passes):
     shared = SharedDrafter(passes, kv_slots=None, read_chunk=10)
-    guests, texts = [shared.join(), shared.join()], [context(1, 25), context(2, 25)]
-    for guest, text in zip(guests, texts, strict=True):
-        guest.open(text)
-        guest.prefill([text])
+    tenants, texts = [shared.join(), shared.join()], [context(1, 25), context(2, 25)]
+    for tenant, text in zip(tenants, texts, strict=True):
+        tenant.open(text)
+        tenant.prefill([text])
     drafter = passes.drafter
     assert isinstance(drafter, NotingDrafter)
     drafter.calls.clear()
     with passes.turn():
         passes.restart([2])
     assert drafter.calls == [("open", [(2, 25)])]
-    for guest, text in zip(guests, texts, strict=True):
-        guest.prefill([text])
+    for tenant, text in zip(tenants, texts, strict=True):
+        tenant.prefill([text])
     assert [name for name, _ in calls(passes)] == ["prefill"] * 3
     with passes.turn():
         passes.restart(None)
@@ -137,10 +137,10 @@ def test_requests_of_a_pass_that_failed_are_read_again(passes):
 
 def test_a_step_feeds_as_many_nodes_for_each_engine_as_its_own_drafter_would(passes):
     shared = SharedDrafter(passes, kv_slots=None, read_chunk=10, ahead_width=12)
-    guests = [shared.join() for _ in range(3)]
+    tenants = [shared.join() for _ in range(3)]
     widths = []
-    for number, guest in enumerate((guests[0], guests[1], guests[1], guests[1]), start=1):
-        guest.open(context(number, 5))
+    for number, tenant in enumerate((tenants[0], tenants[1], tenants[1], tenants[1]), start=1):
+        tenant.open(context(number, 5))
         widths.append(shared.step_width)
     assert widths == [12, 12, 8, 6]
     shared.ahead_width = 0

@@ -1,8 +1,9 @@
-"""The drafter of a pool as one of its guests sees it: the contract of drafters, with passes that are merged with those
-of other guests and KV rows for as much text as the lease's share holds.
+"""The drafter of a pool as one of its tenants sees it: the contract of drafters, with passes that are merged with those
+of other tenants and KV rows for as much text as the lease's share holds.
 
-What a drafter remembers of, or shows to, one guest never reaches another: previews are handed to their own, KV rows and
-memories are kept apart by the scopes that `guest_link.py` sets. Capabilities that would mix guests are not offered.
+What a drafter remembers of, or shows to, one tenant never reaches another: previews are handed to their own, KV rows
+and memories are kept apart by the scopes that `tenant_link.py` sets. Capabilities that would mix tenants are not
+offered.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class LeaseCounts:
 
 
 class SharedDrafter:
-    """The drafter of all guests. `kv_slots` are those of its pool of KV rows; None: it holds none. Of texts at most
+    """The drafter of all tenants. `kv_slots` are those of its pool of KV rows; None: it holds none. Of texts at most
     `read_chunk` tokens are read at a time. A step of draft-ahead whose width is not chosen by measured costs feeds
-    `ahead_width` nodes for each guest, 0: as the drafter does."""
+    `ahead_width` nodes for each tenant, 0: as the drafter does."""
 
     def __init__(
         self,
@@ -58,62 +59,62 @@ class SharedDrafter:
         self.ahead_width = ahead_width
         self.draft_s = Ewma()
         """Seconds from an order to its drafts."""
-        self.guests: list[GuestDrafter] = []
-        self._shown: dict[int, dict[int, DraftPreview]] = defaultdict(dict)  # guest -> request -> its latest preview
+        self.tenants: list[TenantDrafter] = []
+        self._shown: dict[int, dict[int, DraftPreview]] = defaultdict(dict)  # tenant -> request -> its latest preview
         self._owners: dict[int, int] = {}
 
-    def join(self, counts: LeaseCounts | None = None) -> GuestDrafter:
-        """A new guest, which counts in `counts`; the shares of the others become smaller at once."""
-        guest = GuestDrafter(self, LeaseCounts() if counts is None else counts)
+    def join(self, counts: LeaseCounts | None = None) -> TenantDrafter:
+        """A new tenant, which counts in `counts`; the shares of the others become smaller at once."""
+        tenant = TenantDrafter(self, LeaseCounts() if counts is None else counts)
         with self.passes.turn():
-            self.guests.append(guest)
-            for other in self.guests:
+            self.tenants.append(tenant)
+            for other in self.tenants:
                 other.drop_beyond_share()
-        return guest
+        return tenant
 
-    def leave(self, guest: GuestDrafter) -> None:
+    def leave(self, tenant: TenantDrafter) -> None:
         """Its requests are released."""
         with self.passes.turn():
-            guest.release_all()
-            self.guests.remove(guest)
-            self._shown.pop(id(guest), None)
+            tenant.release_all()
+            self.tenants.remove(tenant)
+            self._shown.pop(id(tenant), None)
 
     @property
     def share(self) -> int | None:
-        return None if self.kv_slots is None else share_of(self.kv_slots, len(self.guests))
+        return None if self.kv_slots is None else share_of(self.kv_slots, len(self.tenants))
 
     @property
     def step_width(self) -> int:
-        """Nodes for each request of a step: those of all guests, divided among all requests."""
+        """Nodes for each request of a step: those of all tenants, divided among all requests."""
         if not self.ahead_width:
             return 0
-        counts = [guest.num_requests for guest in self.guests if guest.num_requests]
+        counts = [tenant.num_requests for tenant in self.tenants if tenant.num_requests]
         return max(1, self.ahead_width * len(counts) // max(1, sum(counts)))
 
     def _restart(self, request_ids: Sequence[int] | None) -> None:
         """A pass over these requests has failed, None: over any; they are read again. In turn."""
-        for guest in self.guests:
-            guest.restart(request_ids)
+        for tenant in self.tenants:
+            tenant.restart(request_ids)
 
-    def own(self, request_id: int, guest: GuestDrafter) -> None:
-        self._owners[request_id] = id(guest)
+    def own(self, request_id: int, tenant: TenantDrafter) -> None:
+        self._owners[request_id] = id(tenant)
 
-    def disown(self, request_id: int, guest: GuestDrafter) -> None:
+    def disown(self, request_id: int, tenant: TenantDrafter) -> None:
         self._owners.pop(request_id, None)
-        self._shown[id(guest)].pop(request_id, None)
+        self._shown[id(tenant)].pop(request_id, None)
 
-    def previews_of(self, guest: GuestDrafter) -> list[DraftPreview]:
+    def previews_of(self, tenant: TenantDrafter) -> list[DraftPreview]:
         """The latest of each of its requests since the last call."""
         with self.passes.turn() as drafter:
             shows = drafter.capabilities.sends_previews
             for preview in shows.previews() if shows is not None else ():
                 if (owner := self._owners.get(preview.request_id)) is not None:
                     self._shown[owner][preview.request_id] = preview
-            return [*self._shown.pop(id(guest), {}).values()]
+            return [*self._shown.pop(id(tenant), {}).values()]
 
 
-class GuestDrafter:
-    """A drafter, as `actors/drafters/interface.py` says, of one guest's requests."""
+class TenantDrafter:
+    """A drafter, as `actors/drafters/interface.py` says, of one tenant's requests."""
 
     waits_for_child = False
 
@@ -237,11 +238,11 @@ class GuestDrafter:
 
     @may_work_ahead.setter
     def may_work_ahead(self, may: bool) -> None:
-        """The drafter works ahead while any guest's policy has it so."""
+        """The drafter works ahead while any tenant's policy has it so."""
         self._may_work_ahead = may
         with self._passes.turn() as drafter:
             assert drafter.capabilities.works_ahead is not None
-            drafter.capabilities.works_ahead.may_work_ahead = any(one._may_work_ahead for one in self._shared.guests)
+            drafter.capabilities.works_ahead.may_work_ahead = any(one._may_work_ahead for one in self._shared.tenants)
 
     @property
     def wants_work(self) -> bool:
