@@ -23,7 +23,8 @@ WEIGHTS = ("auto", "packed", "bfloat16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 KV_DTYPES = ("auto", "fp8")
 NUMERICS = ("fast", "invariant")
-DECODERS = ("auto", "static")
+DECODERS = ("auto", "static", "prefix", "dual")
+LOCAL_DRAFTERS = ("none", "ngram", "suffix", "maxgram", "copy")
 ATTENTION = ("auto", "triton", "padded", "sdpa", "ragged")
 
 
@@ -35,7 +36,12 @@ class VerifyRule(StrEnum):
     block = "block"
     traversal = "traversal"
     kseq = "kseq"
+    transport = "transport"
     auto = "auto"
+
+
+INDEPENDENT_ONLY = (VerifyRule.kseq, VerifyRule.transport)
+"""Rules for siblings that are drawn independently, and for no other drafts."""
 
 
 class Parallel(StrEnum):
@@ -92,7 +98,7 @@ class TargetConfig(Section):
     kv_slots: Annotated[int, Range(0, zero="sized automatically")] = 0
     """Token slots in the KV pool of each rank; 0 = sized from the memory that is free."""
     kv_dtype: Annotated[str, OneOf(KV_DTYPES)] = "auto"
-    """In which keys and values are kept: fp8 (e4m3, with the checkpoint's scales or 1), or auto, the model's type. With
+    """Type of stored keys and values: fp8 (e4m3, with the checkpoint's scales or 1), or auto, the model's type. With
     fp8 two or four times the tokens fit, and the output is that of the target with rounded keys and values."""
     numerics: Annotated[str, OneOf(NUMERICS)] = "fast"
     """invariant: a token's logits have the same bits alone, beside other requests, in a prompt, a draft and a tree, so
@@ -100,8 +106,10 @@ class TargetConfig(Section):
     needs Triton and was never run; on a CPU it needs a C++ compiler, whose kernels do so anyway. fast: the fastest
     order of sums."""
     decoder: Annotated[str, OneOf(DECODERS)] = "auto"
-    """static: fill the masks of a masked-diffusion target (SDAR, TraDo) block by block, the surest first; or auto: as
-    the checkpoint is. What it writes is that decoder's, whatever `num_states` is."""
+    """static: fill the masks of a masked-diffusion target (SDAR, TraDo, LLaDA, Dream) block by block, the surest first.
+    Of LLaDA and Dream, whose rows see the whole text, prefix and dual keep rows from the start of a block to its end,
+    those before it, or also those behind it: a pass is cheaper, and the text another. auto: static, or token by token,
+    as the checkpoint is. What it writes is that decoder's, whatever `num_states` is."""
     num_states: Annotated[int, Range(1, cap=1024)] = 4
     """States of a block that a masked-diffusion target computes in one pass, the present one's successor and guesses
     of those after it (FreeDave); 1 = one after the other."""
@@ -176,8 +184,9 @@ class VerifyConfig(Section):
     rule: VerifyRule = VerifyRule.coupled
     """coupled: target and drafter share their noise, so that sampled text does not depend on the drafter; rejection:
     recursive rejection sampling; block: block verification, for chains; traversal: traversal verification, the same for
-    trees; kseq: K-SEQ, for drafts that are drawn independently. These four need draft probabilities. auto: block for
-    chains that a model draws at a temperature above 0, else coupled: the one of them that accepts the most tokens."""
+    trees; kseq: K-SEQ, for drafts that are drawn independently; transport: optimal transport, which accepts the most of
+    those at every node. These five need draft probabilities. auto: block for chains that a model draws at a temperature
+    above 0, else coupled: the one of them that accepts the most tokens."""
     law_size: Annotated[int, Range(1)] = 64
     """Entries of a draft distribution that are sent to the target for every rule but coupled. The drafter
     samples from the distribution cut to this size, so the output stays exact."""
@@ -199,6 +208,10 @@ class PipelineConfig(Section):
     min_draft_tokens: Annotated[int, Range(0)] = 0
     """Shortest draft that `adaptive` may choose, in tokens; above 0 it waits for drafts and never falls back to plain
     decoding."""
+    local_drafter: Annotated[str, OneOf(LOCAL_DRAFTERS)] = "none"
+    """pearl, branches or tree with drafter=model or pool far away: drafts are never waited for. The drafter sends what
+    it has prepared all the time, which is used where it fits the text by then; elsewhere this lookup drafts, on the
+    coordinator's machine. none = drafts that were not prepared are waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +221,8 @@ class SchedulerConfig(Section):
     max_num_seqs: Annotated[int, Range(1)] = 64
     """Sequences that run at a time."""
     max_num_batched_tokens: Annotated[int, Range(1)] = 2048
-    """Rows of one pass in all: prompt chunks, roots and draft tokens."""
+    """Rows of one pass in all: prompt chunks, roots and draft tokens; of a masked-diffusion target prompt chunks and
+    states of blocks, of which guesses are dropped first, and what is left over is computed in further passes."""
     prefill_chunk: Annotated[int, Range(1)] = 512
     """Rows of one prompt in one pass; longer prompts take several passes, between which other sequences go on."""
     prefix_cache: bool = True

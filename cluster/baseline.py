@@ -66,7 +66,7 @@ class PlainEngine(Apart):
         return self.call("places")
 
     def serve(self, prompts: Sequence[Prompt], sampling: SamplingParams, concurrency: int, salt: str = "") -> Run:
-        """Like `serve_prompts`, which says nothing of single requests until all have ended."""
+        """Calls `serve_prompts` in the other process; nothing is reported of single requests until all have ended."""
         return self.call("serve", prompts, sampling, concurrency, salt)
 
 

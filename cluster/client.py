@@ -18,13 +18,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tokenizers import Tokenizer
 
 from actors.coordinator.clients import OUT
-from actors.grammars.compiler import GrammarCompiler
 from actors.protocol.grammar import Grammar
 from actors.protocol.membership import Alive, Hello, Ready, Stop, identity_of
 from actors.protocol.messages import Abort, Outputs, Report, ReportOrder, Request, SamplingParams, Tokens
@@ -32,6 +32,9 @@ from actors.transport.channel import AnyLink, open_link
 from actors.transport.keys import LinkKey
 from cluster.completion import Completion, EngineError
 from cluster.io.text import load_tokenizer
+
+if TYPE_CHECKING:
+    from actors.grammars.compiler import GrammarCompiler
 
 _LEAD = "target-0"
 _POLL_S = 0.2
@@ -41,7 +44,7 @@ _RESUME_S = 5.0
 """A request without tokens for so long is sent again: it may be queued, or the record may be lost."""
 _REPORT_S = 30.0
 _GREET_S = 1.0
-"""After so long without a record, which is four heartbeats, the client greets the hub again."""
+"""Seconds without a record, four heartbeats, after which the client greets the hub again."""
 _SECRET = "SPECDEC_SECRET"
 
 
@@ -126,7 +129,6 @@ class Client:
         self.ready = ready or {}
         self.trace = ""
         self.sampling = sampling
-        self.grammars = GrammarCompiler(tokenizer.to_str)
         self._silence_s = silence_s
         self._ids = itertools.count(1)
         self._live: dict[int, Completion] = {}
@@ -144,6 +146,12 @@ class Client:
     def address(self) -> str:
         """Address of the coordinator's hub."""
         return self._connection.address
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        from actors.grammars.compiler import GrammarCompiler  # most clients send none
+
+        return GrammarCompiler(self.tokenizer.to_str)
 
     @property
     def drafters(self) -> list[str]:

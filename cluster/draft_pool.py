@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Self
@@ -31,12 +33,15 @@ from cluster.config.jobs import PoolConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.checkpoints import check_checkpoints
 from cluster.io.text import read_eos_token_ids
-from cluster.keys import write_privately
+from cluster.keys import ClientFile, write_privately
 from cluster.observability.report import write_json
 from cluster.placement.ranks import Devices, models_of, place_alone
 from cluster.runtime.backend import LOOPBACK, rank_spec
 from parallel.comm.group import SINGLE
 from parallel.runtime.device import use_device
+
+_SWITCH_INTERVAL_S = 2e-4
+"""The threads of the leases must not wait for that of the passes."""
 
 
 class DraftPool:
@@ -50,19 +55,25 @@ class DraftPool:
         job: PoolConfig = config.job
         check_lendable(config)
         keys = HubKeys(_secret(job))
-        self._hub = Hub(f"tcp://{LOOPBACK}:*", keys, client_address=job.listen)
-        try:
-            self.key_file = Path(f"{job.secret_file}.key").expanduser() if job.secret_file else run_dir / "pool.key"
-            write_privately(self.key_file, keys.of(FIRST_CLIENT).text)
-            self._report = run_dir / "leases.json"
-            self._passes, self._service = _open(config, self._hub, observe, self._write_report)
-        except BaseException:
-            self._hub.close()
-            raise
+        self._report = run_dir / "leases.json"
+        self._snapshot: PoolSnapshot | None = None
+        with ExitStack() as opened:
+            self._hub = Hub(f"tcp://{LOOPBACK}:*", keys, client_address=job.listen)
+            opened.callback(self._hub.close)
+            directory = Path(f"{job.secret_file}.keys").expanduser() if job.secret_file else run_dir / "keys"
+            self.clients = ClientFile(directory)
+            self.key_file = self.clients.open(keys.of(FIRST_CLIENT))
+            if not job.secret_file:
+                opened.callback(self.clients.delete)
+            if job.metrics_port:
+                opened.callback(_open_metrics(job, lambda: self._snapshot))
+            self._passes, self._service = _open(config, self._hub, self.clients, observe, self._take_snapshot)
+            opened.callback(self._passes.close)
+            self._opened = opened.pop_all()
 
     @property
     def address(self) -> str:
-        """Where engines order leases: `drafter.pools`."""
+        """The address at which engines order leases: the value of their `drafter.pools`."""
         return self._hub.client_address
 
     @property
@@ -70,22 +81,28 @@ class DraftPool:
         return self._service.num_leases
 
     def serve(self, cancelled: Callable[[], bool]) -> None:
-        """Until `cancelled`, which is asked a few times a second; all leases have ended then."""
+        """Serves leases until `cancelled()`, which is called a few times a second; all leases have ended then."""
         self._service.serve(cancelled)
 
-    def _write_report(self, snapshot: PoolSnapshot) -> None:
+    def _take_snapshot(self, snapshot: PoolSnapshot) -> None:
+        self._snapshot = snapshot
         write_json(self._report, asdict(snapshot))
 
     def close(self) -> None:
-        """After `serve`."""
-        self._passes.close()
-        self._hub.close()
+        """Releases threads and sockets; to be called after `serve` has returned."""
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def open_alone(config: LaunchConfig, run_dir: Path, observe: Callable[[str], None]) -> DraftPool:
+    """The pool of a process that does nothing else."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    return DraftPool(config, run_dir, observe)
 
 
 def check_lendable(config: LaunchConfig) -> None:
@@ -108,8 +125,22 @@ def check_lendable(config: LaunchConfig) -> None:
         raise ValueError(f"verify={config.verify.rule}: a pool's drafts are verified by verify=coupled; use that")
 
 
+def _open_metrics(job: PoolConfig, snapshot: Callable[[], PoolSnapshot | None]) -> Callable[[], None]:
+    """Returns what closes them."""
+    try:
+        from cluster.observability.pool_metrics import MetricsDoor
+    except ModuleNotFoundError as error:
+        line = f"job.metrics_port={job.metrics_port}: needs {error.name}; install it with pip install specdec[serve]"
+        raise ValueError(line) from error
+    return MetricsDoor(job.metrics_host, job.metrics_port, snapshot).close
+
+
 def _open(
-    config: LaunchConfig, hub: Hub, observe: Callable[[str], None], watch: Callable[[PoolSnapshot], None]
+    config: LaunchConfig,
+    hub: Hub,
+    clients: ClientFile,
+    observe: Callable[[str], None],
+    watch: Callable[[PoolSnapshot], None],
 ) -> tuple[MergedPasses, PoolService]:
     job: PoolConfig = config.job
     checkpoint = Path(config.target.path)
@@ -130,9 +161,12 @@ def _open(
     kv_slots = int(str(facts["kv_slots"])) if "kv_slots" in facts else None
     ahead_width = config.drafter.ahead_width if isinstance(config.drafter, PassDrafterConfig) else 0
     shared = SharedDrafter(passes, kv_slots, config.scheduler.prefill_chunk, ahead_width)
-    terms = LeaseTerms(str(config.verify.rule), str(config.pipeline.name), tokenizer_digest(checkpoint))
-    limits = PoolLimits(job.max_leases, job.lease_s, config.drafter.num_draft_tokens)
-    return passes, PoolService(hub, spec, terms, limits, shared, observe, watch)
+    streams = config.drafter.name == "model" and passes.drafter.capabilities.sends_previews is not None
+    terms = LeaseTerms(str(config.verify.rule), str(config.pipeline.name), tokenizer_digest(checkpoint), streams)
+    limits = PoolLimits(
+        job.max_leases, job.leases_per_key or job.max_leases, job.lease_s, config.drafter.num_draft_tokens
+    )
+    return passes, PoolService(hub, spec, terms, limits, shared, clients.read, observe, watch)
 
 
 def _secret(job: PoolConfig) -> bytes:

@@ -21,10 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.protocol.leases import LeaseOrder, LeaseTerms
 from actors.protocol.membership import Ready, Silent, Stop, identity_of
 from actors.protocol.messages import Request, WeightsUpdated
-from actors.tokenizer_file import tokenizer_digest
 from actors.transport.keys import FIRST_CLIENT, OWNER
 from cluster.client import Client, Connection, RemoteTrace, connect
 from cluster.completion import Completion, EngineError, TooManyRequestsError
@@ -36,22 +34,20 @@ from cluster.keys import ClientFile, ClientFileWatch
 from cluster.observability.startup_time import StartUp
 from cluster.placement.memory import describe_layout, footprints, load_allowance_s
 from cluster.placement.ranks import RankPlacement
-from cluster.runtime.backend import LENT_RANK, coordinator_spec, is_lent, make_backend
-from cluster.runtime.pool_leases import PoolLeases, PoolPlace
+from cluster.runtime.backend import coordinator_spec, is_lent, lent_ranks, make_backend
 from cluster.runtime.supervisor import Supervisor
 from parallel.model.families.registry import read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from cluster.runtime.pool_leases import DraftLease
     from cluster.weight_updates import WeightUpdates
 
 __all__ = ["Client", "Completion", "Engine", "EngineError", "RemoteTrace", "TooManyRequestsError", "connect"]
 
 _POLL_S = 0.2
 _STOP_S = 5.0
-_LEASE_S = 5.0
-"""Seconds for which the start waits for a draft pool; decoding is plain until one lends its drafter."""
 _CLOSED = "the engine was closed"
 
 
@@ -82,8 +78,8 @@ class Engine(Client):
         self._end_timer: threading.Timer | None = None
         self._client_file: ClientFile | None = None
         self._key_watch: ClientFileWatch | None = None
-        self._leases: PoolLeases | None = None
-        pools = _pools(config)
+        self._lease = _lease(config)
+        self._lent_ranks = lent_ranks(config)  # none of the engine's own processes
         self._backend = make_backend(config, log_dir, progress)
         try:
             places = self._backend.place()
@@ -115,8 +111,8 @@ class Engine(Client):
             self._key_watch = ClientFileWatch(self._client_file, connection.send)
         try:
             self._await_ranks(places, progress)
-            if pools:
-                self._lease_drafter(pools, checkpoint, progress)
+            if self._lease is not None:
+                self._lease.obtain(self._backend, self._lent_ranks, self.ready["target-0"], progress)
         except BaseException:
             self.close()
             raise
@@ -125,7 +121,7 @@ class Engine(Client):
 
     @property
     def address(self) -> str:
-        """Where other clients `connect`."""
+        """The address to which other clients `connect`."""
         return self._backend.client_address
 
     @property
@@ -140,7 +136,7 @@ class Engine(Client):
 
     def pids(self) -> dict[str, int]:
         """Process ids of the coordinator and the ranks, by identity, as far as they are known and ready."""
-        ours = {name: ready.facts["pid"] for name, ready in self.ready.items() if name != self._lent_rank}
+        ours = {name: ready.facts["pid"] for name, ready in self.ready.items() if name not in self._lent_ranks}
         return self.supervisor.coordinator_pid() | ours
 
     def update_weights(self, source: str | Path | Mapping[str, Tensor], version: int | None = None) -> int:
@@ -189,8 +185,8 @@ class Engine(Client):
         self.supervisor.stop()
         if self._weight_updates is not None:
             self._weight_updates.close()
-        if self._leases is not None:
-            self._leases.close()
+        if self._lease is not None:
+            self._lease.close()
         if self._key_watch is not None:
             self._key_watch.close()
         self._connection.send(Stop(_CLOSED))
@@ -224,36 +220,10 @@ class Engine(Client):
         for line in slow_kernels(self.ready):
             progress(line)
 
-    @property
-    def _lent_rank(self) -> str | None:
-        """The rank that a pool lends: none of the engine's own processes."""
-        return LENT_RANK if is_lent(self.config) else None
-
-    def _lease_drafter(self, pools: list[PoolPlace], checkpoint: Path, progress: Callable[[str], None]) -> None:
-        """Raises ValueError for a pool that drafts for other engines than this one."""
-        config, hub = self.config, self._backend.keys.of(LENT_RANK)
-        terms = LeaseTerms(str(config.verify.rule), str(config.pipeline.name), tokenizer_digest(checkpoint))
-        vocab_size = read_config(checkpoint).vocab_size
-        longest = int(self.ready["target-0"].facts["max_model_len"])
-
-        def order() -> LeaseOrder:
-            most = config.drafter.num_draft_tokens
-            return LeaseOrder(1, self._backend.address, hub.hub, terms, vocab_size, longest, most, hub.private)
-
-        self._leases = PoolLeases(pools, order)
-        progress(f"asking {pools[0].address} for its drafter")
-        if self._leases.wait(_LEASE_S):
-            return
-        refusal = self._leases.refusal
-        if refusal is not None and refusal.is_final:
-            raise ValueError(f"drafter.pools={pools[0].address}: {refusal.why}")
-        why = refusal.why if refusal is not None else "does not answer"
-        progress(f"drafter.pools={pools[0].address}: {why}; decoding is plain until a pool lends its drafter")
-
     def _on_record(self, record: Any) -> None:
-        if isinstance(record, Ready | Silent) and identity_of(record.role, record.rank) == self._lent_rank:
-            if isinstance(record, Silent) and self._leases is not None:
-                self._leases.lost()
+        if isinstance(record, Ready | Silent) and identity_of(record.role, record.rank) in self._lent_ranks:
+            if isinstance(record, Silent) and self._lease is not None:
+                self._lease.lost(identity_of(record.role, record.rank))
         elif isinstance(record, WeightsUpdated) and self._weight_updates is not None:
             self._weight_updates.ended(record)
         else:
@@ -266,13 +236,13 @@ class Engine(Client):
             self._weight_updates.repeat()
 
 
-def _pools(config: LaunchConfig) -> list[PoolPlace]:
+def _lease(config: LaunchConfig) -> DraftLease | None:
+    """The lease of the drafter, if pools lend it."""
     if not is_lent(config):
-        return []
-    from actors.drafters.pool.config import PoolDrafterConfig
+        return None
+    from cluster.runtime.pool_leases import DraftLease
 
-    assert isinstance(config.drafter, PoolDrafterConfig)
-    return [PoolPlace.read(address, file) for address, file in config.drafter.places]
+    return DraftLease(config)
 
 
 def slow_kernels(ready: Mapping[str, Ready]) -> list[str]:

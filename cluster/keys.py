@@ -1,11 +1,12 @@
-"""Adds clients to a running engine, each with a key of its own, and takes them away again.
+"""Adds clients to a running engine or draft pool, each with a key of its own, and takes them away again.
 
     python -m cluster.keys outputs/DATE/TIME/logs add alice       # writes the key to secret-alice there
     python -m cluster.keys outputs/DATE/TIME/logs remove alice
     python -m cluster.keys outputs/DATE/TIME/logs                 # names the clients
 
 `clients` in that folder has a line for each client: its name, and the public half of its key. The engine reads it again
-about once a second. Keys are files that their owner alone can read.
+about once a second, and so does a draft pool, whose folder is `FILE.keys` beside its `job.secret_file`. Keys are files
+that their owner alone can read.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _LINE = re.compile(rf"([\w-]{{1,40}}) ([0-9a-f]{{{2 * SECRET_BYTES}}})", re.ASCI
 
 
 class ClientFile:
-    """The clients of the engine that logs to `directory`. ValueError, one line, if no file of them can be read."""
+    """The clients of an engine or a pool whose keys are in `directory`. ValueError, one line, if no file of them can
+    be read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -41,6 +43,15 @@ class ClientFile:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._write(first.hub, {_name(first): first.public})
         return write_privately(self._directory / "secret", first.text)
+
+    def open(self, first: LinkKey) -> Path:
+        """Create the file where there is none; else clients stay as they are. ValueError if their keys are of another
+        secret."""
+        if not self._path.exists():
+            return self.create(first)
+        if self._read()[0] != first.hub:
+            raise ValueError(f"{self._path}: has the keys of another secret; delete the folder {self._directory}")
+        return self._directory / "secret"
 
     def read(self) -> dict[str, bytes]:
         """Public halves by name."""
@@ -74,7 +85,7 @@ class ClientFile:
             header, *lines = self._path.read_text().splitlines()
             hub = bytes.fromhex(header.removeprefix(_HEADER))
         except (OSError, ValueError) as error:
-            remedy = "give the folder logs/ of a run that has not ended"
+            remedy = "give the folder logs/ of a run that has not ended, or that of a pool's keys"
             raise ValueError(f"{self._path}: cannot be read ({type(error).__name__}); {remedy}") from error
         clients: dict[str, bytes] = {}
         for line in filter(str.strip, lines):

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import hydra
@@ -26,7 +27,6 @@ from omegaconf.errors import OmegaConfBaseException
 from actors.logs import dump_stacks_on_signal
 from cluster.config.compose import register, typed_config
 from cluster.config.errors import describe
-from cluster.config.options_page import SECTIONS, config_help, groups_help, help_text
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal
 from parallel.whole_files import WriteError
@@ -47,7 +47,9 @@ def main() -> None:
         codes.append(_launch(composed, shows_tracebacks))
 
     register()
-    OmegaConf.register_new_resolver("groups_help", groups_help, replace=True)  # for the help of conf/config.yaml
+    OmegaConf.register_new_resolver(
+        "groups_help", lambda: _page().groups_help(), replace=True
+    )  # for the help of conf/config.yaml
     OmegaConf.register_new_resolver("config_help", _config_help, replace=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
@@ -56,7 +58,7 @@ def main() -> None:
     try:
         keys = _keys_to_explain(sys.argv[1:])
         if keys:
-            sys.stdout.write("\n\n".join(map(help_text, keys)) + "\n")
+            sys.stdout.write("\n\n".join(map(_page().help_text, keys)) + "\n")
         else:
             launch()
     except KeyboardInterrupt:
@@ -73,9 +75,15 @@ def main() -> None:
     sys.exit(max(codes))
 
 
+def _page() -> ModuleType:
+    from cluster.config import options_page  # for help alone
+
+    return options_page
+
+
 def _config_help(*, _root_: DictConfig) -> str:
-    sections = OmegaConf.masked_copy(_root_, list(SECTIONS))
-    return config_help(cast(dict[str, Any], OmegaConf.to_container(sections, resolve=True)))
+    sections = OmegaConf.masked_copy(_root_, list(_page().SECTIONS))
+    return _page().config_help(cast(dict[str, Any], OmegaConf.to_container(sections, resolve=True)))
 
 
 def _keys_to_explain(arguments: Sequence[str]) -> list[str]:

@@ -47,7 +47,7 @@ class WeightUpdates:
         self._changed = threading.Condition()
 
     def update(self, source: str | Path | Mapping[str, Tensor], version: int | None) -> int:
-        """As of `Engine.update_weights`, by one thread at a time."""
+        """Does what `Engine.update_weights` says, for one thread at a time."""
         version = self._present.version + 1 if version is None else version
         if version <= self._present.version:
             raise ValueError(f"version: {version} must be above {self._present.version}, that of the present weights")

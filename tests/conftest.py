@@ -17,6 +17,8 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+from tests import matrices
+
 # Before anything imports PyTorch: tests measure no speed, and many small threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Also before it: without a GPU, Triton's kernels run in its interpreter.
@@ -77,6 +79,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         option.numprocesses = 0 if is_selection else min(num_cores + 1, MAX_WORKERS)
     if option.numprocesses and option.dist == "no":
         option.dist = "loadfile"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Slow rows of matrices, the half of all tests, need not be collected to be left out."""
+    matrices.is_whole = config.option.markexpr != "not slow"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -148,7 +155,7 @@ def _missing(item: pytest.Item) -> str | None:
 
 @pytest.fixture
 def device() -> Iterator[Any]:
-    """Where Triton's kernels run on this machine."""
+    """The device on which Triton's kernels run here."""
     from tests.parallel.triton_device import triton_device
 
     with triton_device() as where:

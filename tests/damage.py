@@ -56,7 +56,7 @@ Place = tuple[str | int, ...]
 
 
 def places(value: Any, above: Place = ()) -> Iterator[Place]:
-    """Of everything within a JSON value, itself first; of long lists the first entries."""
+    """Places of everything within a JSON value, itself first; of long lists the first entries."""
     yield above
     if isinstance(value, dict):
         for key, inner in value.items():

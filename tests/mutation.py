@@ -54,7 +54,7 @@ CPP = (".cpp", ".h")
 ELSEWHERE = {f"cluster/{name}.py": "tests/cluster/engine" for name in ("client", "completion")}
 """Module -> folder whose tests use it without importing it."""
 NO_TESTS = 5
-"""Of pytest: all were left out."""
+"""Exit code of pytest if all tests were left out."""
 
 _COMPARISONS = """Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is"""
 _ARITHMETIC = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv BitOr_BitAnd BitAnd_BitOr Pow_Mul"""
@@ -65,7 +65,7 @@ OPERATORS = [
     *(f"core/ReplaceBinaryOperator_{name}" for name in _ARITHMETIC.split()),
     *(f"core/{name}" for name in _OTHERS.split()),
 ]
-"""Of cosmic-ray; replacements that are hardly ever made by mistake are left out."""
+"""Operators of cosmic-ray without the replacements that are hardly ever made by mistake."""
 
 
 class SwapArguments(Operator):

@@ -254,14 +254,15 @@ def test_words_are_the_fields():
 
 
 def test_a_docstring_names_what_it_describes():
-    """One that begins with "Of" has no subject."""
+    """One that begins with "Of" or "By" has no subject."""
+    prepositions = re.compile(r"(Of|By|For|With|From|To|In|On|At|As|Until|Between|Beside|Within|After|Before|Under) ")
     cut = [
         f"{relative(path)}:{node.lineno}"
         for path in SOURCES
         for node in ast.walk(parse(path))
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
-        and str(node.value.value).startswith("Of ")
+        and prepositions.match(str(node.value.value))
     ]
     assert not cut
 
@@ -280,6 +281,15 @@ def test_the_index_of_the_documentation_has_every_page_once():
     links = re.findall(r"^\| \[[^]]*\]\(([^)#]+)\)", index.read_text(), re.MULTILINE)
     pages = [path.relative_to(index.parent).as_posix() for path in (ROOT / "docs").rglob("*.md") if path != index]
     assert sorted(links) == sorted(pages)
+
+
+def test_pages_say_when_their_figures_were_taken():
+    """Pages whose tables hold defaults, constants and plans are left out: those are no measurements."""
+    chosen = {"docs/options.md", "docs/recipes.md", "docs/adaptive.md", "docs/gpu/README.md"}
+    pages = {relative(path): path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+    is_table, date = re.compile(r"^\|.*\d\.\d", re.MULTILINE), re.compile(r"20\d\d-\d\d-\d\d|November 20\d\d")
+    undated = [name for name, text in pages.items() if is_table.search(text) and not date.search(text)]
+    assert not set(undated) - chosen
 
 
 def test_files_that_are_named_exist():
@@ -340,7 +350,7 @@ def unplaced(text: str) -> list[str]:
 
 
 def test_functions_that_pages_name_exist():
-    """Where one was renamed or moved, read the sentence or step that names it again."""
+    """If one was renamed or moved, read the sentence or step that names it again."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     assert not [f"{relative(page)}: {name}" for page in pages for name in misnamed(page.read_text())]
     assert not unplaced((ROOT / "docs" / "architecture.md").read_text()), "name their class before them"

@@ -19,6 +19,7 @@ class AttachedPort(DrafterPort):
     """Drafts are ordered for the prefix after the verdict."""
 
     is_present = True
+    rounds_at_once = 4  # nothing else is hidden behind a pass, and after one the caches hold neither code nor records
 
     def __init__(self, policy: Policy, first_round: int) -> None:
         super().__init__(first_round)

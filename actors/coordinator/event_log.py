@@ -69,11 +69,11 @@ class EventLog:
         """A rank sent a record that was refused."""
         log_event(self._logger, "refused", level=logging.ERROR, role=role, rank=rank, why=why)
 
-    def sent(self, record: object) -> None:
-        if isinstance(record, WeightsUpdated):
-            log_event(self._logger, "weights-updated", version=record.version, refusal=record.refusal or "-")
-        if not isinstance(record, Tokens) or record.finish_reason is None:
-            return
+    def updated(self, update: WeightsUpdated) -> None:
+        log_event(self._logger, "weights-updated", version=update.version, refusal=update.refusal or "-")
+
+    def finished(self, record: Tokens) -> None:
+        """A request was sent its last tokens."""
         facts: dict[str, Any] = {"request": record.request_id, "reason": record.finish_reason}
         facts["tokens"] = record.position + len(record.token_ids)
         if record.stats is not None and record.stats.num_spec_steps:

@@ -12,16 +12,17 @@ from actors.protocol.messages import Admit, Commit
 
 
 class Outbox:
-    """`known` are the requests that the role has been admitted to, or will be with the next batch; `partial` maps those
-    whose text has not been sent to its end to the tokens that have."""
+    """What has happened since the last batch to the role."""
 
     def __init__(self) -> None:
         self.known: set[int] = set()
+        """The requests that were admitted at the role, or will be with the next batch."""
+        self.partial: dict[int, int] = {}
+        """Those of them whose text has not been sent to its end, and the tokens that have."""
         self._admits: list[Admit] = []
         self._commits: dict[int, Commit] = {}
-        self._last: list[Commit] = []
+        self._last: list[Commit] = []  # of requests that ended
         self._releases: list[int] = []
-        self.partial: dict[int, int] = {}
 
     def admit(self, sequence: Sequence, first: int | None = None) -> None:
         """Send a request; if only its `first` tokens, `extend` sends the rest."""
@@ -29,25 +30,25 @@ class Outbox:
         if first is not None and first < sequence.prefix_len:
             self.partial[sequence.request_id] = first
         self.known.add(sequence.request_id)
-        self._admits.append(
-            Admit(
-                sequence.request_id,
-                sequence.epoch,
-                tuple(sequence.token_ids[:first]),
-                sequence.prompt_len,
-                sequence.request.sampling,
-                sequence.num_admissions,
-                sequence.request.drafter,
-                sequence.request.scope,
-                sequence.request.reference,
-                sequence.request.grammar,
-                sequence.request.cache_salt if sequence.shares_rows else None,
-                sequence.request.logprobs,
-                sequence.logprobs.prompt_asked(sequence.num_generated),
-                sequence.request.source,
-                sequence.request.memory_scope,
-            )
+        request, logprobs = sequence.request, sequence.logprobs
+        admit = Admit(
+            request_id=sequence.request_id,
+            epoch=sequence.epoch,
+            token_ids=tuple(sequence.token_ids[:first]),
+            prompt_len=sequence.prompt_len,
+            sampling=request.sampling,
+            admission=sequence.num_admissions,
+            drafter=request.drafter,
+            scope=request.scope,
+            reference=request.reference,
+            grammar=request.grammar,
+            cache_salt=request.cache_salt if sequence.shares_rows else None,
+            logprobs=request.logprobs,
+            prompt_logprobs=logprobs.prompt_asked(sequence.num_generated) if logprobs is not None else None,
+            source=request.source,
+            memory_scope=request.memory_scope,
         )
+        self._admits.append(admit)
         sequence.num_admissions += 1
 
     def extend(self, sequence: Sequence, count: int) -> None:

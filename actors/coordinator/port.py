@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from actors.coordinator.scheduler import Demand
 from actors.coordinator.sequence import DraftState, Sequence
-from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, ProposalBatch, VerdictBatch
+from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, Proposal, ProposalBatch, VerdictBatch
 
 Orders = list[tuple[Sequence, int]]
 """Sequences and the draft tokens to order for each."""
@@ -21,34 +21,36 @@ Orders = list[tuple[Sequence, int]]
 
 @dataclass(slots=True)
 class PendingOrder:
-    """A batch that the drafter has not answered completely.
-
-    `prefixes` maps requests to the prefix length that their drafts assume. `asked_at` is when the present wait began on
-    the coordinator's clock: the batch was sent, or the first part of the answer arrived. `left_at` is where the next
-    message of the timeline begins: the batch was sent, or the drafter finished the first part (its clock).
-    """
+    """A batch that the drafter has not answered completely."""
 
     prefixes: dict[int, int]
+    """The requests that await a draft, and the prefix length that it assumes."""
     num_prefetched: int
+    """Further drafts of the batch, which were read off previews."""
     reads_text: bool
+    """Whether the drafter also reads text."""
     asked_at: float
+    """When the present wait began on the coordinator's clock: the batch was sent, or the first part of the answer
+    arrived."""
     left_at: float
+    """Where the next message of the timeline begins: the batch was sent, or the drafter finished the first part (its
+    clock)."""
     has_first_part: bool = False
     is_skipped: bool = False
     """The target went on without it; no other draft is waited for until the answer is complete."""
+    num_missed: int = 0
+    """Requests for which nothing was prepared, and for which no draft was waited."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassOrders:
-    """What a pass of the target does for the drafter, as fields of `VerifyBatch` and `VerifyItem`.
-
-    `lengths` are the draft tokens to draft right after the verdict, by request; `reading` the requests whose text is
-    read for drafts.
-    """
+    """What a pass of the target does for the drafter, as fields of `VerifyBatch` and `VerifyItem`."""
 
     may_draft: bool = False
     lengths: Mapping[int, int] = field(default_factory=dict)
+    """Draft tokens to draft right after the verdict, by request."""
     reading: Collection[int] = ()
+    """Requests whose text is read for drafts."""
     bridge: int = 0
     num_received: int = 0
 
@@ -62,9 +64,15 @@ class DrafterPort:
     is_present = False
     """Whether there is a drafter, and it is alive."""
     pending: PendingOrder | None = None
+    rounds_at_once = 1
+    """Rounds that the policy learns from at once, while one choice goes on."""
 
     def __init__(self, first_round: int = 0) -> None:
         self.round = first_round
+
+    def of(self, role: str) -> DrafterPort:
+        """The port of this role: there is one, but where several pools lend their drafters."""
+        return self
 
     # --- the drafter's role -------------------------------------------------------------------------------------------
 
@@ -89,6 +97,10 @@ class DrafterPort:
     def release(self, sequence: Sequence) -> None:
         """The request ended or was preempted."""
         sequence.draft = DraftState()
+
+    def source_of(self, proposal: Proposal | None) -> str:
+        """Which of several drafters has made it, for the counters; "" where there is one."""
+        return ""
 
     # --- orders -------------------------------------------------------------------------------------------------------
 
@@ -118,6 +130,13 @@ class DrafterPort:
         return PassOrders()
 
     # --- proposals ----------------------------------------------------------------------------------------------------
+
+    def delayed(self, seconds: float) -> None:
+        """The first part of an answer came so long after its order."""
+
+    def order_of(self, batch: ProposalBatch) -> PendingOrder | None:
+        """The unanswered order to which this is an answer; None if there is none."""
+        return self.pending if batch.round == self.round else None
 
     def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
         """The answer to the pending order, or a part of it; returns the number of stale proposals."""

@@ -33,7 +33,14 @@ _OF_TARGET = (Alive, Ready, PassFailed, VerdictBatch)
 _OF_DRAFT = (Alive, Ready, PassFailed, ProposalBatch, DraftPreviewBatch, DraftBatch)
 _MOST_NAMED = 64
 """Characters of a phase."""
-_TARGET_SIZES = {"kv_slots": 1, "max_model_len": 1, "vocab_size": 1, "max_source_len": 0, "block_size": 0}
+_TARGET_SIZES = {
+    "kv_slots": 1,
+    "max_model_len": 1,
+    "vocab_size": 1,
+    "max_source_len": 0,
+    "block_size": 0,
+    "whole_texts": 0,
+}
 
 
 class RecordChecks:
@@ -60,8 +67,17 @@ class RecordChecks:
         """Raise ValueError unless this link may send this record."""
         if not isinstance(record, self._allowed(link)):
             raise ValueError(f"{link} may not send {type(record).__name__}")
-        self._check_sender(link, record)
-        self._check_content(record)
+        match record:
+            case VerdictBatch():
+                self._check_verdicts(record)
+            case ProposalBatch():
+                self._check_proposals(record)
+            case DraftBatch():
+                self._check_orders(record)
+            case DraftPreviewBatch():
+                self._check_previews(record)
+            case _:
+                self._check_sender(link, record)
 
     def _check_sender(self, link: str, record: object) -> None:
         """A client numbers its requests and the owner its weights, and a rank reports itself."""
@@ -76,31 +92,12 @@ class RecordChecks:
                 record.identity, record.incarnation
             ):
                 raise ValueError(f"{link} is not {record.identity}, process {record.incarnation}")
-
-    def _check_content(self, record: object) -> None:
-        match record:
             case ReportOrder() if len(record.phase) > _MOST_NAMED or not record.phase.isprintable():
                 raise ValueError(f"phase: must be at most {_MOST_NAMED} printable characters")
             case Ready("target"):
                 for name, least in _TARGET_SIZES.items():
                     if type(size := record.facts.get(name, 0)) is not int or size < least:
                         raise ValueError(f"{name}: {size!r} is no number from {least} on")
-            case VerdictBatch():
-                self._check_verdicts(record)
-            case DraftBatch():  # of one level of a cascade to another
-                for top_tokens in record.top_tokens:
-                    top_tokens.check(self.vocab_size)
-                if record.exports:
-                    raise ValueError("exports: no level of a cascade is sent hidden states")
-            case ProposalBatch():
-                self._check_proposals(record)
-            case DraftPreviewBatch():
-                for preview in record.previews:
-                    preview.tree.check()
-                    check_tokens("tree", preview.tree.token_ids, self.vocab_size)
-                    _check_finite(preview.values)
-                    if len(preview.values) not in (0, len(preview.tree.token_ids)):
-                        raise ValueError("values: must be one per node")
 
     def _allowed(self, link: str) -> tuple[type, ...]:
         client = link.removesuffix(OUT)
@@ -118,8 +115,26 @@ class RecordChecks:
         if self._clients.has_another(link, request):
             raise ValueError(f"request_id: {request.request_id} is that of another request in flight")
 
+    def _check_orders(self, batch: DraftBatch) -> None:
+        """Those of one level of a cascade to another."""
+        for top_tokens in batch.top_tokens:
+            top_tokens.check(self.vocab_size)
+        if batch.exports:
+            raise ValueError("exports: no level of a cascade is sent hidden states")
+
+    def _check_previews(self, batch: DraftPreviewBatch) -> None:
+        for preview in batch.previews:
+            preview.tree.check()
+            check_tokens("tree", preview.tree.token_ids, self.vocab_size)
+            _check_finite(preview.values)
+            if len(preview.values) not in (0, len(preview.tree.token_ids)):
+                raise ValueError("values: must be one per node")
+
     def _check_verdicts(self, batch: VerdictBatch) -> None:
         _check_finite((batch.started, batch.finished, batch.committed))
+        guessed, accepted = batch.guesses
+        if not 0 <= accepted <= guessed:
+            raise ValueError(f"guesses: {accepted} of {guessed} cannot have been accepted")
         if batch.top_tokens is not None:
             batch.top_tokens.check(self.vocab_size)
         if batch.drafts is not None:

@@ -33,8 +33,10 @@ class RequestLogprobs:
 
     # --- what the target says -----------------------------------------------------------------------------------------
 
-    def fits(self, verdict: Verdict) -> bool:
-        """Whether a verdict brings what it must, and nothing else."""
+    def fits(self, verdict: Verdict, prompt: PromptLogprobs | None, num_generated: int) -> bool:
+        """Whether a verdict brings what it must, and nothing else; the first one with the rest of the `prompt`."""
+        if not num_generated and self._lacks_prompt(prompt):
+            return False
         if verdict.logprobs is None or self._asked is None:
             return verdict.logprobs is None and self._asked is None
         num_tokens = len(verdict.path) + len(verdict.token_ids)
@@ -47,7 +49,7 @@ class RequestLogprobs:
         is_inside = part.first + len(part.logprobs) <= self._prompt_len
         return is_inside and _lists_as(part.logprobs, self._prompt, self._prompt_asked)
 
-    def lacks_prompt(self, part: PromptLogprobs | None) -> bool:
+    def _lacks_prompt(self, part: PromptLogprobs | None) -> bool:
         """Whether the whole prompt is to be known before a first token, and is not with this part."""
         known = sum(map(len, self._prompt)) + (len(part.logprobs) if part is not None else 0)
         return self._prompt_asked is not None and known != self._prompt_len - 1

@@ -13,17 +13,17 @@ from actors.protocol.messages import Commit, Proposal, ProposalBatch, VerdictBat
 
 @dataclass(slots=True)
 class Round:
-    """`verifying` maps the requests of the pass to their proposals; None while no pass is outstanding.
-
-    `waited_s` is the time that the target idled while the drafter worked. `skipped_drafts`: the pass left without
-    drafts that had been ordered, since they were late or not worth waiting for.
-    """
+    """What happens between two verdicts, as far as it is known."""
 
     started: float
     verifying: dict[int, Proposal | None] | None = None
+    """The requests of the outstanding pass and their proposals; None while no pass is outstanding."""
     sent_at: float = 0.0
+    """When the batch of this pass left."""
     waited_s: float = 0.0
+    """The time in which the target idled while the drafter worked."""
     skipped_drafts: bool = False
+    """The pass left without drafts that had been ordered, since they were late or not worth waiting for."""
     outcomes: list[DraftOutcome] = field(default_factory=list)
     num_tokens: int = 0
     drafted_before_s: float = 0.0
@@ -33,9 +33,6 @@ class Round:
     serves_drafts: bool = False
     """The pass also computes what an attached drafter drafts from."""
     _num_rows: int = 0  # of decoding
-
-    def begin_pass(self, verifying: dict[int, Proposal | None], now: float, *, serves_drafts: bool) -> None:
-        self.verifying, self.sent_at, self.serves_drafts = verifying, now, serves_drafts
 
     def add_drafting(self, drafts: ProposalBatch, *, is_used: bool) -> None:
         """An attached drafter worked before this round; `is_used`: a draft of it may be verified."""
@@ -72,19 +69,19 @@ class Round:
         """The round of so many `seconds` that ends with this verdict, as the policy learns from it."""
         num_running, mean_len, samples = load_of(running)
         return RoundObservation(
-            seconds,
-            batch.finished - batch.started,
-            self.waited_s,
-            self.num_tokens,
-            max(num_running, len(self.outcomes)),  # with those that ended in this round
-            mean_len,
-            num_may_speculate,
-            batch.num_tokens - self._num_rows,
-            self.outcomes,
-            self.skipped_drafts,
-            samples,
-            self.unused_s,
-            self.serves_drafts,
+            seconds=seconds,
+            verify_s=batch.finished - batch.started,
+            draft_s=self.waited_s,
+            num_tokens=self.num_tokens,
+            num_running=max(num_running, len(self.outcomes)),  # with those that ended in this round
+            mean_len=mean_len,
+            num_may_speculate=num_may_speculate,
+            num_prompt_rows=batch.num_tokens - self._num_rows,
+            outcomes=self.outcomes,
+            skipped_drafts=self.skipped_drafts,
+            samples=samples,
+            unused_s=self.unused_s,
+            serves_drafts=self.serves_drafts,
         )
 
 

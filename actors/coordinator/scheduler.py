@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Sized
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 from itertools import takewhile
-from math import inf
+from typing import NamedTuple
 
 from actors.coordinator.sequence import BLOCK, Sequence
 from actors.coordinator.waiting import WaitingQueue
@@ -28,13 +28,17 @@ from actors.protocol.messages import Proposal
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Token slots in the target's KV pool, positions that one sequence may reach, tokens that a source may have, 0 for
-    a target without an encoder, and tokens of a block, 0 for one that writes token by token."""
+    """What the target has room for, in tokens."""
 
     kv_slots: int
     max_model_len: int
+    """Positions that one sequence may reach."""
     max_source_len: int = 0
+    """Tokens that a source may have; 0 for a target without an encoder."""
     block_size: int = 0
+    """Tokens of a block; 0 for a target that writes token by token."""
+    whole_texts: bool = False
+    """A sequence has slots for all tokens that it may reach from its admission on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,22 @@ class Load:
     kv_slots: int
 
 
-Demand = tuple[Sequence, int, Proposal | None]
-"""Rows of committed text that a sequence feeds in a pass, and the proposal that is verified after them."""
+class Demand(NamedTuple):
+    """Rows of committed text that a sequence feeds in a pass, and the proposal that is verified after them."""
+
+    sequence: Sequence
+    num_rows: int
+    proposal: Proposal | None
+
+    @property
+    def num_slots(self) -> int:
+        """KV slots that the pass takes at most: rows that are shared with other requests count as if this one had slots
+        of its own for them."""
+        sequence = self.sequence
+        if sequence.reserved_len:
+            return 0
+        num_draft_tokens = self.proposal.tree.num_draft_tokens if self.proposal is not None else 0
+        return (sequence.uncached_len if sequence.may_hit else self.num_rows) + num_draft_tokens
 
 
 @dataclass(slots=True)
@@ -94,6 +112,7 @@ class Scheduler:
         return None
 
     def add(self, sequence: Sequence) -> None:
+        sequence.reserved_len = sequence.max_len * self.capacity.whole_texts
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -123,6 +142,8 @@ class Scheduler:
     @property
     def num_joining(self) -> int:
         """Waiting sequences for which there are places in the next pass."""
+        if not self.waiting:
+            return 0
         free = self.limits.max_num_seqs - len(self.running)
         if len(places := self._places()) == 1:
             return min(len(self.waiting), free)
@@ -130,26 +151,54 @@ class Scheduler:
         counts = self.waiting.counts.items()
         return min(free, sum([min(count, MOST_NEW, max(0, share - places[scope])) for scope, count in counts]))
 
-    def _fill_batch(self, plan: RoundPlan) -> None:
-        """Move waiting sequences into the batch while seats, rows and slots last, and none is on probation."""
-        is_tested, blocked, least = self.tested is not None, list[int](), inf
-        while self.waiting and not is_tested:
-            sequence = self.waiting.first([*self._full(self._places(), plan.admitted), *blocked], self._is_held)
-            if sequence is None or self._held(sequence.request.scope) + _slots_of(sequence) > least:
-                return  # a request that needs many slots is not overtaken by those of clients with more than its own
-            is_tested = sequence.probation > 0
-            if is_tested and plan.admitted:
-                return  # it is admitted by itself too
-            if (victims := self._owed_room(sequence)) is None:
-                blocked.append(sequence.request.scope)
-                least, is_tested = min(least, self._held(sequence.request.scope)), False
-                continue
-            self.waiting.take(sequence)
-            self._vacate(victims, plan)
-            self.running.append(sequence)
-            plan.admitted.append(sequence)
+    def plan(self, held: Collection[int] = ()) -> RoundPlan:
+        """The rows of the next pass, with the proposals that the sequences hold; requests in `held` sit it out."""
+        plan = RoundPlan()
+        if self.waiting:
+            self._fill_batch(plan)
+        if (tested := self.tested) is None:
+            demands = self._demands([sequence for sequence in self.running if sequence.request_id not in held])
+        else:
+            self.running.remove(tested)
+            self.running.insert(0, tested)  # of all it keeps its place
+            demands = self._demands([tested])
+        self._fit(demands, plan)
+        plan.rows = [demand for demand in demands if demand.num_rows]
+        return plan
 
-    def _is_held(self, sequence: Sequence) -> bool:
+    # --- places in the batch ------------------------------------------------------------------------------------------
+
+    @property
+    def tested(self) -> Sequence | None:
+        """The running sequence on probation, which has the next passes for itself."""
+        return next((sequence for sequence in self.running if sequence.probation), None)
+
+    @property
+    def candidates(self) -> list[Sequence]:
+        """The running sequences of which the next pass is made."""
+        return self.running if (tested := self.tested) is None else [tested]
+
+    def _fill_batch(self, plan: RoundPlan) -> None:
+        """Move waiting sequences into the batch while places, rows and slots last; one on probation alone."""
+        blocked: dict[int, int] = {}  # clients whose next request does not fit, and the slots that each has
+        while self.waiting and self.tested is None:
+            without = [*self._full(self._places(), plan.admitted), *blocked]
+            sequence = self.waiting.first(without, self._waits_for_rows)
+            if sequence is None or (sequence.probation and plan.admitted):
+                return
+            scope = sequence.request.scope
+            if blocked and self._slots_of_client(scope) + _slots_of(sequence) > min(blocked.values()):
+                return  # a request that needs many slots is not overtaken by those of clients with more than its own
+            victims = self._owed_room(sequence)
+            if victims is None:
+                blocked[scope] = self._slots_of_client(scope)
+            else:
+                self.waiting.take(sequence)
+                self._vacate(victims, plan)
+                self.running.append(sequence)
+                plan.admitted.append(sequence)
+
+    def _waits_for_rows(self, sequence: Sequence) -> bool:
         """Whether it could soon share many more rows than now, of a text that the target reads."""
         alike = [other for other in self.running if _may_share(sequence, other)]
         if not any(other.uncached_len > 1 for other in alike):
@@ -189,7 +238,7 @@ class Scheduler:
             staying.remove(victim)
         return [other for other in self.running if other not in staying]
 
-    def _held(self, scope: int) -> int:
+    def _slots_of_client(self, scope: int) -> int:
         """Slots of a client's running sequences."""
         return sum([_slots_of(sequence) for sequence in self.running if sequence.request.scope == scope])
 
@@ -198,39 +247,18 @@ class Scheduler:
         plan.preempted += [victim for victim in victims if victim not in plan.admitted]
         plan.admitted = [sequence for sequence in plan.admitted if sequence not in victims]
 
-    def plan(self, held: Collection[int] = ()) -> RoundPlan:
-        """The rows of the next pass, with the proposals that the sequences hold; requests in `held` sit it out."""
-        plan = RoundPlan()
-        self._fill_batch(plan)
-        if (tested := self.tested) is None:
-            demands = self._demands([sequence for sequence in self.running if sequence.request_id not in held])
-        else:
-            self.running.remove(tested)
-            self.running.insert(0, tested)  # of all it keeps its place
-            demands = self._demands([tested])
-        self._fit(demands, plan)
-        plan.rows = [demand for demand in demands if demand[1]]
-        return plan
-
-    @property
-    def tested(self) -> Sequence | None:
-        """The running sequence on probation, which has the next passes for itself."""
-        return next((sequence for sequence in self.running if sequence.probation), None)
-
-    @property
-    def candidates(self) -> list[Sequence]:
-        """The running sequences of which the next pass is made."""
-        return self.running if (tested := self.tested) is None else [tested]
+    # --- rows of the pass ---------------------------------------------------------------------------------------------
 
     def _demands(self, sequences: Iterable[Sequence]) -> list[Demand]:
         budget = self.limits.max_num_batched_tokens
-        places = self._places()
-        left = dict.fromkeys(places, _share(budget, places))  # rows of text that each client may still have
         # Sequences that only lack their root come first: neither a long prompt nor another's draft may delay them.
         roots, texts = [], []
         for sequence in sequences:
             (texts if sequence.uncached_len > 1 or sequence.reads_source else roots).append(sequence)
         demands = []
+        left: dict[int, int] = {}  # rows of text that each client may still have
+        if texts:
+            left = dict.fromkeys(places := self._places(), _share(budget, places))
         for place, sequence in enumerate((*roots, *texts), start=1):
             uncached_len = sequence.uncached_len
             if sequence.reads_source:  # all of it at once, however long it is
@@ -248,32 +276,28 @@ class Scheduler:
                     proposal = None
                 else:
                     budget -= proposal.tree.num_draft_tokens
-            demands.append((sequence, rows, proposal))
+            demands.append(Demand(sequence, rows, proposal))
         return demands
 
     def _fit(self, demands: list[Demand], plan: RoundPlan) -> None:
         """Shrink `demands` in place until they fit the pool: the oldest sequence alone always does."""
         free = self.capacity.kv_slots - sum([sequence.num_rows for sequence in self.running])
-        needed = sum([_slots_needed(*demand) for demand in demands])
+        needed = sum([demand.num_slots for demand in demands])
         for i in range(len(demands) - 1, -1, -1):
             if needed <= free:
                 return
-            sequence, rows, proposal = demands[i]
-            needed -= _num_draft_tokens(proposal)
-            demands[i] = (sequence, rows, None)
+            shrunk = demands[i]._replace(proposal=None)
+            needed -= demands[i].num_slots - shrunk.num_slots
+            demands[i] = shrunk
         while needed > free:
             victim = _youngest(self.running[1:], _slots_of)[0]
             self.running.remove(victim)
-            needed -= sum([_slots_needed(*demand) for demand in demands if demand[0] is victim])
-            demands[:] = [demand for demand in demands if demand[0] is not victim]
+            needed -= sum([demand.num_slots for demand in demands if demand.sequence is victim])
+            demands[:] = [demand for demand in demands if demand.sequence is not victim]
             free += victim.num_rows
             victim.preempt()
             self.waiting.put_back([victim])
             plan.preempted.append(victim)
-
-
-def _num_draft_tokens(proposal: Proposal | None) -> int:
-    return proposal.tree.num_draft_tokens if proposal else 0
 
 
 def _may_share(one: Sequence, other: Sequence) -> bool:
@@ -297,13 +321,8 @@ def _num_common(one: Sequence, other: Sequence) -> int:
     return rest.start + sum(1 for _ in same)
 
 
-def _slots_needed(sequence: Sequence, rows: int, proposal: Proposal | None) -> int:
-    """At most; rows that the target has from other requests count as if this one had slots of its own for them."""
-    return (sequence.uncached_len if sequence.may_hit else rows) + _num_draft_tokens(proposal)
-
-
 def _slots_of(sequence: Sequence) -> int:
-    return sequence.prefix_len + sequence.source_len + 1
+    return max(sequence.prefix_len, sequence.reserved_len) + sequence.source_len + 1
 
 
 def _youngest(sequences: Series[Sequence], size: Callable[[Sequence], int]) -> tuple[Sequence, int]:

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterable, Mapping
 from actors.coordinator.outbox import Outbox
 from actors.coordinator.port import DrafterPort, Orders, PassOrders, PendingOrder
 from actors.coordinator.scheduler import Demand
-from actors.coordinator.sequence import DraftState, PreviewTree, Sequence
+from actors.coordinator.sequence import DraftState, Sequence
 from actors.policy.decision import Mode
 from actors.policy.policy import Policy
+from actors.protocol.draft_tree import PreviewTree
 from actors.protocol.messages import (
     Commit,
     DraftBatch,
@@ -62,7 +63,7 @@ class SeparatePort(DrafterPort):
         return self.is_present and sequence.request.speculates
 
     def admit(self, sequence: Sequence) -> None:
-        """Where waiting is weighed, its text is sent later, while the drafter is idle."""
+        """Sends the text at once, but where the policy weighs waiting: there while the drafter is idle."""
         if self.may_draft(sequence) and not self._policy.weighs_waiting:
             self._outbox.admit(sequence)
 
@@ -176,11 +177,20 @@ class SeparatePort(DrafterPort):
             orders.setdefault(request_id, DraftOrder(request_id, 0))
         prefixes = {s.request_id: s.prefix_len for s, _ in chosen if not s.draft.is_answered}
         reads_text = bool(reading or (not chosen and (admits or exports)))
-        self.pending = PendingOrder(prefixes, len(chosen) - len(prefixes), reads_text, now, now)
-        top_tokens, ahead = tuple(self._top_tokens), self._policy.works_ahead
+        self.pending = PendingOrder(prefixes, len(chosen) - len(prefixes), reads_text, asked_at=now, left_at=now)
+        batch = DraftBatch(
+            self.round,
+            admits,
+            commits,
+            releases,
+            orders=tuple(orders.values()),
+            after=after,
+            works_ahead=self._policy.works_ahead,
+            top_tokens=tuple(self._top_tokens),
+            exports=exports,
+        )
         self._top_tokens.clear()
-        known = admits, commits, releases, tuple(orders.values())
-        return DraftBatch(self.round, *known, after, works_ahead=ahead, top_tokens=top_tokens, exports=exports)
+        return batch
 
     def _flush_exports(self, running: Iterable[Sequence]) -> tuple[tuple[FeatureExport, ...], list[int]]:  # noqa: ARG002
         """Hidden states to receive with the batch, and the requests whose prompts they let the drafter read further."""

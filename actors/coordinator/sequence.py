@@ -9,11 +9,9 @@ Only `commit` changes the text. Knows nothing of models, drafters or sockets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Series
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from actors.coordinator.request_logprobs import RequestLogprobs
-from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import (
     HASH_SEED,
     Commit,
@@ -27,6 +25,10 @@ from actors.protocol.messages import (
 )
 from actors.protocol.token_tree import TokenTree
 
+if TYPE_CHECKING:
+    from actors.coordinator.request_logprobs import RequestLogprobs
+    from actors.protocol.draft_tree import PreviewTree
+
 ENTRIES_PER_PLACE = 64
 """Biases and bad words whose cost, in every role and pass, is about that of one more request."""
 AGEING_S = 10.0
@@ -35,30 +37,6 @@ BLOCK = 64
 """Tokens with a digest of their own, about as many rows as a pass costs by itself."""
 PROBATION = 3
 """Verdicts: the first passes after a failure read the text again, without a draft."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreviewTree:
-    """Drafts that draft-ahead prepared for a verdict still to come, as chains or as a tree."""
-
-    tree: DraftTree
-    is_chain: bool
-
-    @staticmethod
-    def read(preview: DraftPreview) -> PreviewTree:
-        return PreviewTree(DraftTree.read(preview.tree, preview.values), is_chain=not preview.values)
-
-    def after(self, token_ids: Series[int]) -> PreviewTree | None:
-        """The drafts for a verdict that commits `token_ids`; None if there are none."""
-        node = self.tree.find(token_ids)
-        if node is None or not self.tree.nodes[node].children:
-            return None
-        return PreviewTree(self.tree.reroot(node)[0], self.is_chain)
-
-    def best(self, num_draft_tokens: int) -> TokenTree:
-        """The likeliest proposal of so many draft tokens."""
-        tree = self.tree
-        return tree.proposal(tree.best_chain(num_draft_tokens) if self.is_chain else tree.best_nodes(num_draft_tokens))
 
 
 @dataclass
@@ -111,6 +89,7 @@ class Sequence:
     prefix_hash: int = HASH_SEED
     epoch: int = 0
     cached_len: int = 0
+    reserved_len: int = 0  # tokens of the whole text, where the target has rows for all of them from the start
     finish_reason: str | None = None
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     num_preemptions: int = 0
@@ -137,11 +116,12 @@ class Sequence:
     """Tokens of the prompt whose rows the target had at the first admission; None before."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(generated tokens before, version of the weights) where the version changed, as of `Tokens`."""
-    logprobs: RequestLogprobs = field(init=False)
+    logprobs: RequestLogprobs | None = field(init=False)
+    """None for a request that asks for none."""
     _digests: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.logprobs = RequestLogprobs(self.request)
+        self.logprobs = _kept_logprobs(self.request)
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt)
 
     @staticmethod
@@ -149,9 +129,8 @@ class Sequence:
         max_len = min(len(request.prompt) + request.sampling.max_tokens, max_model_len)
         sequence = Sequence(request, max_len, [*request.prompt, *request.generated])
         sequence.prefix_hash = extend_hash(HASH_SEED, sequence.token_ids)
-        sequence.num_admissions = (
-            len(request.generated) << 16
-        )  # an earlier coordinator counted from fewer generated tokens: no number repeats
+        # an earlier coordinator counted from fewer generated tokens: no number repeats
+        sequence.num_admissions = len(request.generated) << 16
         return sequence
 
     @property
@@ -171,7 +150,7 @@ class Sequence:
     @property
     def num_rows(self) -> int:
         """Slots that it has while it runs; those of its source from its admission on."""
-        return self.cached_len + len(self.request.source)
+        return max(self.cached_len, self.reserved_len) + len(self.request.source)
 
     @property
     def prefix_len(self) -> int:
@@ -276,16 +255,20 @@ class Sequence:
     def tokens_since(self, num_generated: int) -> list[Tokens]:
         """The generated tokens after the first `num_generated`, for a client that asks again."""
         missed = tuple(self.token_ids[self.prompt_len + num_generated :])
-        if not missed or not self.logprobs.can_resend(num_generated):  # then the client asked before it had more
-            return []
-        known = self.logprobs.since(num_generated), self.logprobs.prompt_with(num_generated)
-        versions = self.versions_from(num_generated)
-        return [Tokens(self.request_id, num_generated, missed, None, None, None, *known, versions=versions)]
+        kept = self.logprobs
+        if not missed or (kept is not None and not kept.can_resend(num_generated)):
+            return []  # the client asked before it had more
+        tokens = Tokens(self.request_id, num_generated, missed, versions=self.versions_from(num_generated))
+        if kept is not None:
+            logprobs, of_prompt = kept.since(num_generated), kept.prompt_with(num_generated)
+            tokens = replace(tokens, logprobs=logprobs, prompt_logprobs=of_prompt)
+        return [tokens]
 
     def preempt(self) -> None:
         """Drop the target's rows; the text stays, and older records become stale."""
         self.epoch += 1
-        self.logprobs.restart(self.num_generated)
+        if self.logprobs is not None:
+            self.logprobs.restart(self.num_generated)
         self.cached_len, self.exported_len, self.is_seen = 0, None, False
         self.num_preemptions += 1
 
@@ -295,10 +278,15 @@ class Sequence:
         self.probation = PROBATION
 
     def stats(self) -> RequestStats:
-        counts, histogram = self.counts, tuple(self.counts.acceptance_histogram)
-        drafted, accepted = counts.num_draft_tokens, counts.num_accepted_tokens
-        cached = self.num_cached_tokens or 0
-        return RequestStats(counts.num_spec_steps, drafted, accepted, histogram, self.num_preemptions, cached)
+        counts = self.counts
+        return RequestStats(
+            counts.num_spec_steps,
+            counts.num_draft_tokens,
+            counts.num_accepted_tokens,
+            tuple(counts.acceptance_histogram),
+            num_preemptions=self.num_preemptions,
+            num_cached_tokens=self.num_cached_tokens or 0,
+        )
 
     def resume(self, eos_token_ids: frozenset[int]) -> None:
         """Set `finish_reason` if the request was complete when it arrived, with the tokens that its client has."""
@@ -321,3 +309,11 @@ class Sequence:
         if len(tokens) == self.remaining:
             self.finish_reason = "length"
         return tokens
+
+
+def _kept_logprobs(request: Request) -> RequestLogprobs | None:
+    if request.logprobs is None and request.prompt_logprobs is None:
+        return None
+    from actors.coordinator.request_logprobs import RequestLogprobs
+
+    return RequestLogprobs(request)

@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from actors.coordinator.bridging import Bridging
 from actors.coordinator.clients import CLIENT, OUT, Clients
 from actors.coordinator.event_log import EventLog
 from actors.coordinator.loop_heartbeat import LoopHeartbeat
 from actors.coordinator.membership import RoleMembership
 from actors.coordinator.ports import open_port
 from actors.coordinator.record_checks import RecordChecks
-from actors.coordinator.round_timeout import RoundTimeout
+from actors.coordinator.role_rounds import RoleRounds
 from actors.coordinator.scheduler import Capacity, Load, Scheduler
 from actors.coordinator.state_machine import Answer, Coordinator
 from actors.coordinator.stats import CoordinatorStats
@@ -56,22 +56,21 @@ from actors.protocol.messages import (
     VerifyBatch,
     WeightsUpdated,
 )
-from actors.topology import TOP, child_role, parent_role, role_name
+from actors.topology import TOP, child_role, is_draft_role, parent_role, role_name, seat_role
 from actors.transport.channel import Hub, heart_of
 from actors.transport.keys import CLIENTS
+
+if TYPE_CHECKING:
+    from actors.coordinator.bridging import Bridging
 
 ROUNDS_PER_INCARNATION = 10**9
 """Offset between the round numbers of a coordinator and those of its successor."""
 EPOCHS_PER_INCARNATION = 10**6
 """The same for epochs."""
-IDLE_S = 2e-4
-"""A drafter that starts an order this long after its last pass was idle when the order arrived."""
 LONGEST_FIELDS = (1 << 17) + 4 * MOST_GRAMMAR_CHARACTERS
 """Bytes of a request beside its text and reference: at the bounds of `SamplingParams` about 100,000, and a grammar."""
 TOKEN_BYTES = 5
 """Bytes of a token id in a record, at most."""
-LEAD_ROLES = ("target", "draft")
-"""Roles that the state machine works with; levels of a cascade below the drafter work for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +98,28 @@ class CoordinatorSpec:
     """The drafter runs on the target's ranks."""
     bridged: bool = False
     """The drafter is sent the target's hidden states."""
+    local_drafter: str = "none"
+    """The lookup beside the coordinator; with one, drafts of the drafter are never waited for."""
     weights: Weights | None = None
     """What the target serves at the start of this incarnation; None: what its ranks were started with."""
     lent_silence_s: float = 0.0
     """Above 0: the drafter's rank is one that a pool lends. It is not awaited at the start, and lost after so many
     seconds without a heartbeat; no process of the engine is ended then."""
+    num_seats: int = 1
+    """Ranks that pools lend at a time, each a role of its own."""
 
     @property
     def sizes(self) -> dict[str, int]:
         """Number of ranks of each role."""
+        if self.num_seats > 1:
+            return {"target": self.target_ranks, **dict.fromkeys(map(seat_role, range(self.num_seats)), 1)}
         levels = {role_name(place): size for place, size in enumerate((self.draft_ranks, *self.level_ranks)) if size}
         return {"target": self.target_ranks, **levels}
+
+    @property
+    def lead_roles(self) -> tuple[str, ...]:
+        """Roles that the state machine works with; levels of a cascade below the drafter work for it."""
+        return ("target", *map(seat_role, range(self.num_seats)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +132,12 @@ class StatsSnapshot:
 
 
 Watch = Callable[[StatsSnapshot], None]
+
+
+def _bridging(memberships: Mapping[str, RoleMembership]) -> Bridging:
+    from actors.coordinator.bridging import Bridging  # for drafters that are sent hidden states alone
+
+    return Bridging(memberships["target"], memberships["draft"])
 
 
 class CoordinatorService:
@@ -140,11 +156,11 @@ class CoordinatorService:
         self._published_at = self._watched_at = time.monotonic()
         self._awake_s = 0.0  # seconds that this process ran; a suspension of it is not a silence of the ranks
         self._asleep_until = -math.inf
-        self._sent_at: dict[str, tuple[int, float]] = {}  # role -> round of the unanswered batch, and when it left
         first_epoch = spec.incarnation * EPOCHS_PER_INCARNATION + 1
         self._memberships = {role: RoleMembership(role, size, first_epoch) for role, size in spec.sizes.items()}
-        self._round_timeouts = {role: RoundTimeout() for role in self._memberships}
-        self._bridging = Bridging(self._memberships["target"], self._memberships["draft"]) if spec.bridged else None
+        self._rounds = {role: RoleRounds() for role in self._memberships}
+        self._lead_roles = spec.lead_roles
+        self._bridging = _bridging(self._memberships) if spec.bridged else None
         self._is_complete = dict.fromkeys(self._memberships, False)
         self._has_client = False
         self._awaits_report: set[str] = set()  # clients other than the owner
@@ -205,7 +221,7 @@ class CoordinatorService:
             self._coordinator.learn()
 
     def _wait_until(self) -> float:
-        """When drafts are waited for no longer."""
+        """The time at which waiting for drafts ends; infinite while nothing is waited for."""
         wait_until = self._coordinator.wait_until if self._coordinator is not None else None
         return math.inf if wait_until is None else wait_until
 
@@ -228,7 +244,7 @@ class CoordinatorService:
             watch(snapshot)
 
     def _send_heartbeat(self) -> None:
-        """To every client; from any thread."""
+        """Greets every client; may be called from any thread."""
         is_waiting = self._coordinator is None
         alive = Alive("coordinator", 0, self._spec.incarnation, os.getpid(), waiting=is_waiting, off_schedule=False)
         self._hub.send(self._clients.connected(), alive)
@@ -242,14 +258,14 @@ class CoordinatorService:
             self._abort(number)
         for role, membership in self._memberships.items():
             limit_s = self._silence_s(role)
-            round_limit_s = self._round_timeouts[role].limit_s if limit_s else math.inf
+            round_limit_s = self._rounds[role].limit_s if limit_s else math.inf
             for report in membership.find_hanging(limit_s, self._awake_s, round_limit_s):
                 self._hub.send([CLIENT], report)
             self._follow(membership)
 
     def _silence_s(self, role: str) -> float:
         """Seconds without a heartbeat after which a rank of this role is lost; 0: never."""
-        return self._spec.lent_silence_s or self._spec.silence_s if role == TOP else self._spec.silence_s
+        return (self._spec.lent_silence_s if is_draft_role(role) else 0.0) or self._spec.silence_s
 
     # --- records ------------------------------------------------------------------------------------------------------
 
@@ -322,15 +338,15 @@ class CoordinatorService:
         if isinstance(batch, DraftBatch):
             child = child_role(role)
             if self._is_complete.get(child) and batch.epoch == self._memberships[child].epoch:
-                self._round_timeouts[child].ordered(batch)
+                self._rounds[child].ordered(batch, time.monotonic())
                 self._hub.send(self._memberships[child].links(), batch)
             return
         if not isinstance(batch, DraftPreviewBatch):
-            self._round_timeouts[role].answered(batch)
-            if role in LEAD_ROLES and self._coordinator is not None:
-                self._measure_link(self._coordinator, role, batch, time.monotonic())
-        if role in LEAD_ROLES:
-            self._apply_record(batch)
+            link_s = self._rounds[role].answered(batch, time.monotonic())
+            if link_s is not None and role in self._lead_roles and self._coordinator is not None:
+                self._coordinator.stats.add_link_trip(role, link_s)
+        if role in self._lead_roles:
+            self._apply_record(batch, role)
         elif isinstance(batch, ProposalBatch):
             self._send_to_parent(role, batch)
 
@@ -339,21 +355,21 @@ class CoordinatorService:
         if not membership.record_heartbeat(alive, self._awake_s):
             return
         awaited = None
-        if coordinator is not None and alive.role in LEAD_ROLES and coordinator.awaits(alive.role):
+        if coordinator is not None and alive.role in self._lead_roles and coordinator.awaits(alive.role):
             awaited = coordinator.last_round(alive.role)
         if membership.suspects_missed_batch(alive, awaited) and coordinator is not None:
             coordinator.stats.num_lost_records += 1
             membership.start_new_epoch(self._awake_s)
         self._follow(membership)
 
-    def _apply_record(self, record: object) -> None:
+    def _apply_record(self, record: object, role: str = TOP) -> None:
         """Pass a record to the state machine. Before there is one the record is dropped."""
         if self._coordinator is not None:
-            self._send(self._coordinator.on(record, time.monotonic()))
+            self._send(self._coordinator.on(record, time.monotonic(), role))
             self._coordinator.learn()
 
     def _submit(self, link: str, request: Request) -> None:
-        """Before there is a state machine the request is dropped; its client sends it again."""
+        """Admits a request; before there is a state machine it is dropped, and its client sends it again."""
         if self._coordinator is not None:
             admitted = self._clients.admit(link, request)
             self._event_log.admitted(admitted, link.removesuffix(OUT), request.request_id)
@@ -383,7 +399,7 @@ class CoordinatorService:
             self._send_report([*clients], ReportOrder())
 
     def _send_report(self, clients: Sequence[str], order: ReportOrder) -> None:
-        """Before there is a state machine none is sent; clients order again."""
+        """Sends a report; before there is a state machine none is sent, and clients order again."""
         if self._coordinator is None:
             return
         self._coordinator.stats.num_unreadable = self._hub.num_unreadable
@@ -391,28 +407,17 @@ class CoordinatorService:
             assert isinstance(report, Report)
             self._hub.send(clients, report if CLIENT in clients else replace(report, spans=()))
 
-    def _measure_link(
-        self, coordinator: Coordinator, role: str, answer: VerdictBatch | ProposalBatch, now: float
-    ) -> None:
-        """The first answer to a batch measures the link, unless the batch had to wait for a pass of draft-ahead."""
-        round_, sent_at = self._sent_at.pop(role, (0, 0.0))
-        ahead = answer.ahead if isinstance(answer, ProposalBatch) else ()
-        was_idle = not ahead or answer.started - ahead[-1][1] > IDLE_S
-        if answer.round == round_ and was_idle:
-            left_at = answer.left_at if isinstance(answer, VerdictBatch) else answer.finished
-            coordinator.stats.add_link_trip(role, now - sent_at, left_at - answer.started)
-
     def _send(self, records: Iterable[Answer]) -> None:
         """Tokens last, all those of a client in one record: it wakes once a round."""
         outputs: dict[str, list[Tokens]] = {}
         for record in records:
             if isinstance(record, VerifyBatch | DraftBatch):
-                role = "target" if isinstance(record, VerifyBatch) else "draft"
-                self._sent_at[role] = (record.round, time.monotonic())
-                self._round_timeouts[role].ordered(record)
+                role = "target" if isinstance(record, VerifyBatch) else self._lead_roles[1 + record.seat]
+                self._rounds[role].ordered(record, time.monotonic())
                 self._hub.send(self._memberships[role].links(), record)
             elif isinstance(record, Tokens):
-                self._event_log.sent(record)
+                if record.finish_reason is not None:
+                    self._event_log.finished(record)
                 client, tokens = self._clients.address(record)
                 outputs.setdefault(client, []).append(tokens)
             elif isinstance(record, WeightsUpdated):
@@ -422,7 +427,7 @@ class CoordinatorService:
 
     def _end_update(self, update: WeightsUpdated) -> None:
         """Ranks that join from now on serve these weights too."""
-        self._event_log.sent(update)
+        self._event_log.updated(update)
         if not update.refusal and self._wanted is not None and self._wanted.version == update.version:
             self._memberships["target"].weights = self._wanted
         self._hub.send([CLIENT], update)
@@ -452,14 +457,14 @@ class CoordinatorService:
 
     def _follow(self, membership: RoleMembership) -> None:
         """Send the orders that are due, and notify the neighbours if the role became complete or incomplete."""
-        if self._bridging is None or membership.role not in LEAD_ROLES:
+        if self._bridging is None or membership.role not in self._lead_roles:
             self._follow_role(membership)
             return
         assert self._store is not None
         for links, order in self._bridging.follow(self._store, self._awake_s):
             # to the heartbeats too: the target may wait for a drafter that was at the end of the last bridge
             self._hub.send([*links, *map(heart_of, links)], order)
-        for role in LEAD_ROLES:
+        for role in self._lead_roles:
             self._follow_role(self._memberships[role])
 
     def _follow_role(self, membership: RoleMembership) -> None:
@@ -482,7 +487,7 @@ class CoordinatorService:
 
     def _last_round(self, role: str) -> int:
         """Round of the last batch that the role was sent in the epochs before."""
-        if role not in LEAD_ROLES:
+        if role not in self._lead_roles:
             return 0  # a level's rounds start anew in each epoch, since the level above may be new too
         if self._coordinator is None:
             return self._spec.incarnation * ROUNDS_PER_INCARNATION
@@ -490,7 +495,7 @@ class CoordinatorService:
 
     def _notify_neighbours(self, role: str) -> None:
         """A role became complete or was lost: notify its parent or the state machine, and synchronise its child."""
-        if role in LEAD_ROLES:
+        if role in self._lead_roles:
             self._apply_record(self._state_of(role))
         else:
             self._send_to_parent(role, self._state_of(role))
@@ -529,6 +534,7 @@ class CoordinatorService:
             spec.num_draft_tokens,
             adaptive=spec.adaptive,
             longest_only=spec.chooses_lengths,
+            waits=spec.local_drafter == "none",
         )
         drafter = open_port(
             policy,
@@ -536,11 +542,12 @@ class CoordinatorService:
             drafts="draft" in self._memberships,
             attached=spec.attached,
             bridged=spec.bridged,
+            num_seats=spec.num_seats,
             first_round=spec.incarnation * ROUNDS_PER_INCARNATION,
+            local_drafter=spec.local_drafter,
         )
-        capacity = Capacity(
-            int(facts["kv_slots"]), max_model_len, max_source_len, block_size=int(facts.get("block_size", 0))
-        )
+        block_size, whole_texts = int(facts.get("block_size", 0)), bool(facts.get("whole_texts"))
+        capacity = Capacity(int(facts["kv_slots"]), max_model_len, max_source_len, block_size, whole_texts)
         scheduler = Scheduler(spec.limits, capacity)
         self._coordinator = self._checks.coordinator = Coordinator(
             scheduler,
@@ -551,7 +558,7 @@ class CoordinatorService:
             now=time.monotonic(),
         )
         self._send_ready(self._memberships, self._clients.connected())
-        for role in LEAD_ROLES:
+        for role in self._lead_roles:
             if role in self._memberships and (spec.bridged or not self._is_complete[role]):
                 self._apply_record(self._state_of(role))
 

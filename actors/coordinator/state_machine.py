@@ -25,9 +25,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from actors.coordinator.outbox import Outbox
-from actors.coordinator.port import DrafterPort, PassOrders, PendingOrder
+from actors.coordinator.port import DrafterPort, PassOrders
 from actors.coordinator.round import Round, load_of
-from actors.coordinator.scheduler import Load, Scheduler
+from actors.coordinator.scheduler import Demand, Load, Scheduler
 from actors.coordinator.sequence import DraftState, Sequence
 from actors.coordinator.stats import CoordinatorStats
 from actors.policy.policy import Policy, RoundObservation
@@ -50,6 +50,7 @@ from actors.protocol.messages import (
     WeightsUpdated,
 )
 from actors.protocol.token_tree import TokenTree
+from actors.topology import TOP
 
 Answer = VerifyBatch | DraftBatch | Tokens | Report | WeightsUpdated
 _LOST = "a rank of the target was lost meanwhile, and the weights before are served; update again"
@@ -83,7 +84,7 @@ class Coordinator:
         self._verify_round = drafter.round  # of the last batch to the target; both batches of one round have one number
         self._drafter = drafter
         self._round = Round(now)
-        self._unlearned: RoundObservation | None = None
+        self._unlearned: list[RoundObservation] = []
         self._lost_at: dict[str, float] = {}  # roles that have not answered since they were lost
         self._active_since: float | None = None
         self._version = version  # of the weights that the target serves
@@ -100,16 +101,18 @@ class Coordinator:
             return True
         prompts = {part.request_id: part for part in batch.prompt_logprobs}
         live = [(self._sequences[number], part) for number, part in prompts.items() if number in self._sequences]
-        if len(prompts) < len(batch.prompt_logprobs) or not all(one.logprobs.fits_prompt(part) for one, part in live):
+        are_prompts = all(one.logprobs is not None and one.logprobs.fits_prompt(part) for one, part in live)
+        if not are_prompts or len(prompts) < len(batch.prompt_logprobs):
             return False
         for verdict in batch.verdicts:
             if verdict.request_id not in self._round.verifying:
                 continue  # ended since
             sequence, proposal = self._sequences[verdict.request_id], self._round.verifying[verdict.request_id]
             is_path = proposal.tree.has_path(verdict.path) if proposal is not None else not verdict.path
-            if not (sequence.is_prefix_of(verdict) and is_path and sequence.logprobs.fits(verdict)):
-                return False
-            if not sequence.num_generated and sequence.logprobs.lacks_prompt(prompts.get(verdict.request_id)):
+            is_asked = verdict.logprobs is None
+            if (kept := sequence.logprobs) is not None:
+                is_asked = kept.fits(verdict, prompts.get(verdict.request_id), sequence.num_generated)
+            if not (sequence.is_prefix_of(verdict) and is_path and is_asked):
                 return False
         admitted = {sequence.request_id: sequence for sequence, _ in self._unseen}
         for request_id, num_rows in batch.hits:
@@ -128,14 +131,15 @@ class Coordinator:
 
     def last_round(self, role: str) -> int:
         """Round of the last batch sent to this role."""
-        return self._verify_round if role == "target" else self._drafter.round
+        return self._verify_round if role == "target" else self._drafter.of(role).round
 
     def awaits(self, role: str) -> bool:
         """Whether this role has not answered its last batch yet."""
-        return (self._round.verifying if role == "target" else self._drafter.pending) is not None
+        return (self._round.verifying if role == "target" else self._drafter.of(role).pending) is not None
 
-    def on(self, record: object, now: float) -> list[Answer]:
-        """Process one record; return what to send, most urgent first. `now` is CLOCK_MONOTONIC seconds.
+    def on(self, record: object, now: float, role: str = TOP) -> list[Answer]:
+        """Process one record; return what to send, most urgent first. `now` is CLOCK_MONOTONIC seconds, `role` the one
+        that a draft comes from.
 
         Then call `learn`, once all of it is sent.
         """
@@ -145,9 +149,9 @@ class Coordinator:
             case VerdictBatch():
                 emitted = self._end_round(record, now)
             case ProposalBatch():
-                self._receive_proposals(record, now)
+                self._receive_proposals(record, now, role)
             case DraftPreviewBatch():
-                self._drafter.receive_previews(record, self._sequences)
+                self._drafter.of(role).receive_previews(record, self._sequences)
                 return []
             case Request():
                 emitted = self._submit(record, now)
@@ -179,14 +183,18 @@ class Coordinator:
         return [*self._advance(now, may_wait=False)]
 
     def learn(self) -> None:
-        """The policy learns from the round that ended, if it has not yet: beside the pass that was started since."""
-        seen, self._unlearned = self._unlearned, None
-        if seen is None:
+        """The policy learns from rounds that ended, beside the pass that was started since: from each, or while one
+        choice goes on, from as many at once as is enough for the drafter."""
+        seen, policy = self._unlearned, self._policy
+        may_go_on = policy.may_learn_later and not policy.may_end and self._sequences
+        if not seen or (may_go_on and len(seen) < self._drafter.rounds_at_once):
             return
-        self._policy.update(seen)
-        for outcome in seen.outcomes:
-            if outcome.request_id not in self._sequences:
-                self._policy.release(outcome.request_id)
+        self._unlearned = []
+        for one in seen:
+            policy.update(one)
+            for outcome in one.outcomes:
+                if outcome.request_id not in self._sequences:
+                    policy.release(outcome.request_id)
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
@@ -207,7 +215,11 @@ class Coordinator:
         num_ready = sum([sequence.draft.proposal is not None for sequence in running])
         held = {sequence.request_id for sequence, _ in missing_drafts} if self._policy.alternates and num_ready else ()
         if missing_drafts and pending is not None:
-            wait_s = self._wait_s(len(missing_drafts), num_ready, pending) if may_wait else 0.0
+            num_missing, wait_s = len(missing_drafts), 0.0
+            if may_wait:
+                num_plain = len(self._scheduler.running) - num_missing - num_ready + self._scheduler.num_joining
+                is_begun = pending.has_first_part
+                wait_s = self._policy.wait_s(num_missing, num_ready, num_plain, has_first_part=is_begun)
             if wait_s:
                 self.wait_until = max(self._round.started, pending.asked_at) + wait_s
                 return [*orders]
@@ -229,16 +241,20 @@ class Coordinator:
         if round_.verifying is None or batch.round != self._verify_round:
             self.stats.num_stale += 1
             return []
-        self._end_outage("target", now)
+        if self._lost_at:
+            self._end_outage("target", now)
         if self._loading is not None:
             return [self._end_loading(self._loading, batch.refusal, now)]
         speculated = any(proposal is not None for proposal in round_.verifying.values())
         self.stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
-        self._take_hits(batch)
+        if self._unseen:
+            self._take_hits(batch)
         verifying = round_.verifying
         for part in batch.prompt_logprobs:
             if part.request_id in self._sequences:
-                self._sequences[part.request_id].logprobs.add_prompt(part)
+                kept = self._sequences[part.request_id].logprobs
+                assert kept is not None, "`expects` has seen to it"
+                kept.add_prompt(part)
         emitted = [self._commit(verdict, now) for verdict in batch.verdicts if verdict.request_id in verifying]
         self.stats.num_stale += len(batch.verdicts) - len(emitted)  # verdicts of requests that were aborted
         seconds = round_.seconds(batch, now)
@@ -269,12 +285,16 @@ class Coordinator:
         round_, sequence = self._round, self._sequences[verdict.request_id]
         assert round_.verifying is not None
         proposal, position = round_.verifying[verdict.request_id], sequence.num_generated
-        sequence.note_version(self._version)
+        known: dict[str, Any] = {}
+        if self._version or sequence.versions:
+            sequence.note_version(self._version)
         commit = sequence.commit(verdict, proposal, self._eos_token_ids)
-        self.stats.add_commit(proposal, commit)
-        logprobs = sequence.logprobs.add(verdict.logprobs, len(commit.token_ids))
-        known: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": sequence.logprobs.prompt_with(position)}
-        known["versions"] = sequence.versions_from(position)
+        self.stats.add_commit(proposal, commit, self._drafter.source_of(proposal))
+        if sequence.logprobs is not None:
+            logprobs = sequence.logprobs.add(verdict.logprobs, len(commit.token_ids))
+            known |= {"logprobs": logprobs, "prompt_logprobs": sequence.logprobs.prompt_with(position)}
+        if sequence.versions:
+            known["versions"] = sequence.versions_from(position)
         if proposal is not None:
             known["proposers"] = proposal.proposers(commit.path[: len(commit.token_ids)])
         if commit.token_ids and sequence.first_token_at is None:
@@ -286,7 +306,8 @@ class Coordinator:
         self._target_outbox.commit(commit)
         is_own = proposal is None or not proposal.is_forced
         self._drafter.commit(sequence, commit if is_own else replace(commit, path=()))
-        self._draft_forced(sequence, verdict)
+        if verdict.forced:
+            self._draft_forced(sequence, verdict)
         stats = None
         if sequence.finish_reason is not None:
             self._end(sequence, now)
@@ -316,7 +337,7 @@ class Coordinator:
             stats.add_mode(
                 policy.mode, seen.seconds + seen.unused_s, [outcome.num_ordered for outcome in seen.outcomes]
             )
-        self._unlearned = seen
+        self._unlearned.append(seen)
         if not policy.may_learn_later:
             self.learn()
 
@@ -325,16 +346,11 @@ class Coordinator:
         least_round = self._verify_round + (verifying is None)
         return self._drafter.order(self._scheduler.running, () if verifying is None else verifying, least_round, now)
 
-    def _wait_s(self, num_expecting: int, num_ready: int, pending: PendingOrder) -> float:
-        scheduler = self._scheduler
-        num_running = len(scheduler.running)
-        num_plain = num_running - num_expecting - num_ready + scheduler.num_joining
-        return self._policy.wait_s(num_expecting, num_ready, num_plain, has_first_part=pending.has_first_part)
-
     def _start_pass(self, held: Collection[int], now: float) -> list[VerifyBatch]:
         """Plan the next pass without the requests that are `held`; none if there is nothing to compute."""
         plan = self._scheduler.plan(held)
-        self._preempt(plan.preempted)
+        if plan.preempted:
+            self._preempt(plan.preempted)
         if plan.admitted:
             self._open_at_roles(plan.admitted, now)
         if not plan.rows:
@@ -342,11 +358,20 @@ class Coordinator:
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
         orders = self._drafter.begin_pass(plan.rows, self._sequences.values())
         verifying = {one.request_id: proposal for one, num_rows, proposal in plan.rows if one.may_reach_root(num_rows)}
-        self._round.begin_pass(verifying, now, serves_drafts=any(orders.lengths.values()))
-        items = tuple([_feed(*demand, orders) for demand in plan.rows])
+        round_ = self._round
+        round_.verifying, round_.sent_at, round_.serves_drafts = verifying, now, any(orders.lengths.values())
+        items = tuple([_feed(demand, orders) for demand in plan.rows])
         self._fed = tuple([item.request_id for item in items])
-        unsent, bridge = self._target_outbox.flush(), (orders.bridge, orders.num_received)
-        return [VerifyBatch(self._verify_round, *unsent, items, after, orders.may_draft, *bridge)]
+        batch = VerifyBatch(
+            self._verify_round,
+            *self._target_outbox.flush(),
+            items=items,
+            after=after,
+            may_draft=orders.may_draft,
+            bridge=orders.bridge,
+            num_received=orders.num_received,
+        )
+        return [batch]
 
     # --- other weights ------------------------------------------------------------------------------------------------
 
@@ -364,7 +389,7 @@ class Coordinator:
         self._loading, self._wanted, self._fed = self._wanted, None, ()
         self._preempt(self._scheduler.preempt_all())
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
-        self._round.begin_pass({}, now, serves_drafts=False)
+        self._round.verifying, self._round.sent_at = {}, now
         return VerifyBatch(self._verify_round, *self._target_outbox.flush(), after=after, weights=self._loading)
 
     def _end_loading(self, weights: Weights, refusal: str, now: float) -> WeightsUpdated:
@@ -376,20 +401,25 @@ class Coordinator:
             self._policy.forget_acceptance()
         return WeightsUpdated(weights.version, refusal)
 
-    def _receive_proposals(self, batch: ProposalBatch, now: float) -> None:
-        pending = self._drafter.pending
-        if pending is None or batch.round != self._drafter.round:
+    def _receive_proposals(self, batch: ProposalBatch, now: float, role: str) -> None:
+        drafter = self._drafter.of(role)
+        pending = drafter.order_of(batch)
+        if pending is None:
             self.stats.num_stale += 1
             return
-        self._end_outage("draft", now)
-        self.stats.add_drafts(batch, pending.left_at, now, 0 if batch.num_missing else pending.num_prefetched)
+        if self._lost_at:
+            self._end_outage(role, now)
+        found = (0, 0) if batch.num_missing else (pending.num_prefetched, pending.num_missed)
+        self.stats.add_drafts(batch, pending.left_at, now, *found)
         pending.left_at = batch.finished
         if self._round.verifying is None:
             self._round.add_wait(batch)
         if pending.prefixes:
             self._policy.wait.update_delay(now - pending.asked_at, is_rest=pending.has_first_part)
+            if not pending.has_first_part:
+                drafter.delayed(now - pending.asked_at)
             pending.asked_at = now
-        self.stats.num_stale += self._drafter.receive(batch, self._sequences)
+        self.stats.num_stale += drafter.receive(batch, self._sequences)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -417,7 +447,8 @@ class Coordinator:
         return []
 
     def _open_at_roles(self, sequences: list[Sequence], now: float) -> None:
-        self._policy.expect_load(*load_of(self._scheduler.running))
+        num_running, _, samples = load_of(self._scheduler.running)
+        self._policy.expect_load(num_running, samples)
         for sequence in sequences:
             sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
             self._target_outbox.admit(sequence)
@@ -468,8 +499,8 @@ class Coordinator:
         """
         self.stats.num_role_losses[role] = self.stats.num_role_losses.get(role, 0) + 1
         self._lost_at.setdefault(role, now)
-        if role == "draft":
-            self._drafter.lose(self._sequences.values())
+        if role != "target":
+            self._drafter.of(role).lose(self._sequences.values())
             return []
         self._has_target, self._target_outbox, self._round.verifying = False, Outbox(), None
         self._unseen = []
@@ -479,8 +510,8 @@ class Coordinator:
         return [] if lost is None else [WeightsUpdated(lost.version, _LOST, is_lost=True)]
 
     def _regain(self, back: RoleBack, now: float) -> None:
-        if back.role == "draft":
-            self._drafter.regain(back.epoch)
+        if back.role != "target":
+            self._drafter.of(back.role).regain(back.epoch)
         else:
             self._has_target = True
         if not self._sequences:
@@ -488,7 +519,7 @@ class Coordinator:
 
     def _end_outage(self, role: str, now: float) -> None:
         """End the outage of a lost role: it answered, or it returned while there are no requests."""
-        if role in self._lost_at and (self._has_target if role == "target" else self._drafter.is_present):
+        if role in self._lost_at and (self._has_target if role == "target" else self._drafter.of(role).is_present):
             self.stats.add_outage(role, now - self._lost_at.pop(role))
 
     def _report(self, order: ReportOrder, now: float) -> Report:
@@ -501,8 +532,9 @@ class Coordinator:
         return report
 
 
-def _feed(sequence: Sequence, num_tokens: int, proposal: Proposal | None, orders: PassOrders) -> VerifyItem:
+def _feed(demand: Demand, orders: PassOrders) -> VerifyItem:
     """The item of one sequence, whose proposal is used up."""
+    sequence, num_tokens, proposal = demand
     request_id, sequence.draft.proposal = sequence.request_id, None
     if num_tokens < sequence.uncached_len:
         sequence.cached_len += num_tokens  # a chunk of committed text: its rows stay whatever the verdicts are

@@ -13,7 +13,6 @@ from typing import Any
 
 from actors.coordinator.sequence import Sequence, SpeculationCounts, count_at
 from actors.protocol.messages import Commit, LevelWork, Proposal, ProposalBatch, Report, VerdictBatch
-from actors.protocol.token_tree import TokenTree
 
 SPAN_LIMIT = 50_000
 """Spans kept; older ones fall out, so that a server's memory stays constant."""
@@ -23,6 +22,9 @@ ENDED_LIMIT = 4096
 
 MESSAGES = "messages"
 """Timeline lane of the records between the roles."""
+
+SOURCE_COUNTS = ("num_spec_steps", "num_draft_tokens", "num_accepted_tokens")
+"""What is counted of each source of drafts, where there are several."""
 
 TimelineSpan = tuple[str, str, float, float, dict[str, Any]]
 
@@ -89,16 +91,14 @@ class DraftCounters(SpeculationCounts):
     num_branch_hits: int = 0
     num_branch_lookups: int = 0
     num_prefetched: int = 0
+    drafts_by_source: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Verified drafts, their tokens and accepted ones, of a far drafter and of the lookup beside the coordinator."""
 
-    def add_verdict(self, tree: TokenTree, num_accepted: int) -> None:
-        super().add_verdict(tree, num_accepted)
-        drafted, accepted, depth = self.num_drafted_per_pos, self.num_accepted_per_pos, max(tree.depths())
-        drafted.extend([0] * (depth - len(drafted)))
-        accepted.extend([0] * (depth - len(accepted)))
-        for position in range(depth):
-            drafted[position] += 1
-        for position in range(min(depth, num_accepted)):
-            accepted[position] += 1
+    def add_source(self, source: str, num_draft_tokens: int, num_accepted: int) -> None:
+        """A draft of this source, which is not empty, got its verdict."""
+        counts = self.drafts_by_source.setdefault(source, dict.fromkeys(SOURCE_COUNTS, 0))
+        for name, count in zip(SOURCE_COUNTS, (1, num_draft_tokens, num_accepted), strict=True):
+            counts[name] += count
 
 
 @dataclass
@@ -129,10 +129,18 @@ class TimeCounters:
         self.wait_for_messages_s += max(0.0, idle_s - draft_s)
         self.spec_round_overhead_s += max(0.0, seconds - verify_s - draft_s)
 
-    def add_link_trip(self, role: str, away_s: float, busy_s: float) -> None:
-        """A batch to `role` was answered within `away_s`, of which the role worked for `busy_s`."""
+    def add_link_trip(self, role: str, seconds: float) -> None:
+        """A batch to `role` and its answer were on their way for so long."""
         self.num_link_trips[role] = self.num_link_trips.get(role, 0) + 1
-        self.link_s[role] = self.link_s.get(role, 0.0) + max(0.0, away_s - busy_s)
+        self.link_s[role] = self.link_s.get(role, 0.0) + seconds
+
+
+@dataclass
+class GuessCounters:
+    """States of blocks that a target which fills masks guessed, and those that its decoder came by."""
+
+    num_guessed_states: int = 0
+    num_accepted_states: int = 0
 
 
 @dataclass
@@ -186,7 +194,9 @@ class PolicyCounters:
 
 
 @dataclass
-class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, ExportCounters, LossCounters, PolicyCounters):
+class CoordinatorStats(
+    RequestCounters, DraftCounters, GuessCounters, TimeCounters, ExportCounters, LossCounters, PolicyCounters
+):
     """Counters of one measuring window, from `since` on; `phase` is the window's name, empty for none."""
 
     since: float = 0.0
@@ -195,14 +205,28 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, ExportCount
     learning: dict[str, float] = field(default_factory=dict)
     spans: deque[TimelineSpan] = field(default_factory=lambda: deque(maxlen=SPAN_LIMIT))
 
-    def add_commit(self, proposal: Proposal | None, commit: Commit) -> None:
-        """One sequence got its verdict on `proposal`."""
+    def add_commit(self, proposal: Proposal | None, commit: Commit, source: str = "") -> None:
+        """One sequence got its verdict on `proposal`, which is of this source if there are several."""
         self.num_tokens += len(commit.token_ids)
-        if proposal is not None and proposal.tree.num_draft_tokens:
-            self.add_verdict(proposal.tree, min(len(commit.path), len(commit.token_ids)))
+        if proposal is None or not proposal.tree.num_draft_tokens:
+            return
+        tree, num_accepted = proposal.tree, min(len(commit.path), len(commit.token_ids))
+        self.add_verdict(tree, num_accepted)
+        if source:
+            self.add_source(source, tree.num_draft_tokens, num_accepted)
+        drafted, accepted, depth = self.num_drafted_per_pos, self.num_accepted_per_pos, max(tree.depths())
+        drafted.extend([0] * (depth - len(drafted)))
+        accepted.extend([0] * (depth - len(accepted)))
+        for position in range(depth):
+            drafted[position] += 1
+        for position in range(min(depth, num_accepted)):
+            accepted[position] += 1
 
-    def add_drafts(self, batch: ProposalBatch, left_at: float, now: float, num_prefetched: int = 0) -> None:
-        """An answer of the drafter arrived; `num_prefetched` proposals of its round had been read off previews.
+    def add_drafts(
+        self, batch: ProposalBatch, left_at: float, now: float, num_prefetched: int = 0, num_missed: int = 0
+    ) -> None:
+        """An answer of the drafter arrived; `num_prefetched` proposals of its round had been read off previews, and for
+        `num_missed` requests there was nothing.
 
         The order left at `left_at`, for the second part of an answer the first part.
         """
@@ -219,7 +243,7 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, ExportCount
             self._add_level(work, batch.round)
         if batch.learning is not None:
             self.learning = asdict(batch.learning)
-        num_tokens, num_misses, num_hits = 0, 0, num_prefetched
+        num_tokens, num_misses, num_hits = 0, num_missed, num_prefetched
         for proposal in batch.proposals:
             num_tokens += proposal.tree.num_draft_tokens
             num_hits += proposal.prepared is True
@@ -258,6 +282,8 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, ExportCount
         """The verdicts of a target pass arrived, whose batch left at `sent_at`."""
         self._add_messages(batch.round, "verify", sent_at, batch.started, "verdict", batch.left_at, now)
         self.target_busy_s += batch.finished - batch.started
+        self.num_guessed_states += batch.guesses[0]
+        self.num_accepted_states += batch.guesses[1]
         self.num_rounds += 1
         name = "verify" if speculated else "prefill" if batch.num_tokens > len(batch.verdicts) else "decode"
         num_tokens = sum([len(verdict.path) + len(verdict.token_ids) for verdict in batch.verdicts])

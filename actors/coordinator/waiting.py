@@ -22,7 +22,7 @@ MOST_PASSED = 64
 
 
 class WaitingQueue:
-    """By the `scope` of the requests, which tells clients apart."""
+    """Requests that wait for a place in the batch: one queue for each client, which `Request.scope` tells apart."""
 
     def __init__(self) -> None:
         self._returned: deque[Sequence] = deque()
@@ -33,7 +33,7 @@ class WaitingQueue:
         return self._len
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order in which they are served, if none is added."""
+        """Yields the requests in the order in which they are served, if none is added."""
         yield from self._returned
         turns = deque(iter(queue) for queue in self._queues.values())
         while turns:
@@ -92,7 +92,7 @@ class WaitingQueue:
             self._len -= 1
 
     def _place(self, sequence: Sequence) -> int | None:
-        """Where it is in the queue of its client, if it is there and never had a place in the batch."""
+        """Index in the queue of its client; None if it is not there or has had a place in the batch before."""
         queue = self._queues.get(sequence.request.scope, [])
         place = bisect_left(queue, sequence.due, key=_DUE)
         while place < len(queue) and queue[place] is not sequence:

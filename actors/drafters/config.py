@@ -47,9 +47,7 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """The launch options and the rank that a drafter is built for; `target_runner` is the target itself if
-    the drafter is attached to its ranks. `sharing`: with others on the device. `role`: of those in `roles()`; one whose
-    drafts come from ranks of another role needs the rank's `mailbox`."""
+    """The launch options and the rank that a drafter is built for."""
 
     verify: VerifyConfig
     pipeline: str
@@ -59,9 +57,13 @@ class DraftSetup:
     eos_token_ids: tuple[int, ...]
     target: TargetConfig = field(default_factory=TargetConfig)
     target_runner: DecoderRunner | None = None
+    """The target itself, if the drafter is attached to its ranks."""
     sharing: DeviceShare | None = None
+    """What this rank shares its device with; None if it has it alone."""
     role: str = TOP
+    """One of `DrafterConfig.roles()`."""
     mailbox: Mailbox | None = None
+    """The rank's, for a drafter whose drafts come from ranks of another role."""
 
     @property
     def model_options(self) -> ModelOptions:
@@ -101,8 +103,8 @@ class TypedPart(Protocol):
     """Makes the record of a drafter inside another."""
 
     def __call__(self, entry: Any, where: str, excluded: Set[str], noun: str) -> DrafterConfig:
-        """From a name, or keys with a name, of any drafter but the `excluded`; ValueError, one line, for another. The
-        `noun` says what it is there."""
+        """Returns the record for a name, or for keys with a name, of any drafter but the `excluded`; raises ValueError,
+        one line, for another. The `noun` says what the drafter is there."""
         ...
 
 
@@ -185,6 +187,16 @@ class DrafterConfig(Choice):
     def is_attached(self, pipeline: str) -> bool:
         """Whether it runs on the target's ranks, and drafts right after each verdict."""
         return False
+
+    @property
+    def num_seats(self) -> int:
+        """Draft ranks that pools lend at a time."""
+        return 0
+
+    @property
+    def lenders(self) -> list[tuple[str, str]]:
+        """(address, file of its key) of each pool that lends it."""
+        return []
 
     @property
     def is_elsewhere(self) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.protocol.messages import (
     HASH_SEED,
     Admit,
@@ -33,6 +32,7 @@ from parallel.kv.prefix_tree import Text
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from actors.drafters.draft_ahead.width import Step, WidthChooser
     from parallel.runtime.decoder_runner import DecoderRunner
 
 
@@ -212,8 +212,9 @@ class DraftsAhead(Protocol):
         configured."""
         ...
 
-    def work(self, width: int = 0) -> Step:
-        """One step, about one pass, over at most `width` nodes for each request; 0: as configured."""
+    def work(self, width: int = 0, num_passes: int = 1) -> Step:
+        """One step over at most `width` nodes for each request, 0: as configured; about one pass, or up to `num_passes`
+        of which none depends on what the host reads of the one before."""
         ...
 
     def prepared(self, context: Context) -> bool:

@@ -49,6 +49,7 @@ DRAFTERS = DrafterRegistry(
         "lookahead": ("jacobi.config", "LookaheadDrafterConfig"),
         "cascade": ("cascade.config", "CascadeDrafterConfig"),
         "auto": ("auto.config", "AutoDrafterConfig"),
+        "routed": ("routed.config", "RoutedDrafterConfig"),
         "pool": ("pool.config", "PoolDrafterConfig"),
     }
 )

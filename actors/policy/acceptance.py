@@ -63,8 +63,9 @@ class Survival:
         self._accepted = None
         places, num_offered = self._places, max([offered for offered, _ in drafts])
         for i in range(num_offered):
-            places[i].update_round([i + 1 in path for offered, path in drafts if offered > i])
-            places[i].mean = max(places[i].mean, _LEAST_CHANCE)
+            place = places[i]
+            place.update_round([i + 1 in path for offered, path in drafts if offered > i])
+            place.mean = max(place.mean, _LEAST_CHANCE)
         # A place that was not offered drifts towards the extrapolation from the places before it; else an estimate from
         # an earlier text would keep drafts short for ever.
         step = places[num_offered - 1].mean ** (1 / num_offered)
@@ -79,7 +80,7 @@ class Survival:
         if self._accepted is None:
             before, self._accepted = 1.0, [0.0]
             for chance in self.chances:
-                self._accepted.append(self._accepted[-1] + min(1.0, chance / before))
+                self._accepted.append(self._accepted[-1] + (chance / before if chance < before else 1.0))
                 before = chance
         return self._accepted[num_tested]
 
@@ -111,6 +112,15 @@ class RelativeAcceptance:
         accepted, expected = self.accepted, self.expected
         ratio = (accepted.mean * accepted.weight + _AVERAGE_STEPS) / (expected.mean * expected.weight + _AVERAGE_STEPS)
         return ratio if ratio < _MOST_OVER_AVERAGE else _MOST_OVER_AVERAGE
+
+    @property
+    def num_drafts(self) -> float:
+        """Drafts that were observed, with forgetting."""
+        return self.accepted.weight
+
+
+AVERAGE = RelativeAcceptance()
+"""Stands for a request or a way to draft without drafts: as the average. Never updated."""
 
 
 class AcceptanceModel:
@@ -149,19 +159,13 @@ class AcceptanceModel:
     def release(self, request_id: int) -> None:
         self.requests.pop(request_id, None)
 
-    def ratio(self, request_id: int) -> float:
-        request = self.requests.get(request_id)
-        return 1.0 if request is None else request.ratio()
-
-    def num_drafts(self, request_id: int) -> float:
-        """Drafts of the request that were observed, with forgetting."""
-        request = self.requests.get(request_id)
-        return 0.0 if request is None else request.accepted.weight
+    def of_request(self, request_id: int) -> RelativeAcceptance:
+        return self.requests.get(request_id, AVERAGE)
 
     def num_drafts_of_mean(self, request_ids: Collection[int]) -> float:
         """Drafts of one request that tell as much of it as is known of the mean of these requests: what they differ
         in is independent, so the error of a mean shrinks with their number."""
-        unknown = sum([1 / (1 + self.num_drafts(request_id)) for request_id in request_ids])
+        unknown = sum([1 / (1 + self.of_request(request_id).num_drafts) for request_id in request_ids])
         return len(request_ids) ** 2 / unknown - 1
 
     def expected(self, key: Hashable, request_ids: Collection[int], way: Hashable = None) -> list[float]:
@@ -182,8 +186,8 @@ class AcceptanceModel:
 
     def _ratios(self, request_ids: Collection[int], way: Hashable) -> list[float]:
         """Acceptance of these requests relative to the average, with drafts made in this way; of none, of the way."""
-        of_way = self._ways[way].ratio() if way in self._ways else 1.0
-        return [of_way * self.ratio(request_id) for request_id in request_ids] or [of_way]
+        of_way = self._ways.get(way, AVERAGE).ratio()
+        return [of_way * self.of_request(request_id).ratio() for request_id in request_ids] or [of_way]
 
 
 def _accepted_at(chances: Sequence[float], drafts: Iterable[tuple[float, int]]) -> list[float]:

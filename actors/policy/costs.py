@@ -1,4 +1,4 @@
-"""What a round costs: seconds of plain rounds and of rounds with drafts, at the machine's present speed.
+"""What a round costs: its seconds by choice and draft length, at the machine's present speed.
 
 All estimates are divided by one factor, the present slowness of the machine, which follows the target's passes: they
 are part of every kind of round, so a slow phase moves every choice alike, and a kind of round that was not measured
@@ -7,10 +7,12 @@ lately keeps its place beside the others. Works on seconds and counts that the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections import defaultdict
+from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
+from actors.policy.decision import Decoding
 from actors.policy.estimators import MEMORY, OUTLIER, Ewma, LinearFit
 
 SPEED_SHARE = 0.25
@@ -26,6 +28,8 @@ UNSETTLED = 0.2
 """Weight of the first round after a change, which only counts until the next one."""
 _LENGTH_STIFFNESS = 0.1
 """Variance of draft lengths at which their measured cost and the expected one weigh the same."""
+_ROW_MEMORY, _ROW_STIFFNESS = 0.999, 1.0
+"""What a row of a pass costs is kept for a thousand passes, and counts where rows varied by more than one."""
 _LEAST_VERIFY = 0.5
 """Least pass that is extrapolated to, in mean passes."""
 
@@ -50,15 +54,20 @@ class MachineSpeed:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRound:
-    """Seconds of a round: the target's pass, the time outside of it, and drafting; with its draft lengths, the longest
-    and the mean of the batch, and the share of the batch that the pass served."""
+    """Seconds and draft lengths of a round."""
 
     verify_s: float
+    """The target's pass."""
     gap_s: float
+    """The rest of the round."""
     draft_s: float
+    """Drafting for which the target waited, a part of `gap_s`."""
     longest: int
+    """The longest draft that was ordered for the batch."""
     mean: float
+    """The mean draft that came, in tokens."""
     served: float = 1.0
+    """Share of the batch that the pass served."""
 
     def at(self, factor: float) -> MeasuredRound:
         """The same on a machine without this slowness."""
@@ -66,42 +75,37 @@ class MeasuredRound:
         return MeasuredRound(*seconds, self.longest, self.mean, self.served)
 
 
-@dataclass(slots=True)
-class PlainCosts:
-    """Seconds of rounds without drafts: the target's pass, and the rest of the round."""
+@dataclass(frozen=True, slots=True)
+class RoundLines:
+    """Expected seconds of a round of one choice, by its draft lengths."""
 
-    verify: Ewma = field(default_factory=lambda: Ewma(MEMORY, OUTLIER))
-    gap: Ewma = field(default_factory=lambda: Ewma(MEMORY, OUTLIER))
+    gap_s: float
+    """Seconds in which the target does not work, without a draft token."""
+    draft_s: float
+    """What one more token of the longest draft adds to them."""
+    pass_s: float
+    """The target's pass without a draft token, on the line through passes over drafts."""
+    verify_s: float
+    """What one more draft token for every request adds to it."""
+    least_pass_s: float
+    """A pass over drafts takes at least as long as a plain one, since it reads what that reads."""
 
-    @property
-    def weight(self) -> float:
-        return self.verify.weight
+    def gap_of(self, longest: int) -> float:
+        """Seconds outside of the target's pass in a round whose longest draft has so many tokens."""
+        return max(0.0, self.gap_s + longest * self.draft_s)
 
-    @property
-    def seconds(self) -> float:
-        return self.verify.mean + self.gap.mean
+    def pass_of(self, mean: float) -> float:
+        """Seconds of a pass over drafts of `mean` tokens."""
+        return max(self.least_pass_s, self.pass_s + mean * self.verify_s)
 
-    def verify_s(self, mean: float, plain_verify_s: float) -> float:  # noqa: ARG002  as of `DraftedCosts`
-        return self.verify.mean
-
-    def round_s(self, longest: int, mean: float, plain_verify_s: float) -> float:  # noqa: ARG002  as of `DraftedCosts`
-        return self.seconds
-
-    def update(self, times: MeasuredRound) -> None:
-        self.verify.update(times.verify_s)
-        self.gap.update(times.gap_s)
-
-    def fade(self, share: float) -> None:
-        self.verify.decay(share)
-        self.gap.decay(share)
-
-    def scale_pass(self, ratio: float) -> None:
-        self.verify.mean *= ratio
+    def seconds(self, longest: int) -> list[float]:
+        """Seconds of a round in which every request gets a draft of 0, 1, ... `longest` tokens."""
+        return [self.gap_of(length) + self.pass_of(length) for length in range(longest + 1)]
 
 
 @dataclass(slots=True)
-class DraftedCosts:
-    """Seconds of rounds with drafts as a function of draft length.
+class RoundCosts:
+    """Seconds of the rounds of one choice as a function of draft length, which is 0 in plain rounds.
 
     Two lines: the time in which the target does not work, against the longest draft (drafting, messages, waiting), and
     the target's pass, against the mean draft. The slope of the first tells whether the target's pass hides drafting.
@@ -110,16 +114,25 @@ class DraftedCosts:
     gap: LinearFit = field(default_factory=LinearFit)
     verify: LinearFit = field(default_factory=lambda: LinearFit(corrects_first=True))
     draft_s: LinearFit = field(default_factory=lambda: LinearFit(corrects_first=True))
+    """Drafting for which the target waited: by it a draft token has a price where lengths did not vary."""
     served: Ewma = field(default_factory=lambda: Ewma(mean=1.0))
     """Share of the batch that a pass serves: where two halves take turns about a half."""
+    rows_s: float = 0.0
+    """Seconds that as many rows as there are requests add to a pass without drafts; 0: not known."""
 
     @property
     def weight(self) -> float:
+        """Rounds that were measured, with forgetting."""
         return self.verify.weight
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of a round in the mean: of plain rounds all there is to know."""
+        return self.gap.mean_y + self.verify.mean_y
 
     def update(self, times: MeasuredRound) -> None:
         self.gap.update(times.longest, times.gap_s)
-        self.verify.update(times.mean, times.verify_s)
+        self.verify.update(times.mean, times.verify_s, self.rows_s)
         self.draft_s.update(times.longest, times.draft_s)
         self.served.update(times.served)
 
@@ -130,161 +143,141 @@ class DraftedCosts:
     def scale_pass(self, ratio: float) -> None:
         self.verify.scale(ratio)
 
-    def per_token_s(self, plain_verify_s: float) -> tuple[float, float]:
-        """Seconds that one more draft token for every request costs: outside the target's pass, and in it.
-
-        `plain_verify_s` is the mean target pass without drafts; 0: not measured.
-        """
+    def by_length(self, plain_verify_s: float) -> RoundLines:
+        """What rounds cost by draft length; `plain_verify_s` is the mean pass without drafts, 0: not measured."""
+        gap, verify = self.gap, self.verify
         drafted = self.draft_s.mean_y / self.draft_s.mean_x if self.draft_s.mean_x else 0.0
         read = 0.0
-        if plain_verify_s and self.verify.mean_x:
-            read = max(0.0, self.verify.mean_y - plain_verify_s) / self.verify.mean_x
-        return self.gap.slope(drafted, _LENGTH_STIFFNESS), self.verify.slope(read, _LENGTH_STIFFNESS)
-
-    def verify_s(self, mean: float, plain_verify_s: float) -> float:
-        """Seconds of a pass over drafts of `mean` tokens: at least a plain pass, since it reads what that reads."""
-        return self._pass_s(mean, self.per_token_s(plain_verify_s)[1], plain_verify_s)
-
-    def _pass_s(self, mean: float, per_token_s: float, plain_verify_s: float) -> float:
-        return max(plain_verify_s, _LEAST_VERIFY * self.verify.mean_y, self.verify.at(mean, per_token_s))
-
-    def round_s(self, longest: int, mean: float, plain_verify_s: float) -> float:
-        """Seconds of a round with drafts of so many tokens, the longest and the mean of the batch."""
-        return self.gap_s(longest, plain_verify_s) + self.verify_s(mean, plain_verify_s)
-
-    def gap_s(self, longest: int, plain_verify_s: float) -> float:
-        """Seconds outside of the target's pass in a round whose longest draft has so many tokens."""
-        return max(0.0, self.gap.at(longest, self.per_token_s(plain_verify_s)[0]))
-
-    def seconds(self, longest: int, plain_verify_s: float) -> list[float]:
-        """Seconds of a round in which every request gets a draft of 0, 1, ... `longest` tokens."""
-        gap_token_s, pass_token_s = self.per_token_s(plain_verify_s)
-        gap_s = self.gap.at(0, gap_token_s)
-        return [
-            max(0.0, gap_s + k * gap_token_s) + self._pass_s(k, pass_token_s, plain_verify_s)
-            for k in range(longest + 1)
-        ]
+        if plain_verify_s and verify.mean_x:
+            read = max(0.0, verify.mean_y - plain_verify_s) / verify.mean_x
+        if self.rows_s:
+            known = verify.mean_x**2
+            read = (known * read + _LENGTH_STIFFNESS * self.rows_s) / (known + _LENGTH_STIFFNESS)
+        draft_s, verify_s = gap.slope(drafted, _LENGTH_STIFFNESS), verify.slope(read, _LENGTH_STIFFNESS)
+        least_s = max(plain_verify_s, _LEAST_VERIFY * verify.mean_y)
+        return RoundLines(gap.at(0, draft_s), draft_s, verify.at(0, verify_s), verify_s, least_s)
 
 
 @dataclass(slots=True)
 class LoadCosts:
-    """What rounds under one kind of load cost: without drafts, and for every way to draft.
+    """What rounds under one kind of load cost, by choice.
 
-    Rounds that were not measured under this load have the estimates of a similar one (`borrow`). Their passes over
-    drafts keep the ratio to plain passes that they have there: they read what these read.
+    A choice that was not measured under this load has the estimates of a similar one (`borrow`). Its passes keep the
+    ratio to plain passes that they have there: they read what these read.
     """
 
-    plain: PlainCosts = field(default_factory=PlainCosts)
-    drafted: dict[Hashable, DraftedCosts] = field(default_factory=dict)
-    _measured: set[Hashable | None] = field(default_factory=set)
+    by_choice: defaultdict[Decoding, RoundCosts] = field(default_factory=lambda: defaultdict(RoundCosts))
+    _measured: set[Decoding] = field(default_factory=set)
 
-    def way(self, way: Hashable) -> DraftedCosts:
-        known = self.drafted.get(way)
-        if known is None:
-            known = self.drafted[way] = DraftedCosts()
-        return known
+    @property
+    def plain(self) -> RoundCosts:
+        return self.by_choice[Decoding.plain]
 
-    def measure(self, way: Hashable | None, times: MeasuredRound, speed: MachineSpeed, *, is_first: bool) -> None:
-        """A round with drafts made in this way, or without, ended; after a change the first one hardly counts."""
-        costs = self.plain if way is None else self.way(way)
-        self._fade_others(costs)
+    def by_length(self, choice: Decoding) -> RoundLines:
+        """What rounds of a choice cost by draft length."""
+        return self.by_choice[choice].by_length(self.plain.verify.mean_y)
+
+    def measure(self, choice: Decoding, times: MeasuredRound, speed: MachineSpeed, *, is_first: bool) -> None:
+        """A round of this choice ended; after a change the first one hardly counts."""
+        costs, plain, factor = self.by_choice[choice], self.plain, speed.factor
+        for other in self.by_choice.values():
+            if other is not costs:
+                other.fade(IDLE_DECAY)
         if is_first and costs.weight:
             return
-        factor = speed.factor
         expected_s, weight = self._expected_pass(costs, times, factor)
         if self._measured:
             speed.update(times.verify_s, expected_s, weight)
-        elif expected_s and way is None:  # this load's own level, and no other speed of the machine
-            ratio = times.verify_s / (expected_s * factor)
-            self.plain.scale_pass(ratio)
-            self._follow_plain(ratio)
-        self._measured.add(way)
-        before_s = self.plain.verify.mean
-        costs.update(self._without_pause(costs, times.at(factor)))
+        elif expected_s and costs is plain:  # this load's own level, and no other speed of the machine
+            self._scale_borrowed(times.verify_s / (expected_s * factor))
+        self._measured.add(choice)
+        before_s = plain.verify.mean_y
+        times = times.at(factor)
+        costs.update(times if costs is plain else self._without_pause(costs, times))
         if before_s:
-            self._follow_plain(self.plain.verify.mean / before_s)
+            self._scale_borrowed(plain.verify.mean_y / before_s)
         if is_first:
             costs.fade(UNSETTLED)
 
     def forget_drafts(self) -> None:
         """Measure every way to draft anew."""
-        self.drafted.clear()
-        self._measured &= {None}
+        plain = self.plain
+        self.by_choice.clear()
+        self.by_choice[Decoding.plain] = plain
+        self._measured &= {Decoding.plain}
 
-    def borrow(self, way: Hashable | None, other: LoadCosts) -> None:
-        """Take over what a similar load knows of a kind of round that this one knows nothing of."""
-        if way is None:
-            self.plain = deepcopy(other.plain)
-            self.plain.fade(_inherited_share(self.plain.weight))
-            return
-        costs = self.drafted[way] = deepcopy(other.way(way))
-        costs.fade(_inherited_share(costs.weight))
+    def borrow(self, choice: Decoding, other: LoadCosts) -> None:
+        """Take over what a similar load knows of a choice that this one knows nothing of; plain decoding first."""
+        costs = self.by_choice[choice] = deepcopy(other.by_choice[choice])
+        costs.fade(min(1.0, INHERITED / costs.weight))  # to be corrected soon
         if self.plain.weight and other.plain.weight:
-            costs.scale_pass(self.plain.verify.mean / other.plain.verify.mean)
+            costs.scale_pass(self.plain.verify.mean_y / other.plain.verify.mean_y)
 
-    def _follow_plain(self, ratio: float) -> None:
-        """Plain passes are expected to take so many times as long as before."""
-        for way, one in self.drafted.items():
-            if way not in self._measured:
-                one.scale_pass(ratio)
+    def _scale_borrowed(self, ratio: float) -> None:
+        """Plain passes take so many times as long as was known; so will those that were not measured here."""
+        for choice, costs in self.by_choice.items():
+            if choice not in self._measured:
+                costs.scale_pass(ratio)
 
-    def _without_pause(self, costs: PlainCosts | DraftedCosts, times: MeasuredRound) -> MeasuredRound:
-        """A pass over drafts that is an outlier beside all passes known was a pause, however few these were."""
-        plain = self.plain.verify
-        if not isinstance(costs, DraftedCosts) or plain.weight <= 1:
+    def _without_pause(self, costs: RoundCosts, times: MeasuredRound) -> MeasuredRound:
+        """A pass over drafts that is an outlier beside what passes of its rows usually take was a pause.
+
+        Of a first one the plain passes tell that, and what rows of prompts or of other batches add to them.
+        """
+        plain = self.plain
+        if plain.weight <= 1:
             return times
-        most_s = OUTLIER * max(plain.mean, costs.verify.mean_y)
-        return times if times.verify_s <= most_s else replace(times, verify_s=most_s)
+        usual_s = max(plain.verify.mean_y + costs.rows_s * times.mean, costs.verify.at(times.mean, costs.rows_s))
+        return times if times.verify_s < OUTLIER * usual_s else replace(times, verify_s=OUTLIER * usual_s)
 
-    def _expected_pass(
-        self, costs: PlainCosts | DraftedCosts, times: MeasuredRound, factor: float
-    ) -> tuple[float, float]:
+    def _expected_pass(self, costs: RoundCosts, times: MeasuredRound, factor: float) -> tuple[float, float]:
         """Seconds expected of the target's pass, without the factor, and the weight of that estimate.
 
         A pass over drafts that is quicker than plain passes were shows that the machine has become faster since.
         """
-        plain = self.plain.verify
-        is_faster = times.verify_s < plain.mean * factor
-        return costs.verify_s(times.mean, plain.mean), max(costs.weight, plain.weight if is_faster else 0.0)
-
-    def _fade_others(self, present: PlainCosts | DraftedCosts) -> None:
-        for one in (self.plain, *self.drafted.values()):
-            if one is not present:
-                one.fade(IDLE_DECAY)
+        plain_s = self.plain.verify.mean_y
+        weight = costs.verify.weight_at(times.mean, _LENGTH_STIFFNESS)
+        if times.verify_s < plain_s * factor:
+            weight = max(weight, self.plain.weight)
+        return costs.by_length(plain_s).pass_of(times.mean), weight
 
 
 Load = tuple[int, bool, int]
-"""Classes of batch sizes, whether most requests are sampled, and classes of prompt rows read."""
+"""Twice the binary logarithm of a batch's size, whether most requests are sampled, and classes of prompt rows read."""
 
 
 class LoadTable:
     """Costs by load. What was not measured under one begins with the most similar load that knows it."""
 
     def __init__(self) -> None:
-        self._loads: dict[Load, LoadCosts] = {}
+        self._loads: defaultdict[Load, LoadCosts] = defaultdict(LoadCosts)
+        self._passes = LinearFit(_ROW_MEMORY)  # without drafts, by their rows
 
-    def of(self, load: Load, ways: Collection[Hashable]) -> LoadCosts:
-        """Costs under this load, of rounds without drafts and of these ways to draft as far as any load knows them."""
-        costs = self._loads.setdefault(load, LoadCosts())
-        if not costs.plain.weight and (similar := self._most_similar(load, lambda known: known.plain.weight)):
-            costs.borrow(None, similar)
-        for way in ways:
-            if not costs.way(way).weight and (
-                similar := self._most_similar(load, lambda known, way=way: known.way(way).weight)
-            ):
-                costs.borrow(way, similar)
+    def saw_plain_pass(self, num_rows: int, seconds: float) -> None:
+        """A pass without drafts: prompts and batches of several sizes tell what the rows of drafts will add."""
+        self._passes.update(num_rows, seconds, self._row_s)
+
+    @property
+    def _row_s(self) -> float:
+        return self._passes.slope(0.0, _ROW_STIFFNESS)
+
+    def of(self, load: Load, ways: Collection[Decoding]) -> LoadCosts:
+        """Costs under this load, of plain decoding and of these ways to draft as far as any load knows them."""
+        costs = self._loads[load]
+        rows_s = 2 ** (load[0] / 2) * self._row_s
+        for choice in (Decoding.plain, *ways):
+            if not costs.by_choice[choice].weight and (similar := self._most_similar(load, choice)):
+                costs.borrow(choice, similar)
+            costs.by_choice[choice].rows_s = rows_s
         return costs
 
-    def _most_similar(self, load: Load, knows: Callable[[LoadCosts], float]) -> LoadCosts | None:
+    def _most_similar(self, load: Load, choice: Decoding) -> LoadCosts | None:
+        """The costs of the load most like this one under which the choice is known."""
         batch, samples, prompts = load
 
         def distance(one: Load) -> tuple[int, bool, int]:
             return abs(one[2] - prompts), one[1] != samples, abs(one[0] - batch)
 
-        known = [one for one, costs in self._loads.items() if knows(costs) and (one[2] > 0) == (prompts > 0)]
-        return self._loads[min(known, key=distance)] if known else None
-
-
-def _inherited_share(weight: float) -> float:
-    """Share of its weight that an estimate keeps where it is taken over, to be corrected soon."""
-    return min(1.0, INHERITED / weight)
+        known = [one for one, costs in self._loads.items() if costs.by_choice[choice].weight]
+        alike = [one for one in known if (one[2] > 0) == (prompts > 0)]
+        return self._loads[min(alike, key=distance)] if alike else None

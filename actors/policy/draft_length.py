@@ -10,7 +10,7 @@ Sources: goodput of SmartSpec (arXiv 2406.14066), survival-ordered allocation of
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from actors.policy.acceptance import AcceptanceModel, DraftOutcome
 
@@ -27,13 +27,13 @@ FIRST_RETRY, MAX_RETRY = 16, 512
 
 @dataclass(slots=True)
 class _Retry:
-    """When a request without drafts gets its next attempt."""
+    """Rounds until a request without drafts gets its next attempt, and those that have passed."""
 
     wait: int = FIRST_RETRY
     rounds: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tradeoff:
     """What lengths bring and cost: `tokens` and `seconds` of a round with drafts of 0, 1, 2, ... tokens for every
     request; one more token costs `draft_s` outside of the target's pass and `verify_s` in it."""
@@ -42,20 +42,21 @@ class Tradeoff:
     seconds: Sequence[float]
     draft_s: float
     verify_s: float
+    shortest: int = 0
+    speeds: list[float] = field(init=False)
+    """Tokens per second by length."""
+    best: int = field(init=False)
+    """The length with the most of them, at least one token and `shortest`."""
 
-    def speed(self, length: int) -> float:
-        return self.tokens[length] / self.seconds[length]
+    def __post_init__(self) -> None:
+        self.speeds = [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
+        self.best = max(range(max(1, self.shortest), len(self.speeds)), key=self.speeds.__getitem__)
 
-    def best(self, shortest: int) -> int:
-        """The length with the most tokens per second, at least one token and `shortest`."""
-        return max(range(max(1, shortest), len(self.tokens)), key=self.speed)
-
-    def informative(self, shortest: int) -> int:
+    def informative(self) -> int:
         """The longest draft that takes at most `TRIAL_COST` more than the best: where most of a round is an exchange,
         one with a distant drafter, a short draft costs the same and tells less."""
-        best = self.best(shortest)
-        most_s = (1 + TRIAL_COST) * self.seconds[best]
-        return max(length for length in range(best, len(self.tokens)) if self.seconds[length] <= most_s)
+        most_s = (1 + TRIAL_COST) * self.seconds[self.best]
+        return max(length for length in range(self.best, len(self.tokens)) if self.seconds[length] <= most_s)
 
 
 class DraftLengths:
@@ -103,11 +104,11 @@ class DraftLengths:
 
     def choose_for_all(self, tradeoff: Tradeoff) -> None:
         """The same length for every request, where nothing is known of their rounds yet."""
-        self._length, self._by_request = tradeoff.best(max(1, self._shortest)), {}
+        self._length, self._by_request = tradeoff.best, {}
 
     def choose_for_trial(self, tradeoff: Tradeoff) -> None:
         """The lengths of drafts that are made to learn what drafts bring."""
-        self._length, self._by_request = tradeoff.informative(self._shortest), {}
+        self._length, self._by_request = tradeoff.informative(), {}
 
     def choose(
         self,
@@ -127,11 +128,11 @@ class DraftLengths:
         if self._num_choices % EXPLORE_EVERY == 0:
             is_shorter = length > least and self._num_choices % (2 * EXPLORE_EVERY)
             other = min(length + (-1 if is_shorter else 1), self._longest)
-            if spend(1 - tradeoff.speed(other) / tradeoff.speed(length)):
+            if spend(1 - tradeoff.speeds[other] / tradeoff.speeds[length]):
                 length = other
         self._length = length
         if len(request_ids) > 1:
-            self._share_out(tradeoff, tradeoff.speed(length), request_ids, acceptance, chances)
+            self._share_out(tradeoff, tradeoff.speeds[length], request_ids, acceptance, chances)
 
     def _share_out(
         self,
@@ -146,7 +147,7 @@ class DraftLengths:
         `speed` is tokens per second of one sequence. A drafting pass costs `draft_s` however few requests take part.
         """
         lengths = {one: self._shortest for one in acceptance.requests if one not in self._retries}
-        offered = [(request_id, acceptance.ratio(request_id)) for request_id in lengths]
+        offered = [(request_id, acceptance.of_request(request_id).ratio()) for request_id in lengths]
         draft_s, verify_s = tradeoff.draft_s * len(request_ids), tradeoff.verify_s
         for place in range(self._shortest + 1, self._longest + 1):
             chance, least, worth, total = average[place - 1], speed * verify_s, [], 0.0

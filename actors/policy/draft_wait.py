@@ -55,6 +55,11 @@ class DraftWait:
         """Seconds from an order to the first part of its answer, or from that to the rest of it."""
         (self._rest_s if is_rest else self._first_s).append(seconds)
 
+    @property
+    def pass_s(self) -> float:
+        """Seconds of a target pass, lately."""
+        return self._verify_s.mean or self._prefill_s
+
     def clear_delays(self) -> None:
         """Drop the delays measured before a pause of speculation: their cause may be gone."""
         self._first_s.clear()

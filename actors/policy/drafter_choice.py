@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, combinations
 from math import exp
 
-from actors.policy.acceptance import RelativeAcceptance, Survival
+from actors.policy.acceptance import AVERAGE, RelativeAcceptance, Survival
 from actors.policy.costs import IDLE_DECAY
-from actors.policy.decision import CREDIT, EXPLORED_SHARE, MOST_BUDGET, Estimate
+from actors.policy.decision import EXPLORED_SHARE, MOST_BUDGET, Estimate
 from actors.policy.estimators import Ewma
 
 NO_DRAFTER = -1
@@ -32,6 +32,8 @@ PRIOR_TOKENS = 32.0
 """Tokens of a request after which its own savings weigh as much as the average of all requests."""
 PRIOR_LENGTH = 128.0
 """Tokens that requests are expected to generate before one has ended."""
+CREDIT = 0.4
+"""Rounds that trying drafters may lose at the start."""
 _ITERATIONS = 3
 LEAST_SCATTER = 2.0
 """Tokens of a round that the relative error of hidden drafts applies to at least: they come in runs, so that a few
@@ -42,20 +44,20 @@ _LEAST_DRAFTS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Draft lengths that one drafter could contribute for a request, and the tokens expected to be accepted of each.
-
-    `read_s`: seconds in which it has to read text first, beyond what a draft reads in any case. `error`: the standard
-    error of the logarithm of the round's tokens, of which more drafts can rid it; 0 where every draft is scored.
-    """
+    """Draft lengths that one drafter could contribute for a request."""
 
     drafter: int
     lengths: Sequence[int]
     expected: Sequence[float]
+    """Tokens expected to be accepted of a draft of each length."""
     read_s: float = 0.0
+    """Seconds in which it has to read text first, beyond what a draft reads in any case."""
     error: float = 0.0
+    """Standard error of the logarithm of the round's tokens, which more drafts would reduce; 0 where every draft is
+    scored."""
 
     @property
-    def hoped(self) -> Offer:
+    def optimistic(self) -> Offer:
         """The same if the error is in its favour, but no more than it drafts."""
         more, pairs = exp(self.error) - 1, zip(self.lengths, self.expected, strict=True)
         return replace(self, expected=[min(one + max(1 + one, LEAST_SCATTER) * more, k) for k, one in pairs])
@@ -168,14 +170,12 @@ class DrafterAcceptance:
     def expected(self, request_id: int, kind: Hashable, depth: int) -> list[float]:
         """Tokens expected to be accepted of a draft of this kind that is 1, 2, ... `depth` deep."""
         chances = self._kinds.get(kind, self._all).chances[:depth]
-        request = self._requests.get(request_id)
-        ratio = 1.0 if request is None else request.ratio()
+        ratio = self._requests.get(request_id, AVERAGE).ratio()
         return list(accumulate(min(1.0, chance * ratio ** (i + 1)) for i, chance in enumerate(chances)))
 
     def error(self, request_id: int) -> float:
         """Standard error of the logarithm of the tokens of a round with its drafts."""
-        request = self._requests.get(request_id)
-        own, known = 0.0 if request is None else request.accepted.weight, max(self.num_drafts, _LEAST_DRAFTS)
+        own, known = self._requests.get(request_id, AVERAGE).num_drafts, max(self.num_drafts, _LEAST_DRAFTS)
         return Estimate(1.0, 1.0, num_rounds=known, num_drafts=known, num_own_drafts=own).error(of_tokens=True)
 
 
@@ -292,7 +292,7 @@ class DrafterChoice:
         unread = [offer.read_s for request in offers for offer in request if offer.read_s]
         most = MOST_BUDGET + min(unread, default=0.0) / best.seconds
         self._budget = min(self._budget + EXPLORED_SHARE, most)
-        tried = self._hoped(offers, best, times)
+        tried = self._optimistic(offers, best, times)
         for one in self.acceptance:
             one.round_passed()
         lost = (tried.seconds + _read_s(offers, tried.picks)) / best.seconds - tried.tokens / best.tokens
@@ -301,7 +301,7 @@ class DrafterChoice:
         self._budget -= max(0.0, lost)
         return tried
 
-    def _hoped(self, offers: Sequence[Sequence[Offer]], best: Assignment, times: RoundTimes) -> Assignment:
+    def _optimistic(self, offers: Sequence[Sequence[Offer]], best: Assignment, times: RoundTimes) -> Assignment:
         """The best assignment if drafters that it leaves out were underestimated by their errors."""
         used = {drafter for drafter, _ in best.picks}
         hidden = {i for i, is_shown in enumerate(self._shown) if not is_shown and i not in used}
@@ -309,13 +309,13 @@ class DrafterChoice:
             return best
         most_s = self._budget * best.seconds
         affordable = [
-            [one.hoped if one.drafter in hidden else one for one in request if one.read_s <= most_s]
+            [one.optimistic if one.drafter in hidden else one for one in request if one.read_s <= most_s]
             for request in offers
         ]
-        hoped = assign(affordable, times)
-        if hidden.isdisjoint(drafter for drafter, _ in hoped.picks):
+        optimistic = assign(affordable, times)
+        if hidden.isdisjoint(drafter for drafter, _ in optimistic.picks):
             return best
-        return Assignment(hoped.picks, expected_tokens(offers, hoped.picks), hoped.seconds)
+        return Assignment(optimistic.picks, expected_tokens(offers, optimistic.picks), optimistic.seconds)
 
     def release(self, request_id: int) -> None:
         for value in self.reading:

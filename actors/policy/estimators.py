@@ -43,10 +43,10 @@ class Ewma:
         self.mean += (value - self.mean) * count / self.weight
 
     def update_round(self, values: Collection[float]) -> None:
-        """Observe the requests of a round: the past is forgotten with each of them, but by at most an eighth."""
+        """Observe the requests of a round as they are: the past is forgotten with each, but by at most an eighth."""
         count = len(values)
-        self.weight *= max(self.memory**count, ROUND_MEMORY) / self.memory
-        self.update(sum(values) / count, count)
+        self.weight = max(self.memory**count, ROUND_MEMORY) * self.weight + count
+        self.mean += (sum(values) - count * self.mean) / self.weight
 
     def decay(self, share: float) -> None:
         """Keep the mean, but only this `share` of its weight against observations to come."""
@@ -61,7 +61,7 @@ class Ewma:
 class LinearFit:
     """Exponentially weighted least squares of y on x, with a prior for the slope where x hardly varied.
 
-    A y above `OUTLIER` means is clamped, unless such are `COMMON`.
+    A y above `OUTLIER` times what is usual is clamped, unless such are `COMMON`.
     """
 
     memory: float = MEMORY
@@ -74,14 +74,15 @@ class LinearFit:
     _cov: float = 0.0
     _num_outliers: float = 0.0
 
-    def update(self, x: float, y: float) -> None:
+    def update(self, x: float, y: float, slope: float = 0.0) -> None:
+        """Observe a point; usual at `x` is what the line of this `slope` says, and at least the mean."""
         if self.mean_y > 0 and self.weight > _CLAMP_FROM:
-            limit = OUTLIER * self.mean_y
+            limit = OUTLIER * max(self.mean_y, self.at(x, slope))
             self._num_outliers = MEMORY * self._num_outliers + (y > limit)
             if self._num_outliers < COMMON / (1 - MEMORY):
                 y = min(y, limit)
         elif y > 0 and self.corrects_first:
-            self.mean_y = min(self.mean_y, OUTLIER * y)
+            self.mean_y = min(self.mean_y, OUTLIER * max(y, y + slope * (self.mean_x - x)))
         self.weight = self.memory * self.weight + 1
         share = 1 / self.weight
         off_x, off_y = x - self.mean_x, y - self.mean_y
@@ -102,6 +103,11 @@ class LinearFit:
     def slope(self, prior: float, stiffness: float) -> float:
         """Slope, at least 0; `stiffness` is the variance of x at which measurement and `prior` weigh the same."""
         return max(0.0, (self._cov + stiffness * prior) / (self._var_x + stiffness))
+
+    def weight_at(self, x: float, stiffness: float) -> float:
+        """Weight of what the line says at `x`: less than its own, the farther `x` is from where it was measured."""
+        off_x = x - self.mean_x
+        return self.weight / (1 + off_x * off_x / (self._var_x + stiffness))
 
     def at(self, x: float, slope: float) -> float:
         """y at `x` on the line of this `slope` through the means."""

@@ -1,19 +1,27 @@
-"""The coordinator's policy: in which order to draft and verify, draft lengths, waiting, and whether to speculate.
+"""The coordinator's policy: whether to draft, ahead of the verdict or in turn with it, how long, and how long to wait.
 
-A `Policy` sees lengths, counts and seconds; never a tensor, a socket or a clock. What a drafter prepares while the
-target verifies is decided on its side (`actors/drafters/draft_ahead`).
+After every round `AdaptivePolicy.update`
+
+1. learns how many draft tokens were accepted (`acceptance.py`) and what a round of its choice costs (`costs.py`);
+2. estimates for each choice, plain decoding or a way to draft, the expected tokens and seconds of a round at its best
+   draft length;
+3. takes the choice with the most tokens per second, or explores another one within a budget (`decision.py`);
+4. sets the length of each request's next draft (`draft_length.py`).
+
+Before a pass `wait_s` says how long drafts that are not there yet are waited for (`draft_wait.py`). A `Policy` sees
+lengths, counts and seconds; never a tensor, a socket or a clock. What a drafter prepares while the target verifies is
+decided on its side (`actors/drafters/draft_ahead`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 
 from actors.policy.acceptance import AcceptanceModel, DraftOutcome
 from actors.policy.costs import IDLE_DECAY, LoadCosts, LoadTable, MachineSpeed, MeasuredRound
 from actors.policy.decision import (
-    NEW_COST,
     PLAIN_ROUNDS,
     Decision,
     Decoding,
@@ -28,16 +36,14 @@ from actors.policy.estimators import Ewma
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The order of drafting and verifying.
-
-    `alternates`: two halves of the batch in turn; while the target verifies one, the drafter drafts for the other. No
-    outcome has to be guessed; it takes at least two requests (MineDraft, arXiv 2603.18016). `works_ahead`: the drafter
-    prepares for the outcomes of a verdict while the target computes it.
-    """
+    """The order of drafting and verifying."""
 
     drafts: bool = True
     alternates: bool = False
+    """Two halves of the batch take turns: while the target verifies one, the drafter drafts for the other. No outcome
+    has to be guessed; it takes at least two requests (MineDraft, arXiv 2603.18016)."""
     works_ahead: bool = False
+    """The drafter prepares for the outcomes of a verdict while the target computes it."""
 
 
 PIPELINES = {
@@ -52,28 +58,33 @@ PIPELINES = {
 
 @dataclass(frozen=True, slots=True)
 class RoundObservation:
-    """A target pass and the time since the one before it.
-
-    `outcomes` has one entry for each request that got a verdict. Of the `num_running` requests of the batch, whose mean
-    length is `mean_len`, `num_may_speculate` allow speculation. The pass read `num_prompt_rows` of prompts besides.
-    `skipped_drafts`: drafts had been ordered, but the pass did not wait for them. `samples`: most requests of the batch
-    are sampled, not greedy. `unused_s`, which is not in `seconds`: the target's ranks read text for a drafter on them,
-    or drafted what was not verified. `serves_drafts`: the pass also computed what such a drafter drafts from.
-    """
+    """A target pass and the time since the one before it."""
 
     seconds: float
+    """Time since the verdict before; `verify_s` of it is the target's pass."""
     verify_s: float
     draft_s: float
+    """The time in which the target idled while the drafter worked."""
     num_tokens: int
     num_running: int
+    """Requests of the batch."""
     mean_len: float
+    """Their mean length."""
     num_may_speculate: int
+    """Those of them that allow speculation."""
     num_prompt_rows: int
+    """Rows of prompts that the pass read besides."""
     outcomes: Sequence[DraftOutcome]
+    """One for each request that got a verdict."""
     skipped_drafts: bool = False
+    """Drafts had been ordered, but the pass did not wait for them."""
     samples: bool = False
+    """Most requests of the batch are sampled, not greedy."""
     unused_s: float = 0.0
+    """Time beside `seconds` in which the target's ranks read text for a drafter on them, or drafted what was not
+    verified."""
     serves_drafts: bool = False
+    """The pass also computed what a drafter on the target's ranks drafts from."""
 
 
 class Policy:
@@ -154,8 +165,8 @@ class Policy:
             if outcome.num_tokens:
                 self.wait.update_acceptance(outcome.num_tokens)
 
-    def expect_load(self, num_running: int, mean_len: float, samples: bool) -> None:
-        """Requests joined: the next rounds are of so many sequences of such a mean length, sampled or greedy."""
+    def expect_load(self, num_running: int, samples: bool) -> None:
+        """Requests joined: the next rounds are of so many sequences, most of them sampled or greedy."""
 
     def caught_up(self) -> None:
         """The drafter has read the committed text that it missed."""
@@ -169,6 +180,8 @@ class Policy:
 
 TRIAL_SHARE = 8
 """One of so many requests takes part in a trial, at least two."""
+LEAST_SAVED = 0.5
+"""Rounds that a trial of all requests must save over one of a few."""
 LATE_ROUNDS = 8
 """Rounds in a row without their drafts, which came late, that end speculation."""
 _PROMPT_MEMORY = 0.97
@@ -181,10 +194,13 @@ class AdaptivePolicy(Policy):
     """Lengths within [`shortest`, `longest`]; `shortest` 0 also allows plain decoding where that is faster.
 
     Where plain decoding is ruled out, drafts are always waited for. With `longest_only` a request is ordered the
-    longest draft or none, for a drafter that chooses lengths itself.
+    longest draft or none, for a drafter that chooses lengths itself. Where it never `waits` for drafts, there is no
+    drafting in turn.
     """
 
-    def __init__(self, pipeline: str, shortest: int, longest: int, *, longest_only: bool = False) -> None:
+    def __init__(
+        self, pipeline: str, shortest: int, longest: int, *, longest_only: bool = False, waits: bool = True
+    ) -> None:
         shortest = min(shortest, longest)
         self.weighs_waiting = shortest == 0
         super().__init__(pipeline, longest)
@@ -198,12 +214,13 @@ class AdaptivePolicy(Policy):
         self._acceptance = AcceptanceModel(longest)
         self._speed = MachineSpeed()
         self._loads = LoadTable()
-        self._ways = (Decoding.ahead, Decoding.in_turn) if self._may_work_ahead else (Decoding.in_turn,)
+        self._ways = (self._drafting, Decoding.in_turn) if self._may_work_ahead and waits else (self._drafting,)
         self._load = LoadCosts()
         self._given_s = 0.0  # of a round under this load, whatever is chosen
         self._reads = Ewma(_PROMPT_MEMORY, weight=33.0)  # share of rounds that read prompts
         self._last_read_prompt = False
         self._num_late = 0
+        self._may_end = False  # found where rounds are learned from, beside a pass, since it takes a while
         self._num_running = 1
         self._tries_all = False
         self._text_class: Hashable = None
@@ -218,7 +235,7 @@ class AdaptivePolicy(Policy):
 
     @property
     def may_end(self) -> bool:
-        return self.weighs_waiting and self._decision.may_end
+        return self.weighs_waiting and (self.mode is Mode.trial or self._may_end)
 
     @property
     def may_learn_later(self) -> bool:
@@ -228,7 +245,7 @@ class AdaptivePolicy(Policy):
     def findings(self) -> dict[str, str | float | None] | None:
         if not self.weighs_waiting:
             return None
-        plain_s = self._speed.factor * self._load.plain.seconds
+        plain_s = self._speed.factor * self._load.plain.mean_s
         return {
             "mode": self.mode.value,
             "plain_tokens_per_s": self._num_running / plain_s if plain_s else None,
@@ -254,17 +271,14 @@ class AdaptivePolicy(Policy):
 
     @property
     def expected_gap_s(self) -> float:
-        costs = self._load.way(self._way)
-        gap_s = costs.gap_s(self._lengths.longest_ordered, self._load.plain.verify.mean) if costs.weight else 0.0
-        return self._speed.factor * gap_s
+        if not self._load.by_choice[self._way].weight:
+            return 0.0
+        return self._speed.factor * self._load.by_length(self._way).gap_of(self._lengths.longest_ordered)
 
-    def expect_load(self, num_running: int, mean_len: float, samples: bool) -> None:  # noqa: ARG002
-        load = self._loads.of((_batch_class(num_running), samples, 0), self._ways)
-        if load is not self._load and load.way(self._way).weight:  # drafts for few requests may be dear for many
-            self._load = load
-            tokens = self._acceptance.expected(self._text_class, (), self._way)
-            self._lengths.choose_for_all(self._tradeoff(self._way, tokens))
-        self._load = load
+    def expect_load(self, num_running: int, samples: bool) -> None:
+        before, self._load = self._load, self._loads.of((_batch_class(num_running), samples, 0), self._ways)
+        if self._load is not before and self._load.by_choice[self._way].weight:
+            self._lengths.choose_for_all(self._tradeoff(self._way, ()))  # drafts for few may cost much for many
 
     def caught_up(self) -> None:
         if self._decision.caught_up():
@@ -282,32 +296,21 @@ class AdaptivePolicy(Policy):
         if not seen.outcomes:
             return
         self._num_running = seen.num_running
-        self._reads.update(seen.num_prompt_rows > 0)
+        drafted = any(outcome.num_ordered for outcome in seen.outcomes)
         shown = self._choose_load(seen)
-        speculated = any(outcome.num_ordered for outcome in seen.outcomes)
-        choice = self._choice_of(seen, shown, speculated=speculated)
-        self._learn_acceptance(seen, speculated=speculated)
-        if choice is not None:
-            self._measure(choice, seen, shown)
-        self._notice_late_drafts(seen, late=seen.skipped_drafts and not speculated)
-        tradeoffs = {way: self._tradeoff_of(way, seen) for way in self._ways} if seen.num_may_speculate else {}
-        estimates = self._estimates(tradeoffs, seen) if tradeoffs else {}
-        if speculated is self._decision.choice.drafts:
+        self._learn_acceptance(seen, drafted=drafted)
+        self._learn_costs(seen, shown, drafted=drafted)
+        self._notice_late_drafts(seen, late=seen.skipped_drafts and not drafted)
+        request_ids = [outcome.request_id for outcome in seen.outcomes]
+        tradeoffs = {way: self._tradeoff(way, request_ids) for way in self._ways} if seen.num_may_speculate else {}
+        estimates = self._estimates(tradeoffs, request_ids) if tradeoffs else {}
+        if drafted is self._decision.choice.drafts:
             took_s = seen.seconds / self._speed.factor
-            self._decision.count(*self._expected(seen, speculated=speculated), took_s, estimates)
+            self._decision.count(*self._expected(seen, drafted=drafted), took_s, estimates)
         self._decision.charge(seen.unused_s / self._speed.factor)
         if estimates:
-            self._decide(seen, tradeoffs, estimates)
-
-    def _notice_late_drafts(self, seen: RoundObservation, *, late: bool) -> None:
-        """Drafts that never come in time show no cost: what was measured is dropped, and a trial is due later."""
-        self._num_late = self._num_late + 1 if late and self._decision.choice.drafts else 0
-        if self._num_late:
-            self._decision.charge(max(0.0, seen.seconds / self._speed.factor - self._load.plain.seconds))
-        if self._num_late == LATE_ROUNDS:
-            self._num_late = 0
-            self._load.forget_drafts()
-            self._decision.give_up()
+            self._decide(tradeoffs, estimates, request_ids)
+            self._may_end = self._decision.may_end
 
     # --- what was measured --------------------------------------------------------------------------------------------
 
@@ -316,6 +319,7 @@ class AdaptivePolicy(Policy):
 
         Prompts have to be read whatever is chosen, so rounds without them decide, with what was measured in such.
         """
+        self._reads.update(seen.num_prompt_rows > 0)
         load = _batch_class(seen.num_running), seen.samples
         shown = without = self._loads.of((*load, 0), self._ways)
         if seen.num_prompt_rows:
@@ -323,78 +327,88 @@ class AdaptivePolicy(Policy):
         self._load = shown if self._reads.mean > _STEADY else without
         self._given_s = 0.0
         if self._load is not without and self._load.plain.weight and without.plain.weight:
-            self._given_s = max(0.0, self._load.plain.seconds - without.plain.seconds)
+            self._given_s = max(0.0, self._load.plain.mean_s - without.plain.mean_s)
         return shown
 
-    def _choice_of(self, seen: RoundObservation, shown: LoadCosts, *, speculated: bool) -> Decoding | None:
-        """The choice whose costs the round shows, if it shows any."""
-        after_prompt, self._last_read_prompt = self._last_read_prompt, seen.num_prompt_rows > 0
-        if after_prompt and not seen.num_prompt_rows and self._reads.mean < _STEADY:
-            return None  # it finds other data in the caches, and may be the first of its size
-        if not speculated:
-            is_disturbed = self.mode is Mode.catch_up and shown.plain.weight >= PLAIN_ROUNDS
-            return None if seen.serves_drafts or is_disturbed else Decoding.plain
-        return self._way
-
-    def _measure(self, choice: Decoding, seen: RoundObservation, shown: LoadCosts) -> None:
-        lengths = [outcome.num_ordered for outcome in seen.outcomes]
-        gap_s, served = max(0.0, seen.seconds - seen.verify_s), len(seen.outcomes) / seen.num_running
-        times = MeasuredRound(seen.verify_s, gap_s, seen.draft_s, max(lengths), sum(lengths) / len(lengths), served)
-        way = choice if choice.drafts else None
-        shown.measure(way, times, self._speed, is_first=not self._decision.is_settled)
-
-    def _expected(self, seen: RoundObservation, *, speculated: bool) -> tuple[float, float]:
-        """Tokens of a request in the mean, and seconds, of rounds like this one."""
-        tokens = self._acceptance.expected_of(self._text_class, seen.outcomes, self._way)
-        costs = self._load.way(self._way) if speculated else self._load.plain
-        lengths = [outcome.num_ordered for outcome in seen.outcomes]
-        plain_s = self._load.plain.verify.mean
-        seconds = costs.round_s(max(lengths), sum(lengths) / len(lengths), plain_s)
-        return tokens * len(seen.outcomes) / seen.num_running, seconds - self._given_s
-
-    def _learn_acceptance(self, seen: RoundObservation, *, speculated: bool) -> None:
+    def _learn_acceptance(self, seen: RoundObservation, *, drafted: bool) -> None:
         key = self._text_class = _text_class(seen)
-        if speculated:
+        if drafted:
             self._acceptance.update(key, self._way, seen.outcomes, self._lengths.retried)
         else:
             self._acceptance.of_class(key).fade(IDLE_DECAY)
         self._lengths.update(seen.outcomes, self._acceptance)
 
+    def _learn_costs(self, seen: RoundObservation, shown: LoadCosts, *, drafted: bool) -> None:
+        """The round is measured if it shows what rounds of its choice cost."""
+        after_prompt, self._last_read_prompt = self._last_read_prompt, seen.num_prompt_rows > 0
+        if after_prompt and not seen.num_prompt_rows and self._reads.mean < _STEADY:
+            return  # it finds other data in the caches, and may be the first of its size
+        if not drafted:
+            is_disturbed = self.mode is Mode.catch_up and shown.plain.weight >= PLAIN_ROUNDS
+            if seen.serves_drafts or is_disturbed:
+                return
+            num_rows = len(seen.outcomes) + seen.num_prompt_rows
+            self._loads.saw_plain_pass(num_rows, seen.verify_s / self._speed.factor)
+        num_requests = len(seen.outcomes)
+        longest = max([outcome.num_ordered for outcome in seen.outcomes])
+        verified = sum([outcome.num_ordered for outcome in seen.outcomes if outcome.num_tokens])  # those that came
+        gap_s, served = max(0.0, seen.seconds - seen.verify_s), num_requests / seen.num_running
+        times = MeasuredRound(seen.verify_s, gap_s, seen.draft_s, longest, verified / num_requests, served)
+        choice = self._way if drafted else Decoding.plain
+        shown.measure(choice, times, self._speed, is_first=not self._decision.is_settled)
+
+    def _notice_late_drafts(self, seen: RoundObservation, *, late: bool) -> None:
+        """Drafts that never come in time show no cost: what was measured is dropped, and a trial is due later."""
+        self._num_late = self._num_late + 1 if late and self._decision.choice.drafts else 0
+        if self._num_late:
+            self._decision.charge(max(0.0, seen.seconds / self._speed.factor - self._load.plain.mean_s))
+        if self._num_late == LATE_ROUNDS:
+            self._num_late = 0
+            self._load.forget_drafts()
+            self._decision.give_up()
+
     # --- what follows -------------------------------------------------------------------------------------------------
 
-    def _tradeoff_of(self, way: Decoding, seen: RoundObservation) -> Tradeoff:
-        """What lengths bring and cost the requests of this round."""
-        request_ids = [outcome.request_id for outcome in seen.outcomes]
-        return self._tradeoff(way, self._acceptance.expected(self._text_class, request_ids, way))
+    def _expected(self, seen: RoundObservation, *, drafted: bool) -> tuple[float, float]:
+        """Tokens of a request in the mean, and seconds, of rounds like this one."""
+        tokens = self._acceptance.expected_of(self._text_class, seen.outcomes, self._way)
+        lengths = [outcome.num_ordered for outcome in seen.outcomes]
+        lines = self._load.by_length(self._way if drafted else Decoding.plain)
+        seconds = lines.gap_of(max(lengths)) + lines.pass_of(sum(lengths) / len(lengths))
+        return tokens * len(lengths) / seen.num_running, seconds - self._given_s
 
-    def _estimates(self, tradeoffs: Mapping[Decoding, Tradeoff], seen: RoundObservation) -> Estimates:
+    def _estimates(self, tradeoffs: Mapping[Decoding, Tradeoff], request_ids: Collection[int]) -> Estimates:
         """Every choice at its best draft length, under the load of this round."""
         estimates = {}
         if self.weighs_waiting:
             plain = self._load.plain
-            estimates[Decoding.plain] = Estimate(1.0, max(plain.seconds - self._given_s, 1e-9), 0, plain.weight)
+            estimates[Decoding.plain] = Estimate(1.0, max(plain.mean_s - self._given_s, 1e-9), 0, plain.weight)
         num_drafts = self._acceptance.of_class(self._text_class).weight
-        num_own_drafts = self._acceptance.num_drafts_of_mean([outcome.request_id for outcome in seen.outcomes])
+        num_own_drafts = self._acceptance.num_drafts_of_mean(request_ids)
         for way, tradeoff in tradeoffs.items():
-            best = self.longest_draft if self._longest_only else tradeoff.best(self._shortest)
-            costs = self._load.way(way)
+            best = self.longest_draft if self._longest_only else tradeoff.best
+            costs = self._load.by_choice[way]
             tokens, seconds = tradeoff.tokens[best] * costs.served.mean, tradeoff.seconds[best]
             estimates[way] = Estimate(tokens, seconds, best, costs.weight, num_drafts, num_own_drafts)
         return estimates
 
-    def _decide(self, seen: RoundObservation, tradeoffs: Mapping[Decoding, Tradeoff], estimates: Estimates) -> None:
-        request_ids = [outcome.request_id for outcome in seen.outcomes]
+    def _decide(
+        self, tradeoffs: Mapping[Decoding, Tradeoff], estimates: Estimates, request_ids: Collection[int]
+    ) -> None:
+        """Choose for the next round, and the draft lengths if it has drafts."""
         drafted = self._decision.choice.drafts
         self._decision.decide(estimates)
-        self._tries_all = self.weighs_waiting and self._should_try_all(tradeoffs[self._way], estimates)
+        way = self._way
+        is_trial = self.mode in (Mode.catch_up, Mode.trial)
+        self._tries_all = is_trial and self._should_try_all(tradeoffs[way], estimates)
         if self._decision.choice.drafts and not drafted:
             self.wait.clear_delays()
-        if self._load.way(self._way).weight:
-            chances = self._acceptance.of_class(self._text_class).chances
-            spend = self._decision.spend
-            self._lengths.choose(tradeoffs[self._way], request_ids, self._acceptance, chances, spend)
-            if self.mode in (Mode.catch_up, Mode.trial):
-                self._lengths.choose_for_trial(tradeoffs[self._way])
+        if not self._load.by_choice[way].weight:
+            return
+        chances = self._acceptance.of_class(self._text_class).chances
+        self._lengths.choose(tradeoffs[way], request_ids, self._acceptance, chances, self._decision.spend)
+        if is_trial:
+            self._lengths.choose_for_trial(tradeoffs[way])
 
     def _should_try_all(self, tradeoff: Tradeoff, estimates: Estimates) -> bool:
         """Whether a trial with every request loses less than one with a few, by what is known: where most of the time
@@ -402,24 +416,26 @@ class AdaptivePolicy(Policy):
         plain, drafted = estimates[Decoding.plain], estimates[self._way]
         left_out = max(0.0, 1 - _num_tried(self._num_running) / self._num_running)
         gain = left_out * (drafted.tokens - 1 - drafted.length * tradeoff.verify_s / plain.seconds)
-        return plain.is_known and drafted.is_known and gain > NEW_COST
+        return plain.is_known and drafted.is_known and gain > LEAST_SAVED
 
     @property
     def _way(self) -> Decoding:
         """How drafts are made, or would be."""
         return self._decision.choice if self._decision.choice.drafts else self._drafting
 
-    def _tradeoff(self, choice: Decoding, tokens: list[float]) -> Tradeoff:
-        """What lengths bring and cost; drafts in turn that were never made should cost what drafting ahead showed."""
-        plain_s, costs = self._load.plain.verify.mean, self._load.way(choice)
-        if costs.weight:
-            per_token_s = costs.per_token_s(plain_s)
-            seconds = [one - self._given_s for one in costs.seconds(self.longest_draft, plain_s)]
-            return Tradeoff(tokens, seconds, *per_token_s)
-        known = self._load.drafted.get(Decoding.ahead, costs)
-        draft_s = known.draft_s.mean_y / known.draft_s.mean_x if known.draft_s.mean_x else 0.0
-        pass_s = max((plain_s or known.verify.mean_y) - self._given_s, 1e-9)
-        return Tradeoff(tokens, [pass_s + k * draft_s for k in range(self.longest_draft + 1)], draft_s, 0.0)
+    def _tradeoff(self, way: Decoding, request_ids: Collection[int]) -> Tradeoff:
+        """What lengths bring these requests and cost; drafts in turn that were never made should cost what drafting
+        ahead showed."""
+        tokens = self._acceptance.expected(self._text_class, request_ids, way)
+        if self._load.by_choice[way].weight:
+            lines = self._load.by_length(way)
+            seconds = [one - self._given_s for one in lines.seconds(self.longest_draft)]
+            return Tradeoff(tokens, seconds, lines.draft_s, lines.verify_s, self._shortest)
+        ahead, plain_s = self._load.by_choice[Decoding.ahead], self._load.plain.verify.mean_y
+        draft_s = ahead.draft_s.mean_y / ahead.draft_s.mean_x if ahead.draft_s.mean_x else 0.0
+        pass_s = max((plain_s or ahead.verify.mean_y) - self._given_s, 1e-9)
+        seconds = [pass_s + k * draft_s for k in range(self.longest_draft + 1)]
+        return Tradeoff(tokens, seconds, draft_s, 0.0, self._shortest)
 
 
 def _num_tried(num_requests: int) -> int:
@@ -437,8 +453,10 @@ def _text_class(seen: RoundObservation) -> Hashable:
     return int(seen.mean_len / 512).bit_length(), seen.samples
 
 
-def make_policy(pipeline: str, shortest: int, longest: int, *, adaptive: bool, longest_only: bool = False) -> Policy:
+def make_policy(
+    pipeline: str, shortest: int, longest: int, *, adaptive: bool, longest_only: bool = False, waits: bool = True
+) -> Policy:
     """The policy of a pipeline; without draft tokens it is not adaptive, because nothing can be adapted."""
     if adaptive and longest:
-        return AdaptivePolicy(pipeline, shortest, longest, longest_only=longest_only)
+        return AdaptivePolicy(pipeline, shortest, longest, longest_only=longest_only, waits=waits)
     return Policy(pipeline, longest)

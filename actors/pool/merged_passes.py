@@ -1,8 +1,8 @@
 """One drafter that several threads share: what they ask for at the same time is answered by the same passes.
 
 All passes run in one thread, which also builds the drafter. Where the drafter makes drafts pass by pass, an order joins
-at the next pass, and steps of draft-ahead are part of it; else all orders that wait are one call of `propose`, without
-those that `order_choice.py` leaves out. Orders come first, because targets wait for them; the reading of text and steps
+at the next pass, and steps of draft-ahead are part of it; else all orders that wait are one call of `propose`. Some
+may be left out by `order_choice.py`. Orders come first, because targets wait for them; the reading of text and steps
 take turns, one part of a text at a time, and a part is read after `MOST_PASSED` passes at the latest. A pass that fails
 is repeated order by order, so that it fails for those alone whose requests are the reason. Everything else of the
 drafter is called by the threads themselves in `turn`, and so are drafts that were prepared. It knows no coordinator.
@@ -24,6 +24,7 @@ from itertools import chain
 from actors.drafters.draft_ahead.width import Step
 from actors.drafters.interface import Context, Draft, Drafter, DraftsByPass
 from actors.pool.order_choice import CallCost, OrderHistory, choose_orders
+from actors.pool.pool_time import PoolTime
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ NO_STEPS_S = 60.0
 @dataclass(frozen=True, slots=True)
 class MergeCounts:
     """Calls of the drafter so far, or passes where it drafts pass by pass, and what asked for them; orders that were
-    left out are not among `num_orders`."""
+    left out are not among `num_orders`. `num_calls` are those of any kind, `num_in_calls` the leases that each had work
+    of, in all."""
 
     num_proposals: int = 0
     num_orders: int = 0
@@ -45,6 +47,8 @@ class MergeCounts:
     num_steps: int = 0
     num_wanted_steps: int = 0
     num_failed: int = 0
+    num_calls: int = 0
+    num_in_calls: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +76,7 @@ class MergedPasses:
 
     def __init__(self, build: Callable[[], Drafter], clock: Callable[[], float] = time.monotonic) -> None:
         self.counts = MergeCounts()
+        self.time = PoolTime(clock)
         self._clock = clock
         self._cost = CallCost()
         self._turn = threading.RLock()
@@ -108,8 +113,8 @@ class MergedPasses:
                 self._changed.notify()
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int], history: OrderHistory) -> list[Draft] | None:
-        """As the drafter's, in one call with those of other threads; None: left out for the sake of the others.
-        `history` is that of all orders of this thread."""
+        """Calls the drafter's `propose` once for the orders of several threads; None if this order was left out so that
+        the others are not delayed. `history` is that of all orders of this thread."""
         with self.turn() as drafter:
             ahead = drafter.capabilities.works_ahead
             if ahead is not None and all(ahead.prepared(context) for context in contexts):
@@ -119,7 +124,7 @@ class MergedPasses:
         return order.drafts.result()
 
     def prefill(self, contexts: Sequence[Context]) -> None:
-        """As the drafter's."""
+        """Lets the drafter read these texts, and waits until it has."""
         reading = _WantedReading(contexts)
         self._ask(self._readings, reading)
         reading.done.result()
@@ -156,14 +161,16 @@ class MergedPasses:
             return
         built.set_result(drafter)
         by_pass = drafter.capabilities.drafts_by_pass
+        self._cost.by_pass = by_pass is not None
         while (asked := self._next()) is not None:
-            with self._turn:
+            with self._turn, self.time.passing():
                 match asked[0] if asked else by_pass:
                     case _OrderedDrafts() if by_pass is not None:
                         self._begin(drafter, by_pass, asked)
                     case _OrderedDrafts():
                         self._propose(drafter, asked)
                     case _WantedReading(contexts, done):
+                        self._called(1)
                         _fulfil([done], partial(_read, drafter, contexts))
                     case _WantedStep() if self._active and by_pass is not None:
                         self._advance(drafter, by_pass, asked)
@@ -193,11 +200,13 @@ class MergedPasses:
                 asked, self._steps, self._has_read = self._steps, [], False
             return asked
 
-    def _propose(self, drafter: Drafter, orders: list[_OrderedDrafts]) -> None:
-        waiting = [order.history.order(order.budgets) for order in orders]
-        chosen = choose_orders(waiting, self._cost)
+    def _chosen(self, orders: list[_OrderedDrafts]) -> list[_OrderedDrafts]:
+        """Those that are drafted for; the others are answered."""
+        num_begun = len(self._active)
+        waiting = [order.history.order(order.budgets) for order in (*self._active, *orders)]
+        chosen = {i - num_begun for i in choose_orders(waiting, self._cost, num_begun)}
         left_out = [order for i, order in enumerate(orders) if i not in chosen]
-        orders = [orders[i] for i in chosen]
+        orders = [order for i, order in enumerate(orders) if i in chosen]
         for order in orders:
             order.history.num_left_out = 0
         for order in left_out:
@@ -206,10 +215,14 @@ class MergedPasses:
         counts = self.counts
         self.counts = replace(
             counts,
-            num_proposals=counts.num_proposals + 1,
             num_orders=counts.num_orders + len(orders),
             num_left_out=counts.num_left_out + len(left_out),
         )
+        return orders
+
+    def _propose(self, drafter: Drafter, orders: list[_OrderedDrafts]) -> None:
+        orders = self._chosen(orders)
+        self.counts = replace(self.counts, num_proposals=self.counts.num_proposals + 1)
         contexts = list(chain.from_iterable(order.contexts for order in orders))
         budgets = list(chain.from_iterable(order.budgets for order in orders))
 
@@ -226,13 +239,13 @@ class MergedPasses:
                 _fulfil([order.drafts], partial(_propose_alone, drafter, order))
             return
         self._cost.update(len(contexts), max(budgets), self._clock() - started)
+        self._called(len(orders))
         for order in orders:
+            order.history.took_part(len(orders))
             order.drafts.set_result([next(made) for _ in order.contexts])
 
     def _begin(self, drafter: Drafter, by_pass: DraftsByPass, orders: list[_OrderedDrafts]) -> None:
-        counts = self.counts
-        self.counts = replace(counts, num_orders=counts.num_orders + len(orders))
-        for order in orders:
+        for order in self._chosen(orders):
             try:
                 by_pass.begin(order.contexts, order.budgets)
             except Exception as error:
@@ -251,8 +264,15 @@ class MergedPasses:
             num_steps=counts.num_steps + bool(steps),
             num_wanted_steps=counts.num_wanted_steps + len(steps),
         )
+        for order in self._active:
+            order.history.took_part(len(self._active))
+        started = self._clock()
         try:
             done = by_pass.advance(max((step.width for step in steps), default=None))
+            self._called(len(self._active) + len(steps))
+            if not steps:
+                num_requests = sum(len(order.contexts) for order in self._active)
+                self._cost.update(num_requests, 1, self._clock() - started)
         except Exception as error:
             self._failed("pass", error)
             if steps:
@@ -271,6 +291,12 @@ class MergedPasses:
             else:
                 _fulfil([order.drafts], partial(_propose_alone, drafter, order))
 
+    def _called(self, num_leases: int) -> None:
+        """A call had work of so many leases; of none if it ran no pass."""
+        counts = self.counts
+        calls, of = counts.num_calls + bool(num_leases), counts.num_in_calls + num_leases
+        self.counts = replace(counts, num_calls=calls, num_in_calls=of)
+
     def _failed(self, what: str, error: Exception) -> None:
         log.error("a %s of the pool failed", what, exc_info=error)
         self.counts = replace(self.counts, num_failed=self.counts.num_failed + 1)
@@ -285,6 +311,7 @@ class MergedPasses:
 
         try:
             done = ahead.work(max(step.width for step in steps)) if ahead.wants_work else Step(0)
+            self._called(len(steps) * bool(done.num_rows or done.refreshed))
         except Exception as error:
             self._failed("step of draft-ahead", error)
             self._no_steps_until = self._clock() + NO_STEPS_S

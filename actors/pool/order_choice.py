@@ -1,9 +1,10 @@
 """Which of the orders that wait together are drafted for, where one of them delays the drafts of the others.
 
-The drafts of one call are answered together, so each takes as many passes as the longest, and each pass takes longer
-the more requests it has. An order is left out, and its engine decodes plainly, where the other engines gain more tokens
-per second by the shorter call than that engine loses. One order always stays. Where passes take the same time whatever
-is in them and drafts are equally long, none is left out. Pure arithmetic; it must not know drafters or clocks.
+Each pass takes longer the more requests it has. The drafts of one call are answered together, so each takes as many
+passes as the longest; where drafts are made pass by pass, each takes as many as it is long. An order is left out, and
+its engine decodes plainly, where the other engines gain more tokens per second without it than that engine loses. One
+order always stays. Where passes take the same time whatever is in them and drafts are equally long, none is left out.
+Pure arithmetic; it must not know drafters or clocks.
 """
 
 from __future__ import annotations
@@ -44,24 +45,29 @@ class WaitingOrder:
 
 @dataclass(slots=True)
 class CallCost:
-    """Measured seconds of the passes of calls, by the requests in them."""
+    """Measured seconds of passes, by the requests in them. `by_pass`: drafts are not answered together."""
 
+    by_pass: bool = False
     _passes: LinearFit = field(default_factory=LinearFit)
 
     def update(self, num_requests: int, longest: int, seconds: float) -> None:
-        """A call took so long: `longest` passes, of that many requests each."""
+        """`longest` passes, of that many requests each, took so long."""
         self._passes.update(num_requests, seconds / longest)
 
     @property
     def is_known(self) -> bool:
         return self._passes.weight >= _KNOWN
 
-    def seconds(self, orders: Sequence[WaitingOrder]) -> float:
-        """Seconds of one call for all of them."""
+    def seconds(self, orders: Sequence[WaitingOrder], own: WaitingOrder) -> float:
+        """Seconds after which `own`, one of these orders that are drafted for together, is answered."""
         per_request = self._passes.slope(0.0, _STIFFNESS)
         num_requests = sum(order.num_requests for order in orders)
         pass_s = max(self._passes.at(num_requests, per_request), per_request * num_requests, 0.0)
-        return max(order.longest for order in orders) * pass_s
+        return (own.longest if self.by_pass else max(order.longest for order in orders)) * pass_s
+
+    def tokens_per_s(self, orders: Sequence[WaitingOrder]) -> float:
+        """Those of the engines of these orders of which enough is known."""
+        return sum(order.tokens_per_s(self.seconds(orders, order)) for order in orders if order.rest_s)
 
 
 @dataclass(slots=True)
@@ -73,6 +79,14 @@ class OrderHistory:
     rest_s: Ewma = field(default_factory=lambda: Ewma(outlier=2.0))
     num_left_out: int = 0
     """Its latest orders, in a row, that were left out."""
+    num_passes: int = 0
+    """Passes, or calls, for its drafts, and how many of them had drafts of other engines too."""
+    num_merged_passes: int = 0
+
+    def took_part(self, num_orders: int) -> None:
+        """A pass for the drafts of so many engines had drafts of this one."""
+        self.num_passes += 1
+        self.num_merged_passes += num_orders > 1
 
     def accepted(self, num_drafted: int, num_accepted: int) -> None:
         """The verdict on a draft."""
@@ -86,26 +100,24 @@ class OrderHistory:
         return WaitingOrder(len(budgets), max(budgets), num_accepted, self.rest_s.mean if may_wait else 0.0)
 
 
-def choose_orders(orders: Sequence[WaitingOrder], cost: CallCost) -> list[int]:
+def choose_orders(orders: Sequence[WaitingOrder], cost: CallCost, num_begun: int = 0) -> list[int]:
     """Indices of the orders that are drafted for, ascending; those are left out first that gain least per row. An order
-    of an engine of which too little is known stays, and counts as one that loses nothing by waiting."""
+    of an engine of which too little is known stays, and counts as one that loses nothing by waiting; so do the first
+    `num_begun`, whose drafts are being made."""
     chosen = list(range(len(orders)))
     if not cost.is_known:
         return chosen
     worst_first = sorted(
-        (i for i in chosen if orders[i].rest_s),
+        (i for i in chosen[num_begun:] if orders[i].rest_s),
         key=lambda i: orders[i].num_accepted / (orders[i].num_requests * orders[i].longest),
     )
     for i in worst_first:
         others = [j for j in chosen if j != i]
         if not others:
             break
-        with_it = cost.seconds([orders[j] for j in chosen])
-        without = cost.seconds([orders[j] for j in others])
-        known = [orders[j] for j in others if orders[j].rest_s]
-        gained = sum(order.tokens_per_s(without) - order.tokens_per_s(with_it) for order in known)
-        own = orders[i].tokens_per_s(with_it)
-        total = own + sum(order.tokens_per_s(with_it) for order in known)
+        together = [orders[j] for j in chosen]
+        total, own = cost.tokens_per_s(together), orders[i].tokens_per_s(cost.seconds(together, orders[i]))
+        gained = cost.tokens_per_s([orders[j] for j in others]) - (total - own)
         if gained - max(0.0, own - orders[i].plain_tokens_per_s) <= LEAST_GAIN * total:
             continue
         chosen = others

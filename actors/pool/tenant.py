@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from actors.logs import log_event, logger_of
-from actors.pool.tenant_drafter import LeaseCounts, SharedDrafter
+from actors.pool.tenant_drafter import LeaseCounts, SharedDrafter, TenantDrafter
 from actors.pool.tenant_link import TenantLink
 from actors.protocol.leases import LeaseOrder
 from actors.protocol.membership import Join, identity_of
 from actors.roles.draft import DraftRole
-from actors.topology import TOP
+from actors.topology import seat_role
 from actors.transport.channel import heart_of, link_name, open_link
 from actors.transport.keys import LinkKey
 from actors.transport.mailbox import Mailbox
@@ -30,9 +30,11 @@ from parallel.comm.group import SINGLE, Group
 
 @dataclass(eq=False)
 class Tenant:
-    """Runs from construction until `end`, or until it ends by itself. `spec` is that of the pool's own rank."""
+    """Runs from construction until `end`, or until it ends by itself. `client` is the name of its
+    engine's key, `spec` that of the pool's own rank."""
 
     order: LeaseOrder
+    client: str
     number: int
     spec: RankSpec
     shared: SharedDrafter
@@ -47,6 +49,7 @@ class Tenant:
         self.counts = LeaseCounts()
         self.began_at = self.heard_at = self.now()
         """When its engine or coordinator was last heard."""
+        self._drafter: TenantDrafter | None = None
         self._ends = threading.Event()
         name = f"lease-{self.number}"
         self._logger = logger_of(self.spec.identity)
@@ -64,16 +67,19 @@ class Tenant:
 
     def _run(self) -> None:
         order = self.order
-        identity = identity_of(TOP, 0)
+        role = seat_role(order.seat)
+        identity = identity_of(role, 0)
         key = LinkKey(identity, order.hub, order.private)
         spec = replace(
-            self.spec, role=TOP, rank=0, size=1, hub_address=order.hub_address, incarnation=order.number, key=key
+            self.spec, role=role, rank=0, size=1, hub_address=order.hub_address, incarnation=order.number, key=key
         )
-        drafter = self.shared.join(self.counts)
+        drafter = self._drafter = self.shared.join(self.counts, streams=order.terms.streams)
         log_event(self._logger, "lease-begins", lease=self.number, engine=order.hub_address)
         try:
             name = link_name(identity, order.number)
-            link = TenantLink(open_link(order.hub_address, name, key), order, self.number, self.numbers, self.heard)
+            time_of = self.shared.passes.time
+            known = order, self.number, self.numbers, self.heard, time_of.resting
+            link = TenantLink(open_link(order.hub_address, name, key), *known)
 
             def build(spec: RankSpec, _group: Group, _mailbox: Mailbox) -> tuple[RankRole, dict[str, object]]:
                 facts: dict[str, object] = {"drafter": spec.drafter.name, "device": spec.device, "lease": self.number}
@@ -83,10 +89,12 @@ class Tenant:
             heart = open_link(order.hub_address, heart_of(name), key, keeps="newest")
             heartbeat = Heartbeat(heart, loop.heartbeat, loop.interrupt)
             try:
-                loop.serve()
+                with time_of.serving():
+                    loop.serve()
                 self.why = self.why or "its engine has ended"
             finally:
                 heartbeat.stop()
+                self.counts.num_refused_records = link.num_refused
                 link.close()
         except Exception as error:
             self.has_failed = True
@@ -95,6 +103,11 @@ class Tenant:
         finally:
             self.shared.leave(drafter)
             log_event(self._logger, "lease-ended", lease=self.number, why=self.why, **asdict(self.counts))
+
+    @property
+    def num_rows(self) -> int:
+        """KV rows of the texts of its requests. From any thread."""
+        return 0 if self._drafter is None else self._drafter.num_rows
 
     @property
     def is_running(self) -> bool:

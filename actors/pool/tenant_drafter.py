@@ -24,18 +24,24 @@ from actors.protocol.messages import Commit, DraftPreview, TokenTree
 
 ROWS_BESIDE_TEXT = 64
 """KV slots that a request is counted with beside its text, for the rows of drafts."""
+ROWS_BESIDE_FAR_TEXT = 192
+"""The same where previews stream: the drafter works further ahead."""
 
 
 @dataclass(slots=True)
 class LeaseCounts:
     """What a lease was given so far: drafts by request, those that were left out for the sake of other engines, and
-    those for which its share of KV rows had no room."""
+    those for which its share of KV rows had no room; passes for its drafts, and those that had drafts of other leases
+    too; records of its coordinator that were refused."""
 
     num_drafts: int = 0
     num_left_out: int = 0
     num_beyond_share: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_passes: int = 0
+    num_merged_passes: int = 0
+    num_refused_records: int = 0
 
 
 class SharedDrafter:
@@ -63,9 +69,9 @@ class SharedDrafter:
         self._shown: dict[int, dict[int, DraftPreview]] = defaultdict(dict)  # tenant -> request -> its latest preview
         self._owners: dict[int, int] = {}
 
-    def join(self, counts: LeaseCounts | None = None) -> TenantDrafter:
+    def join(self, counts: LeaseCounts | None = None, *, streams: bool = False) -> TenantDrafter:
         """A new tenant, which counts in `counts`; the shares of the others become smaller at once."""
-        tenant = TenantDrafter(self, LeaseCounts() if counts is None else counts)
+        tenant = TenantDrafter(self, LeaseCounts() if counts is None else counts, streams=streams)
         with self.passes.turn():
             self.tenants.append(tenant)
             for other in self.tenants:
@@ -114,11 +120,14 @@ class SharedDrafter:
 
 
 class TenantDrafter:
-    """A drafter, as `actors/drafters/interface.py` says, of one tenant's requests."""
+    """A drafter, as `actors/drafters/interface.py` says, of one tenant's requests. With `streams` it is asked for no
+    draft, but shown what the target verifies."""
 
     waits_for_child = False
 
-    def __init__(self, shared: SharedDrafter, counts: LeaseCounts) -> None:
+    def __init__(self, shared: SharedDrafter, counts: LeaseCounts, *, streams: bool = False) -> None:
+        self._rows_beside = ROWS_BESIDE_FAR_TEXT if streams else ROWS_BESIDE_TEXT
+        self._streams = streams
         self._shared = shared
         self._passes = shared.passes
         self._contexts: dict[int, Context] = {}
@@ -162,6 +171,8 @@ class TenantDrafter:
         """Drafts by request; none if they are left out."""
         self._read(contexts, leave=self._shared.read_chunk)
         proposed = self._passes.propose(contexts, budgets, self._history)
+        self.counts.num_passes = self._history.num_passes
+        self.counts.num_merged_passes = self._history.num_merged_passes
         if proposed is None:
             self.counts.num_left_out += len(contexts)
             return {}
@@ -258,7 +269,7 @@ class TenantDrafter:
             assert ahead is not None
             return ahead.width(width_chooser, time_s) if ahead.wants_work else 0
 
-    def work(self, width: int = 0) -> Step:
+    def work(self, width: int = 0, num_passes: int = 1) -> Step:  # noqa: ARG002  steps of tenants are merged pass by pass
         return self._passes.step(width or self._shared.step_width)
 
     def prepared(self, context: Context) -> bool:
@@ -270,9 +281,12 @@ class TenantDrafter:
         return self._shared.previews_of(self)
 
     def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
+        self._answered_at = self._shared.clock()
+        if self._streams:  # whose draft this is, the engine knows and counts
+            self._work_behind(context, budget, tree)
+            return
         self.counts.num_drafts += 1
         self._offered(context, tree)
-        self._answered_at = self._shared.clock()
         with self._passes.turn() as drafter:
             can = drafter.capabilities
             assert can.sends_previews is not None
@@ -280,9 +294,26 @@ class TenantDrafter:
             if can.works_ahead.prepared(context):  # else its rows were given back since the preview
                 can.sends_previews.prefetched(context, budget, tree)
 
+    def _work_behind(self, context: Context, budget: int, tree: TokenTree) -> None:
+        """The drafter works ahead of what is verified, of which it may have prepared nothing, if there is room."""
+        if context.request_id not in self._fitting():
+            self.counts.num_beyond_share += 1
+            return
+        self._read([context], leave=self._shared.read_chunk)
+        with self._passes.turn() as drafter:
+            if context.request_id in self._with_rows:
+                assert drafter.capabilities.sends_previews is not None
+                drafter.capabilities.sends_previews.prefetched(context, budget, tree)
+                self._num_read[context.request_id] = len(context.token_ids)
+
     @property
     def num_requests(self) -> int:
         return len(self._contexts)
+
+    @property
+    def num_rows(self) -> int:
+        """KV rows of its texts. From any thread."""
+        return sum([*self._num_read.values()])
 
     # --- the share ----------------------------------------------------------------------------------------------------
 
@@ -297,7 +328,7 @@ class TenantDrafter:
         if share is None:
             return set(self._contexts)
         lengths = ((number, len(context.token_ids)) for number, context in self._contexts.items())
-        return within_share(lengths, share, ROWS_BESIDE_TEXT)
+        return within_share(lengths, share, self._rows_beside)
 
     def drop_beyond_share(self, fitting: set[int] | None = None) -> None:
         """Give back the rows of requests that do not fit any more; they decode plainly, or are read again later. Call

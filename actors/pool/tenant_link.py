@@ -8,12 +8,14 @@ ever share KV rows or memories.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.protocol.leases import LeaseOrder
 from actors.protocol.membership import Join
 from actors.protocol.messages import (
+    FAR_REACH,
     LONGEST_SALT,
     Admit,
     Commit,
@@ -42,13 +44,21 @@ class _Known:
 
 
 class TenantLink(Mailbox):
-    """`numbers` gives the pool's next number of a request, `heard` is called for every record that arrives. Receiving
-    raises ValueError for a record that the lease does not allow."""
+    """`numbers` gives the pool's next number of a request, `heard` is called for every record that arrives, and what
+    `resting` returns is entered while one is waited for. Receiving raises ValueError for a record that the lease does
+    not allow."""
 
     def __init__(
-        self, link: AnyLink, lease: LeaseOrder, tenant: int, numbers: Iterator[int], heard: Callable[[], None]
+        self,
+        link: AnyLink,
+        lease: LeaseOrder,
+        tenant: int,
+        numbers: Iterator[int],
+        heard: Callable[[], None],
+        resting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(link)
+        self._resting = resting
         self._lease = lease
         self._tenant = tenant
         self._numbers = numbers
@@ -56,16 +66,25 @@ class TenantLink(Mailbox):
         self._known: dict[int, _Known] = {}
         self._names: dict[int, int] = {}  # number in the pool -> the coordinator's
         self._num_tokens = 0
+        self.num_refused = 0
+        """Records that the lease does not allow."""
 
     def receive(self, timeout_s: float | None = None) -> Any | None:
-        record = super().receive(timeout_s)
+        with nullcontext() if timeout_s == 0 else self._resting():
+            record = super().receive(timeout_s)
         if record is not None:
             self._heard()
         if isinstance(record, Join):
             self._known.clear()
             self._names.clear()
             self._num_tokens = 0
-        return self._translated(record) if isinstance(record, DraftBatch) else record
+        if not isinstance(record, DraftBatch):
+            return record
+        try:
+            return self._translated(record)
+        except ValueError:
+            self.num_refused += 1
+            raise
 
     def send(self, record: Any) -> None:
         match record:
@@ -76,7 +95,7 @@ class TenantLink(Mailbox):
         super().send(record)
 
     def _named(self, records: tuple[Any, ...]) -> tuple[Any, ...]:
-        """With the coordinator's numbers; requests that it has released meanwhile are left out."""
+        """Replaces the pool's request numbers by the coordinator's; leaves out requests released meanwhile."""
         known = [(record, self._names.get(record.request_id)) for record in records]
         return tuple([replace(record, request_id=name) for record, name in known if name is not None])
 
@@ -145,8 +164,9 @@ class TenantLink(Mailbox):
         return replace(commit, request_id=known.number, settled_len=None)
 
     def _order(self, order: DraftOrder) -> DraftOrder:
-        if not 0 <= order.num_draft_tokens <= self._lease.num_draft_tokens:
-            most = self._lease.num_draft_tokens
+        is_far = order.prefetched is not None and self._lease.terms.streams
+        most = FAR_REACH if is_far else self._lease.num_draft_tokens
+        if not 0 <= order.num_draft_tokens <= most:
             raise ValueError(f"orders: {order.num_draft_tokens} draft tokens are not between 0 and {most}")
         if order.prefetched is not None:
             order.prefetched.check()

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from actors.protocol.messages import DraftPreview
 from actors.protocol.token_tree import TokenTree
 
 
@@ -142,9 +143,11 @@ class DraftTree:
             places.append(next((child for child in children if self.nodes[child].token == token), -1))
         return [node for node in places[1:] if node >= 0]
 
-    def worth(self, nodes: Sequence[int]) -> float:
-        """Expected accepted tokens that feeding these nodes adds to later proposals, at most one each."""
-        return sum(math.exp(self.nodes[node].value) for node in nodes)
+    def worth(self, nodes: Sequence[int], further: int = 0) -> float:
+        """Expected accepted tokens that feeding these nodes adds to later proposals, at most one each; or feeding what
+        follows them `further` tokens later, each estimated to be as likely as the mean token of the path so far."""
+        reached = (self.nodes[node] for node in nodes)
+        return sum(math.exp(node.value * (1 + further / node.depth) if further else node.value) for node in reached)
 
     def offer(self, nodes: Sequence[int]) -> None:
         """These nodes are the proposal that the next verdict is about."""
@@ -194,3 +197,27 @@ class DraftTree:
                 rows.append(was.row)
             pending += [(child, place) for child in was.children]
         return tree, rows
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewTree:
+    """Drafts that draft-ahead prepared for a verdict still to come, as chains or as a tree."""
+
+    tree: DraftTree
+    is_chain: bool
+
+    @staticmethod
+    def read(preview: DraftPreview) -> PreviewTree:
+        return PreviewTree(DraftTree.read(preview.tree, preview.values), is_chain=not preview.values)
+
+    def after(self, token_ids: Sequence[int]) -> PreviewTree | None:
+        """The drafts for a verdict that commits `token_ids`; None if there are none."""
+        node = self.tree.find(token_ids)
+        if node is None or not self.tree.nodes[node].children:
+            return None
+        return PreviewTree(self.tree.reroot(node)[0], self.is_chain)
+
+    def best(self, num_draft_tokens: int) -> TokenTree:
+        """The likeliest proposal of so many draft tokens."""
+        tree = self.tree
+        return tree.proposal(tree.best_chain(num_draft_tokens) if self.is_chain else tree.best_nodes(num_draft_tokens))

@@ -15,16 +15,20 @@ KEY_BYTES = 32
 _LARGEST = 2**31 - 1
 MOST_DRAFT_TOKENS = 256
 """Draft tokens of one order, at most."""
+MOST_SEATS = 64
+"""Leases that an engine holds at a time, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
     """What both sides must agree on, since drafts are made for it: the verification rule, the pipeline and the
-    vocabulary, by its `tokenizer_digest` (empty: not known)."""
+    vocabulary, by its `tokenizer_digest` (empty: not known). `streams`: whether the engine waits for no draft and wants
+    previews all the time (`DraftBatch.streams`), or whether the pool's drafter can send them."""
 
     rule: str
     pipeline: str
     vocabulary: str = ""
+    streams: bool = False
 
     def misfit(self, wanted: LeaseTerms) -> str | None:
         """One line why a pool of these terms cannot draft for those that are wanted, or None."""
@@ -36,6 +40,8 @@ class LeaseTerms:
                 return f"the pool drafts for {name}={mine}, not {theirs}; start the engine or the pool with the other's"
         if self.vocabulary and wanted.vocabulary and self.vocabulary != wanted.vocabulary:
             return "the pool's vocabulary is not the target's; start the pool with target.path=DIR of the same model"
+        if wanted.streams and not self.streams:
+            return "the pool shows no drafts ahead; drop pipeline.local_drafter or use a pool of drafter=model"
         return None
 
 
@@ -43,8 +49,8 @@ class LeaseTerms:
 class LeaseOrder:
     """Engine to pool: begin lease `number`, or renew it; a higher number ends the engine's earlier ones.
 
-    The pool connects to `hub_address`, whose public key is `hub`, with the key `private` of the engine's draft rank, as
-    its process `number`. Texts have at most `max_model_len` tokens below `vocab_size`, orders at most
+    The pool connects to `hub_address`, whose public key is `hub`, with the key `private` of the engine's draft rank at
+    this `seat`, as its process `number`. Texts have at most `max_model_len` tokens below `vocab_size`, orders at most
     `num_draft_tokens`.
     """
 
@@ -56,6 +62,7 @@ class LeaseOrder:
     max_model_len: int
     num_draft_tokens: int
     private: bytes = field(repr=False, default=b"")
+    seat: int = 0
 
     def check(self) -> None:
         """Raise ValueError, one line, for a field that is out of range."""
@@ -71,6 +78,8 @@ class LeaseOrder:
         ):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name}: must be between 1 and {most}")
+        if not 0 <= self.seat < MOST_SEATS:
+            raise ValueError(f"seat: must be between 0 and {MOST_SEATS - 1}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ MOST_LOGPROBS = 20
 _CELL = 4
 """Bytes of a token id, a value and a rank."""
 _ROUNDING = 1e-3
-"""By which the logarithm of a probability near one may exceed zero."""
+"""Amount by which the logarithm of a probability near one may exceed zero."""
 
 
 @dataclass(frozen=True, slots=True)

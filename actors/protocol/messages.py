@@ -62,7 +62,7 @@ def retract_hash(digest: int, token_ids: tuple[int, ...] | list[int]) -> int:
 
 
 NO_TOKEN = -1
-"""In place of a token drawn from an impossible distribution: a logit is NaN or infinite, or every token is ruled out.
+"""Stands for a token drawn from an impossible distribution: a logit is NaN or infinite, or every token is ruled out.
 To a rule it is a token like any other, so that rules stay exact; no record has it among a request's tokens."""
 
 
@@ -82,7 +82,7 @@ SCOPE_BYTES = 7
 """Bytes of the number of a client, or of a client and a `cache_salt`."""
 
 PLAIN_DECODING = "none"
-"""In place of a drafter's name: decode plainly, whatever the engine's pipeline is."""
+"""The drafter's name of a request that is decoded plainly, whatever the engine's pipeline is."""
 
 
 class SamplingKind(IntEnum):
@@ -97,10 +97,10 @@ class SamplingKind(IntEnum):
 
 _KINDS = frozenset(SamplingKind)
 _ROUNDING = 1e-3
+"""Amount by which a probability that was computed in half precision may exceed one."""
 _LONGEST_LEVEL = 64
 GRAMMAR = "grammar"
 """Named as the proposer of what a grammar forces."""
-"""By which a probability that was computed in half precision may exceed one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +116,7 @@ class SparseDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A drafter's guess for one request, and the prefix it assumes.
-
-    `sampling_kinds[i]` is how node i was drawn; `distributions[i]` is the distribution from which the children of node
-    i were drawn, None where they were not drawn at random. Under the coupled rule both may be empty tuples. `prepared`
-    tells a branch hit (the draft was there before the verdict it follows) from a miss; None if the drafter does not
-    work ahead. `parts` is (level, number of nodes it drafted) of a cascade, in node order; empty without levels. One
-    that `is_forced` was made of a grammar, and its path is none of the drafter's.
-    """
+    """A drafter's guess for one request, and the prefix it assumes. Entry i of a field by node is of node i."""
 
     request_id: int
     epoch: int
@@ -131,10 +124,17 @@ class Proposal:
     prefix_hash: int
     tree: TokenTree
     sampling_kinds: tuple[int, ...] = ()
+    """How each node was drawn; may be empty under the coupled rule."""
     distributions: tuple[SparseDistribution | None, ...] = ()
+    """The distribution from which the children of each node were drawn, None where they were not drawn at random; may
+    be empty under the coupled rule."""
     prepared: bool | None = None
+    """Whether the draft was there before the verdict that it follows, a branch hit; None if the drafter does not work
+    ahead."""
     parts: tuple[tuple[str, int], ...] = ()
+    """(Level, number of nodes that it drafted) of a cascade, in node order; empty without levels."""
     is_forced: bool = False
+    """It was made of a grammar, so its path says nothing of the drafter."""
 
     def proposers(self, path: Sequence[int]) -> tuple[tuple[str, int], ...]:
         """The sources of the nodes of a path, as runs of (name, number of nodes): levels by their names, what a grammar
@@ -180,22 +180,20 @@ MOST_FORCED = 64
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The target's answer to a proposal: the accepted `path` and the target's own tokens after it, `token_ids`.
-
-    A target that writes token by token brings one; one that writes in blocks may bring none yet, or several. Where
-    `none_follows`, the distribution after all of them is impossible, and the request ends with an error unless one of
-    them ends it. `logprobs` are those of path and tokens, if the request asks for them. `forced` are the tokens of the
-    only text that the request's grammar allows next, at most `MOST_FORCED`: a draft that costs no pass.
-    """
+    """The target's answer to a proposal: the accepted `path`, and the target's own tokens after it."""
 
     request_id: int
     epoch: int
     prefix_len: int
     path: tuple[int, ...]
     token_ids: tuple[int, ...]
+    """The target's own: one where it writes token by token; where it writes in blocks none yet, or several."""
     none_follows: bool = False
+    """The distribution after all of them is impossible: the request ends with an error unless one of them ends it."""
     logprobs: Logprobs | None = None
+    """Those of path and tokens, if the request asks for them."""
     forced: tuple[int, ...] = ()
+    """The only text that the request's grammar allows next, `MOST_FORCED` tokens at most: a draft without a pass."""
 
 
 _OF_ONE_ORDER = (
@@ -213,36 +211,36 @@ _OF_ONE_ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how to continue it. Where the target is an encoder-decoder, the prompt is what its decoder starts
-    with, and `source` the text that its encoder reads; empty elsewhere. Positions, and with them noise, count the text,
-    which is prompt and generated tokens. `drafter` is the name of one of the engine's drafters or `PLAIN_DECODING`;
-    None leaves the choice to the engine. `num_draft_tokens` bounds every draft for it; None: the engine's own bound
-    alone. `reference` is a text that the output may follow, from which drafters that copy may draft. While it waits, a
-    request of lower `priority` comes first, among those of its client. What is generated follows the `grammar`, up to
-    the end token with which it ends. `logprobs` asks for the log-probability of each generated token and of so many of
-    the likeliest ones there, `prompt_logprobs` for those of the prompt's tokens; None for none.
-
-    KV rows are shared with requests of the same client and `cache_salt`, and so is what drafters remember.
-
-    A client that misses tokens sends the request again, with those it has: `generated`. A repetition does no harm.
-    `request_id` is a number of the client's own; the coordinator replaces it by one of its own, and sets `scope`, the
-    same number for all requests of a client.
-    """
+    """A prompt and how to continue it. A client that misses tokens sends the request again, with those it has; a
+    repetition does no harm. Positions, and with them noise, count prompt and generated tokens."""
 
     request_id: int
+    """A number of the client's own; the coordinator replaces it by one of its own."""
     prompt: tuple[int, ...]
+    """What the decoder of an encoder-decoder starts with."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     drafter: str | None = None
+    """The name of one of the engine's drafters or `PLAIN_DECODING`; None leaves the choice to the engine."""
     generated: tuple[int, ...] = ()
+    """Tokens that the client has already."""
     scope: int = 0
+    """The same number for all requests of a client, set by the coordinator. What drafters remember, and KV rows, are
+    shared within one scope and `cache_salt`."""
     num_draft_tokens: int | None = None
+    """The longest draft for it; None: the engine's own bound alone."""
     reference: tuple[int, ...] = ()
+    """A text that the output may follow, from which drafters that copy may draft."""
     priority: int = 0
+    """While requests of a client wait, those of lower priority come first."""
     grammar: Grammar | None = None
+    """What is generated follows it, up to the end token with which it ends."""
     cache_salt: str = ""
     logprobs: int | None = None
+    """Asks for the log-probability of each generated token and of so many of the likeliest there; None: for none."""
     prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
     source: tuple[int, ...] = ()
+    """The text that an encoder reads; empty for a target without one."""
 
     @property
     def speculates(self) -> bool:
@@ -358,28 +356,25 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Part of `Outputs`: tokens of one request in order, and, with the last ones, why it ended.
-
-    `position` is the index of the first of them among the request's generated tokens, by which a client recognises a
-    repetition. `finish_reason` is None, "stop", "length", "abort", "error", or "refused": the client has too many
-    requests in flight for another. `logprobs` are those of these tokens and `prompt_logprobs` those of the prompt's but
-    the first, which come with the first tokens, where the request asks for them.
-
-    The first of them were draft tokens, by `proposers` as `Proposal.proposers` says it, the others the target's own.
-    `versions` are (index among the generated tokens, version of the weights), in order, each of the tokens from there
-    on; those before have version 0.
-    """
+    """Part of `Outputs`: tokens of one request in order, and, with the last ones, why it ended."""
 
     request_id: int
     position: int
+    """Index of the first of them among the generated tokens; a client recognises a repetition by it."""
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
+    """None, "stop", "length", "abort", "error", or "refused": its client has too many requests in flight."""
     stats: RequestStats | None = None
     error: str | None = None
     logprobs: Logprobs | None = None
+    """Those of these tokens, where the request asks for them."""
     prompt_logprobs: Logprobs | None = None
+    """Those of all tokens of the prompt but the first, which come with the first tokens."""
     proposers: tuple[tuple[str, int], ...] = ()
+    """Who drafted the first of them, as `Proposal.proposers` says it; the others are the target's own."""
     versions: tuple[tuple[int, int], ...] = ()
+    """(Index among the generated tokens, version of the weights), in order, each of the tokens from there on; those
+    before have version 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,30 +482,28 @@ _WIDEST_FEATURES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Open a request at a role, at first or again: its committed tokens, the first `prompt_len` of them the prompt.
-
-    `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice. `drafter`,
-    `source`, `reference` and `grammar` are those of the request, and so are `logprobs` and `prompt_logprobs`, as far as
-    they are not known yet. Requests of one client have one `scope`, which roles do not know otherwise. KV rows are
-    shared between requests with the same scope and `cache_salt`; None: not with any. What drafters remember of ended
-    requests is shared within `memory_scope`.
-    """
+    """Open a request at a role, at first or again. Fields that a `Request` has too are those of the request."""
 
     request_id: int
     epoch: int
     token_ids: tuple[int, ...]
+    """Its committed tokens, the first `prompt_len` of them the prompt."""
     prompt_len: int
     sampling: SamplingParams
     admission: int = 0
+    """Another number for every admission of the request, within an epoch too, so that no draw is made twice."""
     drafter: str | None = None
     scope: int = 0
     reference: tuple[int, ...] = ()
     grammar: Grammar | None = None
     cache_salt: str | None = None
+    """KV rows are shared between requests with the same `scope` and `cache_salt`; None: not with any."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    """None if they are known already."""
     source: tuple[int, ...] = ()
     memory_scope: int = 0
+    """What drafters remember of ended requests is shared within it."""
 
     @property
     def speculates(self) -> bool:
@@ -539,6 +532,11 @@ class Commit:
     settled_len: int | None = None
 
 
+FAR_REACH = 64
+"""Tokens that a drafter whose previews stream works ahead of a proposal, while another one is worth it: those of all
+the verdicts that come until it hears of this one, and of the draft after them."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftOrder:
     """Draft for this request at most so many tokens; 0 only brings its KV up to date.
@@ -553,13 +551,7 @@ class DraftOrder:
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """Coordinator to every draft rank: results of the last drafts, then orders for the next.
-
-    `after` is the round of the role's previous batch: a rank that has not seen that one has missed a batch. A batch
-    from a level of a cascade to the level below belongs to one `epoch` of that role. `works_ahead`: a drafter that can
-    may work until the next batch. `top_tokens` are those of the passes since the last batch, of any requests, if the
-    drafter asks for them. `exports` are the tensors that the target has sent to rank 0 since then, in order.
-    """
+    """Coordinator to every draft rank: results of the last drafts, then orders for the next."""
 
     round: int
     admits: tuple[Admit, ...] = ()
@@ -567,10 +559,19 @@ class DraftBatch:
     releases: tuple[int, ...] = ()
     orders: tuple[DraftOrder, ...] = ()
     after: int = 0
+    """The round of the role's previous batch: a rank that has not seen that one has missed a batch."""
     epoch: int = 0
+    """The epoch of the role, in a batch from a level of a cascade to the level below."""
     works_ahead: bool = True
+    """Whether a drafter that can may work until the next batch."""
     top_tokens: tuple[TopTokens, ...] = ()
+    """Those of the passes since the last batch, of any requests, if the drafter asks for them."""
     exports: tuple[FeatureExport, ...] = ()
+    """The tensors that the target has sent to rank 0 since the last batch, in order."""
+    seat: int = 0
+    """The seat of the role that it is for, where several pools lend their drafters."""
+    streams: bool = False
+    """Whether it shows what it has prepared all the time, for any later verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -613,23 +614,23 @@ class LearningWork:
 
 @dataclass(frozen=True, slots=True)
 class ProposalBatch:
-    """Draft lead to coordinator. `started` and `finished` are CLOCK_MONOTONIC seconds on the drafter's host.
-
-    `num_missing` orders are still being drafted for; another batch follows. `ahead` is (started, finished, refreshed)
-    of the passes of draft-ahead since the last batch; a `refreshed` pass also fed committed text again, to make its KV
-    rows exact. `levels` is the work of the levels of a cascade since then. `imported` is (started, finished) of the
-    receipt of the order's tensors. `learning` is all that was learned so far.
-    """
+    """Draft lead to coordinator. Times are CLOCK_MONOTONIC seconds on the drafter's host."""
 
     round: int
     proposals: tuple[Proposal, ...]
     started: float
     finished: float
     num_missing: int = 0
+    """Orders that are still being drafted for; another batch follows."""
     ahead: tuple[tuple[float, float, bool], ...] = ()
+    """(Started, finished, refreshed) of the passes of draft-ahead since the last batch; a refreshed pass also fed
+    committed text again, to make its KV rows exact."""
     levels: tuple[LevelWork, ...] = ()
+    """The work of the levels of a cascade since the last batch."""
     imported: tuple[float, float] | None = None
+    """(Started, finished) of the receipt of the order's tensors."""
     learning: LearningWork | None = None
+    """All that was learned so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -652,7 +653,8 @@ class DraftPreview:
 class DraftPreviewBatch:
     """Draft lead to coordinator, before the verdict: a hit then costs no exchange with the drafter.
 
-    A preview that arrives after the verdict is ignored.
+    A preview that arrives after the verdict is ignored, but for those that stream (`DraftBatch.streams`), which are
+    for any later verdict.
     """
 
     previews: tuple[DraftPreview, ...]
@@ -676,12 +678,7 @@ class VerifyItem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyBatch:
-    """Coordinator to every target rank: commits of the last verdicts, then what to verify; `after` as for drafts.
-
-    `may_draft`: a request of the batch allows speculation, so that a drafter may learn from its rows. The hidden states
-    of requests that speculate are sent over `bridge`, whose first `num_received` tensors have arrived; 0: over none.
-    A batch with `weights` has no items: it releases all requests and rows, and the next passes are of these weights.
-    """
+    """Coordinator to every target rank: commits of the last verdicts, then what to verify."""
 
     round: int
     admits: tuple[Admit, ...] = ()
@@ -689,42 +686,51 @@ class VerifyBatch:
     releases: tuple[int, ...] = ()
     items: tuple[VerifyItem, ...] = ()
     after: int = 0
+    """The round of the previous batch, as in `DraftBatch`."""
     may_draft: bool = True
+    """Whether a request of the batch allows speculation, so that a drafter may learn from its rows."""
     bridge: int = 0
+    """The bridge over which hidden states of requests that speculate are sent to the drafter; 0: none are."""
     num_received: int = 0
+    """Tensors of this bridge that have arrived: the first ones."""
     weights: Weights | None = None
+    """A batch with weights has no items: it releases all requests and rows, and later passes are of these weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictBatch:
-    """Target lead to coordinator, sent as soon as the verdicts are known.
-
-    `started` is when work on the batch began, `committed` when the commits of the round before were done. `top_tokens`
-    are those of all its rows, if the drafter asks for them. `drafts` are those of an attached drafter, made after the
-    verdicts, for the prefixes that these lead to; `finished` is when it began. `export` is what this batch sends over
-    the bridge that it was given, `exported` (started, finished) of the sending for an earlier one. `hits` are (request,
-    number of leading tokens) of the admitted requests for whose first tokens the target had KV rows. `prompt_logprobs`
-    are of the prompts that it has read, of requests that ask for them. `refusal` is one line why the `weights` of its
-    batch were not taken, on any rank; "": they were.
-    """
+    """Target lead to coordinator, sent as soon as the verdicts are known. Times are CLOCK_MONOTONIC seconds there."""
 
     round: int
     verdicts: tuple[Verdict, ...]
     started: float
+    """When work on the batch began."""
     finished: float
+    """When the verdicts were known, and an attached drafter began to draft."""
     num_tokens: int = 0
+    """Rows of the pass."""
     committed: float = 0.0
+    """When the commits of the round before were done."""
     top_tokens: TopTokens | None = None
+    """Those of all its rows, if the drafter asks for them."""
     drafts: ProposalBatch | None = None
+    """Those of an attached drafter, for the prefixes to which the verdicts lead."""
     export: FeatureExport | None = None
+    """What this batch sends over the bridge that it was given."""
     exported: tuple[float, float] | None = None
+    """(Started, finished) of the sending for an earlier batch."""
     hits: tuple[tuple[int, int], ...] = ()
+    """(Request, number of leading tokens) of the admitted requests for whose first tokens the target had KV rows."""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """Those of the prompts that it has read, of requests that ask for them."""
     refusal: str = ""
+    """One line why the `weights` of its batch were not taken, on any rank; "": they were."""
+    guesses: tuple[int, int] = (0, 0)
+    """States of blocks that a target which fills masks guessed, and the number of them that it accepted."""
 
     @property
     def left_at(self) -> float:
-        """When the lead sent it."""
+        """The time at which the lead sent it."""
         return self.finished if self.drafts is None else self.drafts.finished
 
 
@@ -747,8 +753,8 @@ class UpdateWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightsUpdated:
-    """To the owner: the target serves weights of this version, or goes on with those it had, for one line of reason:
-    the checkpoint is refused or, if it `is_lost`, a rank of the target was."""
+    """Tells the owner that the target serves weights of this version, or goes on with those it had, and why in a line:
+    the checkpoint is refused or, if `is_lost`, a rank of the target was lost."""
 
     version: int
     refusal: str = ""

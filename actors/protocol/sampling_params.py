@@ -18,15 +18,15 @@ NGRAM = Range(0, 16, zero="off")
 """Longer ones cost every row of every pass as many looks at the whole text."""
 SEED = Range(-(2**63), 2**64 - 1)
 MOST_BIASES = 300
-"""As OpenAI. Each is read by every role that gets the request, and edits a cell of every row."""
+"""OpenAI's limit. Each is read by every role that gets the request, and edits a cell of every row."""
 LARGEST_BIAS = 100
-"""As OpenAI and vLLM: more than any model's logits differ by."""
+"""The limit of OpenAI and vLLM: more than any model's logits differ by."""
 MOST_BAD_WORDS = 300
 MOST_BAD_WORD_TOKENS = 8192
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 8192
 MOST_STOP_TOKENS = 128
-"""As vLLM."""
+"""vLLM's limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from parallel.speculators.fusing import TapFuser
 
 MEETING_S = 20.0
-"""For which the thread of an end waits for the other, which may be in the middle of a long pass."""
+"""Seconds for which the thread of an end waits for the other, which may be in the middle of a long pass."""
 TARGET, DRAFTER = 0, 1
 """Ranks of the ends in the bridge's group."""
 
@@ -81,10 +81,7 @@ class BridgeEnd:
             formed[1].interrupt()
 
     def check(self) -> None:
-        """PeerLost if the bridge was interrupted: what came over it means nothing."""
-        formed = self._formed
-        if formed is not None:
-            formed[1].check()
+        """PeerLost if what came over the bridge means nothing, because it was interrupted."""
 
     def _meet(self, order: Bridge) -> None:
         device = self._device if order.by_nccl else torch.device("cpu")
@@ -189,6 +186,11 @@ class FeatureReceiver(BridgeEnd):
     def __init__(self, host: str, device: str, logger: logging.Logger) -> None:
         super().__init__(DRAFTER, host, device, logger)
         self._last = (0, 0)  # bridge and number of the last tensor
+
+    def check(self) -> None:
+        formed = self._formed
+        if formed is not None:
+            formed[1].check()
 
     def receive(self, exports: Sequence[FeatureExport]) -> list[FeatureRows]:
         """The rows of requests that are still wanted, in order. PeerLost if one cannot be had."""

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from actors.drafters.draft_ahead.timing import DraftAheadTiming
-from actors.drafters.draft_ahead.width import WidthChooser
 from actors.drafters.interface import Context, Drafter, FeatureRows
 from actors.protocol.membership import Weights
 from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, LearningWork, Proposal, ProposalBatch
 
 if TYPE_CHECKING:
+    from actors.drafters.draft_ahead.width import WidthChooser
     from actors.drafters.online.idle_time import IdleTime
 
 CHILD_WAIT_S = 0.5
@@ -39,11 +39,10 @@ class DraftRole:
         self._works_ahead = can.works_ahead
         self._learns = can.learns
         self._idle_time = None if can.learns is None else _idle_time(can.learns.idle_share, clock())
-        self._adapts = adapts
+        self._width_chooser = _width_chooser() if adapts else None
         self._num_forgotten = 0
         self._steps: list[tuple[float, float, bool]] = []  # (started, finished, refreshed) since the last answer
         self._timing = DraftAheadTiming()
-        self._width_chooser = WidthChooser()
 
     @property
     def wants_work(self) -> bool:
@@ -57,22 +56,26 @@ class DraftRole:
 
     def width(self) -> int:
         """Nodes for each request in the next step, the argument of `work`; rank 0 decides for all ranks of the role."""
-        if self._works_ahead is None or not self._adapts or not self._drafts_ahead:
+        if self._works_ahead is None or self._width_chooser is None or not self._drafts_ahead:
             return 0
         return self._works_ahead.width(self._width_chooser, self._timing.interval_s)
 
-    def work(self, width: int = 0) -> None:
+    def num_passes(self) -> int:
+        """Passes that the next step may make at once, an argument of `work`; rank 0 decides for all ranks."""
+        return self._timing.num_passes(self.clock()) if self._drafts_ahead else 1
+
+    def work(self, width: int = 0, num_passes: int = 1) -> None:
         """One step of draft-ahead, if the drafter works ahead and has one left, else one of learning."""
         if self._works_ahead is None or not self._drafts_ahead:
             self._learn()
             return
         started = self.clock()
-        step = self._works_ahead.work(width)
+        step = self._works_ahead.work(width, num_passes)
         finished = self.clock()
         self._steps.append((started, finished, step.refreshed))
-        self._timing.record_pass(started, finished)
-        if step.num_rows and not step.refreshed:
-            self._width_chooser.update(step.num_rows, finished - started)
+        self._timing.record_pass(started, finished, step.num_passes)
+        if self._width_chooser is not None and step.num_rows and not step.refreshed:
+            self._width_chooser.update(step.num_rows, (finished - started) / step.num_passes)
 
     def _learn(self) -> None:
         """One step of learning, if the time allows it."""
@@ -92,9 +95,11 @@ class DraftRole:
 
     def preview(self, *, last: bool) -> DraftPreviewBatch | None:
         """What was prepared since the last preview, if one is due; `last`: no step follows before the next record."""
-        if self._capabilities.sends_previews is None or not (last or self._timing.is_preview_due(self.clock())):
+        now = self.clock()
+        if self._capabilities.sends_previews is None or not (last or self._timing.is_preview_due(now)):
             return None
         previews = self._capabilities.sends_previews.previews()
+        self._timing.record_preview(now)
         return DraftPreviewBatch(tuple(previews)) if previews else None
 
     def answer(self, batch: DraftBatch, features: Sequence[FeatureRows] = ()) -> Iterator[ProposalBatch]:
@@ -107,6 +112,7 @@ class DraftRole:
         self._timing.record_arrival(arrived)
         if ahead is not None:
             ahead.may_work_ahead = batch.works_ahead
+        self._timing.streams = batch.streams
         orders = self._update_contexts(batch, features)
         hits = [(context, budget) for context, budget in orders if ahead is not None and ahead.prepared(context)]
         if hits:
@@ -212,16 +218,18 @@ class DraftRole:
                 len(context.token_ids),
                 context.prefix_hash,
                 draft.tree,
-                tuple(int(kind) for kind in draft.sampling_kinds),
-                draft.distributions,
-                prepared,
-                draft.parts,
+                sampling_kinds=tuple(int(kind) for kind in draft.sampling_kinds),
+                distributions=draft.distributions,
+                prepared=prepared,
+                parts=draft.parts,
             )
             for context, draft in zip(contexts, drafts, strict=True)
         )
         levels = self._capabilities.has_levels.level_stats() if self._capabilities.has_levels is not None else ()
         learning = self._learning()
-        return ProposalBatch(round, proposals, started, self.clock(), num_missing, steps, levels, learning=learning)
+        return ProposalBatch(
+            round, proposals, started, self.clock(), num_missing, ahead=steps, levels=levels, learning=learning
+        )
 
     def _learning(self) -> LearningWork | None:
         """What the drafter has learned so far, and the time it took."""
@@ -229,6 +237,12 @@ class DraftRole:
             return None
         times = self._idle_time
         return replace(self._learns.learning(), busy_s=times.spent_s, delayed_s=times.delayed_s)
+
+
+def _width_chooser() -> WidthChooser:
+    from actors.drafters.draft_ahead.width import WidthChooser  # for roles that adapt alone
+
+    return WidthChooser()
 
 
 def _idle_time(share: float, now: float) -> IdleTime:

@@ -9,7 +9,7 @@ verification rule; must not know drafters, pipelines or sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -70,7 +70,7 @@ class TargetRole:
         top_tokens: TopTokensReader | None = None,
         features: FeatureReader | None = None,
         drafter: AfterVerdicts | None = None,
-        grammars: GrammarMasks | None = None,
+        grammars: Callable[[], GrammarMasks] | None = None,
         weights: Weights | None = None,
     ) -> None:
         self._drafter = drafter or AfterVerdicts()
@@ -82,7 +82,8 @@ class TargetRole:
         self._of_last_pass: TopTokens | None = None
         self._features = features
         self._is_lead = is_lead
-        self._grammars = grammars
+        self._open_grammars = grammars
+        self._grammars: GrammarMasks | None = None  # from the first request with one on
         self._weights = ServedWeights(runner, weights)
         self.contexts: dict[int, TargetContext] = {}
 
@@ -190,6 +191,8 @@ class TargetRole:
         self.runner.open(admit.request_id, Text(token_ids, scope) if may_share else None)
         if admit.source:
             self.runner.set_source(admit.request_id, admit.source)
+        if admit.grammar is not None and self._grammars is None and self._open_grammars is not None:
+            self._grammars = self._open_grammars()
         if self._grammars is not None:
             self._grammars.open(admit.request_id, admit.grammar, admit.scope)
         return self.runner.cached_len(admit.request_id)

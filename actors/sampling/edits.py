@@ -55,9 +55,9 @@ class _Edits:
     """Tokens int64, in the order of their `biases` float32."""
     biases: np.ndarray
     banned: np.ndarray
-    """In every row: bad words of one token."""
+    """Bad words of one token, banned in every row."""
     banned_early: np.ndarray
-    """Before the output has `min_tokens`: the tokens that would end it."""
+    """Tokens that would end the output, banned before it has `min_tokens`."""
     words: Mapping[tuple[int, ...], Sequence[int]]
     """Longer bad words: the last tokens by the beginning."""
     lengths: Mapping[int, Sequence[int]]

@@ -356,27 +356,106 @@ def top_children(
     slightly different scores.
     """
     raced = _with_noise(scores, params, positions)
+    return _best(raced, width, raced if given_noise else scores)
+
+
+def _best(raced: Tensor, width: int, distribution: Tensor) -> tuple[Tensor, Tensor]:
     # arg-max breaks ties as the target does; top-k promises no order among ties
     token_ids = raced.max(dim=-1, keepdim=True).indices if width == 1 else raced.topk(width, dim=-1).indices
-    distribution = raced if given_noise else scores
     return token_ids, distribution.gather(1, token_ids) - distribution.logsumexp(dim=-1, keepdim=True)
 
 
-def _with_noise(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], first: int = 0) -> Tensor:
-    """Scores, of tokens from `first` on, plus the coupled noise of every sampled row; rows of one (seed, position)
-    share one noise vector."""
-    sampled = [row for row, one in enumerate(params) if not is_greedy(one)]
-    if not sampled:
-        return scores
+@dataclass(frozen=True, slots=True)
+class ChildrenAhead:
+    """`top_children` given the noise, from the logits of a model, for several steps of the same rows, each step one
+    position on. All that it needs is sent to the device in one copy before the first step, so that the next step can be
+    fed the likeliest children while the host waits for nothing; each row is cut by limits of its own.
+
+    `is_unedited` holds for all rows; without `draws` none of them is sampled.
+    """
+
+    params: Sequence[SamplingParams]
+    noise: _Noise | None
+    temperatures: Tensor | None  # float32 [n], None: all 1
+    limits: Sequence[Tensor]  # of truncation, [n] each; empty if no row truncates
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        num_steps: int,
+        device: torch.device,
+        *,
+        draws: bool,
+    ) -> ChildrenAhead:
+        """`positions` are those of the first step."""
+        noise = _noise_arrays(params, positions, num_steps) if draws else []
+        temperatures = np.array([1.0 if is_greedy(one) else one.temperature for one in params], dtype=np.float32)
+        tempered = [temperatures] if (temperatures != 1.0).any() else []
+        limits = _limits(params, _ALL) if any(map(truncates, params)) else []
+        arrays = [*noise, *tempered, *limits]
+        moved = to_device(arrays, device) if arrays else []
+        after = moved[len(noise) :]
+        drawn = _Noise.of(noise, moved) if noise else None
+        return cls(params, drawn, after[0] if tempered else None, after[len(tempered) :])
+
+    def best(self, logits: Tensor, step: int, width: int) -> tuple[Tensor, Tensor]:
+        """Token ids and log-probabilities [n, width]."""
+        scores = logits if self.temperatures is None else logits / self.temperatures[:, None]
+        if self.limits and _has_kernels(scores):
+            from actors.sampling import truncation_kernels
+
+            scores = truncation_kernels.truncate(scores, *self.limits)
+        else:
+            scores = _truncate(scores, self.params)
+        raced = scores if self.noise is None else self.noise.added_to(scores, step)
+        return _best(raced, width, raced)
+
+
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """The coupled noise of sampled rows, for several steps; rows of one (seed, position) share one vector."""
+
+    keys: Tensor  # int32 [steps, m or one more, 2]
+    shared: Tensor  # int64 [s], the vector of every sampled row
+    rows: Tensor  # int64 [s], the sampled rows
+    num_vectors: int
+
+    @classmethod
+    def of(cls, arrays: Sequence[np.ndarray], moved: Sequence[Tensor]) -> _Noise:
+        """The record of `_noise_arrays` and their copies, the first ones of `moved`."""
+        keys, shared, rows = moved[:3]
+        return cls(keys, shared, rows, int(arrays[1].max()) + 1)
+
+    def added_to(self, scores: Tensor, step: int, first: int = 0) -> Tensor:
+        """A tensor of its own: scores [n, V] of tokens from `first` on, and the noise of the sampled rows."""
+        tokens = torch.arange(first, first + scores.shape[-1], device=scores.device)
+        noise = gumbel(self.keys[step, : self.num_vectors], tokens)
+        if self.num_vectors < len(self.rows):
+            noise = noise[self.shared]
+        return noise.add_(scores) if len(self.rows) == len(scores) else scores.index_add(0, self.rows, noise)
+
+
+def _noise_arrays(params: Sequence[SamplingParams], positions: Sequence[int], num_steps: int) -> list[np.ndarray]:
+    """What `_Noise` has on the device, nothing if no row is sampled; `positions` are those of the first step. The keys
+    of a step are padded to an even number, so that those of every step are aligned."""
+    rows = [row for row, one in enumerate(params) if not is_greedy(one)]
+    if not rows:
+        return []
     vectors: dict[tuple[int, int], int] = {}
-    which = [vectors.setdefault((params[row].seed, positions[row]), len(vectors)) for row in sampled]
-    keys = [noise_key(seed, NoiseStream.COUPLED, position) for seed, position in vectors]
-    noise = gumbel(keys, torch.arange(first, first + scores.shape[-1], device=scores.device))
-    if len(vectors) < len(sampled):
-        noise = noise[upload(which, scores.device)]
-    if len(sampled) == len(scores):
-        return noise.add_(scores)
-    return scores.index_add(0, upload(sampled, scores.device), noise)
+    shared = [vectors.setdefault((params[row].seed, positions[row]), len(vectors)) for row in rows]
+    keys = np.zeros((num_steps, len(vectors) + len(vectors) % 2, 2), dtype=np.int32)
+    for step in range(num_steps):
+        own = [noise_key(seed, NoiseStream.COUPLED, position + step) for seed, position in vectors]
+        keys[step, : len(vectors)] = spread_keys(own)
+    return [keys, np.array(shared), np.array(rows)]
+
+
+def _with_noise(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], first: int = 0) -> Tensor:
+    """Scores, of tokens from `first` on, plus the coupled noise of every sampled row."""
+    arrays = _noise_arrays(params, positions, 1)
+    return _Noise.of(arrays, to_device(arrays, scores.device)).added_to(scores, 0, first) if arrays else scores
 
 
 def probabilities(scores: Tensor, params: SamplingParams) -> Tensor:

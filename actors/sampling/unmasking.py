@@ -1,11 +1,11 @@
 """One step of a masked-diffusion target: which masks of a block are filled, with which tokens, in which order.
 
 A state is a block's tokens, `MASKED` where there is none yet; behind a full block stand the masks of the next one, and
-the two are a state of their own. The step of the *static* decoder fills the mask of which
-the model is surest or, with a threshold, all of which it is that sure, and at least that one. It is a function of the
-state alone: sampled tokens draw noise of (seed, position, number of tokens filled so far in the block), which is the
-same whatever else is computed beside the state. Confidences are compared in float32 and tie often, in low precision
-mostly at 1; the earlier position then comes first.
+the two are a state of their own, where a pass over the full block is the next one's first. The step of a decoder fills
+the mask of which the model is surest or, with a threshold, all of which it is that sure, and at least that one. It is a
+function of the state alone: sampled tokens draw noise of (seed, position, number of tokens filled so far in the block),
+which is the same whatever else is computed beside the state. Confidences are compared in float32 and tie often, in low
+precision mostly at 1; the earlier position then comes first.
 
 FreeDave (arXiv 2510.00294): states further on are guessed from one state's predictions, computed in one pass, and
 accepted as far as each *equals* what the step makes of the one before. Knows no model and no cache.
@@ -30,10 +30,12 @@ State = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class UnmaskingStep:
-    """What a pass over a state says of its masks: (offset, token) of each, the surest first. The static decoder fills
-    the first `num_sure`, of the last `block` tokens."""
+    """What a pass over a state says of its masks: (offset, token) of each, the surest first. The decoder fills the
+    first `num_sure`. `num_full` tokens are a full block before the present one, and `num_next` masks follow that
+    once it is full; 0: the state of a full block is no pass's."""
 
-    block: int
+    num_full: int
+    num_next: int
     state: State
     fills: tuple[tuple[int, int], ...]
     num_sure: int
@@ -43,37 +45,39 @@ class UnmaskingStep:
         tokens = [*self.state]
         for offset, token in self.fills[:num_filled]:
             tokens[offset] = token
-        return tuple(tokens) if num_filled < len(self.fills) else (*tokens, *[MASKED] * self.block)
+        return tuple(tokens) if num_filled < len(self.fills) else (*tokens, *[MASKED] * self.num_next)
 
     @property
     def following(self) -> State:
-        """The static decoder's next state."""
+        """The decoder's next state."""
         return self.after(self.num_sure)
 
     def guesses(self, most: int) -> list[State]:
         """The next state and guesses of those after it, at most so many, up to that of the full block."""
-        return [self.after(count) for count in range(self.num_sure, len(self.fills) + 1)[:most]]
+        return [self.after(count) for count in range(self.num_sure, len(self.fills) + bool(self.num_next))[:most]]
 
     def of_last_block(self) -> UnmaskingStep:
         """The same without what is full."""
-        full = len(self.state) - self.block
-        fills = tuple([(offset - full, token) for offset, token in self.fills])
-        return UnmaskingStep(self.block, self.state[full:], fills, self.num_sure)
+        fills = tuple([(offset - self.num_full, token) for offset, token in self.fills])
+        return UnmaskingStep(0, self.num_next, self.state[self.num_full :], fills, self.num_sure)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """The masked rows of one state in a pass: `first` is its position, `params` those of the request."""
+    """The masked rows of one state in a pass: `first` is its position, `params` those of the request, `num_full` and
+    `num_next` as in `UnmaskingStep`. `in_order`: its step fills the first mask, however sure the model is of it."""
 
-    block: int
+    num_full: int
+    num_next: int
     state: State
     first: int
     params: SamplingParams
+    in_order: bool = False
 
     @property
     def num_filled(self) -> int:
         """Tokens of the block that is being filled."""
-        return sum([token != MASKED for token in self.state[-self.block :]])
+        return sum([token != MASKED for token in self.state[self.num_full :]])
 
     def offsets(self) -> list[int]:
         return [offset for offset, token in enumerate(self.state) if token == MASKED]
@@ -96,17 +100,20 @@ def steps(
             continue
         chosen.sort(key=lambda one: (-one[0], one[1]))
         num_sure = sum([confidence >= threshold for confidence, *_ in chosen]) if threshold else 1
-        fills = tuple([(offset, token) for _, offset, token in chosen])
-        found.append(UnmaskingStep(rows.block, rows.state, fills, max(1, num_sure)))
+        fills = [(offset, token) for _, offset, token in chosen]
+        if rows.in_order:
+            fills.sort(key=lambda one: one[0] != offsets[0])  # stable: the others stay in order
+            num_sure = 1
+        found.append(UnmaskingStep(rows.num_full, rows.num_next, rows.state, tuple(fills), max(1, num_sure)))
     return found
 
 
-def furthest(found: Sequence[UnmaskingStep]) -> int:
-    """The index of the last state of the static decoder among those of a pass, of which the first one is its."""
-    best, states = 0, [step.state for step in found]
-    while (following := found[best].following) in states[best + 1 :]:
-        best = states.index(following, best + 1)
-    return best
+def accepted(found: Sequence[UnmaskingStep]) -> list[int]:
+    """The indices of the decoder's states among those of a pass, of which the first one is its."""
+    path, states = [0], [step.state for step in found]
+    while (following := found[path[-1]].following) in states[path[-1] + 1 :]:
+        path.append(states.index(following, path[-1] + 1))
+    return path
 
 
 def _choices(

@@ -3,17 +3,17 @@
 The coordinator listens with a `Hub`, which has one port for ranks and the owner of the engine and one for its other
 clients, which may cost only so much; each connects with a `Link`. Four one-way records make a round; a role's records
 are sent to each of its ranks, so no rank waits for its lead to pass them on. The same code connects threads, processes
-and hosts; between threads of one process records are handed over as they are (`Hub(near=True)`, `near.py`). Carries no
-tensors and decides nothing; lost records are detected elsewhere (`actors/coordinator/membership.py`).
+and hosts; between threads of one process records are handed over as they are (`Hub(near=True)`, `near.py`), and ranks
+on the hub's machine may have a Unix socket in ZeroMQ's place (`Hub(folder=...)`, `local.py`). Carries no tensors and
+decides nothing; lost records are detected elsewhere (`actors/coordinator/membership.py`).
 
-Every connection is encrypted and authenticated by CurveZMQ (RFC 26): a key admits one peer (`keys.py`), at its port and
-under its own names alone (`admission.py`).
+Every connection over a network is encrypted and authenticated by CurveZMQ (RFC 26): a key admits one peer (`keys.py`),
+at its port and under its own names alone (`admission.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import select
 import threading
@@ -27,57 +27,36 @@ from typing import Any
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
-from actors.logs import log_event, logger_of
-from actors.protocol import leases, membership, messages
-from actors.transport import client_limits, work_meter
+from actors.transport import client_limits, records, work_meter
 from actors.transport.admission import CLIENTS, RANKS, Admission
 from actors.transport.client_limits import ConnectionGuard
-from actors.transport.codec import Codec, CodecError
+from actors.transport.codec import CodecError
 from actors.transport.keys import HubKeys, LinkKey, is_client, peer_of, public_half
+from actors.transport.local import LocalLink, LocalServer, socket_path
 from actors.transport.near import Exchange, Handle, NearLink, exchange_at
+from actors.transport.records import CODEC, LONGEST_TO_HUB, LONGEST_TO_LINK, RECONNECT_MS, Reader
 from actors.transport.work_meter import WorkMeter
 
-_REQUESTS = (messages.Request, messages.Abort, messages.Outputs, messages.ReportOrder, messages.Report)
-_DRAFTS = (messages.DraftBatch, messages.ProposalBatch, messages.DraftPreviewBatch)
-_VERDICTS = (messages.VerifyBatch, messages.VerdictBatch)
-_PROCESSES = (membership.Alive, membership.RankLost, membership.Silent, membership.Hello, membership.Stop)
-_FAILURES = (membership.PassFailed,)
-_EPOCHS = (membership.Recall, membership.Join, membership.Ready, membership.RoleLost, membership.RoleBack)
-_BRIDGES = (membership.Bridge,)
-_KEYS = (membership.ClientKeys,)
-_WEIGHTS = (messages.UpdateWeights, messages.WeightsUpdated)
-_LEASES = (leases.LeaseOrder, leases.LeaseQuery, leases.LeaseAnswer)
-CODEC = Codec(
-    _REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS + _BRIDGES + _FAILURES + _KEYS + _LEASES + _WEIGHTS
-)
-LINGER_MS = 200
-"""How long `close` may still deliver: enough for a last record, too short to delay an exit."""
-RECONNECT_MS = 20
-"""Between two attempts of a link to reach a hub that is gone: its successor listens at the same address."""
 CONNECT_MS = 1000
 """An unanswered attempt is replaced after so long: TCP itself would retry at growing intervals."""
 HANDSHAKE_MS = 2000
 """A connection that is not authenticated by then is closed."""
 BEAT_MS = 1000
-"""Between two ZMTP heartbeats of a link, which ZeroMQ's own thread sends and answers, however long a pass takes."""
+"""Time between two ZMTP heartbeats of a link; ZeroMQ's own thread sends and answers them, however long a pass takes."""
 GIVE_UP_MS = 3000
 """Both ends close a connection without traffic for so long: a host that is cut off sends no FIN."""
-LONGEST_TO_HUB = 1 << 24
-"""Bytes of a record. Proposals with distributions for a large batch have about a third of it."""
 LONGEST_OF_CLIENT = 1 << 20
 """Bytes of a client's record, until `limit_clients` says what the longest request takes."""
-LONGEST_TO_LINK = 1 << 28
-"""A report with as many spans as are kept has a few millions."""
-MOST_QUEUED = 20_000
-"""Records that wait for a peer that does not read; further ones are lost, as for a peer that is gone."""
+_REFUSAL_POLL_MS = 20
+"""ZeroMQ does not say when a socket has given its connection up: it is asked so often."""
 _SELECT_BELOW_S = 0.01
 """ZeroMQ polls in milliseconds; below this timeout that is too coarse, so `select` waits on its descriptor."""
 _THREADS = {RANKS: 1, CLIENTS: 2}
 """The thread of ZeroMQ that serves each port, as a bit."""
 _FD_SETSIZE = 1024
 """`select` cannot watch descriptors from this number on."""
-_WARN_EVERY_S = 5.0
 _NEAR_HUBS: dict[tuple[int, str], tuple[Exchange, Admission]] = {}
 """Hubs that threads of this process reach without a network, by process (a fork shares no thread) and address."""
 
@@ -94,27 +73,27 @@ def heart_of(link: str) -> str:
 
 def _close(context: zmq.Context, watched: Sequence[tuple[zmq.Socket[bytes], int]]) -> None:
     for socket, _ in watched:
-        socket.close(LINGER_MS)
-    context.destroy(LINGER_MS)
+        socket.close(records.LINGER_MS)
+    context.destroy(records.LINGER_MS)
 
 
-class _Endpoint:
+class _Endpoint(Reader):
     """What both ends share: sockets, of which those that use a network are in a context of this endpoint alone, so that
     `close` waits for what is on its way."""
 
     def __init__(self, io_threads: int = 1) -> None:
-        self.num_unreadable = 0
-        self._warned_at = -_WARN_EVERY_S
+        super().__init__()
         self._context = zmq.Context(io_threads)
         self._watched: list[tuple[zmq.Socket[bytes], int]] = []  # the one that was opened last first
         self._also_watched: list[int] = []  # descriptors that end a wait
+        self._ended_by: list[int] = []  # those of them that ended the last one
         self._descriptors: list[int] = []
         self._in_use = threading.Lock()  # a socket may be used by one thread after another, not by two at a time
 
     def _open(self, context: zmq.Context, kind: int, longest: int) -> zmq.Socket[bytes]:
         socket = context.socket(kind)
-        socket.linger = LINGER_MS
-        socket.sndhwm = MOST_QUEUED
+        socket.linger = records.LINGER_MS
+        socket.sndhwm = records.MOST_QUEUED
         socket.rcvhwm = 0  # no limit: see `client_limits.MOST_WAITING_BYTES`
         socket.maxmsgsize = longest
         socket.handshake_ivl = HANDSHAKE_MS
@@ -143,7 +122,8 @@ class _Endpoint:
                 ready = select.select(descriptors, (), (), left_s)[0]
             else:
                 ready = [source for source, _ in zmq.zmq_poll(sources, -1 if left_s is None else ceil(left_s * 1e3))]
-            if self._also_watched and not set(self._also_watched).isdisjoint(ready):
+            self._ended_by = [descriptor for descriptor in self._also_watched if descriptor in ready]
+            if self._ended_by:
                 return None
 
     def _messages(self, timeout_s: float | None) -> Iterator[tuple[zmq.Socket[bytes], list[zmq.Frame]]]:
@@ -159,14 +139,6 @@ class _Endpoint:
             socket = self._wait(timeout_s)
             return None if socket is None else (socket, socket.recv_multipart(copy=False))
 
-    def refuse(self, sender: str, error: Exception) -> None:
-        """Count a record that was dropped, and log it unless one was logged just now."""
-        self.num_unreadable += 1
-        if time.monotonic() - self._warned_at >= _WARN_EVERY_S:
-            self._warned_at = time.monotonic()
-            facts = {"sender": sender, "so_far": self.num_unreadable, "why": str(error)}
-            log_event(logger_of("transport"), "refused", level=logging.WARNING, **facts)
-
 
 class Hub(_Endpoint):
     """The coordinator's end. Ranks and the owner of the engine connect to `address`, its other clients to
@@ -178,11 +150,19 @@ class Hub(_Endpoint):
     `near`, links that this process opens to `address` with an admitted key, while the hub is there, hand records over
     (`near.py`): no bytes, network, encryption or thread in between. By `serve_near`, they are handled where they are
     sent; without it they are received, before those of other processes. Only for a hub that lives as long as they do,
-    since such a link finds no successor of it in another process.
+    since such a link finds no successor of it in another process. In a `folder` that no other user of this machine can
+    open ranks may connect too; they are read before those that connect over a network.
     """
 
     def __init__(
-        self, address: str, keys: HubKeys, bind_wait_s: float = 0.0, *, client_address: str = "", near: bool = False
+        self,
+        address: str,
+        keys: HubKeys,
+        bind_wait_s: float = 0.0,
+        *,
+        client_address: str = "",
+        near: bool = False,
+        folder: str = "",
     ) -> None:
         super().__init__(io_threads=2)
         self._keys = keys
@@ -201,6 +181,8 @@ class Hub(_Endpoint):
         self._also_watched = [self._woken.fileno()]
         self._is_called = False
         self._near: Exchange | None = None
+        self._local: LocalServer | None = None
+        self._taken: tuple[str, Any] | None = None  # from another process of this machine
         self.address = ""
         deadline = time.monotonic() + bind_wait_s
         self.address = self._bind(self._socket, RANKS, address, deadline)
@@ -210,6 +192,9 @@ class Hub(_Endpoint):
             self._near = exchange_at(self.address, public_half(keys.private))
             self._near.wake = self._end_wait
             _NEAR_HUBS[os.getpid(), self.address] = self._near, self._admission
+        if path := socket_path(folder, self.address, public_half(keys.private)):
+            self._local = LocalServer(path, keys.admits)
+            self._also_watched.append(self._local.fileno())
 
     def _open_router(self, context: zmq.Context) -> zmq.Socket[bytes]:
         router = self._open(context, zmq.ROUTER, LONGEST_TO_HUB)
@@ -239,6 +224,8 @@ class Hub(_Endpoint):
         that thread calls next raises ZMQError."""
         _NEAR_HUBS.pop((os.getpid(), self.address), None)
         with self._in_use:
+            if self._local is not None:
+                self._local.close(records.LINGER_MS)
             self._guard.close()
             super().close()
         if self._near is not None:
@@ -259,7 +246,8 @@ class Hub(_Endpoint):
 
     def identities(self) -> list[str]:
         """The links that have sent a record, and were connected when they were last sent one."""
-        return [*self._names, *(self._near.identities if self._near is not None else ())]
+        others = [one for one in (self._near, self._local) if one is not None]
+        return [*self._names, *(name for other in others for name in other.identities)]
 
     def wake(self) -> None:
         """Make `receive` return, from any thread: if no record came with None, now or when it is called next."""
@@ -297,6 +285,9 @@ class Hub(_Endpoint):
         far = [identity for identity in identities if near is None or not near.put(identity, record)]
         if far:
             payload = CODEC.encode(record)
+            if self._local is not None:
+                local = self._local
+                far = [identity for identity in far if not local.send(identity, payload)]
             self._unsent.extend([(identity, payload) for identity in far])
             self._send_waiting()
 
@@ -332,8 +323,8 @@ class Hub(_Endpoint):
     def receive(self, timeout_s: float | None = None) -> tuple[str, Any] | None:
         """The next (identity, record), or None after `timeout_s` or once woken. Unreadable records are counted and
         skipped. Raises what `serve_near` has raised."""
-        if self._near is not None and (record := self._near.take()) is not None:
-            return record
+        if (received := self._take()) is not None:
+            return received
         for socket, (name, *payload) in self._messages(timeout_s):
             identity = name.bytes.decode(errors="replace")
             peer = self._admission.peer(str(name.get("User-Id")))
@@ -345,18 +336,40 @@ class Hub(_Endpoint):
                 continue
             self._names[identity] = socket
             return identity, record
-        return None if self._near is None else self._near.take()
+        return self._take()
+
+    def _take(self) -> tuple[str, Any] | None:
+        """The next record of a thread of this process, or of another process of this machine."""
+        self._meter.settle()
+        if self._near is not None and (record := self._near.take()) is not None:
+            return record
+        taken, self._taken = self._taken or self._take_local(), None
+        return taken
+
+    def _take_local(self) -> tuple[str, Any] | None:
+        while self._local is not None and (arrived := self._local.receive()) is not None:
+            identity, payload = arrived
+            try:
+                return identity, CODEC.decode(payload)
+            except CodecError as error:
+                self.refuse(peer_of(identity), error)
+        return None
+
+    def _has_taken(self) -> bool:
+        """Whether `_take` has something."""
+        self._taken = self._taken or self._take_local()
+        return self._taken is not None or (self._near is not None and self._near.has_left)
 
     def _next_message(self, timeout_s: float | None) -> tuple[zmq.Socket[bytes], list[zmq.Frame]] | None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             message = super()._next_message(timeout_s)
-            if message is None:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(1 << 12)
+            if message is None and self._woken.fileno() in self._ended_by:
+                self._ended_by = []
+                self._woken.recv(1 << 12)
             self._send_waiting()
             is_called, self._is_called = self._is_called, False
-            if message is not None or is_called or (self._near is not None and self._near.has_left):
+            if message is not None or is_called or self._has_taken():
                 return message
             if deadline is not None and (timeout_s := deadline - time.monotonic()) <= 0:
                 return None
@@ -455,24 +468,37 @@ class Link(_Endpoint):
         self._reopen_if_broken()
         return None
 
-    def is_refused(self, timeout_s: float) -> bool:
-        """Whether an attempt to connect that ends within `timeout_s` fails in the handshake: the key is another hub's,
-        or not admitted."""
+    def is_refused(self, timeout_s: float, num_times: int = 1) -> bool:
+        """Whether attempts to connect that end within `timeout_s` fail in the handshake: one because the key is not
+        admitted, or so many, since it is another hub's. A single one may also have taken too long."""
+        deadline = time.monotonic() + timeout_s
         failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         failures |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
         with self._socket.get_monitor_socket(failures) as monitor:
             try:
-                return bool(monitor.poll(ceil(timeout_s * 1e3)))
+                while num_times:
+                    if monitor.poll(_REFUSAL_POLL_MS):
+                        num_times -= 1
+                        if parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                            break
+                    elif time.monotonic() >= deadline:
+                        return False
+                    self._reopen_if_broken()  # it may have been refused before the monitor was there
+                return True
             finally:
                 self._socket.disable_monitor()
 
 
-AnyLink = Link | NearLink
+AnyLink = Link | NearLink | LocalLink
 
 
-def open_link(address: str, identity: str, key: LinkKey, *, keeps: str = "all") -> AnyLink:
-    """A link to the hub at this address; one that hands records over, if that hub is `near` and of this process."""
+def open_link(address: str, identity: str, key: LinkKey, *, keeps: str = "all", folder: str = "") -> AnyLink:
+    """A link to the hub at this address; one that hands records over, if that hub is `near` and of this process, or
+    over a Unix socket, if the hub listens in this `folder` of this machine."""
     exchange, admission = _NEAR_HUBS.get((os.getpid(), address), (None, None))
     if exchange is not None and admission is not None and admission.admits(key.public, identity):
         return NearLink(exchange, identity)
+    if keeps == "all" and (path := socket_path(folder, address, key.hub)):
+        with contextlib.suppress(OSError):
+            return LocalLink(path, identity, key)
     return Link(address, identity, key, keeps=keeps)

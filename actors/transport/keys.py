@@ -8,6 +8,7 @@ alone have; further clients bring pairs of their own. A peer needs its private h
 from __future__ import annotations
 
 import hashlib
+import hmac
 import re
 import secrets
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from zmq.utils import z85
 
 SECRET_BYTES = 32
 """Length of the secret of an engine, and of both halves of a pair."""
+PROOF_BYTES = 32
 OWNER = "client"
 """The peer that started the engine."""
 CLIENTS = "client:"
@@ -52,6 +54,10 @@ class LinkKey:
     @property
     def public(self) -> bytes:
         return public_half(self.private)
+
+    def proof(self, link: str) -> bytes:
+        """Shows a hub on the same machine that this peer opens a link of this name."""
+        return hashlib.blake2b(f"link {link}".encode(), key=self.private, digest_size=PROOF_BYTES).digest()
 
     @property
     def text(self) -> str:
@@ -92,6 +98,12 @@ class HubKeys:
     def of(self, peer: str) -> LinkKey:
         """The key of a rank, the owner or the first client."""
         return LinkKey(peer, public_half(self.private), self._derive(f"peer {peer}"))
+
+    def admits(self, link: str, proof: bytes) -> bool:
+        """Whether this proof is that of a rank or the owner for a link of this name."""
+        peer = peer_of(link)
+        is_known = peer in (*self.peers, OWNER) and not is_client(peer)
+        return is_known and hmac.compare_digest(self.of(peer).proof(link), proof)
 
     def _derive(self, purpose: str) -> bytes:
         return hashlib.blake2b(purpose.encode(), key=self.secret, digest_size=SECRET_BYTES).digest()

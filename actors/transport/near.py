@@ -20,7 +20,7 @@ Handle = Callable[[str, Any], bool]
 
 
 class Exchange:
-    """Where the threads of one process and the hub at one address meet; it outlives the hub while it has links.
+    """Connects the threads of one process with the hub at one address; it outlives the hub while it has links.
 
     `turn` is held while a record is handled. `wake` ends the wait of the thread that receives.
     """
@@ -138,7 +138,7 @@ class NearLink:
 
 
 _EXCHANGES: WeakValueDictionary[tuple[int, str, bytes], Exchange] = WeakValueDictionary()
-"""By process, since a fork shares no thread, address, and public half of the hub's key."""
+"""Exchanges by process, address and public half of the hub's key; by process, since a fork shares no thread."""
 
 
 def exchange_at(address: str, public: bytes) -> Exchange:

@@ -1,7 +1,7 @@
-"""Which share of the hub's thread the records of clients may take.
+"""Limits the share of the hub's thread that the records of clients take.
 
 A record costs the seconds of the thread that receives, decodes, checks and answers it, whatever it is: no kind of
-record is cheap to send and dear to read. Seconds of a thread do not count what other threads and processes do
+record is cheap to send and expensive to read. Seconds of a thread do not count what other threads and processes do
 meanwhile. Knows no record and no socket.
 """
 

@@ -41,6 +41,10 @@ EXACT_FOR: Mapping[VerifyRule, tuple[frozenset[SamplingKind], frozenset[DraftTra
         frozenset({SamplingKind.IID}),
         frozenset({DraftTrait.BRANCHES, DraftTrait.SHARED, DraftTrait.REPEATED}),
     ),
+    VerifyRule.transport: (
+        frozenset({SamplingKind.IID}),
+        frozenset({DraftTrait.BRANCHES, DraftTrait.SHARED, DraftTrait.REPEATED}),
+    ),
 }
 """Rule: the kinds it is exact for, in any mixture, and the traits that tokens of random kinds may have."""
 

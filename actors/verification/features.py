@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from parallel.runtime.decoder_runner import DecoderRunner
 
 
+def kept_bytes(taps: Sequence[int], hidden_size: int) -> int:
+    """Bytes for each KV slot, at most, of the hidden states that are kept beside it."""
+    return 4 * hidden_size * len({tap for tap in taps if tap >= FINAL})
+
+
 class FeatureReader:
     """`taps` as `parallel.speculators.config` numbers them; several stand side by side in a row. For keys and values
     it must read on every rank of the target, each of which has heads of its own in its pool. `pool` is the target's

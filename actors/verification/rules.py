@@ -13,6 +13,7 @@ from actors.verification.distributions import TargetRow
 from actors.verification.kseq import verify_kseq
 from actors.verification.random_source import RandomSource
 from actors.verification.rejection import verify_rejection
+from actors.verification.transport import verify_transport
 from actors.verification.traversal import verify_traversal
 
 Rule = Callable[
@@ -26,5 +27,6 @@ RULES: dict[str, Rule] = {
     "block": verify_block,
     "traversal": verify_traversal,
     "kseq": verify_kseq,
+    "transport": verify_transport,
 }
 """Ratio tests, which need draft distributions and randomness. `verify_coupled` needs only the target's own draws."""

@@ -17,13 +17,13 @@ from actors.protocol.logprobs import Logprobs, PromptLogprobs
 from actors.protocol.messages import Proposal, SamplingParams, SparseDistribution, TokenTree, TopTokens
 from actors.sampling.logits import LogitRows, choose_batch, choose_split, is_plain
 from actors.verification.coupled import verify_coupled
-from actors.verification.logprobs import LogprobReader
 from parallel.kv.pass_plan import Span
 from parallel.runtime.interface import Runner
 
 if TYPE_CHECKING:
     from actors.verification.by_ratio import RatioTest
     from actors.verification.features import FeatureReader
+    from actors.verification.logprobs import LogprobReader
     from actors.verification.random_source import RandomSource
     from actors.verification.top_tokens import TopTokensReader
 
@@ -88,7 +88,7 @@ class Verifier:
         self._ratio_test = None if rule == "coupled" else _ratio_test(rule, self._eos_token_ids, law_size)
         self._reader = top_tokens
         self._features = features
-        self._logprobs = LogprobReader(runner)
+        self._logprobs: LogprobReader | None = None  # from the first pass with a request that asks for them
         self._hidden: Tensor | None = None  # of the pass, until what is asked of it was read
         may_split = splits_choice and rule == "coupled" and top_tokens is None
         self._split_head = runner.split_head if may_split else None
@@ -133,7 +133,12 @@ class Verifier:
             logits = self._pass(inputs, spans, token_ids, keeps_top_tokens=keeps_top_tokens)
         hidden, self._hidden = self._hidden, None
         assert hidden is not None
-        self._logprobs.keep(inputs, spans, hidden, logits)
+        if self._logprobs is None and any(
+            one.logprobs is not None or one.prompt_logprobs is not None for one in inputs
+        ):
+            self._logprobs = _logprob_reader(self.runner)
+        if self._logprobs is not None:
+            self._logprobs.keep(inputs, spans, hidden, logits)
         return logits, len(token_ids)
 
     def _pass(
@@ -157,7 +162,7 @@ class Verifier:
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """Those of the prompts that the last pass read, where they are asked for."""
-        return self._logprobs.prompts()
+        return [] if self._logprobs is None else self._logprobs.prompts()
 
     def verify(
         self,
@@ -167,7 +172,8 @@ class Verifier:
     ) -> list[VerifyResult]:
         """Results of inputs whose root was reached; `make_random_source` gives the ratio rule of a level its
         randomness."""
-        return self._logprobs.attached(inputs, self._judge(inputs, logits, make_random_source))
+        results = self._judge(inputs, logits, make_random_source)
+        return results if self._logprobs is None else self._logprobs.attached(inputs, results)
 
     def _judge(
         self,
@@ -196,6 +202,12 @@ def _ratio_test(rule: str, eos_token_ids: Sequence[int], law_size: int | None) -
     from actors.verification.by_ratio import RatioTest  # for ratio rules alone
 
     return RatioTest(rule, eos_token_ids, law_size)
+
+
+def _logprob_reader(runner: Runner) -> LogprobReader:
+    from actors.verification.logprobs import LogprobReader  # for requests that ask for them alone
+
+    return LogprobReader(runner)
 
 
 def _logit_rows(inputs: Sequence[VerifyInput]) -> list[LogitRows]:

@@ -11,12 +11,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from actors.logs import log_event, logger_of
 from actors.protocol.membership import Join
-from actors.roles.bridge import BridgeEnd, FeatureReceiver, FeatureSender
 from actors.transport.channel import heart_of, link_name, open_link
 from actors.transport.mailbox import Mailbox
 from actors.worker import openmp
@@ -28,8 +28,11 @@ from parallel.comm.rendezvous import connect_store, join
 from parallel.kernels import library
 from parallel.runtime.device import use_device
 
+if TYPE_CHECKING:
+    from actors.roles.bridge import BridgeEnd, FeatureSender
+
 SWITCH_INTERVAL_S = 5e-4
-"""With Python's default of 5 ms one busy thread delays another by a whole draft pass."""
+"""Python's switch interval; with its default of 5 ms one busy thread delays another by a whole draft pass."""
 
 MEETING_S = 5.0
 """Limit for forming a process group: every rank that gets a `Join`, and the host of the store, answers or is dead."""
@@ -51,7 +54,7 @@ def serve(
     log_event(logger, "starting", incarnation=spec.incarnation, size=spec.size, device=spec.device, cores=spec.cores)
     assert spec.key is not None
     name = link_name(spec.identity, spec.incarnation)
-    link = Mailbox(open_link(spec.hub_address, name, spec.key))
+    link = Mailbox(open_link(spec.hub_address, name, spec.key, folder=spec.folder))
     bridge = _bridge_end(spec, logger)
 
     def build(spec: RankSpec, group: Group, mailbox: Mailbox) -> tuple[RankRole, dict[str, object]]:
@@ -75,6 +78,8 @@ def _bridge_end(spec: RankSpec, logger: logging.Logger) -> BridgeEnd | None:
     """This rank's, if the drafter is sent the target's hidden states."""
     if not spec.drafter.is_bridged(spec.pipeline) or (spec.role == "target" and spec.rank):
         return None
+    from actors.roles.bridge import FeatureReceiver, FeatureSender
+
     end = FeatureSender if spec.role == "target" else FeatureReceiver
     return end(spec.host, spec.device, logger)
 
@@ -121,13 +126,13 @@ def _role_of(
         from parallel.model.checkpoint import resolve_checkpoint
         from parallel.model.families.registry import read_config
 
-        if (diffusion := read_config(resolve_checkpoint(spec.target.path)).diffusion) is not None:
+        if (model := read_config(resolve_checkpoint(spec.target.path))).diffusion is not None:
             from actors.worker.diffusion_rank import build_diffusion_target
 
-            return build_diffusion_target(spec, group, diffusion)
+            return build_diffusion_target(spec, group, model)
         from actors.worker.target_rank import build_target
 
-        return build_target(spec, group, bridge)
+        return build_target(spec, group, cast("FeatureSender | None", bridge))
     from actors.worker.draft_rank import build_draft
 
     return build_draft(spec, group, mailbox)

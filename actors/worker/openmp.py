@@ -44,7 +44,7 @@ def configure_threads(*, shared: bool) -> None:
 
 @contextmanager
 def configured_children(*, shared: bool) -> Iterator[None]:
-    """For processes that are started inside the block."""
+    """Sets the environment variables of OpenMP for processes that are started inside the block."""
     settings = settings_for(shared=shared)
     os.environ.update(settings)
     try:
@@ -56,7 +56,7 @@ def configured_children(*, shared: bool) -> Iterator[None]:
 
 @contextmanager
 def unconfigured_children() -> Iterator[None]:
-    """For processes that are started inside the block, and choose for themselves what the user has not chosen."""
+    """Removes the variables of `configured_children`, so that processes started inside the block choose their own."""
     for name in _own:
         del os.environ[name]
     try:

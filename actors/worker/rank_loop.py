@@ -14,24 +14,26 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from actors.logs import log_event, logger_of
 from actors.protocol.membership import Alive, Bridge, Death, Join, PassFailed, Ready, Recall, Stop, Weights
 from actors.protocol.messages import DraftBatch, VerifyBatch
-from actors.roles.bridge import BridgeEnd, FeatureReceiver
 from actors.roles.draft import DraftRole
 from actors.transport.mailbox import Mailbox
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group, PeerLost
 
+if TYPE_CHECKING:
+    from actors.roles.bridge import BridgeEnd, FeatureReceiver
+
 CHECK_S = 0.5
-"""Between two calls of `cancelled` while no record arrives."""
+"""Seconds between two calls of `cancelled` while no record arrives."""
 _NOT_ABORTABLE = "target.all_reduce=symmetric: a process does not outlive its epoch"
 _RECORD = -1
-"""In place of the width of a step: a record has arrived, so there is no step."""
+"""Stands for the width of a step where a record has arrived, so that there is no step."""
 
 
 def _exit_at_once() -> None:
@@ -175,7 +177,7 @@ class RankLoop:
         """PeerLost if the results of the pass mean nothing, because another thread ended what it waited for."""
         if self._group is not None:
             self._group.check()
-        if isinstance(self.bridge, FeatureReceiver):
+        if self.bridge is not None:
             self.bridge.check()
 
     def _leave(self) -> None:
@@ -232,9 +234,9 @@ class RankLoop:
             yield from role.answer(record)
             return
         assert isinstance(role, DraftRole)
-        assert isinstance(self.bridge, FeatureReceiver)
+        assert self.bridge is not None
         started = time.monotonic()
-        features = self.bridge.receive(record.exports)
+        features = cast("FeatureReceiver", self.bridge).receive(record.exports)
         imported: tuple[float, float] | None = started, time.monotonic()
         for answer in role.answer(record, features):
             yield replace(answer, imported=imported)
@@ -256,13 +258,14 @@ class RankLoop:
                 pause_s = role.pause_s()
                 self._send_preview(role, last=pause_s > 0)
                 record = self._receive(pause_s)
-            width = role.width() if self._is_lead and record is None else _RECORD
-            if group.size > 1:  # alone, the host would wait for the device to read back its own number
-                step = torch.tensor([width], dtype=torch.int64, device=self.spec.device)
-                width = int(group.broadcast(step).item())
+            is_lead = self._is_lead and record is None
+            width, num_passes = (role.width(), role.num_passes()) if is_lead else (_RECORD, 1)
+            if group.size > 1:  # alone, the host would wait for the device to read back its own numbers
+                step = torch.tensor([width, num_passes], dtype=torch.int64, device=self.spec.device)
+                width, num_passes = group.broadcast(step).tolist()
             if width == _RECORD:
                 break
-            role.work(width)
+            role.work(width, num_passes)
             if self._is_lead and not role.wants_work:
                 self._send_preview(role, last=True)
         while record is None:

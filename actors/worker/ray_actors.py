@@ -37,7 +37,8 @@ def session_logs() -> Path:
     return Path(context.get_temp_dir()) / context.get_session_name() / "logs" / context.namespace
 
 
-def _open_logs(name: str, spec: LogSpec) -> None:
+def open_actor_logs(name: str, spec: LogSpec) -> None:
+    """The logs of an actor's process, also on the dashboard."""
     file = open_logs(name, replace(spec, directories=(*spec.directories, str(session_logs()))), sys.stderr)
     dump_stacks_on_signal(file)
 
@@ -53,7 +54,7 @@ class RankWorker:
         self._title = title or identity
         self._status = "starting"
         if logs is not None:
-            _open_logs(identity, logs)
+            open_actor_logs(identity, logs)
         openmp.configure_threads(shared=share < 1)
         # Loads PyTorch: not when the driver imports this class, and not as late as `run`, which waits for the hub.
         from actors.worker.factory import serve
@@ -70,7 +71,7 @@ class RankWorker:
         if device.startswith("cuda"):
             own = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
             device = visible_device(own, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        self._serve(replace(spec, host=host, device=device), observe=self._set_status)
+        self._serve(replace(spec, host=host, device=device, folder=_own_folder()), observe=self._set_status)
         self._status = "ended"
 
     @ray.method(concurrency_group="ctl")
@@ -100,7 +101,7 @@ class CoordinatorWorker:
         self._hub: Hub | None = None
         self._store: HostedStore | None = None
         if logs is not None:
-            _open_logs("coordinator", logs)
+            open_actor_logs("coordinator", logs)
 
     def __repr__(self) -> str:
         return self._title
@@ -121,7 +122,7 @@ class CoordinatorWorker:
         """
         host = host or _own_address(interface)
         address, client_address = [f"tcp://{host}:{port or '*'}" for port in ports]
-        self._hub = Hub(address, keys, bind_wait_s, client_address=client_address)
+        self._hub = Hub(address, keys, bind_wait_s, client_address=client_address, folder=_own_folder())
         if needs_store:
             self._store = _open_store(host)
         return self._hub.address, self._hub.client_address
@@ -149,6 +150,11 @@ def _open_store(host: str) -> HostedStore:
     if host == LOOPBACK:
         return store_in_file(Path(ray.get_runtime_context().get_temp_dir()))
     return store_on_network(host)
+
+
+def _own_folder() -> str:
+    """That of this Ray, if the engine has started it: on each node it is the user's alone."""
+    return os.environ.get("RAY_TMPDIR", "")
 
 
 def _own_address(interface: str) -> str:

@@ -13,14 +13,16 @@ from actors.transport.keys import LinkKey
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """One rank. Empty `cores` leave the affinity unchanged; `size` is the number of ranks of the role."""
+    """One rank."""
 
     role: str
     rank: int
     size: int
+    """Ranks of the role."""
     device: str
     num_threads: int
     cores: tuple[int, ...]
+    """Cores that its threads may use; empty leaves the affinity unchanged."""
     hub_address: str
     host: str
     eos_token_ids: tuple[int, ...]
@@ -36,7 +38,9 @@ class RankSpec:
     memory_part: float = 1.0
     """This rank's part of what the weights of all ranks on its GPU leave."""
     key: LinkKey | None = None
-    """With which the rank connects to the hub."""
+    """The key with which the rank connects to the hub."""
+    folder: str = ""
+    """Folder of this machine where the hub listens too, if it does."""
     weights: Weights | None = None
     """Another checkpoint of the target's shape, whose weights it serves in place of those of `target.path`."""
 
@@ -46,7 +50,7 @@ class RankSpec:
 
     @property
     def served(self) -> Weights:
-        """Where the target's weights are, and which they are."""
+        """Path and version of the target's weights."""
         return self.weights or Weights(self.target.path)
 
     def successor(self, incarnation: int, facts: Mapping[str, object]) -> RankSpec:

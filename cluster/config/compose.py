@@ -138,6 +138,9 @@ def _with_own_decoder(config: LaunchConfig, target: DecoderConfig) -> LaunchConf
             f"job={config.job.name}: is for targets that write token by token; of {config.target.path} use one of "
             f"{', '.join(WITH_DIFFUSION)}"
         )
+    remedy = "keeps rows of models that see the whole text (LLaDA, Dream); this one's rows are exact, use static"
+    is_known = target.diffusion.sees_all or config.target.decoder in ("auto", "static")
+    require(is_known, "target.decoder", config.target.decoder, remedy)
     remedy = "drafts for targets that write token by token, and this one fills masks; drop it"
     require(config.drafter.name in ("auto", "none"), "drafter", config.drafter.name, remedy)
     return replace(config, pipeline=replace(config.pipeline, name=PipelineName.plain))

@@ -353,12 +353,18 @@ class PoolConfig(JobConfig):
     """Address for the engines that use the pool, tcp://HOST:PORT; port * = any that is free."""
     secret_file: str = ""
     """File with the pool's secret, which is made where there is none, so that engines know a pool that was started
-    again; the key for engines is written beside it, with `.key` at its end. Empty = a new secret, in the run's
-    directory."""
+    again; the keys of engines are beside it, in the folder `FILE.keys`. Empty = a new secret, keys in `keys` of the
+    run's directory."""
     max_leases: Annotated[int, Range(1)] = 8
     """Engines at a time; the KV slots of the drafter are divided between those that there are."""
+    leases_per_key: Annotated[int, Range(0, zero="max_leases")] = 0
+    """Engines at a time with one key; 0 = `max_leases`."""
     lease_s: Annotated[float, Range(2)] = 10.0
     """Seconds without a sign of life after which an engine's lease ends and its KV rows are free."""
+    metrics_host: str = "127.0.0.1"
+    """Address of /metrics, for Prometheus: this machine alone by default, 0.0.0.0 for every network."""
+    metrics_port: Annotated[int, Range(0, 65535, zero="none")] = 0
+    """Its TCP port; 0 = none."""
 
     def check_fields(self, where: str) -> None:
         good = self.listen.startswith("tcp://") and self.listen.count(":") >= 2

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from actors.drafters.registry import DRAFTERS
 from actors.options import VerifyRule
+from actors.policy.policy import PIPELINES
 from actors.verification.compatibility import check_scheme
 from parallel.ranges import require
 
 if TYPE_CHECKING:
+    from actors.drafters.config import DrafterConfig
     from cluster.config.schema import LaunchConfig
 
 
@@ -25,8 +28,10 @@ def validate(config: LaunchConfig) -> None:
     config.drafter.check_with(rule, pipeline)
     for where in ("verify", "pipeline", "placement", "scheduler", "cluster", "job", "sampling", "server"):
         getattr(config, where).check(where)
+    drafters = _drafters(config)
     if rule is not VerifyRule.auto:
-        check_scheme(rule, config.drafter.sampling_kinds(rule, pipeline), config.drafter.draft_traits)
+        for drafter in drafters:
+            check_scheme(rule, drafter.sampling_kinds(rule, pipeline), drafter.draft_traits)
     _check_lengths(config)
     _check_machines(config)
     if config.job.name == "plan":
@@ -35,11 +40,25 @@ def validate(config: LaunchConfig) -> None:
     if config.job.name == "tree":
         remedy = "has no tree of a fixed shape; job=tree needs drafter=model or speculator"
         require(config.drafter.name in ("model", "speculator"), "drafter.name", config.drafter.name, remedy)
-        remedy = "is for chains; measure with coupled, rejection, traversal or kseq"
+        remedy = "is for chains; measure with coupled, rejection, traversal, kseq or transport"
         require(rule != "block", "verify.rule", rule, remedy)
     if config.job.name == "search":
         remedy = "is not drafted by the target's own layers; job=search needs drafter=self"
         require(config.drafter.name == "self", "drafter.name", config.drafter.name, remedy)
+
+
+def _drafters(config: LaunchConfig) -> list[DrafterConfig]:
+    """Those whose proposals are verified, one at a time: which of them depends on the committed text and on what has
+    arrived, never on a token that was drawn, so that a rule has to be exact for each of them alone."""
+    pipeline, local = config.pipeline.name, config.pipeline.local_drafter
+    if local == "none":
+        return [config.drafter]
+    remedy = "is for a drafter that works ahead; use pipeline=pearl, branches or tree, or drop it"
+    require(PIPELINES[pipeline].works_ahead, "pipeline.local_drafter", local, remedy)
+    remedy = "is for a draft model far away; use drafter=model, or drafter=pool for one at a time, or drop it"
+    is_far = config.drafter.name in ("model", "pool") and config.drafter.num_seats <= 1
+    require(is_far, "pipeline.local_drafter", local, remedy)
+    return [config.drafter, DRAFTERS[local]()]
 
 
 def _check_lengths(config: LaunchConfig) -> None:

@@ -287,6 +287,9 @@ def _summarise(terminal: Terminal, report: GenerateReport, run_dir: Path) -> Non
         ("busy", f"target {percent(report['target_busy'])}, drafter {percent(report['draft_busy'])} of the time"),
         ("target waited", _waiting(report)),
     ]
+    if guessed := report["num_guessed_states"]:
+        share = percent((report["num_accepted_states"] or 0) / guessed)
+        rows.append(("guessed states accepted", f"{share} of {guessed:,}; plain decoding computes one state a pass"))
     terminal.table("Summary", ("", ""), rows)
     if report["chosen"]:
         terminal.line(f"chosen: {report['chosen']}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from actors.drafters.config import PlacedDrafterConfig
-from actors.drafters.pool.config import PoolDrafterConfig
 from cluster.config.schema import LaunchConfig
 from cluster.observability.report import RunFigures
 
@@ -23,8 +22,9 @@ def describe_choices(config: LaunchConfig, run: RunFigures) -> str | None:
 def _place(config: LaunchConfig) -> str:
     drafter, pipeline = config.drafter, config.pipeline.name
     is_attached = drafter.is_attached(pipeline)
-    if isinstance(drafter, PoolDrafterConfig):
-        return f"lent by a pool, the first that grants a lease of {', '.join(drafter.pools)}"
+    if pools := [address for address, _ in drafter.lenders]:
+        count = "a pool" if drafter.num_seats == 1 else f"{drafter.num_seats} pools at a time"
+        return f"lent by {count}, the first that grants a lease of {', '.join(pools)}"
     where = "on the target's ranks" if is_attached else "on ranks of its own"
     if not isinstance(drafter, PlacedDrafterConfig):
         return where

@@ -21,7 +21,7 @@ from cluster.config.schema import LaunchConfig
 
 PREFIX = "specdec_"
 ENGINE_LABELS = ("engine", "model_name", "drafter", "pipeline")
-"""On every series: the engine's namespace, the target's name, drafter and pipeline."""
+"""Labels of every series: the engine's namespace, the target's name, drafter and pipeline."""
 
 MOST_PHASES = 100
 """Values of the label `phase`: each is a set of series that is kept for good."""
@@ -67,6 +67,11 @@ def _by_level(name: str, text: str, key: str) -> Counted:
     return Counted(name, text, lambda stats: {level: counts[key] for level, counts in stats.levels.items()}, "level")
 
 
+def _by_source(name: str, text: str, key: str) -> Counted:
+    """A counter of the far drafter and of the lookup beside the coordinator."""
+    return Counted(name, text, lambda stats: {one: of[key] for one, of in stats.drafts_by_source.items()}, "source")
+
+
 def _busy(stats: CoordinatorStats) -> dict[str, float]:
     return {"draft": stats.draft_busy_s, "target": stats.target_busy_s}
 
@@ -99,6 +104,15 @@ COUNTERS = (
         "spec_decode_num_wasted_tokens_total",
         "Draft tokens verified and not accepted",
         lambda stats: {"": stats.num_draft_tokens - stats.num_accepted_tokens},
+    ),
+    _by_source("source_drafts_total", "Proposals verified, of the far drafter or the local one", "num_spec_steps"),
+    _by_source(
+        "source_draft_tokens_total", "Draft tokens verified, of the far drafter or the local one", "num_draft_tokens"
+    ),
+    _by_source(
+        "source_accepted_tokens_total",
+        "Draft tokens accepted, of the far drafter or the local one",
+        "num_accepted_tokens",
     ),
     _total(
         "branch_hits_total", "Proposals of a drafter that works ahead, ready before their verdict", "num_branch_hits"

@@ -51,10 +51,15 @@ class RunFigures(TypedDict):
     num_spec_steps: int | None
     num_draft_tokens: int | None
     num_accepted_tokens: int | None
+    num_guessed_states: int | None
+    """States of blocks that a target which fills masks guessed."""
+    num_accepted_states: int | None
     branch_hit_rate: float | None
     """Share of the proposals of a drafter that works ahead that were prepared before their verdict."""
     foreseen_rate: float | None
     """Share of the same proposals that had reached the coordinator before their verdict."""
+    drafts_by_source: dict[str, dict[str, int]] | None
+    """Verified drafts, their tokens and accepted ones, of `far` and `local`, if there is a `pipeline.local_drafter`."""
     levels: dict[str, dict[str, float | None]] | None
     learning: dict[str, float] | None
     """What `drafter.online=true` has learned by the end of the run, as in `LearningWork`."""
@@ -157,8 +162,11 @@ def figures(run: Run, plain: Run | None = None) -> RunFigures:
         "num_spec_steps": steps,
         "num_draft_tokens": drafted,
         "num_accepted_tokens": accepted,
+        "num_guessed_states": counters.get("num_guessed_states"),
+        "num_accepted_states": counters.get("num_accepted_states"),
         "branch_hit_rate": _ratio(counters.get("num_branch_hits"), lookups),
         "foreseen_rate": _ratio(counters.get("num_prefetched"), lookups),
+        "drafts_by_source": counters.get("drafts_by_source") or None,
         "levels": _levels(counters.get("levels") or {}),
         "learning": counters.get("learning") or None,
         "draft_busy": _ratio(counters.get("draft_busy_s"), active_s),
@@ -319,7 +327,8 @@ def notes(config: LaunchConfig) -> list[str]:
             f"verify.rule={config.verify.rule} keeps the distribution of the output, not its tokens: sampled requests "
             "differ from plain decoding"
         )
-    if any(map(is_bundled, config.drafter.models())) and not is_bundled(config.target.path):
+    drafts = config.pipeline.name != PipelineName.plain
+    if drafts and any(map(is_bundled, config.drafter.models())) and not is_bundled(config.target.path):
         found.append("drafter.path: names the bundled drafter, which was trained for another target than this one")
     if config.cluster.oversubscribe:
         found.append("cluster.oversubscribe=true: ranks may share cores, so their times mean little")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     DraftModel = ModelDrafterConfig | SpeculatorDrafterConfig
 
 RANKS_PER_CORE = 16
-"""With `cluster.oversubscribe`: more would take longer to start than a launch waits."""
+"""Limit with `cluster.oversubscribe`: more ranks would take longer to start than a launch waits."""
 
 
 class NoRoom(Exception):

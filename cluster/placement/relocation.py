@@ -15,7 +15,7 @@ from cluster.placement.nodes import Node, allowed_nodes
 from cluster.placement.ranks import NoRoom, RankPlacement
 
 Places = Mapping[str, RankPlacement]
-"""By identity."""
+"""Places of ranks by the ranks' names, such as `target-0`."""
 
 
 def relocate(config: LaunchConfig, places: Places, homes: Places, nodes: Sequence[Node], role: str) -> Places:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from actors.coordinator.service import CoordinatorSpec
 from actors.options import PipelineName
+from actors.policy.policy import PIPELINES
 from actors.protocol.membership import Death, Weights, identity_of
-from actors.topology import TOP
+from actors.topology import seat_role
 from actors.transport.keys import SECRET_BYTES, HubKeys, LinkKey
 from actors.worker import openmp
 from actors.worker.spec import RankSpec
@@ -32,8 +33,6 @@ LOOPBACK = "127.0.0.1"
 ANY_PORT = f"tcp://{LOOPBACK}:*"
 LENT_SILENCE_S = 2.0
 """Seconds without a heartbeat after which such a rank counts as lost, where `cluster.silence_s` is 0."""
-LENT_RANK = identity_of(TOP, 0)
-"""The rank of a drafter that a pool lends."""
 
 
 class Backend(ABC):
@@ -71,7 +70,7 @@ class Backend(ABC):
 
     @abstractmethod
     def place(self) -> list[RankPlacement]:
-        """Which rank goes where; connects to the cluster if need be, and waits for what is missing."""
+        """Chooses a place for each rank; connects to the cluster if need be, and waits for what is missing."""
 
     @abstractmethod
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement]) -> None:
@@ -108,8 +107,7 @@ class Backend(ABC):
         self.weights = weights
 
     def _admit(self, places: Sequence[RankPlacement]) -> None:
-        lent = [LENT_RANK] if is_lent(self._config) else []
-        self.keys = replace(self.keys, peers=(*(place.identity for place in places), *lent))
+        self.keys = replace(self.keys, peers=(*(place.identity for place in places), *lent_ranks(self._config)))
 
     def _open_relay(self) -> None:
         """Delay the records of the drafters by `cluster.link_delay_ms`, each way."""
@@ -154,6 +152,7 @@ def coordinator_spec(
         num_draft_tokens=config.drafter.num_draft_tokens,
         target_ranks=sizes.pop("target"),
         draft_ranks=sizes.pop("draft", 0) or is_lent(config),
+        num_seats=max(1, len(lent_ranks(config))),
         eos_token_ids=eos_token_ids,
         limits=config.scheduler,
         level_ranks=tuple(sizes.values()),
@@ -164,14 +163,21 @@ def coordinator_spec(
         drafters=config.drafter.names_in(config.pipeline.name),
         attached=config.drafter.is_attached(config.pipeline.name),
         bridged=config.drafter.is_bridged(config.pipeline.name),
+        local_drafter=config.pipeline.local_drafter if PIPELINES[config.pipeline.name].works_ahead else "none",
         weights=Weights(config.target.path),
         lent_silence_s=(config.cluster.silence_s or LENT_SILENCE_S) if is_lent(config) else 0.0,
     )
 
 
 def is_lent(config: LaunchConfig) -> bool:
-    """Whether the engine's draft rank is one that a pool lends."""
+    """Whether the engine's draft ranks are lent by pools."""
     return config.drafter.is_elsewhere and config.pipeline.name != PipelineName.plain
+
+
+def lent_ranks(config: LaunchConfig) -> list[str]:
+    """The draft ranks that pools lend, by their seats."""
+    num_seats = config.drafter.num_seats if is_lent(config) else 0
+    return [identity_of(seat_role(seat), 0) for seat in range(num_seats)]
 
 
 def rank_spec(

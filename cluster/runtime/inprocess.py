@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec
-from actors.drafters.pool.config import PoolDrafterConfig
 from actors.logs import LogSpec, close_logs, open_logs
 from actors.protocol.membership import Death
 from actors.transport.channel import Hub
@@ -26,7 +25,6 @@ from actors.worker.spec import RankSpec
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
 from cluster.runtime.backend import LOOPBACK, Backend, is_lent
-from cluster.runtime.pool_leases import host_towards
 from parallel.comm.rendezvous import HostedStore, store_in_memory
 
 
@@ -68,8 +66,9 @@ class InprocessBackend(Backend):
         """The address to listen at: this machine alone, unless a draft pool on another one is to connect."""
         if not is_lent(self._config):
             return LOOPBACK
-        assert isinstance(self._config.drafter, PoolDrafterConfig)
-        return host_towards(self._config.drafter.pools[0])
+        from cluster.runtime.pool_leases import host_towards
+
+        return host_towards(self._config.drafter.lenders[0][0])
 
     def deaths(self, timeout_s: float) -> list[Death]:
         try:

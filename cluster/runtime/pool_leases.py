@@ -10,6 +10,7 @@ sends is ignored there.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -17,11 +18,17 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseQuery
+from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseQuery, LeaseTerms
+from actors.protocol.membership import Ready
+from actors.tokenizer_file import tokenizer_digest
 from actors.transport.channel import Link
-from actors.transport.keys import LinkKey
+from actors.transport.keys import CLIENTS, LinkKey
+from cluster.config.schema import LaunchConfig
+from cluster.runtime.backend import Backend
+from parallel.model.families.registry import read_config
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +37,10 @@ PATIENCE_S = 3.0
 """Seconds without an answer after which the next pool is asked."""
 FASTER_S = 5e-3
 """Seconds by which drafts must come sooner for a pool to go before one that the configuration names earlier."""
+_LEASE_S = 5.0
+"""Seconds for which the start waits for a draft pool; decoding is plain until one lends its drafter."""
+_REFUSED_S = 0.5
+"""Seconds in which a key that is refused is noticed."""
 _QUERIES = 4
 _QUERY_S = 1.0
 
@@ -49,7 +60,7 @@ def host_towards(address: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PoolPlace:
-    """Where a pool is, and the key that it admits."""
+    """Address of a pool, and the key that it admits."""
 
     address: str
     key: LinkKey
@@ -183,7 +194,7 @@ class PoolLeases:
 
     def _hold(self, link: Link) -> None:
         """Order and renew at one pool, until it is no use any more."""
-        heard_at = time.monotonic()
+        heard_at, granted_at = time.monotonic(), math.inf
         while not self._stopped.is_set():
             link.send(replace(self._order(), number=self._number))
             answer = self._answer(link)
@@ -193,17 +204,24 @@ class PoolLeases:
             if answer is not None and answer.why:
                 self._refused(answer)
                 return
+            if answer is None and not self._granted.is_set() and link.is_refused(_REFUSED_S, 2):
+                key = self._pools[self._place].key.peer.removeprefix(CLIENTS)
+                why = f"the pool does not admit this key {key}; it was taken away, or is of another pool"
+                self._refused(LeaseAnswer(self._number, why=why))
+                return
             if now - heard_at > PATIENCE_S:
                 log.warning("%s: does not answer", self.pool)
                 return
-            if self._was_lost.is_set():
-                self._was_lost.clear()
+            was_lost = self._was_lost.is_set()
+            self._was_lost.clear()
+            if was_lost and now - granted_at > PATIENCE_S:  # until its rank is there it is reported again and again
                 log.warning("%s: its drafter was lost", self.pool)
                 return
             if answer is not None:
                 if not self._granted.is_set():
                     shared = f", one of {answer.num_leases}" if answer.num_leases > 1 else ""
                     log.info("%s: lends drafter=%s%s", self.pool, answer.drafter, shared)
+                    granted_at = now
                 self.refusal = None
                 self._granted.set()
             self._stopped.wait(RENEW_S)
@@ -221,3 +239,51 @@ class PoolLeases:
             log.warning("%s: %s", self.pool, answer.why)
         self.refusal = answer
         self._stopped.wait(RENEW_S)
+
+
+class DraftLease:
+    """An engine's lease of its drafter, from `obtain` to `close`. ValueError if the pools' keys cannot be read."""
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._config = config
+        self._pools = [PoolPlace.read(address, file) for address, file in config.drafter.lenders]
+        self._leases: dict[str, PoolLeases] = {}
+
+    def obtain(self, backend: Backend, ranks: Sequence[str], target: Ready, progress: Callable[[str], None]) -> None:
+        """Wait a while for pools to lend these draft ranks to the engine of this backend; decoding is plain until one
+        does. ValueError for a pool that drafts for other engines than this one."""
+        config, checkpoint = self._config, Path(self._config.target.path)
+        agreed = str(config.verify.rule), str(config.pipeline.name), tokenizer_digest(checkpoint)
+        terms = LeaseTerms(*agreed, streams=config.pipeline.local_drafter != "none")
+        vocab_size, longest = read_config(checkpoint).vocab_size, int(target.facts["max_model_len"])
+
+        def order(seat: int) -> LeaseOrder:
+            key = backend.keys.of(ranks[seat])
+            wanted = terms, vocab_size, longest, config.drafter.num_draft_tokens
+            return LeaseOrder(1, backend.address, key.hub, *wanted, key.private, seat)
+
+        pools = [self._pools[seat :: len(ranks)] for seat in range(len(ranks))]
+        for seat, rank in enumerate(ranks):
+            self._leases[rank] = PoolLeases(pools[seat], partial(order, seat))
+        deadline = time.monotonic() + _LEASE_S
+        missing: list[str] = []
+        for own, leases in zip(pools, self._leases.values(), strict=True):
+            progress(f"asking {own[0].address} for its drafter")
+            if leases.wait(deadline - time.monotonic()):
+                continue
+            refusal, where = leases.refusal, f"drafter.pools={own[0].address}"
+            if refusal is not None and refusal.is_final:
+                raise ValueError(f"{where}: {refusal.why}")
+            missing.append(f"{where}: {refusal.why if refusal is not None else 'does not answer'}")
+        until = "; decoding is plain until a pool lends its drafter" if len(missing) == len(ranks) else ""
+        for line in missing:
+            progress(line + until)
+
+    def lost(self, rank: str) -> None:
+        """The coordinator has given this draft rank up: another lease is needed. From any thread."""
+        if (leases := self._leases.get(rank)) is not None:
+            leases.lost()
+
+    def close(self) -> None:
+        for leases in self._leases.values():
+            leases.close()

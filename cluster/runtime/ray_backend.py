@@ -41,7 +41,7 @@ _ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the machine stall a round
     "RAY_metrics_report_interval_ms": "2000",  # Ray's 10 s are long beside a short run
 }
-"""For variables that the user has not set: Ray's own defaults depend on what ran before on this host."""
+"""Values of variables that the user has not set: Ray's own defaults depend on what ran before on this host."""
 _PORT_PATIENCE_S = 10.0
 """How long the port of a dead coordinator may stay taken."""
 _RESERVE_S = 5.0
@@ -99,7 +99,7 @@ class RayBackend(Backend):
             self._dashboard.start()
 
     def _open_dashboard(self, start: Callable[[], str]) -> None:
-        """Beside the ranks that load; an engine that works is not ended by a dashboard that does not start.
+        """Starts the dashboard while the ranks load; a dashboard that does not start ends no engine that works.
 
         Ray's processes are killed with the thread that started them, which therefore lasts until `close`.
         """
@@ -111,12 +111,16 @@ class RayBackend(Backend):
             self._progress(f"the dashboard did not start ({str(error).strip().splitlines()[-1]})")
         self._closing.wait()
 
-    def place(self) -> list[RankPlacement]:
+    def reach(self) -> None:
+        """Wait for the head of the cluster, if that is another's, and connect."""
         cluster = self._config.cluster
         if not self._is_local and cluster.address.rpartition(":")[2].isdigit():  # not `auto`, or another of Ray's names
             await_head(cluster, self._progress)
             check_admitted(cluster.address)
         self.connect()
+
+    def place(self) -> list[RankPlacement]:
+        self.reach()
         if not self._is_local:
             return await_layout(self._config, self._progress)
         resources = ray.cluster_resources()

@@ -19,7 +19,7 @@ from ray.exceptions import AuthenticationError
 
 from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig
 from cluster.placement.nodes import Node, over_nodes
-from cluster.placement.ranks import RankPlacement
+from cluster.placement.ranks import Devices, RankPlacement
 from cluster.runtime.ray_local import settle
 
 HEAD = "node:__internal_head__"
@@ -41,6 +41,12 @@ def free_nodes() -> list[Node]:
         cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
         nodes.append(Node(node["NodeManagerAddress"], node["NodeManagerHostname"], cores, gpus))
     return nodes
+
+
+def free_here() -> Devices:
+    """Free devices of the node on which this process runs."""
+    free = available_resources_per_node().get(ray.get_runtime_context().get_node_id(), {})
+    return Devices(tuple(range(int(free.get("CPU", 0)))), int(free.get("GPU", 0)))
 
 
 def living_hosts() -> set[str]:

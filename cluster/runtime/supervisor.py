@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 COORDINATOR = "coordinator"
 _POLL_S = 0.2
 _CHECK_S = 1.0
-"""Between two checks of successors that are not ready."""
+"""Seconds between two checks of successors that are not ready."""
 WINDOW_S = 3600.0
 """Replacements longer ago than this do not count."""
 

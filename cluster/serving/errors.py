@@ -83,6 +83,8 @@ def invalid_fields(error: RequestValidationError) -> ApiError:
         case "extra_forbidden":
             line = f"{name}: is not supported by this server; leave it out"
             return ApiError(400, line, param=name, code="unsupported_field")
+        case "model_attributes_type" if name is None:
+            return ApiError(400, "the body: must be a JSON object, with the header content-type: application/json")
         case "value_error":
             return bad_request(ValueError(f"{name}: {first['ctx']['error']}" if name else first["ctx"]["error"]))
     return ApiError(400, f"{name or 'the body'}: {first['msg'][0].lower()}{first['msg'][1:]}", param=name)

@@ -171,7 +171,7 @@ class _Offsets:
         self._length = 0
 
     def take(self, token: int) -> int:
-        """Where the text of the next token begins."""
+        """Offset in characters at which the text of the next token begins."""
         start = self._length
         self._length += len(self._decoder.decode(self._names.bytes_of(token)))
         return start

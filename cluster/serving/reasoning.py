@@ -18,7 +18,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Beginning(Enum):
-    """Where the first token of a reply stands."""
+    """Whether a reply begins before, inside or after its block of reasoning."""
 
     before = auto()  # the model may open a block
     inside = auto()

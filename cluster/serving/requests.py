@@ -41,7 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that are not supported, with the values that ask for nothing."""
 
 MOST_CHOICES = 128
-"""As OpenAI."""
+"""OpenAI's limit."""
 LONGEST_SEED = 2**63
 DEFAULT_MAX_TOKENS = 16
 """Tokens of a completion that names no limit, as OpenAI has it; a chat runs to the end of the context."""

@@ -136,6 +136,7 @@ def make_plan(
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # of 30, which is all of Slurm's KillWait
         "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the node stall a round
+        "RAY_NUM_REDIS_GET_RETRIES": "90",  # every 2 s a node asks for the head; after Ray's 20 it ends, on a busy one
         "PYTHONUNBUFFERED": "1",
     }
     if ip_address(addresses[allocation.head]).is_loopback:  # of a job on one node

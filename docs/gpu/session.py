@@ -1,4 +1,4 @@
-"""The first session on a GPU as one program: what the machine reaches, and what the engine reaches of it.
+"""A session on a GPU as one program: what the machine reaches, and what the engine reaches of it.
 
     python docs/gpu/session.py --out gpu-session            # all steps, about 45 minutes on one GPU
     python docs/gpu/session.py --out gpu-session --steps exact,attention,passes-8b --seconds 560
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -323,7 +324,8 @@ def _measured(
         committed = (count - 1) * context + (longest or context)
         bytes_read = weights + committed * 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
         spans = [Span(index, rows, num_logits=rows) for index in range(count)]
-        tokens = torch.zeros(count * rows, dtype=torch.int64, device=machine.device)
+        # different ones, which a mixture sends to different experts
+        tokens = torch.randint(0, config.vocab_size, (count * rows,), device=machine.device)
 
         def one(spans: list[Any] = spans, tokens: torch.Tensor = tokens, count: int = count) -> tuple[float, float]:
             started = time.perf_counter()
@@ -374,27 +376,33 @@ def _measured(
 
 
 def kernels(machine: Machine) -> Iterator[Row]:
-    """Kernels of one pass by name, launched eagerly."""
+    """Kernels of a pass by name, those that take longest first: of a replayed graph, or of an eager pass on a CPU."""
     from parallel.kv.pass_plan import Span
 
-    runner = machine.runner(SHAPES["8b"] | {"num_hidden_layers": 4}, 4096)
-    runner.open(0)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if machine.on_cuda:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with runner.eagerly():
-        for profiled in (False, True):
-            if profiled:
-                with torch.profiler.profile(activities=activities) as profile:
-                    runner.forward([Span(0, 1)], [0])
-                    machine.wait()
-            else:
-                runner.forward([Span(0, 1)], [0])
+    activities = [torch.profiler.ProfilerActivity.CUDA if machine.on_cuda else torch.profiler.ProfilerActivity.CPU]
     wanted = torch.autograd.DeviceType.CUDA if machine.on_cuda else torch.autograd.DeviceType.CPU
-    events = [event for event in profile.key_averages() if event.device_type == wanted]
-    yield {"kernel": "all", "calls": sum(event.count for event in events), "layers": runner.config.num_layers}
-    for event in sorted(events, key=lambda event: -event.count)[:15]:
-        yield {"kernel": event.key[:60], "calls": event.count, "layers": ""}
+    for name, rows in (("8b", 1), ("8b", 32), ("mixture", 1), ("mixture", 8)):
+        context = 32 if machine.tiny else 2048
+        runner = machine.runner(SHAPES[name], context + rows + 8)
+        runner.open(0)
+        runner.pool.reserve(0, context)
+        runner.pool.commit(0, range(context))
+        tokens = torch.randint(0, runner.config.vocab_size, (rows,), device=machine.device)
+
+        def one(runner: Any = runner, rows: int = rows, tokens: torch.Tensor = tokens) -> None:
+            runner.run(runner.plan([Span(0, rows, num_logits=rows)]), tokens)
+            machine.wait()
+            runner.drop_pending(0)
+
+        one()
+        with torch.profiler.profile(activities=activities) as profile:
+            one()
+        label = {"pass": f"{name}, {rows} rows"}
+        events = [event for event in profile.key_averages() if event.device_type == wanted]
+        total = sum(event.self_device_time_total if machine.on_cuda else event.self_cpu_time_total for event in events)
+        yield label | {"kernel": "all", "calls": sum(event.count for event in events), "us": round(total, 1)}
+        for event in sorted(events, key=lambda event: -event.self_device_time_total)[:12]:
+            yield label | {"kernel": event.key[:60], "calls": event.count, "us": round(event.self_device_time_total, 1)}
 
 
 def sampling(machine: Machine) -> Iterator[Row]:
@@ -523,7 +531,7 @@ STEPS: dict[str, tuple[int, Callable[[Machine], Iterator[Row]]]] = {
     "passes-0.6b": (90, lambda machine: passes(machine, "0.6b")),
     "passes-70b-of-8": (120, lambda machine: passes(machine, "70b-of-8")),
     "ragged": (90, ragged),
-    "kernels": (60, kernels),
+    "kernels": (90, kernels),
     "gemm": (120, gemm),
     "first-shapes": (60, first_shapes),
     "sampling": (60, sampling),
@@ -560,6 +568,7 @@ def run_step(name: str, out: Path, machine: Machine) -> None:
         record["status"] = f"not possible here: {error}"
     except Exception as error:  # the next step is another process
         record["status"] = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        traceback.print_exc()
     record["seconds"] = round(time.perf_counter() - started, 1)
     file.write_text(json.dumps(record, indent=1))
 

@@ -21,6 +21,7 @@ from parallel.kernels.packing import Packing
 from parallel.kv.pass_plan import PendingRows, Span, lay_out
 from parallel.kv.pool import FP8, KVPool, SeqId
 from parallel.model.layers.attention import AttentionShape, Heads
+from parallel.model.layers.flash import FLASH_ROWS
 from parallel.model.layers.padded import PaddedBackend
 from parallel.model.layers.split_kv import SplitKVBackend
 
@@ -58,6 +59,7 @@ EXACT = [
     Shape(1, 4096, 8, is_tree=True, head_dim=256, kv_heads=4, group=2),
     Shape(1, 8192, 32, is_tree=True, fp8=True),
     Shape(1, 0, 2048),
+    Shape(2, 6001, 1100),
 ]
 TIMED = [
     Shape(1, 2048, 1),
@@ -70,20 +72,23 @@ TIMED = [
     Shape(1, 0, 512),
     Shape(1, 0, 2048),
     Shape(1, 0, 8192),
+    Shape(1, 8192, 1024),
+    Shape(1, 30720, 2048),
 ]
 TINY_SHAPES = [Shape(2, 40, 5, is_tree=True, head_dim=16, kv_heads=1, group=2)]
 TILES = [None, KeyTiles(64, 3), KeyTiles(32, 3), KeyTiles(64, 5)]
 """Keys of a turn and stages; None: those of the engine."""
+FLASH = "PyTorch's flash kernels over the pool"
 
 
 class AttentionPass:
     """One layer of a pass over a pool of random keys and values."""
 
-    def __init__(self, machine: Machine, shape: Shape, *, bucketed: bool = False) -> None:
+    def __init__(self, machine: Machine, shape: Shape, *, bucketed: bool = False, flash: bool = False) -> None:
         self.shape, self.machine = shape, machine
         device, dtype = machine.device, machine.dtype
         num_slots = shape.num_seqs * (shape.context + shape.rows) + 1
-        stored = dict(stored=FP8, scales=[(1.0, 1.0)]) if shape.fp8 and machine.on_cuda else {}
+        stored: dict[str, Any] = dict(stored=FP8, scales=[(1.0, 1.0)]) if shape.fp8 and machine.on_cuda else {}
         self.pool = KVPool(1, num_slots, shape.kv_heads, shape.head_dim, dtype, device, **stored)
         for rows in (self.pool.keys, self.pool.values):
             for start in range(0, rows.shape[1], 4096):
@@ -100,8 +105,11 @@ class AttentionPass:
         parents = [-1, *[draw.randrange(row) for row in range(1, shape.rows)]] if shape.is_tree else None
         spans = [Span(seq_id, shape.rows, parents) for seq_id in range(shape.num_seqs)]
         self.laid_out = lay_out(self.pool, forests, spans)
-        kind = SplitKVBackend if SplitKVBackend.runs(self.pool) else PaddedBackend
-        self.backend = kind(self.pool, AttentionShape(shape.group), bucketed=bucketed)
+        self.backend: SplitKVBackend | PaddedBackend
+        if SplitKVBackend.runs(self.pool):
+            self.backend = SplitKVBackend(self.pool, AttentionShape(shape.group), bucketed=bucketed, flash=flash)
+        else:
+            self.backend = PaddedBackend(self.pool, AttentionShape(shape.group), bucketed=bucketed)
         self.attention: Any = None
         self.projected = torch.empty(0)
 
@@ -134,11 +142,13 @@ class AttentionPass:
             slots = torch.as_tensor(span.slots, device=self.machine.device)
             seen = torch.zeros(span.num_rows, len(slots), dtype=torch.bool)
             seen[:, : span.context] = True
-            for row in range(span.num_rows):
+            for row in range(span.num_rows) if shape.is_tree else ():
                 node = row
                 while node >= 0:
                     seen[row, span.context + node] = True
                     node = span.pending.parents[node]
+            if not shape.is_tree:
+                seen = torch.ones_like(seen).tril(span.context)
             hidden = ~seen.to(self.machine.device)
             rows = queries[span.first : span.first + span.num_rows]
             outs = []
@@ -166,11 +176,16 @@ def exact(machine: Machine) -> Iterator[Row]:
 
     allowed = 2e-2 if machine.dtype == torch.bfloat16 else 1e-4
     for shape in TINY_SHAPES if machine.tiny else EXACT:
-        for bucketed in (False, True) if shape.rows <= 64 else (False,):
-            one = AttentionPass(machine, shape, bucketed=bucketed)
+        is_prompt = shape.rows >= FLASH_ROWS
+        for bucketed, flash in [(False, False), (False, True) if is_prompt else (True, False)]:
+            if flash and not machine.on_cuda:
+                continue
+            one = AttentionPass(machine, shape, bucketed=bucketed, flash=flash)
             one.plan()
+            if flash and len(one.attention.prompts) != shape.num_seqs:
+                raise ArithmeticError(f"{shape.label}: not all parts of prompts go to flash kernels")
             found = one.run()[: one.num_rows].double()
-            kinds = {"eager": found}
+            kinds = {"flash" if flash else "eager": found}
             if machine.on_cuda and bucketed:
                 outputs: list[torch.Tensor] = []
                 replay = machine.graph(lambda one=one, outputs=outputs: outputs.append(one.run()), 1)
@@ -203,11 +218,13 @@ def attention(machine: Machine) -> Iterator[Row]:
     """One layer's attention alone, with the stages and tiles of the engine and with others, and beside it PyTorch's
     flash attention over keys in one run, which has no trees. `share of copy` counts keys and values once."""
     rate = machine.copy_rate()
-    tiles = TILES if machine.on_cuda else TILES[:1]
+    tiles = [FLASH, *TILES] if machine.on_cuda else TILES[:1]
     for shape, choice in itertools.product(TINY_SHAPES if machine.tiny else TIMED, tiles):
-        one = AttentionPass(machine, shape, bucketed=shape.rows <= 64)
+        if choice == FLASH and shape.rows < FLASH_ROWS:
+            continue
+        one = AttentionPass(machine, shape, bucketed=shape.rows <= 64, flash=choice == FLASH)
         own = getattr(one.backend, "tiles", None)
-        if choice is not None and isinstance(one.backend, SplitKVBackend):
+        if isinstance(choice, KeyTiles) and isinstance(one.backend, SplitKVBackend):
             if choice == own:
                 continue
             one.backend.tiles = choice
@@ -221,7 +238,9 @@ def attention(machine: Machine) -> Iterator[Row]:
         item = one.pool.keys.element_size()
         read = 2 * shape.num_seqs * (shape.context + shape.rows) * shape.kv_heads * shape.head_dim * item
         used = choice or own
-        name = "padded" if used is None else f"{used.block_n} keys, {used.num_stages} stages" + " (ours)" * (not choice)
+        name = "padded" if used is None else str(used)
+        if isinstance(used, KeyTiles):
+            name = f"{used.block_n} keys, {used.num_stages} stages" + " (ours)" * (not choice)
         found = {"shape": shape.label, "kernel": name, "us": round(1e6 * seconds, 1)}
         yield found | {"share of copy": round(read / seconds / rate, 3)}
     for shape in TINY_SHAPES if machine.tiny else TIMED:

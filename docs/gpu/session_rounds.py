@@ -20,16 +20,22 @@ PROMPTS = [512, 2048, 8192, 32768]
 
 
 def prompts(machine: Machine, shape: dict[str, Any]) -> Iterator[Row]:
-    """Prompts of the 8B shape, whole and in chunks of 2,048 rows."""
+    """Prompts of the 8B shape, whole and in chunks of 2,048 rows, their attention by PyTorch's flash kernels and by the
+    own one."""
     lengths = [60] if machine.tiny else PROMPTS
     runner = machine.runner(shape, max(lengths) + 8)
     chunk = 16 if machine.tiny else 2048
-    for length, size in itertools.product(lengths, (chunk, None)):
+    kinds = {"flash": True, "own": False} if runner.attention == "triton" else {runner.attention: False}
+    for length, size, kind in itertools.product(lengths, (chunk, max(lengths)), kinds):
+        if size > chunk and length <= chunk:
+            continue  # one chunk is the whole
+        if runner.attention == "triton":
+            runner._backend.flash = kinds[kind]
 
-        def read(length: int = length, size: int | None = size) -> None:
+        def read(length: int = length, size: int = size) -> None:
             runner.open(0)
-            for start in range(0, length, size or length):
-                count = min(size or length, length - start)
+            for start in range(0, length, size):
+                count = min(size, length - start)
                 runner.forward([Span(0, count)], [1] * count)
                 runner.commit(0, range(count))
             runner.close(0)
@@ -38,7 +44,7 @@ def prompts(machine: Machine, shape: dict[str, Any]) -> Iterator[Row]:
         repeats, machine.repeats = machine.repeats, 3
         seconds = machine.seconds(read)
         machine.repeats = repeats
-        row = {"prompt": length, "chunks of": size or length, "ms": round(1e3 * seconds, 2)}
+        row = {"prompt": length, "chunks of": min(size, length), "attention": kind, "ms": round(1e3 * seconds, 2)}
         yield row | {"tokens/s": round(length / seconds)}
 
 

@@ -63,7 +63,7 @@ def shapes(hidden: int, layers: int, inner: int, vocab: int) -> list[tuple[int, 
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """With one thread those that it had a core, which other processes change less than the time by the clock."""
+    """Seconds of the call; with one thread its CPU time, which other processes change less than the wall time."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     run()

@@ -3,7 +3,7 @@
     python docs/measurements/correction.py target RUN --minutes 8      # trains RUN/target
     ./launch.sh job=train job.recipe=specdec target=hf target.path=RUN/target hydra.run.dir=RUN/specdec
     python docs/measurements/correction.py prompts RUN                 # RUN/prompts.jsonl: held-out corrupted lines
-    ./launch.sh job=bench target=hf target.path=RUN/target job.prompts=RUN/prompts.jsonl ...
+    ./launch.sh job=bench target=hf target.path=RUN/target job.prompts=RUN/prompts.jsonl ...   # docs/encoder_decoder.md
 
 The task is that of `cluster/tools/training/pairs.py`. The target is trained here and not by `job=train`, since it is
 only an example of one.
@@ -31,7 +31,7 @@ from cluster.tools.training.trainer import Recipe, StepOutcome, TrainingBudget, 
 START = 0
 """The pocket tokenizer's end of text, with which a text starts and ends."""
 SEED = 7
-"""Of the target's pairs: other lines than those of its drafter."""
+"""Seed of the target's pairs, so that its lines differ from those of its drafter."""
 
 
 def make_model(size: int, layers: int) -> BartForConditionalGeneration:
@@ -57,9 +57,9 @@ def loss_of(model: BartForConditionalGeneration, pairs: TokenPairs) -> torch.Ten
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def train_target(run: Path, minutes: float, size: int, layers: int, batch: int) -> None:
+def train_target(run: Path, minutes: float, size: int, layers: int, batch: int, count: int) -> None:
     tokenizer = load_tokenizer(pocket.TARGET)
-    pairs = library_pairs(library_sources(load_corpus(0)), 200_000, SEED)
+    pairs = library_pairs(library_sources(load_corpus(0)), count, SEED)
     model = make_model(size, layers)
     tokens = written_pairs(model, tokenizer, pairs, TrainConfig(data="fixed"), print)
     held_out, training = tokens.part(torch.arange(256)), tokens.part(torch.arange(256, len(tokens)))
@@ -94,12 +94,13 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64, help="texts of a step")
+    parser.add_argument("--pairs", type=int, default=200_000, help="pairs to train on; tokenising them takes minutes")
     parser.add_argument("--count", type=int, default=48, help="prompts")
     given = parser.parse_args()
     given.run.mkdir(parents=True, exist_ok=True)
     if given.what == "target":
         torch.set_num_threads(1)
-        train_target(given.run, given.minutes, given.size, given.layers, given.batch)
+        train_target(given.run, given.minutes, given.size, given.layers, given.batch, given.pairs)
     else:
         write_prompts(given.run, given.count)
 

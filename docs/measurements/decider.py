@@ -1,5 +1,5 @@
 """The decision against the best fixed draft length on the virtual clock:
-`python docs/measurements/decider.py [PART OF A CASE'S NAME ...]` (a few minutes; prints a Markdown table).
+`python docs/measurements/decider.py [PART OF A CASE'S NAME ...] [--texts N]` (half an hour; prints a Markdown table).
 
 Every case is run with the same policy twice: from a cold start, and warm. The best fixed choice is plain decoding, or
 the fastest of `LENGTHS` in the case's pipeline or in `sync`, on the very same text.
@@ -7,7 +7,7 @@ the fastest of `LENGTHS` in the case's pipeline or in `sync`, on the very same t
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -17,7 +17,6 @@ from cluster.tools.simulation import Disturbances, Language, PassCost, Scenario,
 from cluster.tools.simulation.language import RequestText
 
 LENGTHS = (1, 2, 3, 4, 6, 8)
-SEEDS = (0, 1)
 PASS_S, DRAFT_S = 15e-3, 1.5e-3
 
 
@@ -54,7 +53,7 @@ def language(acceptance: float, seed: int) -> Language:
 
 
 def scenario(pipeline: str, requests: int, acceptance: float, seed: int, link_s: float = 5e-5) -> Scenario:
-    """A row adds a fiftieth of a pass, so that drafts for large batches are dear."""
+    """A row adds a fiftieth of a pass, so that drafts for large batches are expensive."""
     row_s = PASS_S / 50 if requests > 1 else 0.0
     return Scenario(
         pipeline,
@@ -119,14 +118,18 @@ def measure(case: Scenario) -> Row:
     return Row(plain, fixed[best], best, cold, warm)
 
 
-def main(wanted: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wanted", nargs="*", metavar="PART")
+    parser.add_argument("--texts", type=int, default=2)
+    given = parser.parse_args()
     columns = "case, requests", "plain", "best fixed (tokens)", "cold / plain", "cold / best", "warm / plain"
     print("|", " | ".join((*columns, "warm / best", "worst")), "|")
     print("|---" * (len(columns) + 2) + "|")
     for name, *_ in cases(0):
-        if wanted and not any(part in name for part in wanted):
+        if given.wanted and not any(part in name for part in given.wanted):
             continue
-        rows = [measure(dict(cases(seed))[name]) for seed in SEEDS]
+        rows = [measure(dict(cases(seed))[name]) for seed in range(given.texts)]
         means = [mean(getattr(row, key) for row in rows) for key in ("plain", "best", "cold", "warm")]
         plain, best, cold, warm = means
         worst = min(row.warm / row.best for row in rows)
@@ -136,4 +139,4 @@ def main(wanted: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,9 +1,12 @@
 """Passes for each token of a target that fills masks: `python docs/measurements/diffusion.py [options]`.
 
-The target has random weights of SDAR's layout (`--layers`, `--width`), so that its confidences say little: a trained
-one guesses better. Each of `--blocks` and `--states` starts an engine, and writes `--tokens` tokens behind
-each of `--prompts` random prompts, one request at a time (or `--batch` at once). One line for each: target passes a
-token, tokens a second, and whether the tokens are those of one state a pass. Prints Markdown.
+`--target` is a checkpoint, such as `job=train job.recipe=sdar` makes one; it goes on with `--prompts` of the bundled
+prompts. Without it the target has random weights of the layout of SDAR or Dream (`--layout`, `--layers`, `--width`), so
+that its confidences say little, and random prompts. `--decoder` is `target.decoder`. Each of `--blocks` (the
+checkpoint's own with `--target`), `--thresholds` and `--states` starts an engine, and writes `--tokens` tokens behind
+each prompt, one request at a time (or `--batch` at once). One line for each: target passes a token, tokens a second,
+whether the tokens are those of one state a pass, and the share of them before a text leaves that of threshold 0.
+Prints Markdown.
 """
 
 from __future__ import annotations
@@ -15,16 +18,20 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from actors.protocol.messages import SamplingParams
 from cluster import pocket
 from cluster.config import load_config
 from cluster.engine import Engine
+from cluster.io.prompts import read_prompts
+from cluster.io.text import load_tokenizer
 
+ARCHITECTURES = {"sdar": "SDARForCausalLM", "dream": "DreamModel"}
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def make_target(folder: Path, block: int, layers: int, width: int) -> int:
+def make_target(folder: Path, layout: str, block: int, layers: int, width: int) -> int:
     """A checkpoint with random weights and the bundled tokenizer; returns the size of its vocabulary."""
     import torch
     import transformers
@@ -32,20 +39,23 @@ def make_target(folder: Path, block: int, layers: int, width: int) -> int:
     source = pocket.TARGET
     vocab_size = json.loads((source / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     torch.manual_seed(0)
-    shape = transformers.Qwen3Config(
+    shape = dict[str, Any](
         vocab_size=vocab_size,
         hidden_size=width,
         intermediate_size=3 * width,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=width // 4,
         max_position_embeddings=2048,
         initializer_range=0.1,
     )
-    transformers.Qwen3ForCausalLM(shape).save_pretrained(folder)
+    if layout == "sdar":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=width // 4))
+    else:
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
+    model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config |= {"architectures": ["SDARForCausalLM"], "block_size": block, "mask_token_id": vocab_size - 1}
+    config |= {"architectures": [ARCHITECTURES[layout]], "block_size": block, "mask_token_id": vocab_size - 1}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for name in TOKENIZER:
         if (source / name).exists():
@@ -53,13 +63,19 @@ def make_target(folder: Path, block: int, layers: int, width: int) -> int:
     return vocab_size
 
 
-def measure(folder: Path, states: int, vocab_size: int, options: argparse.Namespace) -> tuple[list[list[int]], str]:
+def bundled_prompts(folder: Path, count: int) -> list[list[int]]:
+    tokenizer = load_tokenizer(folder)
+    return [tokenizer.encode(prompt.text).ids for prompt in read_prompts(pocket.PROMPTS, count)]
+
+
+def measure(
+    folder: Path, prompts: list[list[int]], states: int, threshold: float, options: argparse.Namespace
+) -> tuple[list[list[int]], str]:
     """The tokens, and the cells of a row."""
-    rng = random.Random(0)
-    prompts = [[rng.randrange(vocab_size - 1) for _ in range(16)] for _ in range(options.prompts)]
     params = SamplingParams(max_tokens=options.tokens, ignore_eos=True, temperature=options.temperature)
     words = ["target=hf", f"target.path={folder}", f"target.num_states={states}", "cluster=inprocess"]
-    words += ["cluster.dashboard=false", f"scheduler.max_num_seqs={options.batch}"]
+    words += [f"target.unmask_threshold={threshold}"]
+    words += [f"target.decoder={options.decoder}", "cluster.dashboard=false", f"scheduler.max_num_seqs={options.batch}"]
     with Engine(load_config(words)) as engine:
         engine.submit(prompts[0], params).result()
         before = engine.report().counters
@@ -76,7 +92,11 @@ def measure(folder: Path, states: int, vocab_size: int, options: argparse.Namesp
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--target", type=Path)
+    parser.add_argument("--layout", choices=ARCHITECTURES, default="sdar")
+    parser.add_argument("--decoder", choices=("static", "prefix", "dual"), default="static")
     parser.add_argument("--blocks", nargs="+", type=int, default=[4, 8, 16])
+    parser.add_argument("--thresholds", nargs="+", type=float, default=[0.0])
     parser.add_argument("--states", nargs="+", type=int, default=[1, 2, 3, 4, 8])
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
@@ -85,16 +105,39 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     options = parser.parse_args()
-    print("| block | states a pass | passes a token | tokens/s | tokens equal |\n|---|---|---|---|---|")
+    print("| block | threshold | states a pass | passes a token | tokens/s | tokens equal | as with threshold 0 |")
+    print("|---|---|---|---|---|---|---|")
+    if options.target:
+        config = json.loads((options.target / "config.json").read_text(encoding="utf-8"))
+        compare(options.target, bundled_prompts(options.target, options.prompts), config["block_size"], options)
+        return
     for block in options.blocks:
         with tempfile.TemporaryDirectory() as directory:
-            folder = Path(directory)
-            vocab_size = make_target(folder, block, options.layers, options.width)
-            expected: list[list[int]] | None = None
-            for states in options.states:
-                tokens, cells = measure(folder, states, vocab_size, options)
-                expected = tokens if expected is None else expected
-                print(f"| {block} | {states} | {cells} | {'yes' if tokens == expected else 'NO'} |", flush=True)
+            folder, rng = Path(directory), random.Random(0)
+            vocab_size = make_target(folder, options.layout, block, options.layers, options.width)
+            prompts = [[rng.randrange(vocab_size - 1) for _ in range(16)] for _ in range(options.prompts)]
+            compare(folder, prompts, block, options)
+
+
+def compare(folder: Path, prompts: list[list[int]], block: int, options: argparse.Namespace) -> None:
+    """Prints the rows of one checkpoint."""
+    one_by_one: list[list[int]] | None = None
+    for threshold in options.thresholds:
+        expected: list[list[int]] | None = None
+        for states in options.states:
+            tokens, cells = measure(folder, prompts, states, threshold, options)
+            expected = tokens if expected is None else expected
+            one_by_one = tokens if one_by_one is None and not threshold else one_by_one
+            shared = f"{same_share(tokens, one_by_one):.0%}" if one_by_one else ""
+            row = f"{block} | {threshold:g} | {states} | {cells} | {'yes' if tokens == expected else 'NO'} | {shared}"
+            print(f"| {row} |", flush=True)
+
+
+def same_share(texts: list[list[int]], others: list[list[int]]) -> float:
+    """The share of the tokens before the first that differs."""
+    pairs = [list(zip(text, other, strict=True)) for text, other in zip(texts, others, strict=True)]
+    same = sum(next((i for i, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs)
+    return same / sum(map(len, pairs))
 
 
 if __name__ == "__main__":

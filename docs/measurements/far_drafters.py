@@ -1,8 +1,10 @@
 """Speed by the distance of the drafter on the virtual clock:
 `python docs/measurements/far_drafters.py [--tokens N]` (a few minutes; prints a Markdown table and break-even delays).
 
-Every row is a link's delay, one way; every column a share of plain decoding's speed: the best of two fixed draft
-lengths, the decision from a cold start, and the same policy once more.
+Every column is a link's delay, one way; every cell shares of plain decoding's speed: the best of two fixed draft
+lengths, the decision from a cold start, and the same policy once more. With `--lookup ACCEPTANCE` drafts are never
+waited for and a lookup of that acceptance drafts where none has come: a cell is then eight tokens fixed without it and
+with it, and with it the decision from a cold start and once more.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from cluster.tools.simulation import Language, PassCost, Scenario, power_law, si
 
 DELAYS_MS = (1, 5, 10, 20, 30, 50, 80)
 ACCEPTANCES, PASSES_MS, PIPELINES = (0.6, 0.8, 0.95), (15, 50), ("sync", "branches")
-FIXED, LONGEST, SEEDS = (4, 8), 8, (0, 1)
+FAR_DELAYS_MS, FAR_PASSES_MS, FAR_PIPELINES = (0, 5, 10, 20, 40, 80), (15,), ("pearl", "branches", "tree")
+FIXED, LONGEST = (4, 8), 8
 
 
 def scenario(pipeline: str, acceptance: float, pass_ms: float, delay_ms: float, tokens: int, seed: int) -> Scenario:
@@ -45,6 +48,25 @@ def shares(case: Scenario) -> tuple[float, float, float]:
     return fixed, cold, warm
 
 
+def shares_with_lookup(case: Scenario, acceptance: float) -> tuple[float, float, float, float]:
+    """Speed over that of plain decoding: eight tokens fixed, the same with a lookup of this acceptance beside the
+    target, and with that the decision cold and warm."""
+    local = replace(case, local_acceptance=acceptance)
+    adaptive = replace(local, adaptive=True)
+    policy = adaptive.make_policy()
+    runs = [simulate(case), simulate(local), simulate(adaptive, policy), simulate(adaptive, policy)]
+    plain = simulate(replace(case, pipeline="plain")).tokens_per_s
+    without, fixed, cold, warm = (run.tokens_per_s / plain for run in runs)
+    return without, fixed, cold, warm
+
+
+def lookup_alone(acceptance: float, pass_ms: float, tokens: int, seed: int) -> float:
+    """Speed over that of plain decoding of drafts of eight tokens that cost nothing, each right with this chance."""
+    near = scenario("sync", acceptance, pass_ms, 0.0, tokens, seed)
+    free = replace(near, draft=PassCost.flat(0.0))
+    return simulate(free).tokens_per_s / simulate(replace(near, pipeline="plain")).tokens_per_s
+
+
 def break_even_ms(delays_ms: Sequence[float], speedups: Sequence[float]) -> float | None:
     """The delay from which on drafts are slower than plain decoding, between the measured ones; None: none of these."""
     for before, after in zip(range(len(delays_ms)), range(1, len(delays_ms)), strict=False):
@@ -57,23 +79,33 @@ def break_even_ms(delays_ms: Sequence[float], speedups: Sequence[float]) -> floa
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=600)
-    parser.add_argument("--delays", type=float, nargs="+", default=DELAYS_MS)
+    parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--delays", type=float, nargs="+")
+    parser.add_argument("--lookup", type=float, default=0.0)
+    parser.add_argument("--pipelines", nargs="+")
     given = parser.parse_args(arguments)
-    print("| pipeline, acceptance, pass |", " | ".join(f"{delay:g} ms" for delay in given.delays), "| break-even |")
-    print("|---" * (len(given.delays) + 2) + "|")
-    for pipeline in PIPELINES:
+    far = given.lookup > 0
+    delays = given.delays or (FAR_DELAYS_MS if far else DELAYS_MS)
+    print("| pipeline, acceptance, pass |", " | ".join(f"{delay:g} ms" for delay in delays), "| break-even |")
+    print("|---" * (len(delays) + 2) + "|")
+    for pipeline in given.pipelines or (FAR_PIPELINES if far else PIPELINES):
         for acceptance in ACCEPTANCES:
-            for pass_ms in PASSES_MS:
+            for pass_ms in FAR_PASSES_MS if far else PASSES_MS:
                 cells = []
-                for delay in given.delays:
-                    runs = [
-                        shares(scenario(pipeline, acceptance, pass_ms, delay, given.tokens, seed)) for seed in SEEDS
+                for delay in delays:
+                    cases = [
+                        scenario(pipeline, acceptance, pass_ms, delay, given.tokens, seed)
+                        for seed in range(given.texts)
                     ]
+                    runs = [shares_with_lookup(case, given.lookup) if far else shares(case) for case in cases]
                     cells.append([mean(column) for column in zip(*runs, strict=True)])
-                even = break_even_ms(given.delays, [fixed for fixed, _, _ in cells])
+                even = break_even_ms(delays, [cell[0] for cell in cells])
                 shown = (", ".join(f"{share:.2f}" for share in cell) for cell in cells)
                 known = "" if even is None else f"{even:.0f} ms"
                 print(f"| {pipeline}, {acceptance}, {pass_ms} ms |", " | ".join(shown), f"| {known} |", flush=True)
+    if far:
+        alone = mean(lookup_alone(given.lookup, FAR_PASSES_MS[0], given.tokens, seed) for seed in range(given.texts))
+        print(f"\nThe lookup alone: {alone:.2f}")
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ FLAT = (15.0, 1.5)
 """Milliseconds of a target pass and of a draft pass, however many rows they have."""
 TARGET_ROWS = {1: 15.0, 128: 15.6, 256: 18.0, 512: 31.0, 1024: 61.0, 2048: 121.0}
 DRAFT_ROWS = {1: 1.5, 128: 1.55, 256: 1.8, 512: 3.0, 1024: 5.9, 2048: 11.7}
-"""By rows, derived, not measured: 70 billion parameters on four devices and 1.2 billion on one, of 3.35 TB/s and 990
-dense bfloat16 TFLOP/s each, at 70 % of the bandwidth for the target and half of it for the drafter, and 60 % and 42 %
-of the arithmetic; from about 250 rows on a pass is bound by it."""
+"""Milliseconds of a pass by its rows, derived, not measured: 70 billion parameters on four devices and 1.2 billion on
+one, of 3.35 TB/s and 990 dense bfloat16 TFLOP/s each, at 70 % of the bandwidth for the target and half of it for the
+drafter, and 60 % and 42 % of the arithmetic; from about 250 rows on a pass is bound by it."""
 HOST_MS = 0.15
-"""For every target in a draft pass: what a step of draft-ahead over 12 rows takes of one core, its tree included."""
+"""Core time for every target in a draft pass: a step of draft-ahead over 12 rows, its tree included."""
 COSTS: Mapping[str, tuple[float | dict[int, float], float | dict[int, float], float]] = {
     "flat": (*FLAT, 0.0),
     "by rows": (TARGET_ROWS, DRAFT_ROWS, 0.0),
@@ -51,7 +51,7 @@ class Setting:
     num_targets: int
 
     def result(self, tokens: int, pipeline: str = "branches") -> FleetResult:
-        """Of streams that do not end, so that each target has its batch; `tokens` of each are measured, about."""
+        """Simulates streams that do not end, so that each target has its batch; about `tokens` of each are measured."""
         target_ms, draft_ms, host_ms = COSTS[self.costs]
         seconds = 0.3 + tokens / 100
         fleet = Fleet(

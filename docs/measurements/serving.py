@@ -120,7 +120,7 @@ async def drive(
 
 
 def figures(answers: Sequence[Answered], wall_s: float) -> dict[str, Any]:
-    """Of those that were served."""
+    """Figures of the requests that were served."""
     served = [one for one in answers if one.status == 200 and one.chunks_at]
     ttft = [one.chunks_at[0] - one.sent_at for one in served]
     itl = [(one.chunks_at[-1] - one.chunks_at[0]) / max(1, one.num_tokens - 1) for one in served]

@@ -47,7 +47,7 @@ BEAMS = {7: (2, 4), 15: (3, 5), 31: (5, 6)}
 
 
 class Acceptance(NamedTuple):
-    """By rank, of children drawn in each way at one temperature."""
+    """Acceptance by rank, of children drawn in each way at one temperature."""
 
     without_replacement: list[float]
     independent: list[float]
@@ -169,6 +169,8 @@ SCHEMES = (
     Scheme("MCSD", VerifyRule.rejection, fixed("independent", draws=Draws.independent)),
     Scheme("SpecTr (K-SEQ), paths", VerifyRule.kseq, fixed("independent", stars=True)),
     Scheme("K-SEQ, tree", VerifyRule.kseq, fixed("independent")),
+    Scheme("SpecTr (optimum), paths", VerifyRule.transport, fixed("independent", stars=True)),
+    Scheme("SpecTr (optimum), tree", VerifyRule.transport, fixed("independent")),
     Scheme("RSD-C", VerifyRule.rejection, fixed("without_replacement")),
     Scheme("RSD-C", VerifyRule.traversal, fixed("without_replacement")),
     Scheme("RSD-S", VerifyRule.rejection, beam),
@@ -207,7 +209,7 @@ class Pair:
         return [*complete(verifier, drafter, prompts, sampling, config.num_draft_tokens, self._num_tokens)], drafter
 
     def acceptance(self, temperature: float) -> Acceptance:
-        """By rank, on the prompts for tuning."""
+        """Acceptance by rank, on the prompts for tuning."""
         found = []
         for rule, draws in (
             (VerifyRule.rejection, Draws.without_replacement),

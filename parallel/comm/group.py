@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from parallel.comm.symmetric import SymmetricBuffer
+if TYPE_CHECKING:
+    from parallel.comm.symmetric import SymmetricBuffer
 
 Backend = Any
 """A `ProcessGroupGloo` or `ProcessGroupNCCL`, whose methods torch's type stubs leave out."""

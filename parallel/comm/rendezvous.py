@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 
 from parallel.comm.group import SINGLE, Backend, GlooGroup, Group, NcclGroup, PeerLost
-from parallel.comm.symmetric import meet
 
 LOOPBACK = "127.0.0.1"
 _MEMORY = "memory"
@@ -202,4 +201,8 @@ def nccl_group(
     backend._set_sequence_number_for_group()
     backend.eager_connect_single_device(device)
     _take_first_sum(backend, device, meeting_s)
-    return NcclGroup(backend, meet(store, rank, size, device, symmetric) if symmetric else None)
+    if not symmetric:
+        return NcclGroup(backend)
+    from parallel.comm.symmetric import meet
+
+    return NcclGroup(backend, meet(store, rank, size, device, symmetric))

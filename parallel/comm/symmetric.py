@@ -94,7 +94,7 @@ def meet(store: dist.Store, rank: int, size: int, device: torch.device, name: st
 
 
 def _place(device: torch.device) -> tuple[list[str], int, int, int]:
-    """Where this rank is: host and namespaces, process, device; and how many meetings the process has tried."""
+    """Host and namespaces, process and device of this rank, and how many meetings the process has tried."""
     boot, spaces = Path("/proc/sys/kernel/random/boot_id"), [f"/proc/self/ns/{kind}" for kind in ("pid", "mnt")]
     host = [socket.gethostname(), boot.read_text().strip(), *map(os.readlink, spaces)]
     return host, os.getpid(), device.index, len(_met)

@@ -49,8 +49,9 @@ constexpr int64_t READS = -2;  // as `parents`: every row sees the committed row
 
 struct Layer {
     void *keys, *values;  // [slots, num_kv_heads, head_dim]
-    const void *q_norm, *k_norm;
-    int64_t num_heads, num_kv_heads, head_dim, window;  // window 0: none
+    const void *q_norm, *k_norm, *bias;  // bias [buckets, num_heads] is added to the scores; null: none
+    const int64_t *buckets;              // of the distances 0 .. furthest, and of all beyond
+    int64_t num_heads, num_kv_heads, head_dim, window, furthest;  // window 0: none
     float scale, softcap, norm_eps, norm_offset;        // softcap 0: none
 };
 
@@ -191,6 +192,7 @@ struct Query {
     float *scores;          // of the chunk's positions, then their weights
     int64_t first, end;     // positions that it sees
     const int64_t *path;    // path[d]: index in the table of its ancestor of depth d
+    int64_t position, head; // its own, and the query head
 };
 
 // A head as it is multiplied: [head_dim] numbers, or half as many pairs of bfloat16.
@@ -260,8 +262,10 @@ inline void add_tile(float *const *out, const float *const *weights, int64_t cou
         const auto *value = at(k);
         Floats values[Parts];
         for (int p = 0; p < Parts; p++) values[p] = loaded(value, p);
-        for (int r = 0; r < Rows; r++)
-            for (int p = 0; p < Parts; p++) total[r][p] += weights[r][k] * values[p];
+        for (int r = 0; r < Rows; r++) {
+            const Floats weight = in_every_lane(weights[r][k]);
+            for (int p = 0; p < Parts; p++) total[r][p] = add_product(total[r][p], weight, values[p]);
+        }
     }
     for (int r = 0; r < Rows; r++)
         for (int p = 0; p < Parts; p++) {
@@ -339,15 +343,29 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
     }
 }
 
-// Scores of the chunk's positions -> weights, with their maximum and total. `first`, `end` are relative to the chunk.
+// Scales the scores and adds the bias of each key's distance; later keys have distance 0.
 template <class Number>
-void soften(const Layer &layer, Query<Number> &query, int64_t first, int64_t end) {
+void add_bias(const Layer &layer, Query<Number> &query, int64_t lo) {
+    const Number *bias = static_cast<const Number *>(layer.bias) + query.head;
+    for (int64_t at = query.first; at < query.end; at++) {
+        const int64_t back = query.position > at ? query.position - at : 0;
+        const int64_t bucket = layer.buckets[back < layer.furthest ? back : layer.furthest];
+        query.scores[at - lo] = query.scores[at - lo] * layer.scale + as_float(bias[bucket * layer.num_heads]);
+    }
+}
+
+// Scores of the chunk's positions, which begin at `lo` -> weights, with their maximum and total.
+template <class Number>
+void soften(const Layer &layer, Query<Number> &query, int64_t lo) {
+    const int64_t first = query.first - lo, end = query.end - lo;
+    if (layer.bias) add_bias(layer, query, lo);
+    const float scale = layer.bias ? 1.0f : layer.scale;
     const int64_t start = first / WIDTH * WIDTH, stop = (end + WIDTH - 1) / WIDTH * WIDTH;
     for (int64_t i = start; i < first; i++) query.scores[i] = NONE;
     for (int64_t i = end; i < stop; i++) query.scores[i] = NONE;
     Floats most = in_every_lane(NONE);
     for (int64_t i = start; i < stop; i += WIDTH) {
-        Floats score = load(query.scores + i) * layer.scale;
+        Floats score = load(query.scores + i) * scale;
         if (layer.softcap > 0) {
             const Floats bounded = capped(score, layer.softcap);
             score = score == NONE ? score : bounded;
@@ -370,6 +388,7 @@ void soften(const Layer &layer, Query<Number> &query, int64_t first, int64_t end
 struct Row {
     int64_t row, first, end;
     const int64_t *path;
+    int64_t position;
 };
 
 // What a thread needs besides its results; grows, and is kept for the next call.
@@ -477,7 +496,7 @@ void find_rows(const Call<Number> &call, const Task &task, int64_t lo, int64_t h
             for (int64_t at = index; at >= 0; at = parents[at]) to[depth--] = span.context + at;
         }
         const int64_t first = window && position >= window ? position - window + 1 : 0;
-        if (first < hi && stop > lo) space.rows.push_back({row, first > lo ? first : lo, stop < hi ? stop : hi, path});
+        if (first < hi && stop > lo) space.rows.push_back({row, first > lo ? first : lo, stop < hi ? stop : hi, path, position});
     }
 }
 
@@ -507,7 +526,7 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
                 space.queries.push_back({call.heads + (in_pass + (kv_head + head) * group + g) * size,
                                          parts + place * (size + 2),
                                          space.scores.data() + space.queries.size() * stride, row.first, row.end,
-                                         row.path});
+                                         row.path, row.position, (kv_head + head) * group + g});
                 first = row.first < first ? row.first : first;
                 end = row.end > end ? row.end : end;
             }
@@ -550,7 +569,7 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
             }
         }
     }
-    for (Query<Number> &query : space.queries) soften(layer, query, query.first - lo, query.end - lo);
+    for (Query<Number> &query : space.queries) soften(layer, query, lo);
 
     for (int64_t start = first; start < last; start += num_values, std::swap(block, next)) {
         if (start + num_values < last) next->set(table, true, start + num_values, last, num_values);

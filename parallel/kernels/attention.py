@@ -20,15 +20,15 @@ CHAIN, READS = -1, -2
 """Instead of where a span's parents start: each row follows the one before; rows see the `context` rows of another
 table, and nothing is pending."""
 FOREST = -1
-"""As `common` of a span whose rows see their ancestors. Else it is the number of leading pending rows that all rows
+"""`common` of a span whose rows see their ancestors. Else it is the number of leading pending rows that all rows
 find at the same place, and `parents` starts three numbers of every pending row: shared, first, last. It sees pending
 rows 0 to shared - 1 and first to last - 1, in this order; where the second range is not empty, shared is `common`."""
 
 
 class _LayerRecord(Structure):
     _fields_ = [
-        *[(name, c_void_p) for name in ("keys", "values", "q_norm", "k_norm")],
-        *[(name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "window")],
+        *[(name, c_void_p) for name in ("keys", "values", "q_norm", "k_norm", "bias", "buckets")],
+        *[(name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "window", "furthest")],
         *[(name, c_float) for name in ("scale", "softcap", "norm_eps", "norm_offset")],
     ]
 
@@ -63,7 +63,8 @@ def takes_heads(dtype: torch.dtype, head_dim: int) -> bool:
 class LayerCall:
     """One layer's attention: `keys` and `values` [slots, num_kv_heads, head_dim], its query heads, and the weights of
     the heads' norms, which scale by weight + `norm_offset`: all of one type that `takes_heads`. `window` 0 and
-    `softcap` 0 are none."""
+    `softcap` 0 are none. `bias`: a table [buckets, num_heads], which is added to the scores, and int64 [distances], the
+    bucket of each distance; the last one is that of all beyond."""
 
     def __init__(
         self,
@@ -77,22 +78,28 @@ class LayerCall:
         norms: tuple[Tensor, Tensor] | None = None,
         norm_eps: float = 0.0,
         norm_offset: float = 0.0,
+        bias: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self._tensors = keys, values, norms  # whose addresses the record has
+        self._tensors = keys, values, norms, bias  # whose addresses the record has
         _, num_kv_heads, head_dim = keys.shape
         assert takes_heads(keys.dtype, head_dim), f"heads of {head_dim} numbers of {keys.dtype}"
         assert all(norm.dtype == keys.dtype for norm in norms or ())
+        assert bias is None or (bias[0].dtype == keys.dtype and bias[0].is_contiguous() and not softcap)
         self._is_bfloat = keys.dtype == torch.bfloat16
         q_norm, k_norm = (norm.data_ptr() for norm in norms) if norms else (None, None)
+        table, buckets = (part.data_ptr() for part in bias) if bias else (None, None)
         self._record = _LayerRecord(
             keys.data_ptr(),
             values.data_ptr(),
             q_norm,
             k_norm,
+            table,
+            buckets,
             num_heads,
             num_kv_heads,
             head_dim,
             window,
+            len(bias[1]) - 1 if bias else 0,
             scale,
             softcap,
             norm_eps,

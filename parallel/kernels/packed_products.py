@@ -18,8 +18,11 @@ matrix in the caches costs less than dequantising it for every tile of rows. Not
 _BLOCK_N = 64
 _LARGEST_BLOCK_M = 64
 _BLOCK_MERGED = 1024
-_PROGRAMS_PER_PROCESSOR = 2
-"""At least, by splitting the inputs: enough to hide the latency of memory. Not measured."""
+_PROGRAMS_PER_PROCESSOR = {"int4": 4, "int8": 2, "fp8": 2}
+"""Smallest numbers, reached by splitting the inputs: the fastest of 1, 2, 4 and 8 on an H100 (`docs/gpu/h100.md`; int8
+as FP8, whose tiles are alike)."""
+_STAGES = {"int4": 2, "int8": 3, "fp8": 3}
+"""Measured in the same way."""
 _PROCESSORS = 132
 """Processors of an H100, which stand for those of a device that does not tell their number."""
 _CODES = {"int4": torch.int32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -79,7 +82,7 @@ class PackedMatrix:
             processors = torch.cuda.get_device_properties(self.weights.device).multi_processor_count
         # by the matrix alone: a row's sums do not depend on how many rows there are
         tiles, num_steps = -(-outputs // _BLOCK_N), packing.num_words(inputs) // packing.span
-        parts = min(-(-_PROGRAMS_PER_PROCESSOR * processors // tiles), max(1, num_steps // 2))
+        parts = min(-(-_PROGRAMS_PER_PROCESSOR[packing.kind] * processors // tiles), max(1, num_steps // 2))
         self.num_steps = -(-num_steps // parts)
         self.num_parts = -(-num_steps // self.num_steps)
         span, group = packing.span, packing.group
@@ -123,7 +126,7 @@ class PackedMatrix:
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             WIDEN=INTERPRETS and x.dtype == torch.bfloat16,  # the interpreter has no such products
             num_warps=4,
-            num_stages=4 if block_m < _LARGEST_BLOCK_M else 3,
+            num_stages=_STAGES[self.packing.kind],
         )
         if is_cut:
             launch(
@@ -139,6 +142,10 @@ class PackedMatrix:
                 BLOCK=_BLOCK_MERGED,
             )
         return out
+
+    def rows(self, own: slice) -> PackedRows:
+        """These rows, to copy codes to."""
+        return PackedRows(self, own)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """The numbers, [outputs, inputs], rounded to `dtype`."""
@@ -217,5 +224,5 @@ class PackedRows:
 
 
 def _send(source: Tensor, place: Tensor) -> None:
-    """From pinned memory to a GPU: a copy from pageable memory runs at a fraction of the bus."""
+    """Copies to a GPU from pinned memory: a copy from pageable memory runs at a fraction of the bus."""
     place.copy_(source.contiguous().pin_memory() if place.is_cuda else source)

@@ -48,8 +48,8 @@ def gate_rows(x, out, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _as_stored(x, scale, FP8: tl.constexpr):
-    """As it is, or divided by `scale` and rounded to what e4m3 can hold, ties to even: multiples of 2**-9 below 2**-6,
-    else 3 bits behind the leading one, at most 448. Rounded here, because the interpreter's own cast does it wrongly.
+    """Returns x as it is, or divided by `scale` and rounded to what e4m3 can hold, ties to even: multiples of 2**-9
+    below 2**-6, else 3 bits behind the leading one, at most 448. The interpreter's own cast rounds wrongly.
     """
     if FP8:
         x = tl.clamp(x.to(tl.float32) / scale, -448.0, 448.0)

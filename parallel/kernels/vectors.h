@@ -12,6 +12,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -113,17 +115,29 @@ inline void store_some(Stored *to, Floats values, int64_t count) {
     std::memcpy(to, stored, count * sizeof(Stored));
 }
 
+// The sum with a product that is not rounded by itself. Said outright everywhere: contraction by the compiler is off
+// (`library.py`), since GCC 13 leaves it out in some loops of some processors, and a row's bits would depend on its tile.
+inline Floats add_product(Floats total, Floats x, Floats weights) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)weights, (__m512)total);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)weights, (__m256)total);
+#else
+    return (Floats)vfmaq_f32((float32x4_t)total, (float32x4_t)x, (float32x4_t)weights);
+#endif
+}
+
+inline Floats in_every_lane(float value) { return value - Floats{}; }
+
 // e to the power of x <= 0, zero below 1e-37: Cody and Waite's reduction, then the polynomial of Cephes' expf.
 inline Floats exponential(Floats x) {
-    const Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
-    Floats r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    const auto times = [](Floats a, float b, Floats plus) { return add_product(plus, a, in_every_lane(b)); };
+    const Floats n = times(x, 1.44269504f, in_every_lane(12582912.0f)) - 12582912.0f;
+    const Floats r = times(n, 2.12194440e-4f, times(n, -0.693359375f, x));
+    Floats p = times(r, 1.9875691500e-4f, in_every_lane(1.3981999507e-3f));
+    constexpr float FACTORS[] = {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    for (const float factor : FACTORS) p = add_product(in_every_lane(factor), p, r);
+    p = add_product(r, p * r, r) + 1.0f;
     const Integers power = (__builtin_convertvector(n, Integers) + 127) << 23;
     return x < -85.0f ? Floats{} : p * (Floats)power;
 }
@@ -146,14 +160,11 @@ inline Words load(const Pair *from) {
     return *reinterpret_cast<const At *>(from);
 }
 
-inline Floats in_every_lane(float value) { return value - Floats{}; }
 inline Words in_every_lane(Pair value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof(bits));
     return bits - Words{};
 }
-
-inline Floats add_product(Floats total, Floats x, Floats weights) { return total + x * weights; }
 
 // The second product is added, then the first, each sum rounded to the nearest; products of two bfloat16 are exact. The
 // instruction takes numbers below 2^-126 for zero, and its place is taken by two others where the processor lacks it.

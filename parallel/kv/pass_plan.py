@@ -23,7 +23,8 @@ class Span:
     """Rows that a sequence feeds in a pass; they are appended to its pending rows.
 
     `parents[i]` is the index of row i's parent among the sequence's pending rows since its last commit, -1 for the
-    last committed row; None is a chain after the last pending row. The pass returns logits of the last `num_logits`.
+    last committed row; None is a chain after the last pending row. The pass returns logits of the last `num_logits`, or
+    of those in `wanted`, ascending indices.
     `has_streams`: streams begin at these, where the runner has streams (`StreamingRunner`).
     """
 
@@ -32,6 +33,7 @@ class Span:
     parents: Sequence[int] | None = None
     num_logits: int = 1
     has_streams: bool = True
+    wanted: Sequence[int] | None = None
 
 
 class PendingRows:
@@ -155,16 +157,17 @@ class TextThenBlock(RangedRows):
 
 class BlockCopies(RangedRows):
     """Whole blocks of text after the committed rows, then copies of what follows them, so many rows each, at the same
-    positions. A row sees the text and, of its own copy, what is up to the end of its block."""
+    positions. A row sees the text and, of its own copy, what is up to the end of its block. `before`: the copies stand
+    before so many of the committed rows, whose positions are behind them."""
 
     __slots__ = ("_block", "_copies", "_num_text")
 
-    def __init__(self, num_text: int, copies: Sequence[int], block: int) -> None:
+    def __init__(self, num_text: int, copies: Sequence[int], block: int, before: int = 0) -> None:
         super().__init__()
         assert not any(size % block for size in (num_text, *copies)), f"{num_text}, {copies}: no blocks of {block}"
         self._num_text, self._copies, self._block = num_text, copies, block
         self.append(num_text + sum(copies), None)
-        self.depths[num_text:] = [num_text + row for size in copies for row in range(size)]
+        self.depths[num_text:] = [num_text - before + row for size in copies for row in range(size)]
 
     @property
     def num_common(self) -> int:
@@ -286,8 +289,11 @@ def logit_rows(spans: Sequence[Span]) -> list[int]:
     wanted: list[int] = []
     end = 0
     for span in spans:
+        if span.wanted is not None:
+            wanted.extend([end + row for row in span.wanted])
         end += span.num_tokens
-        wanted.extend(range(end - span.num_logits, end))
+        if span.wanted is None:
+            wanted.extend(range(end - span.num_logits, end))
     return wanted
 
 
@@ -295,4 +301,6 @@ def rounded_logit_rows(wanted: Sequence[int], num_sequences: int, num_rows: int)
     """`wanted`, filled up with row 0: to one row for each sequence if that is enough, else to all rows of the pass.
     Both numbers are rounded up, so that passes differ in two numbers of logits and not in as many as trees have."""
     size = num_sequences if len(wanted) <= num_sequences else num_rows
-    return np.pad(np.array(wanted, dtype=np.int64), (0, size - len(wanted)))
+    rows = np.zeros(size, dtype=np.int64)
+    rows[: len(wanted)] = wanted
+    return rows

@@ -79,7 +79,7 @@ class AdaptedModel(ABC):
         each token, for a model that reads them."""
 
     def columns(self, token_ids: Tensor) -> Tensor:
-        """In which columns of the logits these tokens stand; behind the last for tokens that the model lacks."""
+        """Columns of the logits for these tokens; the one behind the last for tokens that the model lacks."""
         return token_ids
 
     def zero_adapters(self, seed: int = 0) -> list[Adapter]:
@@ -178,6 +178,6 @@ def _adapted(x: Tensor, linear: ColumnLinear | RowLinear, pair: tuple[Adapter, f
 
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
-    """As the served norm computes it, with gradients."""
+    """Computes what the served norm computes, with gradients."""
     assert isinstance(norm, RMSNorm)
     return F.rms_norm(x, (norm.hidden,), norm.weight, norm.eps)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
+from parallel.kernels import mixtures
 from parallel.kernels.norms import add_rows
 from parallel.model.config import Activation, DecoderConfig, NormPlacement
 from parallel.model.layers.attention import AttentionPlan, Heads, ReadPlan
@@ -143,14 +144,21 @@ class SharedExpert(Layer):
         yield from self.mlp.shards(f"{prefix}.{self.name}")
 
 
+_EXPERTS_PER_ENTRY = 2
+"""Experts for each row and choice from which rows are few: most of those that they choose are different ones."""
+
+
 class Experts(Layer):
     """A mixture of experts (arXiv 2401.04088, section 2): of `num_experts` MLPs every row uses the `experts_per_token`
     that the router scores highest, weighted by their probabilities. Each rank holds an equal share of the experts and
     the whole router; the ranks' sums are all-reduced.
 
     Rows are sorted by their experts on the device. Where PyTorch multiplies all groups of rows at once, the host waits
-    for nothing and a pass can be captured; elsewhere it reads once per call how many rows each expert has.
+    for nothing and a pass can be captured; elsewhere it reads once per call how many rows each expert has. With Triton
+    a few rows are not sorted: they read the matrices of their experts where they are.
     """
+
+    uses_triton = False
 
     def __init__(self, config: DecoderConfig, group: Group, **options: Unpack[TensorOptions]) -> None:
         share = even_rows(config.num_experts, group)
@@ -169,9 +177,13 @@ class Experts(Layer):
     def is_grouped(self) -> bool:
         return self._matrices is not None
 
+    @property
+    def _runs_kernels(self) -> bool:
+        return self.uses_triton and self.experts[0].activation is F.silu
+
     def pack(self) -> None:
-        """After loading: make the experts' matrices parts of one tensor, where all are multiplied by at once. They stay
-        its parts when they are loaded again."""
+        """Makes the experts' matrices parts of one tensor, where all are multiplied by at once; called after loading.
+        They stay its parts when they are loaded again."""
         if self._matrices is not None or self.is_invariant:
             return
         weights = [expert.gate_up.weight for expert in self.experts], [expert.down.weight for expert in self.experts]
@@ -190,8 +202,13 @@ class Experts(Layer):
 
     def _of_chosen(self, x: Tensor) -> Tensor:
         """What the experts that the router chooses give each row, [T, H]."""
-        scores = self.router(x).softmax(-1, dtype=torch.float32)
-        weights, chosen = scores.topk(self.per_token, -1)  # [T, experts_per_token]
+        scores, num_entries = self.router(x), len(x) * self.per_token
+        if self._runs_kernels and num_entries <= mixtures.MOST_SORTED and self._matrices is not None:
+            choice = mixtures.choose(scores, self.per_token, normalize=self.normalize)
+            is_few = num_entries * _EXPERTS_PER_ENTRY <= scores.shape[1]
+            mix = mixtures.mix_few if is_few else mixtures.mix_sorted
+            return self.group.all_reduce(mix(x, choice, *self._matrices, self.first))
+        weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.per_token, -1)  # [T, experts_per_token]
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights.to(x.dtype)
@@ -256,7 +273,7 @@ class Block(Layer):
         mlp_group: Group,
         **options: Unpack[TensorOptions],
     ) -> None:
-        self.attention_name = config.names.attention
+        self.attention_name = f".{config.names.attention}" if config.names.attention else ""
         self.windowed = layer in config.windowed
         self.attention: Attention | None = None
         if kv_layer is not None:
@@ -321,7 +338,7 @@ class Block(Layer):
         for name, norm in zip(self.norm_names, self.norms, strict=True):
             yield from norm.shards(f"{prefix}.{name}")
         if self.attention is not None:
-            yield from self.attention.shards(f"{prefix}.{self.attention_name}")
+            yield from self.attention.shards(f"{prefix}{self.attention_name}")
         if self.cross is not None:
             yield from self.cross.shards(f"{prefix}.{self.cross_name}")
             yield from self.cross_norm.shards(f"{prefix}.{self.cross_norm_name}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -30,7 +31,7 @@ class _Index(TypedDict):
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*"]
-_PICKLED_FILES = ["pytorch_model*.bin", *(name for name in PICKLED if name.endswith(".pt"))]
+_PICKLED_FILES = ["pytorch_model*.bin", *(name for name in PICKLED if name.endswith((".pt", ".pth")))]
 
 
 def resolve_checkpoint(path: str) -> Path:
@@ -62,7 +63,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     table = config.vocab_size, config.hidden_size
     shapes: dict[str, Shape] = {f"{config.names.embedding}.weight": table}
     if not config.tied:
-        shapes["lm_head.weight"] = table
+        shapes[f"{config.names.head}.weight"] = table
     for stack in (config, *([] if config.encoder is None else [config.encoder])):
         shapes |= dict(end_tensors(stack))
         for i in range(stack.num_layers - stack.stretch):
@@ -89,15 +90,15 @@ def block_tensors(config: DecoderConfig) -> Iterator[tuple[str, Shape, Split]]:
     """The tensors of one block, by their names within it; of a decoder whose layers differ, one `of_layer`."""
     names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    for attention in (names.attention, names.cross) if config.encoder is not None else (names.attention,):
+    for own in (names, replace(names, attention=names.cross)) if config.encoder is not None else (names,):
         for kind, name in zip("qkv", names.projections, strict=True):
             rows, split = (queries, "heads") if kind == "q" else (keys, "kv_heads")
-            yield from _linear(f"{attention}.{name}", (rows, hidden), split, split if config.qkv_bias else None)
-        yield from _linear(f"{attention}.{names.o}", (hidden, queries), "heads", "whole" if config.o_bias else None)
+            yield from _linear(own.in_attention(name), (rows, hidden), split, split if config.qkv_bias else None)
+        yield from _linear(own.in_attention(names.o), (hidden, queries), "heads", "whole" if config.o_bias else None)
     if config.encoder is not None:
         yield from _norm(config, names.cross_norm)
     for name in "qk" if config.qk_norm else "":
-        yield f"{names.attention}.{name}_norm.weight", (config.head_dim,), "whole"
+        yield names.in_attention(f"{name}_norm.weight"), (config.head_dim,), "whole"
     for name in config.norm_names:
         yield from _norm(config, name)
     if config.num_experts:

@@ -12,7 +12,7 @@ from typing import Literal
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 """RMSNorm scaled by w, RMSNorm scaled by 1 + w, or LayerNorm with a bias."""
 NormPlacement = Literal["before", "around", "after"]
-"""Before attention and MLP; before and after each; or after each one's sum with the residual stream."""
+"""Norms before attention and MLP; before and after each; or after each one's sum with the residual stream."""
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu"]
 Positions = Literal["learned", "sinusoidal", "none"]
 """What is added to the embedding of a model without rotary positions."""
@@ -40,13 +40,15 @@ class RopeScaling:
 class CheckpointNames:
     """Names of a checkpoint's modules. From `attention_norm` on they follow `{blocks}.{i}.`, and with experts `gate`,
     `up` and `down` follow `{blocks}.{i}.{experts}.{expert}.`, `{blocks}.{i}.{shared}.` for the expert that all rows
-    use, and `{blocks}.{i}.{dense}.` in layers without experts."""
+    use, and `{blocks}.{i}.{dense}.` in layers without experts. An empty `attention` is none: its projections are the
+    block's own."""
 
     embedding: str = "model.embed_tokens"
     embedding_norm: str = ""
     positions: str = ""
     blocks: str = "model.layers"
     final_norm: str = "model.norm"
+    head: str = "lm_head"
     attention_norm: str = "input_layernorm"
     attention_out_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
@@ -67,6 +69,10 @@ class CheckpointNames:
     head_bias: str = ""
     relative_bias: str = ""
 
+    def in_attention(self, name: str) -> str:
+        """The name within a block of what is in its attention."""
+        return f"{self.attention}.{name}" if self.attention else name
+
 
 @dataclass(frozen=True, slots=True)
 class RelativeBias:
@@ -81,11 +87,14 @@ class RelativeBias:
 
 @dataclass(frozen=True, slots=True)
 class MaskedDiffusion:
-    """A decoder whose rows at `mask_token` predict their own tokens. Rows of a block of `block_size` tokens see each
-    other and all blocks before; blocks are aligned to the start of the text."""
+    """A decoder whose rows at `mask_token` predict their own tokens or, `is_shifted`, the tokens behind them. Rows of a
+    block of `block_size` tokens see each other and all blocks before; blocks are aligned to the start of the text. Or,
+    `sees_all`, rows see the whole text, and blocks only order what is filled, from the end of the prompt on."""
 
     mask_token: int
     block_size: int
+    sees_all: bool = False
+    is_shifted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,17 @@ class DecoderFields(TypedDict, total=False):
     eos_token_id: StopToken | list[StopToken] | None
     mask_token_id: TokenId | None
     block_size: Annotated[int, Meta(ge=1, le=1024)] | None
+    n_layers: Layers | None
+    n_heads: Heads | None
+    n_kv_heads: Heads | None
+    multi_query_attention: bool | None
+    mlp_hidden_size: Size | None
+    mlp_ratio: Annotated[int, Meta(ge=1, le=64)] | None
+    max_sequence_length: Positions | None
+    embedding_size: Tokens | None
+    weight_tying: bool | None
+    include_bias: bool | None
+    include_qkv_bias: bool | None
     pard_token: TokenId
     pard_depth: Annotated[int, Meta(ge=1, le=1024)]
     pard_mutual: bool

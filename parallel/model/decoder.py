@@ -7,6 +7,7 @@ but its weights. Knows no sequences, no trees and no model families.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from parallel.comm.group import SINGLE, Group
 from parallel.kv.pool import KVPool
 from parallel.model.block import BLOCKS, Block, Experts, SharedExpert
 from parallel.model.config import DecoderConfig
-from parallel.model.encoder import Encoder
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import AttentionShape, PassPlan
 from parallel.model.layers.embedding import VocabTable
@@ -23,9 +23,12 @@ from parallel.model.layers.input_rows import InputRows
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rope, Rotation
 from parallel.model.layers.row_by_row import row_by_row
-from parallel.model.layers.score_bias import ScoreBias
 from parallel.model.layers.weight import Layer, Shard, Stored, TensorOptions, Weight
-from parallel.model.partition import LayerLayout
+
+if TYPE_CHECKING:
+    from parallel.model.encoder import Encoder
+    from parallel.model.layers.score_bias import ScoreBias
+    from parallel.model.partition import LayerLayout
 
 
 class Decoder(Layer):
@@ -67,7 +70,7 @@ class Decoder(Layer):
         if config.tied and attention_group.size == group.size and config.head is None:
             self.lm_head = self.embedding
         else:
-            name, picked = embedding if config.tied else "lm_head.weight", None
+            name, picked = embedding if config.tied else f"{names.head}.weight", None
             if config.head is not None:
                 picked = config.head.rows
                 self._columns = torch.tensor(config.head.columns, device=device)
@@ -77,14 +80,10 @@ class Decoder(Layer):
         self.rope = config.rope and Rope(config.rope, config.head_dim, dtype, device)
         self.local_rope = config.local_rope and Rope(config.local_rope, config.head_dim, dtype, device)
         self._input_rows = InputRows(config, self.embedding, **options)
-        self.bias: ScoreBias | None = None
-        if config.relative_bias is not None:
-            assert layout is None, "ranks that divide the layers of a model have no bias of its scores"
-            self.bias = ScoreBias(config.relative_bias, names.relative_bias, config.num_heads, group, **options)
-        self.encoder: Encoder | None = None
-        if config.encoder is not None:
-            assert layout is None, "ranks that divide the layers of a model have no encoder"
-            self.encoder = Encoder(config.encoder, self.embedding, group, **options)
+        needs_all = config.relative_bias is not None or config.encoder is not None
+        assert not (needs_all and layout), "ranks that divide layers have no encoder and no bias of scores"
+        self.bias = _score_bias(config, group, options)
+        self.encoder = _encoder(config, self.embedding, group, options)
 
         block, kv_layer = BLOCKS[config.norm_placement], {layer: i for i, layer in enumerate(held)}
         self.layers: list[Block] = []
@@ -115,8 +114,8 @@ class Decoder(Layer):
         return all(part.is_grouped for part in parts if isinstance(part, Experts))
 
     def compute_rows_apart(self) -> None:
-        """From now on a row's results have the same bits whatever rows are beside it, as far as layers decide it: on a
-        CPU by the kernels of ours, on a GPU by Triton's, and by sums over ranks in their order."""
+        """Makes a row's results have the same bits whatever rows are beside it, as far as layers decide it: on a CPU by
+        the project's kernels, on a GPU by Triton's, and by sums over ranks in their order."""
         for part in self.walk():
             part.keep_rows_apart()
         if self.group.size > 1:
@@ -261,10 +260,35 @@ class Decoder(Layer):
                 one.store_as(stored)
 
     def pack(self) -> None:
-        """After loading: put the weights that are multiplied by into the order in which they are read."""
+        """Puts the weights that are multiplied by into the order in which they are read; called after loading."""
         for layer in (*self.layers, *([] if self.encoder is None else self.encoder.layers)):
             pack_weights(layer)
         self.lm_head.weight.pack()
+
+
+def run_pass(
+    decoder: Decoder, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    """A whole pass: hidden states, a stream for every tap, and the logits of `plan.logit_rows` in the model's type."""
+    hidden, features = decoder.forward(token_ids, plan, taps)
+    rows = hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
+    return hidden, features, decoder.head(rows) if len(rows) else rows.new_empty(0, decoder.config.num_logits)
+
+
+def _score_bias(config: DecoderConfig, group: Group, options: TensorOptions) -> ScoreBias | None:
+    if config.relative_bias is None:
+        return None
+    from parallel.model.layers.score_bias import ScoreBias
+
+    return ScoreBias(config.relative_bias, config.names.relative_bias, config.num_heads, group, **options)
+
+
+def _encoder(config: DecoderConfig, embedding: VocabTable, group: Group, options: TensorOptions) -> Encoder | None:
+    if config.encoder is None:
+        return None
+    from parallel.model.encoder import Encoder
+
+    return Encoder(config.encoder, embedding, group, **options)
 
 
 def pack_weights(layer: Layer) -> None:

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parallel.kernels.packed_products import Codes
+from parallel.kernels.packed_products import Codes, can_pack
 from parallel.kernels.packing import PER_WORD, Packing
 from parallel.model.quantization import Quantization, Shape
 
 _NIBBLE = 15
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ puts each of 8 neighbouring outputs in its word."""
+"""Place in its word of each of 8 neighbouring outputs in AWQ."""
 _EIGHT_BITS: dict[str, Literal["int8", "fp8"]] = {"F8_E4M3": "fp8", "I8": "int8"}
 _SCALE_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -74,6 +74,14 @@ def read_codes(quantization: Quantization, part: MatrixPart, rows: slice, get: C
         words = get(f"{module}.qweight")[start // PER_WORD : -(-stop // PER_WORD), first:last]
         codes = _unpack(words.T)[:, start % PER_WORD :][:, : stop - start]
     return Codes(codes, get(part.scales())[:, first:last].T, zeros.T, groups)
+
+
+def packing_on(
+    device: torch.device, quantization: Quantization, parts: Sequence[MatrixPart], get: Callable[[str], Any]
+) -> tuple[Packing, torch.dtype] | None:
+    """Returns what `common_packing` does, but None also where no kernel of this device multiplies by it."""
+    found = common_packing(quantization, parts, get)
+    return found if found is not None and can_pack(found[0], device) else None
 
 
 def common_packing(

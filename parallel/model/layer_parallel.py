@@ -30,7 +30,7 @@ class LayerParallelDecoder(Decoder):
     layout: LayerLayout
 
     def forward(self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As `Decoder.forward`; hyper-layers run side by side where the plan allows it."""
+        """Computes what `Decoder.forward` computes, with hyper-layers side by side where the plan allows it."""
         plan.attention.prepare()
         if self.layout.calibration == "broadcast" and self.group.size > 1 and not plan.fuzzy:
             *tapped, hidden = self._exact_on_one(token_ids, plan, taps)

@@ -1,4 +1,4 @@
-"""A file of tensors: safetensors, or a state dictionary that `torch.save` wrote (`pytorch_model.bin`, `.pt`).
+"""A file of tensors: safetensors, or a state dictionary that `torch.save` wrote (`pytorch_model.bin`, `.pt`, `.pth`).
 
 Both are opened without reading a tensor. A pickle is a program, so of the second kind only what cannot run one is
 accepted: an archive of uncompressed parts whose pickle is short, read by PyTorch's unpickler of tensors alone
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PICKLED = {
     "pytorch_model.bin": "",
     "medusa_lm_head.pt": "",
+    "consolidated.pth": "",
     "trimlp.pt": "trimlp.",
     "fast_layer1.pt": "fast_layer1.",
     "chimera_head.pt": "chimera_head.",

@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from parallel.kernels.packed_products import Codes, PackedRows, can_pack
 from parallel.model.checkpoint import (
     find_tensors,
     quantization_of,
@@ -28,11 +27,13 @@ from parallel.model.checkpoint import (
     tensor_shapes,
 )
 from parallel.model.decoder import Decoder
-from parallel.model.dequantize import MatrixPart, common_packing, read_codes
 from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import OpenRows, QuantizedRows, Shard, Weight
 from parallel.model.quantization import Quantization, Shape
 from parallel.model.tensor_files import open_tensors
+
+if TYPE_CHECKING:
+    from parallel.kernels.packed_products import Codes, PackedRows
 
 _CUDA_THREADS = 4
 """That read for one GPU: its bus takes more than one thread copies from the system's cache. Not measured."""
@@ -89,7 +90,7 @@ def read_kv_scales(decoder: Decoder, path: str | Path) -> list[tuple[float, floa
     headers, last = tensor_headers(directory), config.num_layers - config.stretch - 1
     found: dict[str, float] = {}
     names = [
-        [f"{config.names.blocks}.{min(layer, last)}.{config.names.attention}.{kind}_scale" for kind in "kv"]
+        [f"{config.names.blocks}.{min(layer, last)}.{config.names.in_attention(f'{kind}_scale')}" for kind in "kv"]
         for layer in decoder.held
     ]
     wanted = {name: headers[name] for pair in names for name in pair if name in headers}
@@ -166,10 +167,11 @@ def _settled(
     for weight, own in together.items():
         found = None
         if quantization is not None and all(len(stored[shard.name]) > 1 for shard in own):
+            from parallel.model.dequantize import MatrixPart, packing_on
+
             parts = [MatrixPart(shard.name, stored[shard.name], shapes[shard.name], shard.index[1]) for shard in own]
-            found = common_packing(quantization, parts, get)
-            if found is None or not can_pack(found[0], weight.plain.device):
-                found, num_unpacked = None, num_unpacked + 1
+            found = packing_on(weight.plain.device, quantization, parts, get)
+            num_unpacked += found is None
         weight.settle(*found) if found else weight.settle(None)
     if num_unpacked:
         why = "inputs in an order of their own, groups of less than 16 inputs, or FP8 below compute capability 8.9"
@@ -191,8 +193,8 @@ def _fill(
     pins: bool,
 ) -> None:
     """Copy the part to its place, from pinned memory: from pageable a copy to a GPU runs at a fraction of the bus."""
-    place = shard.place()
-    if isinstance(place, PackedRows):
+    place: Any = shard.place()
+    if shard.takes_codes:
         assert len(stored) > 1, "codes come from a quantised tensor"
         place.copy_(_codes(shard, quantization, stored, shape, get))
         return
@@ -207,6 +209,8 @@ def _codes(
     shape: Shape,
     get: Callable[[str], Any],
 ) -> Codes:
+    from parallel.model.dequantize import MatrixPart, read_codes
+
     assert quantization is not None, "only quantised tensors are stored in several"
     return read_codes(quantization, MatrixPart(shard.name, stored, shape, shard.index[1]), shard.index[0], get)
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from parallel.comm.group import PeerLost
-from parallel.model.decoder import Decoder
+from parallel.model.decoder import Decoder, run_pass
 from parallel.model.layers.attention import PassPlan
+from parallel.runtime.interface import StepChoice
 
 MOST_GRAPHS = 256
 """Graphs that are kept, or more if a longer list is captured at the start; the one that was used longest ago goes
@@ -29,7 +30,7 @@ first. Each takes some MiB of the device."""
 MOST_OTHERS = 64
 """Graphs of shapes that are not in the list, of all that are kept."""
 _capturing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-"""By device: PyTorch captures one graph at a time. Held without waiting for the device or for another rank, so that
+"""Locks by device: PyTorch captures one graph at a time. Held without waiting for the device or another rank, so that
 ranks that are threads cannot wait for each other in a circle."""
 
 
@@ -51,35 +52,6 @@ class BucketedPlan(Protocol):
     def like(self) -> Self:
         """The same pass over tensors of its own."""
         ...
-
-
-class StepChoice(Protocol):
-    """How the tokens of a chain's steps are chosen: from tensors of the device that are there before the first step."""
-
-    def __len__(self) -> int:
-        """The number of steps."""
-        ...
-
-    def part(self, start: int, stop: int) -> Self:
-        """The choice of these steps alone."""
-        ...
-
-    def tensors(self) -> list[Tensor]: ...
-    def key(self) -> tuple[object, ...]: ...
-    def like(self) -> Self: ...
-
-    def choose(self, logits: Tensor, step: int) -> Tensor:
-        """logits [n, V] of any type -> tokens int64 [n]."""
-        ...
-
-
-def run_pass(
-    decoder: Decoder, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()
-) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """A whole pass: hidden states, a stream for every tap, and the logits of `plan.logit_rows` in the model's type."""
-    hidden, features = decoder.forward(token_ids, plan, taps)
-    rows = hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
-    return hidden, features, decoder.head(rows) if len(rows) else rows.new_empty(0, decoder.config.num_logits)
 
 
 @dataclass(slots=True)
@@ -117,7 +89,7 @@ class CapturedPasses:
     def forward(
         self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        """Like `run_pass`; logits are in float32 where the pass was replayed."""
+        """Computes what `run_pass` computes; logits are in float32 where the pass was replayed."""
         attention = cast(BucketedPlan, plan.attention)
         if not attention.bucketed:
             return run_pass(self._decoder, token_ids, plan, taps)

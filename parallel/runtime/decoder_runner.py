@@ -20,9 +20,8 @@ from parallel.kv.sequences import PooledSequences
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
 from parallel.model.layers.attention import PassPlan, ReadPlan
-from parallel.runtime.cuda_graphs import StepChoice
 from parallel.runtime.graph_list import GraphList
-from parallel.runtime.interface import PassOutput, Runner
+from parallel.runtime.interface import PassOutput, Runner, StepChoice
 from parallel.transfers import upload
 
 if TYPE_CHECKING:

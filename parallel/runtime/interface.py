@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from parallel.kv.prefix_tree import Text
 if TYPE_CHECKING:
     from parallel.model.decoder import Decoder
     from parallel.model.layers.embedding import VocabTable
-    from parallel.runtime.cuda_graphs import StepChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,26 @@ class PassOutput:
     features: tuple[Tensor, ...]
     acceptance: Tensor | None = None
     pruned: frozenset[int] = frozenset()
+
+
+class StepChoice(Protocol):
+    """How the tokens of a chain's steps are chosen: from tensors of the device that are there before the first step."""
+
+    def __len__(self) -> int:
+        """The number of steps."""
+        ...
+
+    def part(self, start: int, stop: int) -> Self:
+        """The choice of these steps alone."""
+        ...
+
+    def tensors(self) -> list[Tensor]: ...
+    def key(self) -> tuple[object, ...]: ...
+    def like(self) -> Self: ...
+
+    def choose(self, logits: Tensor, step: int) -> Tensor:
+        """logits [n, V] of any type -> tokens int64 [n]."""
+        ...
 
 
 class RunnerSizes(Protocol):

@@ -133,7 +133,8 @@ def _block_bytes(
         [f"{name}.weight" for name in (config.names.o, *(downs if config.num_experts else [config.names.down]))]
     )
     for name, shape, split in block_tensors(config):
-        num_layers = held if name.startswith(f"{config.names.attention}.") else config.num_layers
+        is_attention = split in ("heads", "kv_heads") or name.startswith(f"{config.names.attention}.")
+        num_layers = held if is_attention else config.num_layers
         is_stored = len(shape) == 2 and name not in routers
         size = math.prod(shape) // parts[split] * (stored_bytes if is_stored else item_bytes)
         if is_stored:

@@ -16,8 +16,7 @@ from torch import Tensor
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.pass_cost import PassCost
-from parallel.runtime.cuda_graphs import StepChoice
-from parallel.runtime.interface import PassOutput, Runner
+from parallel.runtime.interface import PassOutput, Runner, StepChoice
 
 
 def pace(runner: Runner, pace_ms: float | Mapping[int, float]) -> None:

@@ -38,7 +38,7 @@ class PassClock:
         self._open: list[str] = []
         self._since = 0.0
         self._events: list[tuple[str, Any]] = []
-        """On CUDA: the kind of work that ended, "" for none, and the event behind it."""
+        """Kind of work that ended on CUDA, "" for none, and the event behind it."""
 
     def enter(self, kind: str) -> None:
         if self._is_capturing():

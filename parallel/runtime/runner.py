@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,25 +23,26 @@ from parallel.kv.pool import FP8, KVPool, SeqId
 from parallel.kv.sequences import PooledSequences
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import HeadRows
-from parallel.model.decoder import Decoder
+from parallel.model.decoder import Decoder, run_pass
 from parallel.model.families.registry import read_config
-from parallel.model.layers.attention import AttentionShape, PassPlan, ReadPlan
+from parallel.model.layers.attention import ChainBackend, PassPlan, ReadPlan
+from parallel.model.layers.backends import CAPTURED, check_invariant, default_backend, make_backend
 from parallel.model.layers.embedding import VocabTable
-from parallel.model.layers.linear import ColumnLinear
-from parallel.model.layers.norm import RMSNorm
-from parallel.model.layers.padded import PaddedBackend
-from parallel.model.layers.ragged import RaggedBackend
-from parallel.model.layers.sdpa import SdpaBackend
-from parallel.model.layers.split_kv import SplitKVBackend
-from parallel.model.layers.weight import Layer, Stored
+from parallel.model.layers.weight import Stored
 from parallel.model.partition import LayerLayout
 from parallel.model.weights import load_weights, read_kv_scales
-from parallel.runtime.cuda_graphs import CapturedPasses, StepChoice, run_pass
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.device import use_device
 from parallel.runtime.graph_list import ChainShape, GraphList, GraphShape, bucket, example_rows
-from parallel.runtime.interface import PassOutput
+from parallel.runtime.interface import PassOutput, StepChoice
 from parallel.transfers import upload
+
+if TYPE_CHECKING:
+    from parallel.runtime.cuda_graphs import CapturedPasses
+
+
+_WARM_ROWS, _WARM_STEPS = 64, 3
+"""Rows of the first pass of a warm-up, and passes of a row behind it."""
 
 
 class ModelRunner(DecoderRunner):
@@ -88,7 +89,10 @@ class ModelRunner(DecoderRunner):
             raise ValueError(f"graphs=True needs a CUDA device and one of {CAPTURED}, not {backend!r} here")
         self.attention = backend
         self._backend = make_backend(backend, pool, shape, decoder, bucketed=graphs, invariant=invariant)
-        self._passes = CapturedPasses(decoder) if graphs else None
+        if graphs:
+            from parallel.runtime.cuda_graphs import CapturedPasses
+
+            self._passes = CapturedPasses(decoder)
 
     @property
     def split_head(self) -> VocabTable | None:
@@ -169,7 +173,7 @@ class ModelRunner(DecoderRunner):
 
     def _plan_chain(self, spans: Sequence[Span], num_steps: int) -> list[PassPlan]:
         """Plans of passes of one row of each sequence, one after the other, all of one shape."""
-        if isinstance(self._backend, SplitKVBackend):
+        if isinstance(self._backend, ChainBackend):
             rows = [replace(span, num_tokens=num_steps) for span in spans]
             return self._backend.plan_chain(self.sequences.lay_out(rows), num_steps)
         return [self._plan_step(spans, num_steps - 1 - step) for step in range(num_steps)]
@@ -195,7 +199,7 @@ class ModelRunner(DecoderRunner):
 
     @torch.inference_mode()
     def extend(self, seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor:
-        """As graphs where chains are captured."""
+        """Replays a graph of the whole chain where chains are captured."""
         if self._passes is None or not self._chain_lengths or self._is_invariant:  # steps of a chain share their ranges
             return super().extend(seq_ids, token_ids, choice)
         spans = [Span(seq_id, 1) for seq_id in seq_ids]
@@ -216,67 +220,30 @@ def captured_facts(
     taps: Sequence[int] = (),
     choices: Callable[[int, int], StepChoice] | None = None,
 ) -> dict[str, object]:
-    """Capture these passes and chains, and what a rank reports of it; nothing where passes are not captured."""
+    """Capture these passes and chains, and what a rank reports of it; where passes are not captured, run a few."""
     if not runner.captures:
+        _warm_up(runner, taps)
         return {}
     started = time.monotonic()
     captured = runner.capture(graphs, taps, choices)
     return {"graphs": str(captured), "capture_s": time.monotonic() - started}
 
 
-def check_invariant(backend: str) -> None:
-    """ValueError unless this attention, and what runs beside it, computes each row alone."""
-    if backend not in ("ragged", "triton"):
-        raise ValueError(
-            f"numerics=invariant: attention {backend!r} computes rows together; on a CPU it needs float32 or bfloat16 "
-            "and a C++ compiler, on a GPU Triton and a C compiler"
-        )
-
-
-CAPTURED = ("triton", "padded")
-"""Backends whose passes can be captured as CUDA graphs."""
-
-
-def default_backend(pool: KVPool, shape: AttentionShape | None = None) -> str:
-    """The name of the attention backend that is fastest for this pool."""
-    if shape is not None and shape.bias is not None:
-        return "sdpa"
-    if pool.keys.device.type == "cuda":
-        return "triton" if SplitKVBackend.runs(pool) else "padded"
-    return "ragged" if RaggedBackend.runs(pool) else "sdpa"
-
-
-def make_backend(
-    name: str,
-    pool: KVPool,
-    shape: AttentionShape,
-    layers: Layer | None = None,
-    *,
-    bucketed: bool = False,
-    invariant: bool = False,
-) -> PaddedBackend | SdpaBackend | RaggedBackend | SplitKVBackend:
-    """The attention backend of this name; ValueError if it is unknown or cannot serve the pool. With "triton" the norms
-    and the gates of `layers` use Triton's kernels too."""
-    if shape.bias is not None and name != "sdpa":
-        raise ValueError(f"backend={name!r}: this model adds a bias to its scores, which only 'sdpa' does; use 'auto'")
-    if name == "triton":
-        if not SplitKVBackend.runs(pool):
-            raise ValueError("backend='triton' needs a CUDA device, Triton and a C compiler; use 'padded' or 'sdpa'")
-        for part in () if layers is None else layers.walk():
-            if isinstance(part, RMSNorm | ColumnLinear):
-                part.uses_triton = True
-        return SplitKVBackend(pool, shape, bucketed=bucketed, invariant=invariant)
-    if name == "padded":
-        return PaddedBackend(pool, shape, bucketed=bucketed)
-    if name == "sdpa":
-        return SdpaBackend(pool, shape)
-    if name == "ragged":
-        if not RaggedBackend.runs(pool):
-            raise ValueError(
-                "backend='ragged' needs float32 or bfloat16, KV rows too, a CPU and a C++ compiler; use 'sdpa'"
-            )
-        return RaggedBackend(pool, shape)
-    raise ValueError(f"attention backend {name!r} is not known; known are 'ragged', 'triton', 'sdpa' and 'padded'")
+@torch.inference_mode()
+def _warm_up(runner: DecoderRunner, taps: Sequence[int]) -> None:
+    """Passes over a made-up text. The first passes of a process find memory and choose kernels: those of a small draft
+    model took several times as long as later ones, which the policy would take for the price of a draft. Not of a
+    group: a rank that is replaced would wait for the others, which keep their model."""
+    if runner.decoder.group.size > 1 or runner.config.encoder is not None:
+        return
+    if not runner.can_reserve(_WARM_ROWS + _WARM_STEPS):
+        return
+    seq_id = ("warm-up",)
+    runner.open(seq_id)
+    for num_rows in (_WARM_ROWS, *[1] * _WARM_STEPS):
+        runner.forward([Span(seq_id, num_rows)], [0] * num_rows, taps)
+        runner.commit(seq_id, range(num_rows))
+    runner.close(seq_id)
 
 
 def open_model(

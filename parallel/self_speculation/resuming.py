@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import PendingRows, Span, SpanRows, TableRead, logit_rows
+from parallel.kv.pass_plan import PendingRows, Span, SpanRows, logit_rows
 from parallel.kv.pool import SeqId
 from parallel.model.layer_plan import LayerPlan
-from parallel.model.layers.attention import PassPlan, ReadPlan
-from parallel.runtime.cuda_graphs import StepChoice
+from parallel.runtime.borrowed_passes import BorrowedPasses
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.graph_list import GraphList
-from parallel.runtime.interface import PassOutput
+from parallel.runtime.interface import PassOutput, StepChoice
 from parallel.transfers import to_device, upload
 
 
@@ -51,12 +50,11 @@ class KeptRows:
         return found
 
 
-class ResumingRunner(DecoderRunner):
+class ResumingRunner(BorrowedPasses):
     """The target with the same sequences, rows and passes, some of which begin above the draft's layers."""
 
     def __init__(self, target: DecoderRunner) -> None:
-        super().__init__(target.decoder, target.sequences)
-        self.target = target
+        super().__init__(target, target.sequences)
         self._kept: dict[SeqId, KeptRows] = {}
 
     def keep(self, kept: dict[SeqId, KeptRows]) -> None:
@@ -67,15 +65,6 @@ class ResumingRunner(DecoderRunner):
         self._kept.pop(seq_id, None)
         super().close(seq_id)
 
-    def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
-        return self.target.plan_rows(rows, wanted)
-
-    def plan_reads(self, reads: Sequence[TableRead]) -> ReadPlan:
-        return self.target.plan_reads(reads)
-
-    def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
-        return self.target.run(plan, token_ids, taps)
-
     @property
     def captures(self) -> bool:
         return self.target.captures
@@ -84,9 +73,6 @@ class ResumingRunner(DecoderRunner):
         self, graphs: GraphList, taps: Sequence[int] = (), choices: Callable[[int, int], StepChoice] | None = None
     ) -> GraphList:
         return self.target.capture(graphs, taps, choices)
-
-    def run_eagerly(self) -> None:
-        self.target.run_eagerly()
 
     @torch.inference_mode()
     def forward(

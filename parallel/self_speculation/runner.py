@@ -15,12 +15,13 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import Span, SpanRows, TableRead
+from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.kv.sequences import PooledSequences
 from parallel.model.layer_plan import LayerPlan
-from parallel.model.layers.attention import PassPlan, ReadPlan
+from parallel.model.layers.attention import PassPlan
+from parallel.runtime.borrowed_passes import BorrowedPasses
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.interface import PassOutput
 from parallel.self_speculation.resuming import KeptRows, ResumingRunner
@@ -44,7 +45,7 @@ class _PassMade:
     states: Tensor
 
 
-class SelfDraftRunner(DecoderRunner):
+class SelfDraftRunner(BorrowedPasses):
     """Runs `layers` of the target's decoder, which may be replaced between two drafts.
 
     Its rows follow those of the target: `cached_len` is the target's until a draft keeps rows of its own. A
@@ -53,8 +54,7 @@ class SelfDraftRunner(DecoderRunner):
     """
 
     def __init__(self, target: DecoderRunner, layers: LayerPlan, *, resumes: bool = False) -> None:
-        super().__init__(target.decoder, PooledSequences(target.pool))
-        self.target = target
+        super().__init__(target, PooledSequences(target.pool))
         self.layers = layers
         self._drafts = self.sequences.pending
         self._resumes = resumes
@@ -128,18 +128,6 @@ class SelfDraftRunner(DecoderRunner):
         plan = super().plan(drafts)
         plan.layers = self.layers
         return plan
-
-    def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
-        return self.target.plan_rows(rows, wanted)
-
-    def plan_reads(self, reads: Sequence[TableRead]) -> ReadPlan:
-        return self.target.plan_reads(reads)
-
-    def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
-        return self.target.run(plan, token_ids, taps)
-
-    def run_eagerly(self) -> None:
-        self.target.run_eagerly()
 
     def _kept_rows(self) -> dict[SeqId, KeptRows]:
         """What the open drafts' passes computed, by the sequence that they draft for."""

@@ -40,9 +40,9 @@ class FuserShape:
     eps: float
     projection: str
     tap_norms: str = ""
-    """Before it, of each tap alone."""
+    """Norm of each tap, before the projection."""
     features_norm: str = ""
-    """Before it, of all taps together."""
+    """Norm of all taps together, before the projection."""
     result_norm: str = ""
 
     @property

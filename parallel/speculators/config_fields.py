@@ -10,7 +10,7 @@ from typing import Annotated, TypedDict
 
 from msgspec import Meta
 
-from parallel.model.config_fields import MOST_LAYERS, DecoderFields, Layers, Size, TokenId, Tokens
+from parallel.model.config_fields import MOST_LAYERS, Base, DecoderFields, Factor, Heads, Layers, Size, TokenId, Tokens
 from parallel.speculators.config import STREAMS
 
 Depths = Annotated[int, Meta(ge=0, le=1024)]
@@ -88,6 +88,21 @@ class BlockFields(TypedDict, total=False):
 
 class EagleFields(TypedDict, total=False):
     eagle_aux_hidden_state_layer_ids: LayerIds | None
+
+
+class ParamsFields(TypedDict, total=False):
+    """params.json of a model in Meta's own layout."""
+
+    dim: Size
+    n_layers: Layers
+    n_heads: Heads
+    n_kv_heads: Heads | None
+    vocab_size: Annotated[int, Meta(ge=-1, le=2**24)]
+    multiple_of: Size
+    ffn_dim_multiplier: Factor | None
+    norm_eps: Annotated[float, Meta(ge=0, lt=1)]
+    rope_theta: Base | None
+    n_future_tokens: Annotated[int, Meta(ge=1, le=1024)]
 
 
 class SpeculatorFields(DecoderFields, BlockFields, EagleFields, total=False):

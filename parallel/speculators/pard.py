@@ -10,7 +10,9 @@ be kept.
 
 With several steps the masks are filled as a masked-diffusion model fills them (SpecDiff, arXiv 2408.05636): after each
 pass the surest of them become the likeliest tokens, and the next pass reads the others again. The logits of a depth are
-those of the pass after which its token was filled in.
+those of the pass after which its token was filled in. From the second pass on several drafts may be made side by side,
+as copies of the block, each behind another of the likeliest first tokens: a draft token behind the root has the logits
+of the draft that begins as its path does.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import Span, TextThenBlock
+from parallel.kv.pass_plan import BlockCopies, Span, TextThenBlock
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.checkpoint import resolve_checkpoint
@@ -40,10 +42,21 @@ DEPTH = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MaskNode:
-    """A row `depth` below a root whose pass gave `logits` [depths, vocabulary]."""
+    """A row `depth` below a root whose pass gave `logits` [depths, vocabulary]. A root has those of all its drafts
+    [drafts, depths, vocabulary], and the tokens that they begin with [drafts], where there are several."""
 
     logits: Tensor
     depth: int
+    drafts: Tensor | None = None
+    firsts: Tensor | None = None
+
+    def below(self, token: Tensor) -> _MaskNode:
+        """The node of a draft token [1] below this one; below a root, of the draft that begins with it, else of the
+        first."""
+        if self.drafts is None:
+            return _MaskNode(self.logits, self.depth + 1)
+        chosen = (self.firsts == token).int().argmax(keepdim=True)
+        return _MaskNode(self.drafts.index_select(0, chosen)[0], self.depth + 1)
 
 
 @dataclass(slots=True)
@@ -63,11 +76,18 @@ class PardRunner(Runner):
     logits of minus infinity."""
 
     def __init__(
-        self, runner: DecoderRunner, mask_token: int, depth: int, *, is_mutual: bool = False, num_steps: int = 1
+        self,
+        runner: DecoderRunner,
+        mask_token: int,
+        depth: int,
+        *,
+        is_mutual: bool = False,
+        num_steps: int = 1,
+        num_drafts: int = 1,
     ) -> None:
         self.runner = runner
         self._is_mutual = is_mutual
-        self.num_steps = num_steps
+        self.num_steps, self.num_drafts = num_steps, num_drafts
         self.decoder = runner.decoder
         self._mask_token, self._depth = mask_token, depth
         self._texts: dict[SeqId, _MaskedText] = {}
@@ -105,7 +125,7 @@ class PardRunner(Runner):
 
     def can_reserve(self, num_rows: int) -> bool:
         """Every open sequence may have masks in the pass."""
-        return self.runner.can_reserve(num_rows + (self._depth - 1) * len(self._texts))
+        return self.runner.can_reserve(num_rows + (self._depth - 1) * self.num_drafts * len(self._texts))
 
     def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
         text = self._texts[seq_id]
@@ -134,11 +154,14 @@ class PardRunner(Runner):
         """The pass: in a span of an exact pass that asks for logits, the first row that has them is the root, and those
         after it are draft tokens; a fuzzy pass feeds draft tokens alone."""
         assert not taps, "a draft model has no taps"
-        roots = {} if fuzzy else self._fill_masks(spans, upload(token_ids, self.decoder.device))
-        nodes: list[_MaskNode] = []
+        tokens = upload(token_ids, self.decoder.device)
+        roots = {} if fuzzy else self._fill_masks(spans, tokens)
+        nodes, first = list[_MaskNode](), 0
         for span in spans:
-            added = self._append(span, roots.get(span.seq_id), fuzzy=fuzzy)
+            own = tokens[first : first + span.num_tokens]
+            added = self._append(span, own, roots.get(span.seq_id), fuzzy=fuzzy)
             nodes += added[len(added) - span.num_logits :]
+            first += span.num_tokens
         silent = torch.full((1, self.config.num_logits), -torch.inf, device=self.decoder.device)
         rows = [node.logits[node.depth : node.depth + 1] if node.depth < self._depth else silent for node in nodes]
         logits = torch.cat(rows) if rows else silent[:0]
@@ -166,37 +189,60 @@ class PardRunner(Runner):
         if not rooted:
             return {}
         logits = output.logits.view(len(rooted), self._depth, -1)
-        if len(masks):
-            logits = self._denoised(rooted, logits)
-        return {seq_id: _MaskNode(own, 0) for seq_id, own in zip(rooted, logits, strict=True)}
+        if not len(masks) or self.num_steps == 1:
+            return {seq_id: _MaskNode(own, 0) for seq_id, own in zip(rooted, logits, strict=True)}
+        firsts = logits[:, 0].topk(self.num_drafts).indices
+        filled = self._denoised(rooted, logits, firsts).unflatten(0, firsts.shape)
+        if self.num_drafts == 1:
+            return {seq_id: _MaskNode(own[0], 0) for seq_id, own in zip(rooted, filled, strict=True)}
+        rows = zip(rooted, filled, firsts, strict=True)
+        return {seq_id: _MaskNode(own[0], 0, own, first) for seq_id, own, first in rows}
 
-    def _denoised(self, seq_ids: Sequence[SeqId], logits: Tensor) -> Tensor:
-        """Logits [sequences, depth, V] of the first step -> those of all steps. The token of depth k is what mask k + 1
-        is filled with; that of the last depth is no mask's."""
-        num_masks = self._depth - 1
+    def _denoised(self, seq_ids: Sequence[SeqId], logits: Tensor, firsts: Tensor) -> Tensor:
+        """Logits [sequences, depth, V] of the first step -> those of all steps, of the drafts of each sequence
+        [sequences * drafts, depth, V]; several begin with the tokens `firsts` [sequences, drafts]. The token of depth k
+        is what mask k + 1 is filled with; that of the last depth is no mask's."""
+        num_masks, num_drafts = self._depth - 1, self.num_drafts
+        logits = logits.repeat_interleave(num_drafts, 0)
         filled = torch.full(logits[:, 1:, 0].shape, self._mask_token, dtype=torch.int64, device=logits.device)
         is_filled = torch.zeros_like(filled, dtype=torch.bool)
+        num_filled = 0
         for step in range(1, self.num_steps):
-            count = num_masks * step // self.num_steps - num_masks * (step - 1) // self.num_steps
-            if not count:
+            count, num_filled = num_masks * step // self.num_steps - num_filled, num_masks * step // self.num_steps
+            if step == 1 and num_drafts > 1:
+                filled[:, 0], is_filled[:, 0], num_filled = firsts.flatten(), True, 1
+            elif count > 0:
+                sure, likeliest = logits[:, :-1].softmax(-1).max(-1)
+                surest = sure.masked_fill(is_filled, -1.0).topk(count).indices
+                filled = filled.scatter(1, surest, likeliest.gather(1, surest))
+                is_filled = is_filled.scatter(1, surest, value=True)
+            else:
+                num_filled -= count
                 continue
-            sure, likeliest = logits[:, :-1].softmax(-1).max(-1)
-            surest = sure.masked_fill(is_filled, -1.0).topk(count).indices
-            filled = filled.scatter(1, surest, likeliest.gather(1, surest))
-            is_filled = is_filled.scatter(1, surest, value=True)
-            if self._is_mutual:
-                for seq_id in seq_ids:
-                    self.runner.sequences.pending[seq_id] = TextThenBlock(0)
-            fed = [Span(seq_id, num_masks, None, num_masks) for seq_id in seq_ids]
-            again = self.runner.forward(fed, filled.flatten()).logits.view(len(seq_ids), num_masks, -1)
-            for seq_id in seq_ids:
-                self.runner.commit(seq_id, ())
+            again = self._read_again(seq_ids, filled)
             is_kept = torch.cat((is_filled[:, 1:], torch.zeros_like(is_filled[:, :1])), 1)
             logits = torch.cat((logits[:, :1], torch.where(is_kept[..., None], logits[:, 1:], again)), 1)
         return logits
 
-    def _append(self, span: Span, root: _MaskNode | None, *, fuzzy: bool) -> list[_MaskNode]:
-        """Make the span's rows pending; returns its nodes."""
+    def _read_again(self, seq_ids: Sequence[SeqId], filled: Tensor) -> Tensor:
+        """Logits [sequences * drafts, masks, V] of a pass over the blocks with these tokens, whose rows are given
+        back."""
+        num_masks, num_rows = filled.shape[1], filled.numel() // len(seq_ids)
+        parents = None
+        if self._is_mutual:
+            for seq_id in seq_ids:
+                copies = BlockCopies(0, [num_masks] * self.num_drafts, num_masks)
+                self.runner.sequences.pending[seq_id] = copies
+        else:
+            parents = [row - 1 if row % num_masks else -1 for row in range(num_rows)]
+        fed = [Span(seq_id, num_rows, parents, num_rows) for seq_id in seq_ids]
+        logits = self.runner.forward(fed, filled.flatten()).logits.view(*filled.shape, -1)
+        for seq_id in seq_ids:
+            self.runner.commit(seq_id, ())
+        return logits
+
+    def _append(self, span: Span, tokens: Tensor, root: _MaskNode | None, *, fuzzy: bool) -> list[_MaskNode]:
+        """Make the span's rows, of these tokens, pending; returns its nodes."""
         text, added = self._texts[span.seq_id], list[_MaskNode]()
         num_text = 0 if fuzzy else span.num_tokens - max(0, span.num_logits - 1)
         for row in range(span.num_tokens):
@@ -205,19 +251,22 @@ class PardRunner(Runner):
                 parent = len(text.nodes) - 1 if span.parents is None else span.parents[row]
                 above = text.nodes[parent] if parent >= 0 else text.last
                 assert above is not None, "a draft token follows a root"
-                node = _MaskNode(above.logits, above.depth + 1)
+                node = above.below(tokens[row : row + 1])
             text.nodes.append(node)
             if node is not None:
                 added.append(node)
         return added
 
 
-def filling_masks(runner: DecoderRunner, path: str | Path, num_steps: int = 0) -> DecoderRunner | PardRunner:
+def filling_masks(
+    runner: DecoderRunner, path: str | Path, num_steps: int = 0, num_drafts: int = 1
+) -> DecoderRunner | PardRunner:
     """The runner of the checkpoint at `path`, as one that fills masks if its config.json says that it is trained to; in
-    so many steps, 0 for what the file says."""
+    so many steps, 0 for what the file says, and of so many drafts."""
     hf = read_config_file(resolve_checkpoint(str(path)))
     if MASK_FIELD not in hf:
         return runner
     is_mutual, depth = bool(hf.get(MUTUAL_FIELD)), int(hf.get(DEPTH_FIELD, DEPTH))
-    num_steps = num_steps or int(hf.get(STEPS_FIELD, 1))
-    return PardRunner(runner, int(hf[MASK_FIELD]), depth, is_mutual=is_mutual, num_steps=num_steps)
+    num_steps = num_steps or max(int(hf.get(STEPS_FIELD, 1)), 1 + (num_drafts > 1))
+    options = {"is_mutual": is_mutual, "num_steps": num_steps, "num_drafts": num_drafts}
+    return PardRunner(runner, int(hf[MASK_FIELD]), depth, **options)

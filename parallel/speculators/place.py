@@ -22,24 +22,26 @@ from parallel.runtime.decoder_runner import DecoderRunner
 
 @dataclass(frozen=True, slots=True)
 class SpeculatorPlace:
-    """Where a speculator runs: beside the target's embedding and head, with so many KV rows.
-
-    Matrices are stored as `weights`, None for `dtype`. `target_layers` is 0 if that is not known. `target` is the
-    target itself, on whose layers a `SelfDraftRunner` can draft; None where the speculator has ranks of its own.
-    `reads_fused`: the target's features come fused (`SpeculatorConfig.fuser`). `slots_of_windows`: KV rows that are
-    enough where every sequence keeps a window of them.
-    """
+    """Place in which a speculator runs."""
 
     tables: Decoder
+    """The target's embedding and head."""
     group: Group
     device: torch.device | str
     dtype: torch.dtype
     num_slots: int
+    """KV rows."""
     weights: torch.dtype | None = None
+    """Type in which matrices are stored; None: `dtype`."""
     target_layers: int = 0
+    """0 if that is not known."""
     target: DecoderRunner | None = None
+    """The target itself, on whose layers a `SelfDraftRunner` can draft; None where the speculator has ranks of its
+    own."""
     reads_fused: bool = False
+    """The target's features come fused (`SpeculatorConfig.fuser`)."""
     slots_of_windows: Callable[[RowLimits], int] | None = None
+    """KV rows that are enough where every sequence keeps a window of them."""
 
     @property
     def options(self) -> TensorOptions:

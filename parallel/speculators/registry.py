@@ -22,13 +22,14 @@ from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.speculators.block import layouts as block
 from parallel.speculators.chimera import runner as chimera
 from parallel.speculators.config import STREAMS, TARGET_LAYERS, SpeculatorConfig, method_of
-from parallel.speculators.config_fields import SpeculatorFields
+from parallel.speculators.config_fields import ParamsFields, SpeculatorFields
 from parallel.speculators.eagle import layouts as eagle
 from parallel.speculators.eagle.config import METHODS as DRAFT_LAYERS
 from parallel.speculators.eagle.config import read_own
 from parallel.speculators.exits import runner as exits
 from parallel.speculators.fusing import TapFuser
 from parallel.speculators.glide import runner as glide
+from parallel.speculators.gloeckle import layouts as gloeckle
 from parallel.speculators.heads import layouts as heads
 from parallel.speculators.place import SpeculatorPlace, fill
 from parallel.speculators.runner import SpeculatorRunner
@@ -73,6 +74,10 @@ LAYOUTS: dict[str, CheckpointLayout] = {
     "chimera": CheckpointLayout(_own(["chimera"]), chimera.read_own, chimera.open_chimera),
     "glide": CheckpointLayout(_own(["glide", glide.LONGSPEC]), glide.read_own, glide.open_glide),
     "LongSpec": CheckpointLayout(glide.is_longspec, glide.read_longspec, glide.open_glide),
+    "gloeckle": CheckpointLayout(_own([gloeckle.METHOD]), gloeckle.read_own, gloeckle.open_heads),
+    "multi-token prediction of Gloeckle et al.": CheckpointLayout(
+        gloeckle.is_published, gloeckle.read_published, gloeckle.open_heads
+    ),
     "exits": CheckpointLayout(_own(exits.METHODS), exits.read_own, exits.open_exit),
     "block": CheckpointLayout(_own(block.METHODS), block.read_own, block.open_block),
     "dflash": CheckpointLayout(block.is_dflash, block.read_dflash, block.open_block),
@@ -173,7 +178,7 @@ def _read(path: str | Path, target_layers: int) -> tuple[CheckpointLayout, Specu
     names as transformers has it, because some files do not say all."""
     directory = resolve_checkpoint(str(path))
     known = {TARGET_LAYERS: target_layers} if target_layers else {}
-    hf = read_config_file(directory, SpeculatorFields) | {"_name_or_path": str(directory)} | known
+    hf = _read_fields(directory) | {"_name_or_path": str(directory)} | known
     try:
         layout = _layout_of(hf)
         config = layout.read(hf)
@@ -183,6 +188,14 @@ def _read(path: str | Path, target_layers: int) -> tuple[CheckpointLayout, Specu
     except ValueError as error:
         raise ValueError(f"{directory}/config.json: {error}") from None
     return layout, config
+
+
+def _read_fields(directory: Path) -> dict[str, Any]:
+    """Those of config.json, or of params.json where a checkpoint of Meta's has that instead."""
+    params = directory / "params.json"
+    if (directory / "config.json").exists() or not params.exists():
+        return read_config_file(directory, SpeculatorFields)
+    return read_config_file(params, ParamsFields)
 
 
 def _layout_of(hf: HfConfig) -> CheckpointLayout:

@@ -21,9 +21,9 @@ from parallel.kv.prefix_tree import Text
 from parallel.kv.sequences import PooledSequences
 from parallel.model.decoder import Decoder
 from parallel.model.layers.attention import AttentionShape
+from parallel.model.layers.backends import default_backend, make_backend
 from parallel.model.layers.weight import Layer
 from parallel.runtime.interface import PassOutput, Runner
-from parallel.runtime.runner import default_backend, make_backend
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.config import SpeculatorConfig
 from parallel.speculators.features import TextFeatures

@@ -42,7 +42,8 @@ class TargetBatch:
     tokens: Tensor
     """int64 `[rows, length]`."""
     taps: dict[int, Tensor]
-    """`[rows, length, hidden]` of each tap the module asked for, and always of `FINAL`; no gradient."""
+    """`[rows, length, hidden]` of each tap the module asked for, and of `FINAL` if it reads anything of the target; no
+    gradient."""
     loss_mask: Tensor
     """bool `[rows, length]`: token i may be a label. False where text is padding."""
     head: Callable[[Tensor], Tensor]
@@ -51,10 +52,12 @@ class TargetBatch:
     """The target's embedding: tokens -> `[..., hidden]`. Frozen."""
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys after RoPE and values of each of the module's `kv_layers`, `[rows, KV heads, length, head size]` each."""
+    normalize: Callable[[Tensor], Tensor] = field(default_factory=nn.Identity)
+    """The target's final norm: the residual stream after a last layer -> what `head` reads. Frozen."""
     positions: Tensor | None = None
     """int64 `[rows, length]`, of all that was computed; None: 0, 1, and so on in each row."""
     temperature: float = 0.0
-    """At which held-out acceptance is measured: 0 = greedy, the rows then are the target's greedy text."""
+    """Temperature at which held-out acceptance is measured: 0 = greedy, the rows then are the target's greedy text."""
 
     def target_logits(self) -> Tensor:
         """`[rows, length, vocabulary]`; row i is the target's distribution of token i + 1."""

@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 import time
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +38,8 @@ from actors.verification.top_tokens import TopTokensReader
 from actors.worker.spec import RankSpec
 from parallel.comm.group import SINGLE
 from parallel.comm.rendezvous import host_store
-from parallel.runtime.runner import default_backend, open_model
+from parallel.model.layers.backends import default_backend
+from parallel.runtime.runner import open_model
 from tests.actors.service_harness import KEYS, Stage, link_to
 from tests.actors.small_speculators import train_speculator
 
@@ -69,6 +71,9 @@ class Room:
     preempted: dict[int, int] = field(default_factory=dict)  # times that a request lost its place
     stats: object = None
     leisure: random.Random = field(default_factory=lambda: random.Random(0))
+    local_drafter: str = "none"  # with one, the drafter is far away
+    proposers: Counter[str] = field(default_factory=Counter)  # accepted tokens by what had drafted them
+    _on_their_way: deque[Any] = field(default_factory=deque)  # batches to a far drafter, and what it has sent
 
     def serve(self, requests, after_round=None, policy=None):
         policy = policy or Policy(self.pipeline, self.num_draft_tokens)
@@ -78,6 +83,7 @@ class Room:
             drafts=self.draft is not None,
             attached=self.attached,
             bridged=self.bridge is not None,
+            local_drafter=self.local_drafter,
         )
         coordinator = Coordinator(Scheduler(self.limits, Capacity(self.slots, MAX_LEN)), policy, [EOS], drafter)
         clock = itertools.count()
@@ -96,6 +102,8 @@ class Room:
                 self.target.runner.pool.check()
                 if after_round is not None:
                     after_round(self)
+            elif isinstance(record, DraftBatch) and self.local_drafter != "none":
+                self._on_their_way.append(record)
             elif isinstance(record, DraftBatch):
                 features = self.bridge[1].receive(record.exports) if self.bridge is not None else ()
                 answers = self.draft.answer(record, features)
@@ -104,12 +112,15 @@ class Room:
                 tokens = self.tokens.setdefault(record.request_id, [])
                 assert record.position == len(tokens), "tokens arrive once and in order"
                 tokens += record.token_ids
+                for name, count in record.proposers:
+                    self.proposers[name] += count
                 self._keep_logprobs(record)
                 if record.finish_reason:
                     self.ends[record.request_id] = record.finish_reason
                     self.errors[record.request_id] = record.error
                     self.cached[record.request_id] = record.stats.num_cached_tokens
                     self.preempted[record.request_id] = record.stats.num_preemptions
+        self._arrive(len(self._on_their_way), coordinator, clock)
         assert coordinator.num_requests == 0, "a request was left waiting"
         self.stats = coordinator.stats
         return self
@@ -123,7 +134,7 @@ class Room:
         return self.tokens, self.ends, *(logprobs if self.has_exact_rows else counts)
 
     def _keep_logprobs(self, record):
-        """By request, one for each token, as bits: of the generated tokens, and of the prompt but its first token."""
+        """Log-probabilities of each request as bits, one for a token: those generated, and the prompt but its first."""
         if record.logprobs is not None:
             record.logprobs.check(VOCAB_SIZE)
             self.logprobs.setdefault(record.request_id, []).extend(bits(record.logprobs))
@@ -138,7 +149,7 @@ class Room:
         return queue.pop(self.leisure.randrange(2) if both else 0)
 
     def _check_rows(self, holder):
-        """Of a runner that has rows itself, or of what a drafter or runner consists of; a head keeps none."""
+        """Checks the rows of a runner, or of what a drafter or runner consists of; a head keeps none."""
         if hasattr(holder, "pool"):
             holder.pool.check()
         elif hasattr(holder, "runner"):
@@ -150,13 +161,29 @@ class Room:
         """While the target verifies, the drafter gets a random number of steps of its own, and may tell of them."""
         if self.draft is None:
             return
-        for _ in range(self.leisure.randrange(10)):
+        self._arrive(self.leisure.randrange(10), coordinator, clock)
+        for _ in range(self.leisure.randrange(6)):
             if not self.draft.wants_work:
                 break
-            self.draft.work(self.leisure.randrange(4))  # any width may be chosen; 0 is the configured one
+            # any width may be chosen, 0 is the configured one, and any number of passes
+            self.draft.work(self.leisure.randrange(4), self.leisure.choice((1, 1, 3)))
             self._check_rows(self.draft.drafter)
         if self.leisure.random() < 0.7 and (preview := self.draft.preview(last=True)) is not None:
-            assert not coordinator.on(preview, next(clock))
+            if self.local_drafter != "none":
+                self._on_their_way.append(preview)
+            else:
+                assert not coordinator.on(preview, next(clock))
+
+    def _arrive(self, most, coordinator, clock):
+        """Records between the coordinator and a far drafter arrive, at most so many, in order."""
+        for _ in range(min(most, len(self._on_their_way))):
+            match record := self._on_their_way.popleft():
+                case DraftBatch():
+                    self._on_their_way += self.draft.answer(record)
+                case _:
+                    orders = coordinator.on(record, next(clock))
+                    assert all(isinstance(one, DraftBatch) for one in orders)
+                    self._on_their_way += orders
 
 
 def bits(logprobs):
@@ -311,6 +338,7 @@ def open_room(models, speculator, open_bridge):
         kv_dtype=None,
         dtype="float32",
         attached=False,
+        local_drafter="none",
     ):
         limits = limits or SchedulerConfig()
         reader = None
@@ -359,12 +387,12 @@ def open_room(models, speculator, open_bridge):
             top_tokens=reader,
             features=features,
             drafter=on_target or (bridge and bridge[0]),
-            grammars=GrammarMasks(GrammarCompiler(lambda: byte_level_tokenizer(models["target"]), (EOS,))),
+            grammars=lambda: GrammarMasks(GrammarCompiler(lambda: byte_level_tokenizer(models["target"]), (EOS,))),
         )
         num_draft_tokens = config.num_draft_tokens if config else 0
         is_chain = config is not None and config.is_chain and wrap is None
         roles = target, draft, num_draft_tokens, limits, slots, pipeline, attached, bridge
-        return Room(*roles, is_chain, has_exact_rows)
+        return Room(*roles, is_chain, has_exact_rows, local_drafter=local_drafter)
 
     return open_
 

@@ -38,7 +38,7 @@ class MaskedDiffusion:
 
     @staticmethod
     def made(path: Path, seed: int = 0, block: int = BLOCK) -> MaskedDiffusion:
-        """With random weights."""
+        """A checkpoint with random weights."""
         model = tiny_model("Qwen3", seed, **SHAPE)
         model.save_pretrained(path)
         return MaskedDiffusion(path, model, block=block)

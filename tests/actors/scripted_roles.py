@@ -13,9 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.coordinator.bridged_port import MOST_UNRECEIVED
+from actors.coordinator.local_drafts import LocalDrafts
 from actors.coordinator.ports import open_port
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
+from actors.drafters.by_request import RequestwiseDrafter
+from actors.drafters.interface import Capabilities, Context, Draft
 from actors.options import SchedulerConfig
 from actors.policy.policy import Policy
 from actors.protocol.membership import RoleBack, RoleLost
@@ -34,6 +37,7 @@ from actors.protocol.messages import (
     VerifyBatch,
     extend_hash,
 )
+from actors.topology import seat_role
 from parallel.kv.pool import KVPool
 from parallel.kv.prefix_tree import Text
 from tests.actors.small_language import EOS, MAX_MODEL_LEN, next_word
@@ -185,10 +189,13 @@ class ScriptedDrafter:
         self.bridge = 0  # over which it is sent hidden states
         self.num_received = 0
         self.features: dict[int, int] = {}  # of so many leading tokens
+        self.drafted: set[int] = set()  # requests for which it has made a draft since it knows them
+        self.is_far = False  # orders need not have a draft that it has prepared
 
     def forget(self, last_round: int) -> None:
         self.knows = Knowledge(last_round=last_round, admitted=self.knows.admitted)
         self.num_received, self.features = 0, {}
+        self.drafted.clear()
 
     def read_features(self, batch: DraftBatch) -> None:
         for request_id in (*batch.releases, *(admit.request_id for admit in batch.admits)):
@@ -206,12 +213,17 @@ class ScriptedDrafter:
                 assert self.features.get(order.request_id, 0) == len(text) - 1, "a draft cannot be made of this"
 
     def answer(self, batch: DraftBatch) -> list[ProposalBatch | DraftPreviewBatch]:
+        self.drafted -= {*batch.releases, *(admit.request_id for admit in batch.admits)}
+        for commit in batch.commits:
+            assert not commit.path or commit.request_id in self.drafted, "the path is one of another drafter's draft"
         self.knows.learn(batch)
         self.read_features(batch)
+        self.drafted |= {order.request_id for order in batch.orders if order.num_draft_tokens}
         assert len({order.request_id for order in batch.orders}) == len(batch.orders), "two orders for one request"
         for order in batch.orders:
             if order.prefetched is not None:
-                assert 0 < order.prefetched.num_draft_tokens <= order.num_draft_tokens
+                assert self.is_far or order.prefetched.num_draft_tokens > 0
+                assert order.prefetched.num_draft_tokens <= order.num_draft_tokens
                 assert order.prefetched.token_ids[0] == self.knows.texts[order.request_id][-1]
                 self.num_prefetched += 1
         asked = [order.request_id for order in batch.orders if order.num_draft_tokens]
@@ -291,6 +303,21 @@ class ScriptedDrafter:
         return [replace(right, request_id=10_000), right]
 
 
+class ScriptedLookup(RequestwiseDrafter):
+    """Drafts right and wrong words, or none."""
+
+    capabilities = Capabilities()
+
+    def __init__(self, choose: random.Random) -> None:
+        self.choose = choose
+
+    def _propose(self, context: Context, budget: int) -> Draft:
+        draft = []
+        for _ in range(self.choose.randint(0, budget)):
+            draft.append(next_word(context.token_ids + draft) if self.choose.random() < 0.6 else 3)
+        return Draft.chosen(TokenTree.chain(context.token_ids[-1], draft))
+
+
 ANSWERS = ("right", "wrong", "bushy", "missing", "stale", "twice", "unrooted", "strange")
 
 
@@ -315,19 +342,27 @@ class World:
         bridged=False,
         writes_blocks=False,
         max_source_len=0,
+        num_seats=1,
+        far=False,
     ):
         self.choose, self.duplicates, self.lateness = choose, duplicates, lateness
         policy = policy or Policy(pipeline, 4)
         self.weighs_waiting = policy.weighs_waiting
         limits = limits or SchedulerConfig()
-        port = open_port(policy, limits.prefill_chunk, drafts=drafts, bridged=bridged)
+        lookup: Any = LocalDrafts("lookup", ScriptedLookup(choose)) if far else "none"
+        kind = {"bridged": bridged, "num_seats": num_seats, "local_drafter": lookup}
+        port = open_port(policy, limits.prefill_chunk, drafts=drafts, **kind)
         self.coordinator: Any = Coordinator(
             Scheduler(limits, Capacity(slots, MAX_MODEL_LEN, max_source_len)), policy, [EOS], port
         )
         self.bridged = bridged
         self.target = ScriptedTarget(slots, (lambda: choose.choice([0, 1, 2, 3])) if writes_blocks else (lambda: 1))
-        self.drafter = ScriptedDrafter(choose, answers, splits, previews)
-        self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}
+        roles = [seat_role(seat) for seat in range(num_seats)]
+        self.drafters = {role: ScriptedDrafter(choose, answers, splits, previews) for role in roles}
+        self.drafter = self.drafters["draft"]
+        self.drafter.is_far = far
+        self.answers: dict[str, deque] = {role: deque() for role in ("target", *roles)}
+        self.senders: dict[int, str] = {}  # of answers, by their identity
         self.sent: list = []
         self.past: list = []
         self.lost: set[str] = set()
@@ -352,13 +387,13 @@ class World:
             if "target" in self.lost:
                 return
             self.drafter.bridge += 1
-        {"target": self.target, "draft": self.drafter}[role].forget(self.coordinator.last_round(role))
+        {"target": self.target, **self.drafters}[role].forget(self.coordinator.last_round(role))
         self.lost.discard(role)
         self.deliver(RoleBack(role, self.drafter.bridge))
 
     def deliver(self, record) -> None:
         self.clock += self.tick_s
-        self.post(self.coordinator.on(record, self.clock))
+        self.post(self.coordinator.on(record, self.clock, self.senders.get(id(record), "draft")))
         if self.clock % 2 < 1:  # else it learns before it does anything else
             self.coordinator.learn()
 
@@ -379,10 +414,13 @@ class World:
                     assert not self.answers["target"], "a pass was started while one is out"
                     self.answers["target"].append(self.target.answer(answer))
                 case DraftBatch():
-                    assert "draft" not in self.lost, "drafts were ordered from a drafter that is not there"
-                    out = [record for record in self.answers["draft"] if isinstance(record, ProposalBatch)]
-                    assert not out, "drafts were ordered while some are out"
-                    self.answers["draft"].extend(self.drafter.answer(answer))
+                    role = seat_role(answer.seat)
+                    assert role not in self.lost, "drafts were ordered from a drafter that is not there"
+                    out = [record for record in self.answers[role] if isinstance(record, ProposalBatch)]
+                    assert self.drafter.is_far or not out, "drafts were ordered while some are out"
+                    made = self.drafters[role].answer(answer)
+                    self.senders |= {id(record): role for record in made}
+                    self.answers[role].extend(made)
                 case Tokens():
                     self.receive(answer)
         self.check_orders(answers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec
@@ -26,8 +27,8 @@ class Stage:
     """A coordinator service in its thread; the test plays its ranks and its client over their links, as other processes
     or, if they are `near`, as threads of its own."""
 
-    def __init__(self, target_ranks=1, draft_ranks=1, watches=(), *, near=False, **options) -> None:
-        pipeline = "sync" if draft_ranks else "plain"
+    def __init__(self, target_ranks=1, draft_ranks=1, watches=(), *, near=False, pipeline="", **options) -> None:
+        pipeline = pipeline or ("sync" if draft_ranks else "plain")
         spec = CoordinatorSpec(pipeline, 4, target_ranks, draft_ranks, (1,), **options)
         self.hub = Hub("tcp://127.0.0.1:*", KEYS, near=near)
         self.ranks = [f"{role}-{rank}" for role, size in spec.sizes.items() for rank in range(size)]
@@ -57,9 +58,10 @@ class Stage:
             if heartbeats or not isinstance(record, Alive):
                 return record
 
-    def send_heartbeat(self, name, **state) -> None:
+    def send_heartbeat(self, name, **state: Any) -> None:
         role, _, rank = name.partition("-")
-        self.send(name, Alive(role, int(rank), **{"incarnation": 0, "pid": 7} | state))
+        state = {"incarnation": 0, "pid": 7} | state
+        self.send(name, Alive(role, int(rank), **state))
 
     def join(self, *names) -> int:
         """Play ranks that join an epoch; returns the epoch."""
@@ -72,7 +74,7 @@ class Stage:
             self.send(name, Ready(role, int(rank), FACTS, order.epoch))
         return order.epoch
 
-    def get_ready(self) -> list[Ready]:
+    def get_ready(self) -> list[Any]:
         for role in ("target", "draft"):
             if members := [name for name in self.ranks if name.startswith(role)]:
                 self.join(*members)

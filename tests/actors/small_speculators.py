@@ -19,8 +19,8 @@ from parallel.training.interface import TargetBatch, TargetShape
 
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.module.startswith("parallel.speculators.")]
 """Recipes of modules that read a target."""
-_STEPS = 30
-_LATE_STEPS = 90
+_STEPS = 15
+_LATE_STEPS = 40
 """A block, and a head with the state of an LSTM, are right about a token of random text late; with fewer steps some
 never are."""
 _ROWS, _LENGTH = 12, 32
@@ -70,9 +70,10 @@ def train_speculator(recipe, target, drafter: Path, folder: Path, steps: int | N
         lambda hidden: head(hidden.float()),
         embed,
         kv,
+        target.base_model.norm,
     )
     generator = torch.Generator().manual_seed(0)
-    stepper = torch.optim.Adam(net.parameters(), lr=5e-3)
+    stepper = torch.optim.Adam(net.parameters(), lr=1e-2)
     if steps is None:
         steps = _LATE_STEPS if isinstance(options, BlockOptions) or recipe == "lstm" else _STEPS
     for _ in range(steps):

@@ -92,7 +92,12 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, se
     assert ("target", "export") in names
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle3.1", "p_eagle", "dflash", "mtp", "glide"])
+LIKE_EAGLE3 = {"eagle3.1": 0, "p_eagle": 0}
+
+
+@pytest.mark.parametrize(
+    "method", list(in_turn(["eagle3", "eagle3.1", "p_eagle", "dflash", "mtp", "glide"], times=LIKE_EAGLE3))
+)
 def test_drafts_are_those_of_an_attached_drafter(open_room, make_requests, config, method):
     """Which reads the taps themselves, whether or not they are fused on their way to the other."""
     requests, config = make_requests(4, max_tokens=20, temperature=1.0), replace(config, path=method)
@@ -102,7 +107,7 @@ def test_drafts_are_those_of_an_attached_drafter(open_room, make_requests, confi
     assert separate.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "branches"])
+@pytest.mark.parametrize("pipeline", ["sync", pytest.param("branches", marks=pytest.mark.slow)])
 def test_chunked_prompts_and_preempted_requests(open_room, make_requests, config, sent, models, pipeline):
     requests = make_requests(6, max_tokens=40)
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=40, prefill_chunk=16)

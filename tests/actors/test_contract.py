@@ -32,25 +32,32 @@ from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import DraftRows, LengthRule, ModelDrafterConfig, Strategy, Translation
 from actors.drafters.registry import DRAFTERS as REGISTERED
 from actors.drafters.retrieval.config import RestDrafterConfig
+from actors.drafters.routed.config import RoutedDrafterConfig
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.options import Parallel, PipelineName, SchedulerConfig, VerifyRule
+from actors.options import LOCAL_DRAFTERS, Parallel, PipelineName, SchedulerConfig, VerifyRule
 from actors.policy.decision import Mode
 from actors.policy.policy import PIPELINES
 from actors.protocol.messages import PLAIN_DECODING, SamplingParams, TokenTree
-from actors.verification.compatibility import is_exact
+from actors.verification.compatibility import EXACT_FOR, is_exact
 from actors.verification.logprobs import LogprobReader
+from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.kernels.attention import has_attention
 from parallel.kv.pool import FP8
 from parallel.speculators.streams.target_pass import StreamingRunner
+from tests import matrices
 from tests.actors.drafters.model.small_trees import small_trees
 from tests.actors.drafters.retrieval.small_store import small_store
 from tests.actors.drafters.vocabulary.small_list import every_other
 from tests.actors.scripted_policy import MoodyPolicy
 from tests.actors.small_speculators import TRAINED
+from tests.matrices import in_turn
 
 MAX_ROWS = 256
 VOCAB_SIZE = 97
+MAX_TOKENS = 24
+FEW_TOKENS = MAX_TOKENS if matrices.is_whole else 16
+"""A few rounds each; whole matrices have rows whose drafter is seldom right."""
 DRAFTERS = {
     "ngram": NgramDrafterConfig(min_ngram=1),
     "suffix": SuffixDrafterConfig(min_match=1, width=2),
@@ -83,6 +90,9 @@ DRAFTERS = {
     "pard-tree": ModelDrafterConfig(path="pard", strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "specdiff": ModelDrafterConfig(path="specdiff", num_draft_tokens=5),
     "specdiff-steps": ModelDrafterConfig(path="specdiff", num_draft_tokens=5, mask_steps=4),
+    "specdiff-drafts": ModelDrafterConfig(
+        path="specdiff", strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3, mask_drafts=3
+    ),
     "auto": AutoDrafterConfig(
         drafters=[
             NgramDrafterConfig(min_ngram=1),
@@ -90,6 +100,13 @@ DRAFTERS = {
             ModelDrafterConfig(num_draft_tokens=5, kv_slots=4096),
         ],
         num_draft_tokens=9,
+    ),
+    "routed": RoutedDrafterConfig(
+        drafters=[
+            ModelDrafterConfig(num_draft_tokens=5, kv_slots=4096),
+            ModelDrafterConfig(num_draft_tokens=4, kv_slots=4096),
+        ],
+        num_draft_tokens=5,
     ),
     "online": ModelDrafterConfig(num_draft_tokens=5, online=True),
     "layer": ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=2),
@@ -107,7 +124,7 @@ DRAFTERS = {
 _HEADS = "medusa", "blockwise", "hydra", "rnn", "mlp", "lstm"
 _STREAMS = "streaming", "mask_lora", "s3d"
 _EXITS = "kangaroo", "eesd"
-_LAYERS = "eagle", "eagle3", "eagle3.1", "mtp", "p_eagle", "chimera", "glide", "longspec"
+_LAYERS = "eagle", "eagle3", "eagle3.1", "mtp", "p_eagle", "chimera", "glide", "longspec", "gloeckle"
 _BLOCKS = "dflash", "dspark", "dflash2", "domino"
 SPECULATORS = {
     recipe: SpeculatorDrafterConfig(path=recipe, num_draft_tokens=5)
@@ -115,6 +132,9 @@ SPECULATORS = {
 } | {
     "eagle3-tree": SpeculatorDrafterConfig(
         path="eagle3", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3
+    ),
+    "gloeckle-tree": SpeculatorDrafterConfig(
+        path="gloeckle", strategy=Strategy.best_first, num_draft_tokens=9, depth=3, width=3
     ),
     "dflash-tree": SpeculatorDrafterConfig(
         path="dflash", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3
@@ -138,7 +158,7 @@ SPECULATORS = {
 }
 """Methods of `drafter=speculator` by the name of their recipe, attached."""
 ON_ITS_LAYERS = "s3d", "s3d-tree", "kangaroo", "eesd", "kangaroo-threshold", "eesd-tree"
-"""Of these, those that draft with the target's own layers, and so on its ranks."""
+"""Those of them that draft with the target's own layers, and so on its ranks."""
 SELVES = {
     "exit": SelfDrafterConfig(exit=1, num_draft_tokens=5),
     "exit-tree": SelfDrafterConfig(exit=1, strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
@@ -172,7 +192,7 @@ SENT_STATES = AutoDrafterConfig(
     ],
     num_draft_tokens=8,
 )
-"""On ranks of their own, to which hidden states are sent for one of them."""
+"""Drafters on ranks of their own, to which hidden states are sent for one of them."""
 MIXED = {
     "every-kind": EVERY_KIND,
     "two-speculators": AutoDrafterConfig(
@@ -198,6 +218,14 @@ VARIANTS = {name for name, config in DRAFTERS.items() if config.name == "model"}
     "best_first",
     "layer",
 }
+"""Rows of the draft model that differ in what they draft alone."""
+_FIRST = {RECIPES[config.path].module: name for name, config in reversed(SPECULATORS.items())}.values()
+AGAIN = (SPECULATORS.keys() - _FIRST) | {"exit-tree", "skip-tree", "swift", "clasp", "fly"}
+"""Rows on the target's ranks whose rows and features another row keeps in the same way: of the same module."""
+PASSED_ON = dict.fromkeys(VARIANTS | AGAIN, 0)
+"""For matrices about something else than drafts, by default: one row for each way of keeping rows."""
+OTHERS = dict.fromkeys(DRAFTERS, 0)
+"""For matrices of which a few drafters are enough by default; they name them."""
 _BY_PASSES = "newest-rows", "newest-rows-tree", "chosen-rows"
 BY_ORDER = "recycling", "aded", "maxgram", "jacobi", "lookahead", "auto", "thompson", *_BY_PASSES
 """Those whose drafts depend on the order in which requests are served, on the step, or on how many rows of text a pass
@@ -223,21 +251,19 @@ SAMPLINGS = {
     "T=1-processed": dict(temperature=1.0, **EVERY_PROCESSOR),
 }
 USUAL = ("greedy", "T=1", "T=1-processed")
+DRAFTED = [pipeline for pipeline in PIPELINES if pipeline != "plain"]
 
 
 def several_drafters():
-    """On ranks of their own in every pipeline, with one of the usual samplings each, and all kinds on the target's."""
-    pipelines = [pipeline for pipeline in PIPELINES if pipeline != "plain"]
-    for i, pipeline in enumerate(pipelines):
-        for j, sampling in enumerate(USUAL):
-            marks = [] if pipeline == "sync" or i % len(USUAL) == j else [pytest.mark.slow]
-            yield pytest.param(DRAFTERS["auto"], sampling, pipeline, marks=marks)
+    """Drafters on ranks of their own in every pipeline, some with hidden states, and all kinds on the target's."""
+    yield from in_turn(DRAFTED, USUAL, [DRAFTERS["auto"]])
     for sampling, pipeline in zip(USUAL, ("pearl", "branches", "tree"), strict=True):
-        yield pytest.param(EVERY_KIND, sampling, "sync")
-        yield pytest.param(SENT_STATES, sampling, pipeline)
+        marks = [] if pipeline == "branches" else [pytest.mark.slow]
+        yield pytest.param("sync", sampling, EVERY_KIND, marks=marks)
+        yield pytest.param(pipeline, sampling, SENT_STATES, marks=marks)
 
 
-@pytest.mark.parametrize(("auto", "sampling", "pipeline"), list(several_drafters()))
+@pytest.mark.parametrize(("pipeline", "sampling", "auto"), list(several_drafters()))
 def test_requests_of_one_batch_may_each_name_a_drafter(open_room, make_requests, auto, sampling, pipeline):
     """One of those that the engine has, plain decoding, or none: then the engine chooses."""
     names = *auto.member_names, PLAIN_DECODING, None
@@ -274,7 +300,7 @@ def test_the_example_of_the_contributing_guide_is_a_drafter(open_room, make_requ
 
 @pytest.fixture
 def make_requests(make_requests):
-    """Of three requests one asks for nothing beside its tokens, and one for the log-probabilities of its prompt too."""
+    """One of three requests asks for nothing beside its tokens, and one for the log-probabilities of its prompt too."""
 
     def make(count, **options):
         asked = itertools.cycle([{}, {"logprobs": 3, "prompt_logprobs": 2}, {"logprobs": 0}])
@@ -289,50 +315,56 @@ def plain_tokens():
     return {}
 
 
-def every_combination():
-    """All of them; by default, every drafter in every pipeline with one of the usual samplings, each in turn.
-
-    Variants of the draft model, and of lookups, are by default in `sync` and one other pipeline, in turn.
-    """
-    others = [pipeline for pipeline in PIPELINES if pipeline not in ("plain", "sync")]
-    for i, drafter in enumerate(DRAFTERS):
-        is_variant = drafter in VARIANTS or drafter in LOOKUPS[1:]
-        own = ("sync", others[i % len(others)]) if is_variant else ("sync", *others)
-        for j, pipeline in enumerate(PIPELINES):
-            in_turn = USUAL[(i + j) % len(USUAL)]
-            for sampling in SAMPLINGS:
-                is_usual = sampling == in_turn and (pipeline in own or (pipeline, drafter) == ("plain", "chain"))
-                yield pytest.param(drafter, sampling, pipeline, marks=[] if is_usual else pytest.mark.slow)
-
-
-def every_drafter_in_turn(choices, drafters=tuple(DRAFTERS)):
-    """Every drafter with every choice; by default with one of them, in turn."""
-    for i, drafter in enumerate(drafters):
-        for choice in choices:
-            is_usual = choice == choices[i % len(choices)]
-            yield pytest.param(drafter, choice, marks=[] if is_usual else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("drafter", "sampling", "pipeline"), list(every_combination()))
+@pytest.mark.parametrize(
+    ("drafter", "pipeline", "sampling"),
+    list(in_turn(DRAFTERS, DRAFTED, SAMPLINGS, times={"chain": 5, "tree": 5}))
+    + list(in_turn(DRAFTERS, ["plain"], SAMPLINGS, times=OTHERS | {"chain": 1})),
+)
 def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_tokens, drafter, sampling, pipeline):
-    requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
-    if sampling not in plain_tokens:
+    requests = make_requests(5, max_tokens=FEW_TOKENS, **SAMPLINGS[sampling])
+    if ("few", sampling) not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
-        plain_tokens[sampling] = plain.said
+        plain_tokens["few", sampling] = plain.said
     room = open_room(DRAFTERS[drafter], pipeline=pipeline).serve(requests)
-    assert room.said == plain_tokens[sampling]
+    assert room.said == plain_tokens["few", sampling]
     if pipeline != "plain" and "processed" not in sampling and drafter not in LOOKUPS:
         assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
         if pipeline in AHEAD and drafter == "chain":
             assert room.stats.num_prefetched > 0, "no preview was ever of use"
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), list(every_drafter_in_turn(USUAL)))
+FAR = "chain", "best_first", "cape", "layer", "newest-rows", "prefixes", "trimmed"
+"""Draft models that may be far away."""
+LOCAL = [name for name in LOCAL_DRAFTERS if name != "none"]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "pipeline", "lookup", "sampling"),
+    list(in_turn(FAR, AHEAD, LOCAL, USUAL, times={"chain": 3, "best_first": 3})),
+)
+def test_tokens_with_a_far_drafter_and_a_lookup(
+    open_room, make_requests, models, plain_tokens, drafter, pipeline, lookup, sampling
+):
+    """Records to and from the drafter are several passes of the target late."""
+    requests = make_requests(5, max_tokens=MAX_TOKENS, **SAMPLINGS[sampling])
+    if sampling not in plain_tokens:
+        plain = open_room(pipeline="plain").serve(requests)
+        plain_tokens[sampling] = plain.said
+    path = {} if drafter in ("layer", "prefixes") else {"path": models["target"]}
+    room = open_room(DRAFTERS[drafter], pipeline=pipeline, local_drafter=lookup, **path).serve(requests)
+    assert room.said == plain_tokens[sampling]
+    assert room.stats.num_prefetched > 0, "no draft of the far drafter was of use"
+    if sampling == "greedy" and lookup != "copy":
+        assert room.proposers[lookup] > 0, "no draft of the lookup was of use"
+
+
+@pytest.mark.parametrize(("drafter", "sampling"), list(in_turn(DRAFTERS, USUAL, times=PASSED_ON)))
 def test_tokens_with_an_attached_drafter_are_those_of_plain_decoding(
     open_room, make_requests, plain_tokens, drafter, sampling
 ):
-    """Attached, any drafter drafts as often as in a role of its own, and as well."""
-    requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
+    """Attached, any drafter drafts as often as in a role of its own, and as well. Variants of the draft model differ in
+    what they draft, which `test_tokens_are_those_of_plain_decoding` runs; the placement is the same for all."""
+    requests = make_requests(5, max_tokens=MAX_TOKENS, **SAMPLINGS[sampling])
     if sampling not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
         plain_tokens[sampling] = plain.said
@@ -369,35 +401,22 @@ def test_a_mistake_in_the_rows_of_log_probabilities_is_noticed(open_room, make_r
     assert room.tokens == plain.tokens and room.logprobs != plain.logprobs
 
 
-def rules_on_the_target():
-    """Every drafter with every sampling and two rules; by default one of each, in turn.
-
-    All are compared under `coupled` by the tests of separate speculators and of preemption.
-    """
-    samplings, rules = list(SAMPLINGS), ["coupled", "rejection"]
-    for i, drafter in enumerate(ON_TARGET):
-        for rule in rules:
-            for sampling in SAMPLINGS:
-                is_usual = sampling == samplings[i // 2 % len(samplings)] and rule == rules[i % 2]
-                yield pytest.param(rule, drafter, sampling, marks=[] if is_usual else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("rule", "drafter", "sampling"), list(rules_on_the_target()))
+@pytest.mark.parametrize(("drafter", "rule", "sampling"), list(in_turn(ON_TARGET, ["coupled", "rejection"], SAMPLINGS)))
 def test_tokens_with_a_drafter_on_the_target(open_room, make_requests, plain_tokens, drafter, sampling, rule):
-    """Under `rejection` greedy tokens are the same ones too."""
-    requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
-    if sampling not in plain_tokens:
+    """Greedy tokens are the same under `rejection` too."""
+    requests = make_requests(5, max_tokens=FEW_TOKENS, **SAMPLINGS[sampling])
+    if ("few", sampling) not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
-        plain_tokens[sampling] = plain.said
+        plain_tokens["few", sampling] = plain.said
     room = open_room(ON_TARGET[drafter], attached=True, rule=rule).serve(requests)
     if rule == "coupled" or sampling.startswith("greedy"):
-        assert room.said == plain_tokens[sampling]
+        assert room.said == plain_tokens["few", sampling]
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "T=1-processed"])
 def test_nodes_that_the_target_gives_up_change_no_token(open_room, make_requests, plain_tokens, sampling, monkeypatch):
-    requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
+    requests = make_requests(5, max_tokens=MAX_TOKENS, **SAMPLINGS[sampling])
     if sampling not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
         plain_tokens[sampling] = plain.said
@@ -426,7 +445,7 @@ def test_a_speculator_begins_with_one_token(open_room, make_requests):
 
 
 def test_the_confidence_of_a_block_decides_how_long_drafts_are(open_room, make_requests, plain_tokens):
-    requests, lengths = make_requests(5, max_tokens=24), []
+    requests, lengths = make_requests(5, max_tokens=MAX_TOKENS), []
     if "greedy" not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
         plain_tokens["greedy"] = plain.said
@@ -442,36 +461,29 @@ def test_the_confidence_of_a_block_decides_how_long_drafts_are(open_room, make_r
     assert 2 * lengths[0] < lengths[1], f"mean draft tokens of a verdict: {lengths}"
 
 
-def speculators_in_pipelines():
-    """Every speculator in every pipeline, by default in one of them; length rules end drafts that are made in turn."""
-    for pair in every_drafter_in_turn(["sync", "pearl", "branches", "tree", "pingpong"], SPECULATORS):
-        name, pipeline = map(str, pair.values)
-        ends_by_itself = pipeline in AHEAD and SPECULATORS[name].chooses_lengths
-        if name not in ON_ITS_LAYERS and not ends_by_itself:
-            yield pair
+def can_be_separate(drafter, pipeline):
+    """Not on the target's layers, nor, where it works ahead, with a draft that ends by itself."""
+    return drafter not in ON_ITS_LAYERS and not (pipeline in AHEAD and SPECULATORS[drafter].chooses_lengths)
 
 
-@pytest.mark.parametrize(("drafter", "pipeline"), list(speculators_in_pipelines()))
+@pytest.mark.parametrize(
+    ("drafter", "pipeline"),
+    list(in_turn(SPECULATORS, DRAFTED, times=PASSED_ON | {"eagle3-tree": 1}, exists=can_be_separate)),
+)
 def test_tokens_with_a_separate_speculator(open_room, make_requests, plain_tokens, drafter, pipeline):
-    """Behind what the target's features reach, the drafter works on its own states, in some pipelines ahead of time."""
+    """The drafter works, behind what the target's features reach, on its own states, in some pipelines ahead of
+    time."""
     config = SPECULATORS[drafter]
-    requests = make_requests(5, max_tokens=24, temperature=1.0)
-    if "T=1" not in plain_tokens:
+    requests = make_requests(5, max_tokens=FEW_TOKENS, temperature=1.0)
+    if ("few", "T=1") not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
-        plain_tokens["T=1"] = plain.said
+        plain_tokens["few", "T=1"] = plain.said
     room = open_room(config, pipeline=pipeline).serve(requests)
-    assert room.said == plain_tokens["T=1"]
+    assert room.said == plain_tokens["few", "T=1"]
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
-def on_the_target_in_turn():
-    """Greedy and sampled, by default one of the two; of a module that several rows have, by default chains alone."""
-    for pair in every_drafter_in_turn([0.0, 1.0], ON_TARGET):
-        is_again = str(pair.values[0]).endswith(("-tree", "-threshold"))
-        yield pytest.param(*pair.values, marks=pytest.mark.slow) if is_again else pair
-
-
-@pytest.mark.parametrize(("drafter", "temperature"), list(on_the_target_in_turn()))
+@pytest.mark.parametrize(("drafter", "temperature"), list(in_turn(ON_TARGET, [0.0, 1.0], times=PASSED_ON)))
 def test_drafters_on_the_target_survive_preemption_and_chunked_prefill(
     open_room, make_requests, plain_tokens, drafter, temperature
 ):
@@ -487,26 +499,18 @@ def test_drafters_on_the_target_survive_preemption_and_chunked_prefill(
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
-def everything_in_bfloat16():
-    """Every drafter of its own in a pipeline, in turn, and every one on the target's ranks, of which by default a
-    third; one of the usual samplings."""
-    pipelines = [pipeline for pipeline in PIPELINES if pipeline != "plain"]
-    for i, (drafter, pipeline) in enumerate(
-        [
-            *((name, pipelines[i % len(pipelines)]) for i, name in enumerate(DRAFTERS)),
-            *((name, None) for name in ON_TARGET),
-        ]
-    ):
-        marks = [] if pipeline or i // len(USUAL) % 3 == 0 else pytest.mark.slow
-        yield pytest.param(drafter, pipeline, USUAL[i % len(USUAL)], marks=marks)
+def rows_in_bfloat16():
+    """Every drafter in a pipeline or on the target's ranks; by default no lookups, which compute nothing."""
+    yield from in_turn(DRAFTERS, DRAFTED, USUAL, times=PASSED_ON | dict.fromkeys(LOOKUPS, 0) | {"chosen-rows": 1})
+    yield from in_turn(ON_TARGET, [None], USUAL, times=PASSED_ON)
 
 
 @pytest.mark.skipif(not has_attention(), reason="PyTorch's products in bfloat16 depend on the rows beside")
-@pytest.mark.parametrize(("drafter", "pipeline", "sampling"), list(everything_in_bfloat16()))
+@pytest.mark.parametrize(("drafter", "pipeline", "sampling"), list(rows_in_bfloat16()))
 def test_tokens_in_bfloat16_are_those_of_its_plain_decoding(
     open_room, make_requests, plain_tokens, drafter, pipeline, sampling
 ):
-    requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
+    requests = make_requests(5, max_tokens=FEW_TOKENS, **SAMPLINGS[sampling])
     if ("bfloat16", sampling) not in plain_tokens:
         alone = [open_room(pipeline="plain", dtype="bfloat16").serve([one]) for one in requests]
         plain_tokens["bfloat16", sampling] = [{k: v for one in alone for k, v in part(one).items()} for part in PARTS]
@@ -554,15 +558,7 @@ def test_tokens_with_fp8_rows_are_those_of_their_plain_decoding(
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
-def drafters_and_batches():
-    """By default three requests, and of the draft model's variants none: they have the tokens of plain decoding."""
-    for drafter in DRAFTERS:
-        for batch in (1, 3, 8):
-            is_usual = batch == 3 and drafter not in VARIANTS
-            yield pytest.param(drafter, batch, marks=[] if is_usual else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("drafter", "batch"), list(drafters_and_batches()))
+@pytest.mark.parametrize(("drafter", "batch"), list(in_turn(DRAFTERS, [1, 3, 8], times=OTHERS | {"chain": 3})))
 def test_greedy_equals_transformers(open_room, make_requests, models, drafter, batch):
     requests = make_requests(batch, max_tokens=20)
     room = open_room(DRAFTERS[drafter], path=models["target"]).serve(requests)
@@ -572,16 +568,14 @@ def test_greedy_equals_transformers(open_room, make_requests, models, drafter, b
         assert room.tokens[request.request_id] == expected[0, len(request.prompt) :].tolist()
 
 
-def placements_and_temperatures():
-    """Every drafter on ranks of its own and attached, greedy and sampled; by default once, in turn."""
-    for i, drafter in enumerate(DRAFTERS):
-        for attached in (False, True):
-            for temperature in (0.0, 1.0):
-                is_usual = temperature == (i + attached) % 2 and attached == (i // 2) % 2
-                yield pytest.param(drafter, temperature, attached, marks=[] if is_usual else pytest.mark.slow)
+ROWS = "chain", "tree", "layer", *_BY_PASSES, "auto"
+"""Drafters each of which keeps rows in another way."""
 
 
-@pytest.mark.parametrize(("drafter", "temperature", "attached"), list(placements_and_temperatures()))
+@pytest.mark.parametrize(
+    ("drafter", "temperature", "attached"),
+    list(in_turn(DRAFTERS, [0.0, 1.0], [False, True], times=OTHERS | dict.fromkeys(ROWS, 1))),
+)
 def test_preemption_and_chunked_prefill_change_no_token(
     open_room, make_requests, plain_tokens, drafter, temperature, attached
 ):
@@ -629,16 +623,10 @@ def test_max_tokens_and_eos_inside_a_draft(open_room, make_requests, models, sam
     assert plain.ends[0] == "stop" and room.said == plain.said
 
 
-def drafters_of_pipelines():
-    """Three drafters in every pipeline, greedy and sampled; by default one of the two, in turn."""
-    for i, pipeline in enumerate(name for name in PIPELINES if name != "plain"):
-        for j, drafter in enumerate(("chain", "tree", "ngram")):
-            for temperature in (0.0, 1.0):
-                by_default = (i + j) % 2 == temperature
-                yield pytest.param(temperature, drafter, pipeline, marks=[] if by_default else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("temperature", "drafter", "pipeline"), list(drafters_of_pipelines()))
+@pytest.mark.parametrize(
+    ("drafter", "pipeline", "temperature"),
+    list(in_turn(("chain", "tree", "ngram"), DRAFTED, [0.0, 1.0], times={"chain": 5, "tree": 3})),
+)
 def test_a_policy_may_change_its_mind_at_any_moment(
     open_room, make_requests, plain_tokens, pipeline, drafter, temperature
 ):
@@ -695,24 +683,23 @@ def test_an_adversary_costs_speed_only(open_room, make_requests, adversary, temp
     assert (room.stats.num_stale > 0) == (adversary == "wrong-root")
 
 
-def exact_pairs(drafters=tuple(DRAFTERS)):
-    """Every drafter with every ratio rule that is exact for it; by default these with one of them, in turn."""
-    sync = PipelineName.sync
-    for i, (drafter, config) in enumerate(DRAFTERS.items()):
-        kinds_and_traits = {
-            rule: (config.sampling_kinds(rule, sync), config.draft_traits)
-            for rule in (VerifyRule.rejection, VerifyRule.block, VerifyRule.traversal, VerifyRule.kseq)
-        }
-        rules = [rule for rule, drawn in kinds_and_traits.items() if is_exact(rule, *drawn)]
-        assert len(rules) >= 2, f"{drafter}: under which rules can it be used?"
-        for k, rule in enumerate(rules):
-            is_usual = (k - i) % len(rules) == 0 and drafter in drafters
-            yield pytest.param(drafter, rule, marks=[] if is_usual else pytest.mark.slow)
+RATIO_RULES = [rule for rule in EXACT_FOR if rule is not VerifyRule.coupled]
 
 
-@pytest.mark.parametrize(("drafter", "rule"), list(exact_pairs(DRAFTERS.keys() - VARIANTS)))
+def is_exact_for(drafter, rule):
+    config = DRAFTERS[drafter]
+    return is_exact(rule, config.sampling_kinds(rule, PipelineName.sync), config.draft_traits)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_two_ratio_rules_or_more_are_exact_for_a_drafter(drafter):
+    assert sum(is_exact_for(drafter, rule) for rule in RATIO_RULES) >= 2
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule"), list(in_turn(DRAFTERS, RATIO_RULES, times=PASSED_ON, exists=is_exact_for))
+)
 def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, rule, drafter):
-    """Variants of the draft model draft under ratio rules by default in the test of dead ends."""
     requests = make_requests(3, max_tokens=20)
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(DRAFTERS[drafter], rule=rule).serve(requests)
@@ -724,17 +711,15 @@ DEAD = (17, 29, 54, 71, 83)
 DEAD_ENDS = dict(bad_words=tuple((token, other) for token in DEAD for other in range(VOCAB_SIZE)))
 
 
-def dead_ends():
-    """Every drafter in every pipeline, greedy and sampled; by default in one pipeline and one of the two, in turn."""
-    pipelines = [name for name in PIPELINES if name != "plain"]
-    for i, drafter in enumerate(DRAFTERS):
-        for j, pipeline in enumerate(pipelines):
-            for temperature in (0.0, 1.0):
-                is_usual = j == i % len(pipelines) and temperature == (i // len(pipelines)) % 2
-                yield pytest.param(drafter, pipeline, temperature, marks=[] if is_usual else pytest.mark.slow)
+_GROWTHS = {config.strategy: name for name, config in reversed(DRAFTERS.items()) if config.name == "model"}.values()
+DRAWN = dict.fromkeys(_GROWTHS, 1) | {"trimmed": 1, "strings": 1}
+"""Drafters of each way in which a draft model's trees grow, and tokens are drawn from other ones."""
 
 
-@pytest.mark.parametrize(("drafter", "pipeline", "temperature"), list(dead_ends()))
+@pytest.mark.parametrize(
+    ("drafter", "pipeline", "temperature"),
+    list(in_turn(DRAFTERS, DRAFTED, [0.0, 1.0], times=PASSED_ON | DRAWN | {"chain": 5})),
+)
 def test_a_request_that_no_token_can_follow_ends_where_plain_decoding_ends_it(
     open_room, make_requests, plain_tokens, drafter, pipeline, temperature
 ):
@@ -747,7 +732,9 @@ def test_a_request_that_no_token_can_follow_ends_where_plain_decoding_ends_it(
     assert (room.said, room.errors) == plain_tokens["dead", temperature]
 
 
-@pytest.mark.parametrize(("drafter", "rule"), list(exact_pairs()))
+@pytest.mark.parametrize(
+    ("drafter", "rule"), list(in_turn(DRAFTERS, RATIO_RULES, times=PASSED_ON | DRAWN, exists=is_exact_for))
+)
 def test_under_ratio_rules_nothing_follows_where_no_token_can(open_room, make_requests, rule, drafter):
     requests = make_requests(6, max_tokens=30, temperature=1.0, **DEAD_ENDS)
     room = open_room(DRAFTERS[drafter], rule=rule).serve(requests)
@@ -759,16 +746,15 @@ def test_under_ratio_rules_nothing_follows_where_no_token_can(open_room, make_re
             assert [*request.prompt, *tokens][-1] in DEAD
 
 
-def shapes_of_drafts():
-    """Every drafter; by default, of the variants of the draft model those that branch: chains are like one another."""
-    for drafter in (*DRAFTERS, *SELVES, "kangaroo"):
-        is_usual = drafter not in VARIANTS or not DRAFTERS[drafter].is_chain
-        yield pytest.param(drafter, marks=[] if is_usual else pytest.mark.slow)
+SHAPES = "chain", "tree", "merged", "jacobi", "lookahead", "exit", "exit-tree", "own-newest", "own-chosen", "kangaroo"
+"""Drafts of each shape, and those whose rows are the target's or beside them."""
 
 
-@pytest.mark.parametrize("drafter", list(shapes_of_drafts()))
+@pytest.mark.parametrize(
+    "drafter", list(in_turn([*DRAFTERS, *SELVES, "kangaroo"], times=PASSED_ON | OTHERS | dict.fromkeys(SHAPES, 1)))
+)
 def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, models, drafter):
-    """After any round, the rows the target keeps are those of reading the committed text from scratch."""
+    """The rows that the target keeps after any round are those of reading the committed text from scratch."""
     from parallel.runtime.runner import Span, open_model
 
     checked, fresh = 0, open_model(models["target"], num_slots=MAX_ROWS)

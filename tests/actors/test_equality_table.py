@@ -16,7 +16,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from actors.coordinator.scheduler import Scheduler
+from actors.coordinator.scheduler import RoundPlan, Scheduler
 from actors.grammars.masks import GrammarMasks
 from actors.options import SchedulerConfig
 from actors.protocol.grammar import Grammar
@@ -27,6 +27,7 @@ from parallel.kernels.attention import has_attention
 from tests.actors.conftest import EOS, byte_level_tokenizer
 from tests.actors.test_contract import DRAFTERS, EVERY_KIND, ON_TARGET
 from tests.actors.test_prefix_contract import lend_any_rows
+from tests.matrices import in_turn
 
 SHAPE = {
     "type": "object",
@@ -105,7 +106,7 @@ def rooms():
 
 @pytest.fixture
 def alone(open_room, requests, rooms):
-    """By column, the room of a request that has a target of its own and no drafter."""
+    """The room, by column, of a request that has a target of its own and no drafter."""
     for column, one in zip(COLUMNS, requests, strict=True):
         if column not in rooms:
             rooms[column] = open_room(pipeline="plain", **ROWS["cold"]).serve([one])
@@ -125,14 +126,17 @@ def serve(open_room, requests, drafter, rows):
 
 def take_places_once(monkeypatch):
     """Every request loses its place behind its first tokens, as one does to another client's, if not before."""
-    fill = Scheduler._fill_batch
+    plan_pass = Scheduler.plan
 
-    def filled(scheduler, plan):
+    def planned(scheduler, held=()):
+        lost = RoundPlan()
         victims = [one for one in scheduler.running if one.num_generated and not one.num_preemptions]
-        scheduler._vacate(victims, plan)
-        fill(scheduler, plan)
+        scheduler._vacate(victims, lost)
+        plan = plan_pass(scheduler, held)
+        plan.preempted[:0] = lost.preempted
+        return plan
 
-    monkeypatch.setattr(Scheduler, "_fill_batch", filled)
+    monkeypatch.setattr(Scheduler, "plan", planned)
 
 
 def differing(room, alone, first=0):
@@ -140,15 +144,13 @@ def differing(room, alone, first=0):
     return {column for i, column in enumerate(COLUMNS) if said(room, first + i) != said(alone[column], i)}
 
 
-def cells():
-    for drafter, rows in product(("off", *SINGLE, *MIXED), ROWS):
-        is_usual = drafter in ("off", *USUAL, *MIXED)
-        yield pytest.param(drafter, rows, marks=[] if is_usual else pytest.mark.slow)
+TIMES = dict.fromkeys(SINGLE, 0) | dict.fromkeys(USUAL, 1) | {"chain": 3}
+"""Each method with one state of the rows, the draft model with all: `test_prefix_contract.py` has hits of each, and
+`test_contract.py` preemption."""
 
 
-@pytest.mark.parametrize(("drafter", "rows"), list(cells()))
+@pytest.mark.parametrize(("drafter", "rows"), list(in_turn(("off", *SINGLE, *MIXED), ROWS, times=TIMES)))
 def test_a_request_is_sent_what_it_is_sent_alone(open_room, requests, alone, drafter, rows, monkeypatch):
-    """By default the first drafter of each method has its whole row; all of them have with `-m slow`."""
     again = [replace(one, request_id=len(COLUMNS) + i) for i, one in enumerate(requests)] if rows == "hit" else []
     if rows == "preempted":
         take_places_once(monkeypatch)
@@ -163,7 +165,8 @@ def test_a_request_is_sent_what_it_is_sent_alone(open_room, requests, alone, dra
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_log_probabilities_are_of_the_raw_logits(alone, requests, models, column):
-    """Against transformers, with a grammar and without one: a token that it bans stays as likely as it was."""
+    """They are compared with those of transformers, with a grammar and without one: a token that it bans stays as
+    likely as it was."""
     i = COLUMNS.index(column)
     if requests[i].logprobs is None:
         assert i not in alone[column].logprobs

@@ -11,14 +11,15 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.grammars.masks import TextMatcher
 from actors.options import SchedulerConfig
-from actors.policy.policy import PIPELINES
 from actors.protocol.grammar import Grammar
 from actors.protocol.messages import PLAIN_DECODING, TokenTree
 from actors.sampling.logits import LogitRows, choose_batch
-from tests.actors.test_contract import DRAFTERS, ON_TARGET, SPECULATORS, VARIANTS, every_drafter_in_turn
+from tests.actors.test_contract import DRAFTED, DRAFTERS, ON_TARGET, SPECULATORS
+from tests.matrices import in_turn
 
 EOS, VOCAB_SIZE = 1, 97
 LEAST, MOST = 4, 14
+MAX_TOKENS = 30
 GRAMMAR = Grammar("regex", rf"([!#-`n-~]|[a-m][!#-@\[-~]){{{LEAST},{MOST}}}")
 """Over tokens of one character, the first of which is "!": a letter up to m is not followed by a capital one."""
 EARLY, CAPITALS = [ord(c) - 33 for c in "abcdefghijklm"], [token for token in range(97) if 65 <= token + 33 <= 90]
@@ -41,7 +42,7 @@ def allowed_after(generated):
 def mixed(make_requests):
     """Requests of which every third has no grammar."""
 
-    def make(count=6, max_tokens=30, **sampling):
+    def make(count=6, max_tokens=MAX_TOKENS, **sampling):
         requests = make_requests(count, max_tokens=max_tokens, **sampling)
         return [replace(one, grammar=GRAMMAR if i % 3 else None) for i, one in enumerate(requests)]
 
@@ -62,12 +63,13 @@ def plain(open_room, plain_tokens, requests, key, **options):
 
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 def test_plain_decoding_draws_from_the_masked_distribution(open_room, mixed, models, sampling):
-    """Against transformers and the grammar by hand, token by token; a request that ends does so with the end token."""
+    """Tokens are compared, one by one, with transformers and the grammar by hand; a request that ends does so with the
+    end token."""
     requests = mixed(**SAMPLINGS[sampling])
     room = open_room(pipeline="plain").serve(requests)
     for request in requests:
         text = list(request.prompt)
-        while (generated := text[len(request.prompt) :])[-1:] != [EOS] and len(generated) < 30:
+        while (generated := text[len(request.prompt) :])[-1:] != [EOS] and len(generated) < MAX_TOKENS:
             with torch.no_grad():
                 logits = models["reference"](torch.tensor([text])).logits[:, -1]
             if request.grammar is not None:
@@ -81,18 +83,16 @@ def test_plain_decoding_draws_from_the_masked_distribution(open_room, mixed, mod
     assert ended, "no text under the grammar ended"
 
 
-def combinations():
-    """Every drafter, by default in one pipeline and with one sampling, in turn; a chain and a tree in all pipelines."""
-    pipelines = [pipeline for pipeline in PIPELINES if pipeline != "plain"]
-    for i, drafter in enumerate(DRAFTERS):
-        for j, pipeline in enumerate(pipelines):
-            for k, sampling in enumerate(SAMPLINGS):
-                is_usual = (i + j) % len(pipelines) == 0 or drafter in ("chain", "tree")
-                marks = [] if is_usual and (i + j) % len(SAMPLINGS) == k else pytest.mark.slow
-                yield pytest.param(drafter, pipeline, sampling, marks=marks)
+FEW = dict.fromkeys([*DRAFTERS, *ON_TARGET], 0) | dict.fromkeys(
+    ["ngram", "chain", "tree", "eagle", "exit", "every-kind"], 1
+)
+"""By default, since masks are the target's; `test_equality_table.py` has requests with a grammar for every method."""
 
 
-@pytest.mark.parametrize(("drafter", "pipeline", "sampling"), list(combinations()))
+@pytest.mark.parametrize(
+    ("drafter", "pipeline", "sampling"),
+    list(in_turn(DRAFTERS, DRAFTED, SAMPLINGS, times=FEW | {"chain": 5, "tree": 5})),
+)
 def test_tokens_are_those_of_plain_decoding(open_room, mixed, plain_tokens, drafter, pipeline, sampling):
     requests = mixed(**SAMPLINGS[sampling])
     expected = plain(open_room, plain_tokens, requests, sampling)
@@ -102,15 +102,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, mixed, plain_tokens, draf
         assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
-def attached_in_turn():
-    """By default every drafter once, of those in variants one."""
-    for pair in every_drafter_in_turn(list(SAMPLINGS), (*DRAFTERS, *ON_TARGET)):
-        name = str(pair.values[0])
-        is_again = name in VARIANTS or name.endswith(("-tree", "-threshold"))
-        yield pytest.param(*pair.values, marks=pytest.mark.slow) if is_again else pair
-
-
-@pytest.mark.parametrize(("drafter", "sampling"), list(attached_in_turn()))
+@pytest.mark.parametrize(("drafter", "sampling"), list(in_turn([*DRAFTERS, *ON_TARGET], SAMPLINGS, times=FEW)))
 def test_tokens_with_an_attached_drafter(open_room, mixed, plain_tokens, drafter, sampling):
     requests = mixed(**SAMPLINGS[sampling])
     expected = plain(open_room, plain_tokens, requests, sampling)
@@ -118,7 +110,7 @@ def test_tokens_with_an_attached_drafter(open_room, mixed, plain_tokens, drafter
     assert (room.tokens, room.ends) == expected
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "medusa", "eagle3-tree"])
+@pytest.mark.parametrize("drafter", ["eagle3", "eagle3-tree"])
 def test_tokens_with_a_separate_speculator(open_room, mixed, plain_tokens, drafter):
     requests = mixed(temperature=1.0)
     expected = plain(open_room, plain_tokens, requests, "T=1")

@@ -16,7 +16,8 @@ from actors.protocol.messages import Admit, SamplingParams
 from actors.verification.features import FeatureReader
 from parallel.kv.pool import KVPool
 from parallel.kv.prefix_tree import PrefixTree, Text
-from tests.actors.test_contract import DRAFTERS, ON_ITS_LAYERS, ON_TARGET, SPECULATORS
+from tests.actors.test_contract import DRAFTERS, ON_ITS_LAYERS, ON_TARGET, OTHERS, PASSED_ON, ROWS, SPECULATORS
+from tests.matrices import in_turn
 
 LIMITS = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=60, prefill_chunk=24)
 COLD = replace(LIMITS, prefix_cache=False)
@@ -48,16 +49,20 @@ def plain(open_room, waves, plain_rooms):
     return warm
 
 
-def kinds():
-    yield from [pytest.param(DRAFTERS[name], {}, id=name) for name in DRAFTERS]
-    yield from [pytest.param(ON_TARGET[name], {"attached": True}, id=f"{name}-attached") for name in ON_TARGET]
-    separate = [name for name in SPECULATORS if name not in ON_ITS_LAYERS]
-    yield from [pytest.param(SPECULATORS[name], {}, id=f"{name}-separate") for name in separate]
+def is_place(name, attached):
+    """Drafters of their own are separate here, those on the target's layers attached, speculators either."""
+    return attached == (name not in DRAFTERS) or (not attached and name in SPECULATORS.keys() - {*ON_ITS_LAYERS})
 
 
-@pytest.mark.parametrize(("config", "place"), list(kinds()))
-def test_hits_change_no_token_and_no_drafter_loses_one(open_room, waves, plain, config, place):
-    room = open_room(config, limits=LIMITS, **place).serve(waves)
+TIMES = PASSED_ON | OTHERS | dict.fromkeys(ROWS, 1)
+"""By default; `test_equality_table.py` has a request that comes again for every method."""
+
+
+@pytest.mark.parametrize(
+    ("name", "attached"), list(in_turn([*DRAFTERS, *ON_TARGET], [True, False], times=TIMES, exists=is_place))
+)
+def test_hits_change_no_token_and_no_drafter_loses_one(open_room, waves, plain, name, attached):
+    room = open_room((DRAFTERS | ON_TARGET)[name], limits=LIMITS, attached=attached).serve(waves)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert {i: room.cached[i] for i in range(5, 10)} == {i: len(waves[i].prompt) - 1 for i in range(5, 10)}
     assert sum(room.cached.values()) == sum(plain.cached.values())
@@ -123,7 +128,7 @@ def test_rows_of_another_text_show(open_room, waves, plain, monkeypatch):
 @pytest.mark.parametrize(("name", "expected"), [("chain", True), ("tree", True), ("layer", True), ("online", False)])
 @pytest.mark.parametrize("attached", [False, True])
 def test_a_draft_model_finds_rows_of_its_own(open_room, waves, plain, name, expected, attached):
-    """In its own pool, whatever the target has: as many drafts are accepted, and fewer rows are read."""
+    """Its own pool is searched, whatever the target has: as many drafts are accepted, and fewer rows are read."""
     limits, rooms, fed = (COLD, LIMITS), [], []
     for each in limits:
         fed.append([0])

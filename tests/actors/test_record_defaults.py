@@ -12,9 +12,9 @@ SAYS_SOMETHING: dict[str, dict[str, float]] = {
     "actors.coordinator.membership": {"RoleMembership.epoch": 1},
     "actors.coordinator.port": {},
     "actors.coordinator.round": {},
-    "actors.coordinator.round_timeout": {},
+    "actors.coordinator.role_rounds": {},
     "actors.coordinator.sequence": {"Sequence.prefix_hash": HASH_SEED},
-    "actors.coordinator.service": {},
+    "actors.coordinator.service": {"CoordinatorSpec.num_seats": 1},
     "actors.coordinator.stats": {},
     "actors.drafters.adjacency.config": {
         "RecyclingDrafterConfig.num_draft_tokens": 24,
@@ -32,7 +32,7 @@ SAYS_SOMETHING: dict[str, dict[str, float]] = {
     "actors.drafters.cascade.config": {},
     "actors.drafters.cascade.level": {"LevelSpec.width": 1, "LevelSpec.child_width": 1, "LevelSpec.is_last": True},
     "actors.drafters.cascade.request_state": {"RequestState.share": 1},
-    "actors.drafters.draft_ahead.width": {},
+    "actors.drafters.draft_ahead.width": {"Step.num_passes": 1},
     "actors.drafters.interface": {"Context.prefix_hash": HASH_SEED},
     "actors.drafters.jacobi.config": {
         "JacobiDrafterConfig.num_draft_tokens": 4,
@@ -78,6 +78,7 @@ SAYS_SOMETHING: dict[str, dict[str, float]] = {
         "LearningDrafterConfig.online_strength": 1.0,
         "LearningDrafterConfig.online_budget": 1.0,
         "LearningDrafterConfig.online_memory": 16384,
+        "ModelDrafterConfig.mask_drafts": 1,
         "ModelDrafterConfig.ranks": 1,
         "ModelDrafterConfig.prefix_confidence": 0.6,
     },

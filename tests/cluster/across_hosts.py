@@ -32,7 +32,8 @@ def answer(overrides: list[str]) -> dict[str, object]:
 
 
 def keep_on(overrides: list[str]) -> None:
-    """Says after each repeat which tokens came, how many of its requests were drafted for, and who is where."""
+    """Says after each repeat which tokens came, how many of its requests were drafted for, who is where, how many
+    records were stale, and how often the drafter was lost."""
     stdin = selectors.DefaultSelector()
     stdin.register(sys.stdin, selectors.EVENT_READ)
     try:
@@ -42,7 +43,10 @@ def keep_on(overrides: list[str]) -> None:
                 speculated = sum(completion.stats.num_spec_steps > 0 for completion in completions)
                 hosts = {place.identity: place.host for place in engine.places}
                 tokens = [completion.token_ids for completion in completions]
-                say({"tokens": tokens, "speculated": speculated, "hosts": hosts})
+                counters = engine.report(spans=False).counters
+                losses = counters["num_role_losses"].get("draft", 0)
+                stale = counters["num_stale"]
+                say({"tokens": tokens, "speculated": speculated, "hosts": hosts, "stale": stale, "losses": losses})
     except (ValueError, EngineError) as error:
         say({"tokens": [], "error": str(error)})
 

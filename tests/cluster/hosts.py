@@ -87,7 +87,7 @@ class Host:
         return self._outer.poll() is None
 
     def power_off(self) -> None:
-        """Without a sign to others: no connection is closed."""
+        """The host gives no sign to others: no connection is closed."""
         self.plug(is_in=False)
         self.end()
 

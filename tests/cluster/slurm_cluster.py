@@ -65,7 +65,7 @@ class Slurm:
         return int(self.hosts[0].run("sbatch", "--parsable", *command, **options))
 
     def state(self, job: int) -> str:
-        """Of the job, or of all tasks of an array: a word for each."""
+        """State of the job, or of all tasks of an array: a word for each."""
         return " ".join(self.ask("squeue", "-h", "-j", job, "-t", "all", "-o", "%T").split())
 
     def is_over(self, job: int) -> bool:

@@ -264,7 +264,7 @@ def test_abort_asks_and_does_not_end(opened):
 
 
 def said_of(token_ids):
-    """Of each token, and of token 9 beside it; values and ranks are by the token."""
+    """Log-probabilities of each token, and of token 9 beside it; values and ranks are by the token."""
     cells = [cell for token in token_ids for cell in ((token, -token / 4), (9, -0.5))]
     ids_, values = zip(*cells, strict=True)
     return Logprobs(

@@ -44,6 +44,17 @@ def test_keys_are_made_listed_and_taken_away(file, tmp_path):
     assert not list(folder.iterdir())
 
 
+def test_the_clients_of_a_secret_stay_when_it_is_used_again(tmp_path):
+    file = ClientFile(tmp_path / "pool.keys")
+    path = file.open(FIRST)
+    assert LinkKey.read(path.read_text()) == FIRST and list(file.read()) == ["default"]
+    file.add("alice")
+    file.remove("default")
+    assert file.open(FIRST) == path and list(file.read()) == ["alice"]
+    with pytest.raises(ValueError, match=r"has the keys of another secret; delete the folder .*pool.keys"):
+        file.open(HubKeys(bytes([1] * 32)).of("client:default"))
+
+
 @pytest.mark.parametrize("name", ["default", "", "a b", "../x", "a" * 41, "é", "a:b"])
 def test_names_are_words_and_taken_once(file, name):
     with pytest.raises(ValueError, match="choose another name"):

@@ -330,7 +330,7 @@ def test_nothing_heavy_is_imported_before_a_job_starts():
     ("numbers", "code"),
     [
         pytest.param([signal.SIGTERM], 130, marks=pytest.mark.slow),  # the others begin so
-        ([signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130),
+        pytest.param([signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130, marks=pytest.mark.slow),
         pytest.param([signal.SIGTERM, signal.SIGTERM, signal.SIGINT], 130, marks=pytest.mark.slow),
         ([signal.SIGINT] * 3, -signal.SIGINT),
     ],

@@ -46,7 +46,9 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize(("translate", "temperature"), [("auto", 0.0), ("auto", 1.0), ("strings", 0.0)])
+@pytest.mark.parametrize(
+    ("translate", "temperature"), [pytest.param("auto", 0.0, marks=pytest.mark.slow), ("auto", 1.0), ("strings", 0.0)]
+)
 def test_tokens_are_those_of_plain_decoding(launch, tmp_path, capsys, one_free_thread, translate, temperature):
     config = checked(launch(temperature, translate=Translation(translate)))
     assert config.drafter.translated_models()
@@ -90,7 +92,8 @@ def test_what_cannot_be_written_as_text_is_refused_in_one_line(launch, keys, rul
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("levels", [("ngram", "auto"), ("strings", "auto")])
+@pytest.mark.parametrize("levels", [pytest.param(("ngram", "auto"), marks=pytest.mark.slow), ("strings", "auto")])
+@pytest.mark.slow
 def test_levels_of_a_cascade_may_be_translated(launch, tmp_path, one_free_thread, levels):
     config = launch()
     foreign = config.drafter

@@ -6,10 +6,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from docs.measurements.lookup import DRAFTERS, TEXTS, LookupCost, draw, main, measure, with_datastore
+from tests.matrices import in_turn
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "text"), list(in_turn(DRAFTERS, TEXTS)))
 def test_every_lookup_drafter_is_measured(name, text, monkeypatch, tmp_path):
     monkeypatch.setattr("docs.measurements.lookup.STORED", 1_000)
     cost = measure(with_datastore(DRAFTERS[name], tmp_path), TEXTS[text](1_120), 1_000, num_rounds=50)

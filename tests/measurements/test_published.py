@@ -20,6 +20,7 @@ from docs.measurements.published import (
 )
 
 
+@pytest.mark.slow
 def test_ssd():
     plain, sync, ahead, over_plain = ssd()
     assert abs(plain.deviation) < 0.001 and abs(sync.deviation) < 0.01, "what was fitted"

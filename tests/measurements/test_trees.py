@@ -61,6 +61,8 @@ SHAPES = {
     "MCSD": dict(strategy=Strategy.tree, draws=Draws.independent, acceptance=1),
     "SpecTr (K-SEQ), paths": dict(strategy=Strategy.tree, acceptance=1, stars=True),
     "K-SEQ, tree": dict(strategy=Strategy.tree, acceptance=1),
+    "SpecTr (optimum), paths": dict(strategy=Strategy.tree, acceptance=1, stars=True),
+    "SpecTr (optimum), tree": dict(strategy=Strategy.tree, acceptance=1),
     "RSD-C": dict(strategy=Strategy.tree, acceptance=0),
     "RSD-S": dict(strategy=Strategy.beam, width=3, depth=5),
     "Sequoia": dict(strategy=Strategy.tree, file=0),

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parallel.model.layers.backends import make_backend
 from parallel.model.layers.rope import Rope
 from parallel.runtime.cuda_graphs import CapturedPasses
-from parallel.runtime.runner import make_backend
 
 _WAIT_FOR_HOST = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
 _FROM_HOST = {"lift_fresh"}
@@ -35,7 +36,9 @@ class Graph:
 
     def __init__(self, twin: CudaTwin) -> None:
         self._twin = twin
-        self._steps = self._recorder = self._pool = None
+        self._steps: Any = None
+        self._recorder: Any = None
+        self._pool: Any = None
         self.captured_groups: set[object] = set()
         self.device = None
 
@@ -121,7 +124,7 @@ class _Event:
         self._twin.num_syncs += 1
 
     def elapsed_time(self, other) -> float:
-        """In milliseconds: the twin's clock advances by one at every event."""
+        """Milliseconds between two events: the twin's clock advances by one at every event."""
         return other.at - self.at
 
 
@@ -181,7 +184,7 @@ class CudaTwin:
     # --- devices ------------------------------------------------------------------------------------------------------
 
     def set_device(self, device) -> None:
-        """Of the calling thread, as CUDA's is."""
+        """Sets the device of the calling thread, as CUDA does."""
         index = torch.device(device).index if not isinstance(device, int) else device
         self._thread.device = index or 0
 

@@ -2,14 +2,17 @@
 
 As on a GPU, an operation on tensors of both raises, results are on the device of their arguments, and reading a value
 makes the host wait: `syncs` has the lines of our code that did. So does a copy of host memory that is not pinned, or
-that is not asked to run on: those lines are in `blocking_uploads`. Active inside a `with` block, in its thread.
+that is not asked to run on: those lines are in `blocking_uploads`. `launches` counts by name what would be kernels and
+copies there. Active inside a `with` block, in its thread.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,11 +26,36 @@ _READS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "i
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _COPIES_NUMBERS = {"where", *_INDEXED}
 """A number on the host is an argument of other kernels; these copy it to the device, and wait."""
+VIEWS = {
+    "alias",
+    "as_strided",
+    "detach",
+    "empty",
+    "empty_like",
+    "expand",
+    "lift_fresh",
+    "new_empty",
+    "permute",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "t",
+    "transpose",
+    "unbind",
+    "unsqueeze",
+    "view",
+    "_unsafe_view",
+}
+"""What launches nothing."""
 _SOURCES = tuple(str(Path(__file__).parents[2] / package) for package in ("actors", "parallel"))
 
 
 def toy_device() -> torch.device:
-    """The device, which the first call makes known to PyTorch."""
+    """The device, which the first call makes known to PyTorch. Skips the test where there is a GPU: a process has one
+    accelerator, whose pinned memory the tests beside this one need."""
+    if torch.cuda.is_available():
+        pytest.skip("counts on a device of its own, which would take the GPU's place in this process")
     if torch._C._get_privateuse1_backend_name() != NAME:
         _setup_privateuseone_for_python_backend(NAME)
     return torch.device(NAME, 0)
@@ -90,6 +118,7 @@ class FakeAccelerator(TorchDispatchMode):
         super().__init__()
         self.syncs: list[str] = []
         self.blocking_uploads: list[str] = []
+        self.launches: Counter[str] = Counter()
         self.device = toy_device()
         self._pinned: dict[int, torch.Tensor] = {}  # by address; kept, so that no other memory gets it
         self._literals = _Literals()
@@ -102,6 +131,7 @@ class FakeAccelerator(TorchDispatchMode):
         """What waited until now, as for a model to be set up."""
         self.syncs.clear()
         self.blocking_uploads.clear()
+        self.launches.clear()
 
     def __enter__(self):
         self._literals.__enter__()
@@ -119,6 +149,8 @@ class FakeAccelerator(TorchDispatchMode):
         asked = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]  # by name or by place
         target = asked[0] if asked else None
         to_device = bool(ours) if target is None else target.type == NAME
+        if (ours or to_device) and name not in VIEWS:
+            self.launches[name] += 1
         if name in _COPIES:
             self._count(name, args, kwargs, ours, to_device=to_device)
         elif ours:

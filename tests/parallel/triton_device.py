@@ -1,4 +1,5 @@
-"""Where tests run Triton's kernels: on the GPU, and without one on a device of the test's own, in Triton's interpreter.
+"""The device on which tests run Triton's kernels: on the GPU, and without one on a device of the test's own, in
+Triton's interpreter.
 
 Either way the tensors of kernels lie on a device, so that one left in host memory fails a test on every machine, and
 not only on those with a GPU.
@@ -35,7 +36,7 @@ def triton_device() -> Iterator[torch.device]:
 
 
 def _from_device(run):
-    """Of a launch in the interpreter, with its tensors taken from the device; as a compiled one it takes no others."""
+    """Launches in the interpreter with tensors taken from the device; like a compiled kernel it takes no others."""
 
     def launch(executor, *arguments, **options):
         tensors = [one for one in arguments if isinstance(one, torch.Tensor)]

@@ -16,7 +16,7 @@ from actors.drafters.config import (
     TypedPart,
     placed_at,
 )
-from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.model.config import LEARNS_ALONE, ModelDrafterConfig
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.topology import TOP
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from parallel.runtime.decoder_runner import DecoderRunner
     from parallel.speculators.fusing import TapFuser
 
-_NOT_INSIDE = frozenset({"none", "auto"})
+_NOT_INSIDE = frozenset({"none", "auto", "routed"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,7 @@ class AutoDrafterConfig(PlacedDrafterConfig):
     def check_fields(self, where: str) -> None:
         for i, one in enumerate(self.drafters):
             one.check(f"{where}.drafters[{i}]")
+            self.check_member(one, f"{where}.drafters[{i}]")
             if _is_cascade(one):
                 remedy = "measures rounds that other drafters take part in; leave it at fixed"
                 require(one.lengths is LevelLengths.fixed, f"{where}.drafters[{i}].lengths", one.lengths, remedy)
@@ -172,6 +173,10 @@ class AutoDrafterConfig(PlacedDrafterConfig):
             alike = (model.ranks, model.device) == (models[-1].ranks, models[-1].device)
             remedy = "must be the same for all models, which share their ranks"
             require(alike, f"{where}.drafters: ranks and device", f"{model.ranks}, {model.device}", remedy)
+
+    def check_member(self, one: DrafterConfig, where: str) -> None:
+        """ValueError, one line, for a drafter that cannot be one of several."""
+        require(not getattr(one, "online", False), f"{where}.online", True, LEARNS_ALONE)
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         super(AutoDrafterConfig, self).check_with(rule, pipeline, where)

@@ -26,7 +26,8 @@ import torch
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.auto.members import Member, MembersAhead, MembersFeatures, MembersRows
 from actors.drafters.config import DraftSetup
-from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.draft_ahead.width import Step
+from actors.drafters.interface import Capabilities, Context, Draft, DraftsByPass
 from actors.policy.drafter_choice import NO_DRAFTER, DrafterChoice, Offer, RoundTimes
 from actors.policy.estimators import LinearFit
 from actors.protocol.messages import Commit, DraftPreview, LevelWork, TokenTree, TopTokens
@@ -60,6 +61,18 @@ class _Order:
     sent_at: float
     num_requests: int
     num_rows: float
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A draft that was begun: `made`, or by a member that makes it pass by pass. `num_unread` tokens were to be read;
+    its passes took `seconds` so far."""
+
+    member: int
+    length: int
+    num_unread: int = 0
+    seconds: float = 0.0
+    made: Draft | None = None
 
 
 @dataclass(slots=True)
@@ -104,11 +117,13 @@ class AutoDrafter:
             reads_top_tokens=self if any(one.reads_top_tokens is not None for one in can) else None,
             reads_features=MembersFeatures(readers) if readers else None,
             shares_rows=MembersRows(sharing) if sharing else None,
+            drafts_by_pass=self if any(one.drafts_by_pass is not None for one in can) else None,
         )
         self.choice = DrafterChoice([one.longest for one in members], [one.is_shown for one in members])
         self._agree = agree
         self._clock = clock
         self._requests: dict[int, _Request] = {}
+        self._begun: dict[int, _Begun] = {}
         self._rest_s: dict[int, LinearFit] = {}  # by batch size: seconds from one draft to the next order, by its rows
         self._work = [LevelWork(one.name) for one in members]
 
@@ -145,7 +160,9 @@ class AutoDrafter:
         orders = list(zip(contexts, budgets, strict=True))
         is_prepared = [self._ahead.prepared(context) for context in contexts]
         drafts = self._prepared(list(compress(orders, is_prepared)))
-        drafts |= self._chosen([one for one, is_ready in zip(orders, is_prepared, strict=True) if not is_ready])
+        rest = [one for one, is_ready in zip(orders, is_prepared, strict=True) if not is_ready]
+        drafts |= self._finished([context for context, _ in rest if context.request_id in self._begun])
+        drafts |= self._chosen([one for one in rest if one[0].request_id not in drafts])
         num_rows = sum(draft.tree.num_draft_tokens for draft in drafts.values()) / len(drafts)
         order = _Order(self._clock(), len(contexts), num_rows)
         for request in [self._requests[context.request_id] for context in contexts]:
@@ -160,7 +177,7 @@ class AutoDrafter:
         assert number is not None, "a preview is of something prepared"
         sends = self.members[number].drafter.capabilities.sends_previews
         assert sends is not None
-        sends.prefetched(context, budget, tree)
+        sends.prefetched(context, min(budget, self.members[number].longest), tree)
         self._uses(context, number, tree)
         self._requests[context.request_id].order = None  # it left before
 
@@ -177,6 +194,7 @@ class AutoDrafter:
         self._score(context, request, commit.token_ids)
 
     def release(self, request_id: int) -> None:
+        self._begun.pop(request_id, None)
         for one in self.members:
             one.drafter.release(request_id)
         self.choice.release(request_id)
@@ -206,19 +224,15 @@ class AutoDrafter:
             found = one.drafter.propose([one for one, _ in own], [min(budget, one.longest) for _, budget in own])
             self._count(i, found, 0.0)
             for (context, _), draft in zip(own, found, strict=True):
-                drafts[context.request_id] = self._named(i, draft)
-                self._uses(context, i, draft.tree)
+                drafts[context.request_id] = self._taken(context, i, draft)
         return drafts
 
     def _chosen(self, orders: Orders) -> dict[int, Draft]:
         """Drafts of the drafters that are chosen, by request."""
         if not orders:
             return {}
-        contexts, budgets = [context for context, _ in orders], [budget for _, budget in orders]
-        times = self._times(contexts, self._clock())
-        shown = {i: self._draft(i, contexts, budgets) for i, one in enumerate(self.members) if one.is_shown}
+        contexts, (picks, shown) = [context for context, _ in orders], self._choose(orders)
         drafts = {context.request_id: Draft.nothing(context) for context in contexts}
-        picks = self._pick(contexts, budgets, shown, times)
         for i in range(len(self.members)):
             rows = [row for row, (number, _) in enumerate(picks) if number == i]
             if i in shown:
@@ -226,9 +240,20 @@ class AutoDrafter:
             else:
                 found = self._draft(i, [contexts[row] for row in rows], [picks[row][1] for row in rows])
             for row, draft in zip(rows, found, strict=True):
-                drafts[contexts[row].request_id] = self._named(i, draft)
-                self._uses(contexts[row], i, draft.tree)
+                drafts[contexts[row].request_id] = self._taken(contexts[row], i, draft)
         return drafts
+
+    def _choose(self, orders: Orders) -> tuple[Picks, dict[int, list[Draft]]]:
+        """The drafter and the length for each request, and the drafts of those that are shown."""
+        contexts, budgets = [context for context, _ in orders], [budget for _, budget in orders]
+        times = self._times(contexts, self._clock())
+        shown = {i: self._draft(i, contexts, budgets) for i, one in enumerate(self.members) if one.is_shown}
+        return self._pick(contexts, budgets, shown, times), shown
+
+    def _taken(self, context: Context, number: int, draft: Draft) -> Draft:
+        """The draft of this drafter, which goes to the target."""
+        self._uses(context, number, draft.tree)
+        return self._named(number, draft)
 
     def _pick(
         self, contexts: Sequence[Context], budgets: Sequence[int], shown: dict[int, list[Draft]], times: RoundTimes
@@ -265,11 +290,8 @@ class AutoDrafter:
         started = self._clock()
         drafts = one.drafter.propose(contexts, budgets)
         seconds = self._clock() - started
-        if late := [count for count in unread if count > _MOST_WITH_DRAFT]:
-            read_s = max(0.0, seconds - one.draft_s(max(budgets), 0.0))
-            one.read_s.update(read_s / sum(late), sum(late))
-        elif not one.is_shown:
-            one.pass_s.update(sum(unread) / len(unread), seconds / max(budgets))
+        if not one.is_shown:
+            _measure(one, max(budgets), unread, seconds)
         self._count(number, drafts, seconds)
         return drafts
 
@@ -365,6 +387,69 @@ class AutoDrafter:
             self._rest_s[size] = replace(known, weight=min(known.weight, 1.0))
         return self._rest_s[size]
 
+    # --- drafts that are made pass by pass ----------------------------------------------------------------------------
+
+    def begin(self, contexts: Sequence[Context], budgets: Sequence[int]) -> None:
+        """A drafter is chosen for each; those that make drafts by calls make theirs now."""
+        orders = [order for order in zip(contexts, budgets, strict=True) if not self._ahead.prepared(order[0])]
+        if not orders:
+            return
+        picks, shown = self._choose(orders)
+        for row, ((context, _), (number, length)) in enumerate(zip(orders, picks, strict=True)):
+            begun = _Begun(number, length)
+            if number == NO_DRAFTER:
+                begun.made = Draft.nothing(context)
+            elif number in shown:
+                begun.made = _first_tokens(shown[number][row], length)
+            elif (by_pass := self._by_pass(number)) is not None:
+                begun.num_unread = self._unread(number, context)
+                started = self._clock()
+                by_pass.begin([context], [length])
+                begun.seconds = self._clock() - started
+            else:
+                (begun.made,) = self._draft(number, [context], [length])
+            self._begun[context.request_id] = begun
+
+    def is_drafting(self, request_id: int) -> bool:
+        begun = self._begun.get(request_id)
+        by_pass = None if begun is None or begun.made is not None else self._by_pass(begun.member)
+        return by_pass is not None and by_pass.is_drafting(request_id)
+
+    def advance(self, width: int | None) -> Step:
+        """A pass of each drafter that drafts; draft-ahead is that of the first of them."""
+        drafting = {number: self._begun[number] for number in self._begun if self.is_drafting(number)}
+        step: Step | None = None
+        for i in sorted({begun.member for begun in drafting.values()}):
+            by_pass = self._by_pass(i)
+            assert by_pass is not None
+            started = self._clock()
+            done = by_pass.advance(width if step is None else None)
+            seconds, step = self._clock() - started, step or done
+            for begun in drafting.values():
+                begun.seconds += seconds if begun.member == i else 0.0
+        if step is None and width is not None and self._ahead.wants_work:
+            step = self._ahead.work(width)
+        return step or Step(0)
+
+    def _by_pass(self, number: int) -> DraftsByPass | None:
+        return self.members[number].drafter.capabilities.drafts_by_pass
+
+    def _finished(self, contexts: Sequence[Context]) -> dict[int, Draft]:
+        """The drafts that were begun, by request."""
+        drafts = {}
+        for context in contexts:
+            begun = self._begun.pop(context.request_id)
+            draft = begun.made
+            if draft is None:
+                one = self.members[begun.member]
+                (draft,) = one.drafter.propose([context], [begun.length])
+                _measure(one, begun.length, [begun.num_unread], begun.seconds)
+                self._count(begun.member, [draft], begun.seconds)
+            drafts[context.request_id] = (
+                draft if begun.member == NO_DRAFTER else self._taken(context, begun.member, draft)
+            )
+        return drafts
+
     # --- scoring ------------------------------------------------------------------------------------------------------
 
     def _remember(self, context: Context, number: int, kind: tuple[int, int], tree: TokenTree) -> None:
@@ -387,6 +472,15 @@ class AutoDrafter:
             else:
                 undecided.append(shown)
         request.drafts = undecided
+
+
+def _measure(member: Member, longest: int, unread: Sequence[int], seconds: float) -> None:
+    """Drafts of at most `longest` tokens, behind so many tokens that were to be read, took so long."""
+    if late := [count for count in unread if count > _MOST_WITH_DRAFT]:
+        read_s = max(0.0, seconds - member.draft_s(longest, 0.0))
+        member.read_s.update(read_s / sum(late), sum(late))
+    else:
+        member.pass_s.update(sum(unread) / len(unread), seconds / longest)
 
 
 _LEAST_REST = 0.5

@@ -112,11 +112,11 @@ class MembersAhead:
         following = self._next()
         return 0 if following is None else following.width(width_chooser, time_s)
 
-    def work(self, width: int = 0) -> Step:
+    def work(self, width: int = 0, num_passes: int = 1) -> Step:
         """One step of one of them."""
         following = self._next()
         assert following is not None, "asked for before"
-        return following.work(width)
+        return following.work(width, num_passes)
 
     def prepared_by(self, context: Context) -> int | None:
         """The number of the member that has prepared a draft for this context."""

@@ -17,9 +17,9 @@ from actors.drafters.config import (
     placed_at,
 )
 from actors.drafters.draft_ahead.tree import AHEAD
-from actors.drafters.model.config import Draws, ModelDrafterConfig, Strategy, Translation
+from actors.drafters.model.config import LEARNS_ALONE, Draws, ModelDrafterConfig, Strategy, Translation
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
-from actors.options import PipelineName, VerifyRule
+from actors.options import INDEPENDENT_ONLY, PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.topology import TOP, role_name
 from parallel.ranges import Range, check_ranges, require
@@ -60,7 +60,7 @@ class CascadeDrafterConfig(DrafterConfig):
     num_draft_tokens: Annotated[int, Range(0, zero="those of the last level, its tail and merge")] = 0
     """Draft tokens a round, at most; 0 = those of the last level, its tail and `merge`."""
     tails: Annotated[list[int], Range(0)] = field(default_factory=list)
-    """For each level, unverified tokens that the level before it appends to the level's own; empty = none."""
+    """Unverified tokens, a number for each level, that the level before it appends to the level's own; empty = none."""
     lengths: LevelLengths = LevelLengths.fixed
     """fixed: `num_draft_tokens` as given; auto: at most so many, and 0 of a level that does not pay, be it the last:
     the best of all cascades that can be made of the levels, by measured costs and acceptance. auto needs
@@ -127,6 +127,7 @@ class CascadeDrafterConfig(DrafterConfig):
         for i, level in enumerate(self.levels):
             check_ranges(level, f"{where}.levels[{i}]", except_for="num_draft_tokens")  # which may be 0 here
             level.check_fields(f"{where}.levels[{i}]")
+            require(not getattr(level, "online", False), f"{where}.levels[{i}].online", True, LEARNS_ALONE)
         for i, level in enumerate(self.levels[1:], 1):
             remedy = "only the first level may lack a model; put it there"
             require(
@@ -192,8 +193,8 @@ class CascadeDrafterConfig(DrafterConfig):
         last = len(self.levels) - 1
         remedy = "adds to a chain; drop it, or drafter.levels' strategy=tree of the last level"
         require(self.width(last) == 1 or not self.merge, f"{where}.merge", self.merge, remedy)
-        remedy = "are not drawn as verify=kseq needs; take another rule"
-        require(not (rule is VerifyRule.kseq and any(self.tails)), f"{where}.tails", self.tails, remedy)
+        remedy = f"are not drawn as verify={rule} needs; take another rule"
+        require(not (rule in INDEPENDENT_ONLY and any(self.tails)), f"{where}.tails", self.tails, remedy)
         self.levels[0].check_with(rule, self._first_pipeline(pipeline), f"{where}.levels[0]")
 
     def _check_lengths(self, rule: VerifyRule, pipeline: PipelineName, where: str) -> None:
@@ -202,7 +203,7 @@ class CascadeDrafterConfig(DrafterConfig):
         in_turn = pipeline in (PipelineName.sync, PipelineName.plain)
         alone = not (any(self.tails) or self.merge)
         chains = all(self.width(level) == 1 for level in range(len(self.levels)))
-        drawn = rule is not VerifyRule.kseq or isinstance(self.levels[0], ModelDrafterConfig)
+        drawn = rule not in INDEPENDENT_ONLY or isinstance(self.levels[0], ModelDrafterConfig)
         for good, remedy in (
             (
                 self.placement is LevelsPlacement.together,
@@ -211,7 +212,7 @@ class CascadeDrafterConfig(DrafterConfig):
             (in_turn, "needs levels and target to work in turn, to measure what each takes; use pipeline=sync"),
             (alone, "chooses among levels without tails; drop drafter.tails and drafter.merge"),
             (chains, "chooses among chains; use strategy=chain for the levels above the first"),
-            (drawn, "may pass on a lookup, which is not drawn as verify=kseq needs; take another rule"),
+            (drawn, f"may pass on a lookup, which is not drawn as verify={rule} needs; take another rule"),
         ):
             require(fixed or good, f"{where}.lengths", self.lengths, remedy)
         for i, level in enumerate(self.levels):
@@ -225,7 +226,7 @@ class CascadeDrafterConfig(DrafterConfig):
                 (drafts or (length == 0 and i > 0), "must be at least 1; 0 only behind the first level"),
                 (drafts or fixed, "is the most that drafter.lengths=auto may choose; it must be at least 1"),
                 (drafts or alone, "cannot have tails; drop drafter.tails and drafter.merge"),
-                (drafts or drawn, "passes on a lookup, which is not drawn as verify=kseq needs; take another rule"),
+                (drafts or drawn, f"passes on a lookup, which is not drawn as verify={rule} needs; take another rule"),
             ):
                 require(good, name, length, remedy)
 
@@ -259,7 +260,7 @@ class CascadeDrafterConfig(DrafterConfig):
         return [path for level in self.levels for path in level.translated_models()]
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
-        without = any(self.width(level) > 1 for level in self._reaching()) and rule is not VerifyRule.kseq
+        without = any(self.width(level) > 1 for level in self._reaching()) and rule not in INDEPENDENT_ONLY
         own = {SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT} if without else {SamplingKind.IID}
         return own | (self.first_kinds(rule, pipeline) if self._forwards_first_level() else set())
 

@@ -20,7 +20,7 @@ from actors.policy.estimators import OUTLIER, Ewma, LinearFit
 from actors.protocol.messages import LevelWork, TokenTree
 
 TARGET = -1
-"""In place of a level's number: the target."""
+"""Stands for the target where a level's number is expected."""
 WINDOW = 2
 """Drafts between two choices."""
 _MEMORY = 0.99

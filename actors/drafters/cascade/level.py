@@ -36,6 +36,7 @@ from actors.drafters.config import ModelOptions
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.prefill import prefill
+from actors.options import INDEPENDENT_ONLY
 from actors.protocol.messages import Commit, LevelWork, Proposal, SamplingKind, TokenTree
 from actors.sampling.logits import is_greedy
 from actors.sampling.noise import NoiseStream, noise_key
@@ -45,9 +46,9 @@ from actors.verification.verifier import Verifier, VerifyInput, VerifyResult
 from parallel.runtime.interface import Runner
 from parallel.self_speculation.runner import SelfDraftRunner
 
-_RULES_OF_LEVELS = {"kseq": "rejection", "block": "traversal"}
-"""A level may verify by any exact rule: k-SEQ is not exact for the draws of lookups and of levels, and what a level
-below proposes may branch, where traversal is what block verification is on a chain."""
+_RULES_OF_LEVELS = {"kseq": "rejection", "transport": "rejection", "block": "traversal"}
+"""A level may verify by any exact rule: the first two are not exact for the draws of lookups and of levels, and what a
+level below proposes may branch, where traversal is what block verification is on a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class CascadeDrafter:
         rule = _RULES_OF_LEVELS.get(options.rule, options.rule)
         law_size = None if self._coupled else options.law_size
         reader = TopTokensReader(spec.child_top_k) if spec.child_top_k else None
-        self._independent = options.rule == "kseq"
+        self._independent = options.rule in INDEPENDENT_ONLY
         self._eos_token_ids = tuple(options.eos_token_ids)
         self._verifier = Verifier(runner, rule, options.eos_token_ids, law_size=law_size, top_tokens=reader)
         self._prefill_chunk = options.prefill_chunk
@@ -203,7 +204,7 @@ class CascadeDrafter:
     def width(self, width_chooser: WidthChooser, time_s: float) -> int:
         return 0  # a level drafts chains
 
-    def work(self, width: int = 0) -> Step:
+    def work(self, width: int = 0, num_passes: int = 1) -> Step:
         """Order from the child, or review what it has sent."""
         if not self._child.is_awaited:
             # Wanted are the proposal, the token that the target adds, and one more proposal after them.

@@ -9,6 +9,8 @@ they influence speed only.
 
 from __future__ import annotations
 
+from math import inf
+
 from actors.policy.estimators import Ewma
 
 _MEMORY = 0.8
@@ -16,6 +18,9 @@ _LEAD_MEMORY = 0.95
 _LEAST_PAUSE_S = 1e-6
 SPARE = 5
 """Passes between two records from which on one pass may be put off; of fewer, each brings more than it may cost."""
+
+SHOWN = 4
+"""Previews between two records, at most, where they stream: none is then older than a quarter of a round."""
 
 
 class DraftAheadTiming:
@@ -27,6 +32,9 @@ class DraftAheadTiming:
         self._pass_s = Ewma(_MEMORY)
         self._last_pass = (0.0, 0.0)
         self._lead_s = 0.0  # by how much earlier than before the last pass a preview leaves
+        self._shown_at = -inf
+        self.streams = False
+        """Previews are for any later verdict, so they leave all the time."""
 
     @property
     def interval_s(self) -> float:
@@ -46,13 +54,28 @@ class DraftAheadTiming:
 
     def is_preview_due(self, now: float) -> bool:
         """Whether a preview should leave now: what later passes prepare would arrive too late."""
+        if self.streams:
+            return now >= self._shown_at + self._interval.mean / SHOWN
         if self._answered_at is None:
             return False
         return now > self._answered_at + self._interval.mean - self._pass_s.mean - self._lead_s
 
-    def record_pass(self, started: float, finished: float) -> None:
-        """A pass of draft-ahead ended."""
-        self._pass_s.update(finished - started)
+    def record_preview(self, now: float) -> None:
+        self._shown_at = now
+
+    def num_passes(self, now: float) -> int:
+        """Passes that fit in before a preview is due, at least one: between those the host need not look for a
+        record."""
+        if self._answered_at is None or not self._pass_s.mean:
+            return 1
+        due_at = self._answered_at + self._interval.mean - self._pass_s.mean - self._lead_s
+        if self.streams:
+            due_at = min(due_at, self._shown_at + self._interval.mean / SHOWN)
+        return max(1, int(max(0.0, due_at - now) / self._pass_s.mean))
+
+    def record_pass(self, started: float, finished: float, num_passes: int = 1) -> None:
+        """A step of draft-ahead of so many passes ended."""
+        self._pass_s.update((finished - started) / num_passes)
         self._last_pass = started, finished
 
     def record_arrival(self, now: float) -> None:

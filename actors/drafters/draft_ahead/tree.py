@@ -7,7 +7,7 @@ Sources: PEARL (arXiv 2408.11850), SSD/Saguaro (2603.03251), SwiftSpec (2506.113
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 from actors.protocol.draft_tree import DraftTree
 
@@ -68,6 +68,32 @@ def grow_best(tree: DraftTree, width: int, length: int) -> list[int]:
     return sorted(leaves, key=lambda i: -tree.nodes[i].value)[:width]
 
 
+def num_chained(pipeline: str, tree: DraftTree, chosen: Sequence[int], length: int) -> int:
+    """Passes, at least one, in which the policy of this pipeline would continue the chosen nodes by their likeliest
+    children, whatever these are. `tree` has none, since every value may change its choice."""
+    nodes = tree.nodes
+    if any(nodes[node].children for node in chosen):
+        return 1
+    match pipeline:
+        case "pearl":
+            (node, *others), unfed = chosen, _unfed_offer(tree, 2)
+            depth = nodes[node].depth
+            if others or tree.best_chain(depth)[-1:] != [node] or any(other != node for other in unfed):
+                return 1
+            return max(node.depth for node in nodes if node.offered) + length + 1 - depth
+        case "branches":
+            return length + 1 - max(_num_behind_offer(tree, node) or length for node in chosen)
+    return 1
+
+
+def _num_behind_offer(tree: DraftTree, node: int) -> int:
+    """Nodes from the proposal to this one, itself included; 0 for one of the proposal, whose children are outcomes."""
+    count = 0
+    while not tree.nodes[node].offered:
+        node, count = tree.nodes[node].parent, count + 1
+    return count
+
+
 AHEAD_WORTH = 0.03
 """Accepted tokens that a pass of draft-ahead must be expected to add. A pass worth less wastes energy and, where the
 roles share memory or caches, slows the target: on two cores of one machine a drafter without pauses slows target passes
@@ -87,9 +113,7 @@ def redraft(tree: DraftTree, width: int, depth: int) -> list[int]:
         nodes = [node for node in tree.best_chain(depth - 1) if tree.nodes[node].row < 0][:1]
     else:
         nodes = [node for node in grow_best(tree, width, depth) if tree.nodes[node].depth < depth]
-    # The child of a node is estimated to be as likely as the mean step of the path to the node.
-    gain = sum(math.exp(tree.nodes[node].value * (1 + 1 / tree.nodes[node].depth)) for node in nodes)
-    return nodes if gain > REDRAFT_WORTH else []
+    return nodes if tree.worth(nodes, 1) > REDRAFT_WORTH else []
 
 
 AHEAD = {"pearl": run_ahead, "branches": enumerate_outcomes, "tree": grow_best}

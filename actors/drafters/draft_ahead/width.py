@@ -22,10 +22,12 @@ _STIFFNESS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Rows of a pass of draft-ahead, 0 if there was none; `refreshed`: it also fed committed text again."""
+    """Rows of each pass of a step of draft-ahead, 0 if there was none; `refreshed`: it also fed committed text
+    again."""
 
     num_rows: int = 0
     refreshed: bool = False
+    num_passes: int = 1
 
 
 @dataclass(slots=True)

@@ -87,8 +87,8 @@ class _RequestText:
 class History:
     """Answers of finished requests, at most `capacity` tokens in two generations; the older is dropped as a whole.
 
-    An answer is read once it is drafted from: reading takes microseconds a token, in vain while nothing is drafted. Of
-    what was not read the latest `MOST_UNREAD` tokens are kept, so that the first draft does not wait for long.
+    An answer is read once it is drafted from: reading takes microseconds a token, which is lost if nothing is drafted.
+    Of what was not read the latest `MOST_UNREAD` tokens are kept, so that the first draft does not wait for long.
     """
 
     capacity: int

@@ -15,18 +15,19 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+import torch
 from torch import Tensor
 
 from actors.drafters.config import ModelOptions
 from actors.drafters.draft_ahead.confidence import ConfidenceCalibration
-from actors.drafters.draft_ahead.tree import AHEAD, AHEAD_WORTH, redraft
+from actors.drafters.draft_ahead.tree import AHEAD, AHEAD_WORTH, num_chained, redraft
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.config import PassDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter, node_rows
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, DraftPreview, TokenTree
-from actors.sampling.logits import process_batch, top_children
+from actors.sampling.logits import ChildrenAhead, is_unedited, process_batch, top_children
 from parallel.kv.pass_plan import Span
 from parallel.runtime.interface import Runner
 from parallel.transfers import to_host
@@ -66,6 +67,7 @@ class AheadDrafter(ModelDrafter):
             sends_previews=self,
             drafts_by_pass=self,
         )
+        self._pipeline = pipeline
         self._choose = AHEAD[pipeline]
         self._length = config.num_draft_tokens
         self._width = config.ahead_width
@@ -164,6 +166,7 @@ class AheadDrafter(ModelDrafter):
     def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
         state = self._states[context.request_id]
         self._await_verdict(state, state.tree.places(tree), budget)
+        state.may_extend = len(context.token_ids) < self.runner.longest_text  # also where nothing was prepared
 
     def release(self, request_id: int) -> None:
         del self._states[request_id]
@@ -176,26 +179,42 @@ class AheadDrafter(ModelDrafter):
     def width(self, width_chooser: WidthChooser, time_s: float) -> int:
         busy = [state for state in self._states.values() if state.may_extend]
         outcomes = [state.tree.outcomes() for state in busy]
-        length = max(min(self._length, state.budget) for state in busy)
+        length = max(state.budget for state in busy)
         return width_chooser.width(outcomes, length, time_s, self._width)
 
-    def work(self, width: int = 0) -> Step:
-        """One pass over all requests whose verdict is awaited; an exact one over committed text where rows were
-        dropped."""
+    def work(self, width: int = 0, num_passes: int = 1) -> Step:
+        """One pass over all requests whose verdict is awaited, an exact one over committed text where rows were
+        dropped; or several that continue the same chains, after which the host waits once."""
         busy = [state for state in self._states.values() if state.may_extend]
         width = width or max(1, self._width // len(busy))
         uncalibrated = [state for state in busy if self._lacks_rows(state)]
         if uncalibrated:
             return Step(self._feed_again(uncalibrated, width), refreshed=True)
-        chosen = self._fitting((one, self._choose(one.tree, width, min(self._length, one.budget))) for one in busy)
+        chosen = self._fitting((one, self._choose(one.tree, width, one.budget)) for one in busy)
         self._goes_on(busy, chosen)
+        num_passes = self._num_chained(chosen, num_passes)
         if chosen:
-            self._feed(chosen)
-        return Step(sum(len(nodes) for _, nodes in chosen))
+            self._feed(chosen, num_passes=num_passes)
+        return Step(sum(len(nodes) for _, nodes in chosen), num_passes=num_passes)
+
+    def _num_chained(self, chosen: list[tuple[_AheadState, list[int]]], most: int) -> int:
+        """Passes, at most `most`, in which these nodes and their likeliest children are fed: as many as the policy
+        would make of them for every request, as are worth it, and as have room."""
+        for state, nodes in chosen:
+            tree, context = state.tree, state.context
+            last = len(context.token_ids) + max(tree.nodes[node].depth for node in nodes)
+            room = min((MAX_ROWS_AHEAD - state.num_rows) // len(nodes), self.runner.longest_text - last)
+            length = state.budget
+            wanted = num_chained(self._pipeline, tree, nodes, length) if is_unedited(context.sampling) else 1
+            most = min(most, room, wanted)
+        num_rows = sum(len(nodes) for _, nodes in chosen)
+        while most > 1 and (_worth(chosen, most - 1) < AHEAD_WORTH or not self.runner.can_reserve(most * num_rows)):
+            most -= 1
+        return max(1, most)
 
     def _goes_on(self, busy: list[_AheadState], chosen: list[tuple[_AheadState, list[int]]]) -> None:
         """Draft-ahead goes on with the chosen nodes; with none of them if they are worth too little."""
-        if sum(state.tree.worth(nodes) for state, nodes in chosen) < AHEAD_WORTH:
+        if _worth(chosen) < AHEAD_WORTH:
             chosen.clear()
         going = {state.context.request_id for state, _ in chosen}
         for state in busy:
@@ -226,9 +245,7 @@ class AheadDrafter(ModelDrafter):
         if width is not None and busy:
             num_rows = num_fresh + sum(len(nodes) for _, nodes in on_demand)
             wide = width or max(1, self._width // len(busy))
-            ahead = self._fitting(
-                ((one, self._choose(one.tree, wide, min(self._length, one.budget))) for one in busy), num_rows
-            )
+            ahead = self._fitting(((one, self._choose(one.tree, wide, one.budget)) for one in busy), num_rows)
             self._goes_on(busy, ahead)
         if chosen := [*fresh, *on_demand, *ahead]:
             self._feed(chosen, after_text={state.context.request_id for state, _ in fresh})
@@ -293,9 +310,11 @@ class AheadDrafter(ModelDrafter):
             self._feed(fed, after_text={state.context.request_id for state, _ in fed})
         return num_rows
 
-    def _feed(self, chosen: list[tuple[_AheadState, list[int]]], after_text: Collection[int] = ()) -> None:
+    def _feed(
+        self, chosen: list[tuple[_AheadState, list[int]]], after_text: Collection[int] = (), num_passes: int = 1
+    ) -> None:
         """One pass over nodes; of the requests `after_text` over the uncached text and then the nodes. It is exact if
-        there is text."""
+        there is text. Further passes are over the likeliest children of the nodes, then over theirs."""
         spans, token_ids, expanded = [], [], []
         for state, nodes in chosen:
             request_id, hypotheses = state.context.request_id, state.tree.nodes
@@ -312,25 +331,74 @@ class AheadDrafter(ModelDrafter):
             spans.append(Span(request_id, len(parents), parents if nodes else None, len(nodes) + reads))
             token_ids += [*text, *(hypotheses[node].token for node in nodes)]
             expanded.append((state, [0, *nodes] if reads else nodes))
-        self._expand(self.runner.forward(spans, token_ids, fuzzy=not after_text).logits, expanded)
+        logits = self.runner.forward(spans, token_ids, fuzzy=not after_text).logits
+        if num_passes > 1:
+            self._feed_chains(logits, expanded, num_passes)
+        else:
+            self._expand(logits, expanded)
+
+    def _feed_chains(self, logits: Tensor, fed: list[tuple[_AheadState, list[int]]], num_passes: int) -> None:
+        """Passes over the likeliest children of the nodes that were fed, over theirs, and so on; tokens stay on the
+        device, which the host waits for once."""
+        choices = self._choices(fed, num_passes, logits.device)
+        children, rows = [choices.best(logits, 0, self._fan_out)], list[list[int]]()
+        ends = [(state, [state.tree.nodes[node].row for node in nodes]) for state, nodes in fed]
+        for step in range(1, num_passes):
+            spans = [Span(state.context.request_id, len(above), above, len(above)) for state, above in ends]
+            for i, (state, above) in enumerate(ends):
+                ends[i] = state, [*range(state.num_rows, state.num_rows + len(above))]
+                state.num_rows += len(above)
+            rows.append([row for _, own in ends for row in own])
+            logits = self.runner.forward(spans, children[-1][0][:, 0], fuzzy=True).logits
+            children.append(choices.best(logits, step, self._fan_out))
+        token_ids, log_probs = (torch.cat(parts) for parts in zip(*children, strict=True))
+        found = [values.tolist() for values in to_host([token_ids, log_probs])]
+        nodes: list[tuple[DraftTree, int]] = [(state.tree, node) for state, chosen in fed for node in chosen]
+        each = iter(zip(*found, strict=True))
+        for below in (*rows, [-1] * len(nodes)):
+            self._add_children(nodes, [next(each) for _ in nodes])
+            for place, ((tree, node), row) in enumerate(zip(nodes, below, strict=True)):
+                first = tree.nodes[node].children[:1] if node >= 0 else []
+                nodes[place] = tree, first[0] if first else -1  # -1: a row that continues nothing
+                if first and row >= 0:
+                    tree.nodes[first[0]].row = row
+
+    def _choices(
+        self, fed: list[tuple[_AheadState, list[int]]], num_passes: int, device: torch.device
+    ) -> ChildrenAhead:
+        """How the children of nodes are chosen, and in further passes those of their likeliest."""
+        params = [state.context.sampling for state, nodes in fed for _ in nodes]
+        return ChildrenAhead.of(params, _positions(fed), num_passes, device, draws=self._coupled)
 
     def _expand(self, logits: Tensor, fed: list[tuple[_AheadState, list[int]]]) -> None:
         """Children of every node that was fed; `logits` has one row per node, in order."""
-        batch, params, positions = [], [], []
+        if all(is_unedited(state.context.sampling) for state, _ in fed):
+            ranked = self._choices(fed, 1, logits.device).best(logits, 0, self._fan_out)
+        else:
+            ranked = self._edited_children(logits, fed)
+        self._add(zip(*(values.tolist() for values in to_host(ranked)), strict=True), fed)
+
+    def _edited_children(self, logits: Tensor, fed: list[tuple[_AheadState, list[int]]]) -> tuple[Tensor, Tensor]:
+        """The same where what is chosen depends on the text."""
+        batch, params = [], []
         for state, nodes in fed:
             context, hypotheses = state.context, state.tree.nodes
             token_ids, parents = (node.token for node in hypotheses), (node.parent for node in hypotheses)
             batch.append(node_rows(context, token_ids, parents, nodes))
             params += [self._drawing_params(context.sampling)] * len(nodes)
-            positions += [len(context.token_ids) + hypotheses[node].depth for node in nodes]
         scores = process_batch(logits, batch, self._options.eos_token_ids)
-        ranked = top_children(scores, params, positions, self._fan_out, given_noise=True)
-        self._add(zip(*(values.tolist() for values in to_host(ranked)), strict=True), fed)
+        return top_children(scores, params, _positions(fed), self._fan_out, given_noise=True)
 
     def _add(self, children: Iterable[tuple[list[int], list[float]]], fed: list[tuple[_AheadState, list[int]]]) -> None:
         """The children of every node that was fed, (token ids, log-probabilities) best first."""
-        places = ((state.tree, node) for state, nodes in fed for node in nodes)
-        for (tree, node), (token_ids, log_probs) in zip(places, children, strict=True):
+        self._add_children([(state.tree, node) for state, nodes in fed for node in nodes], children)
+
+    def _add_children(
+        self, nodes: Sequence[tuple[DraftTree, int]], children: Iterable[tuple[list[int], list[float]]]
+    ) -> None:
+        for (tree, node), (token_ids, log_probs) in zip(nodes, children, strict=True):
+            if node < 0:
+                continue
             # a row below the longest path that the runner has logits for: it holds -inf, and all that follows is NaN
             is_silent = not log_probs[0] > -math.inf
             tree.expand(node, *(((), ()) if is_silent else (token_ids, self._confidence.adjust(log_probs))))
@@ -340,7 +408,7 @@ class AheadDrafter(ModelDrafter):
         state = self._states[context.request_id]
         tree = state.tree
         nodes = tree.best_nodes(budget) if self._proposes_tree else tree.best_chain(budget)
-        self._await_verdict(state, nodes, budget)
+        self._await_verdict(state, nodes, min(budget, self._length))
         offered = tree.proposal(nodes)
         return Draft(offered) if self._coupled else Draft.chosen(offered)
 
@@ -348,3 +416,13 @@ class AheadDrafter(ModelDrafter):
         """These nodes go to the target: draft-ahead may begin."""
         state.tree.offer(nodes)
         state.may_extend, state.budget = state.tree.root.expanded, budget
+
+
+def _worth(chosen: list[tuple[_AheadState, list[int]]], further: int = 0) -> float:
+    """Accepted tokens that a pass over these nodes is expected to add, or that after so many `further` ones."""
+    return sum(state.tree.worth(nodes, further) for state, nodes in chosen)
+
+
+def _positions(fed: list[tuple[_AheadState, list[int]]]) -> list[int]:
+    """Index in the text of the children of every node."""
+    return [len(state.context.token_ids) + state.tree.nodes[node].depth for state, nodes in fed for node in nodes]

@@ -16,6 +16,7 @@ from actors.options import (
     CHECKPOINT,
     DEVICES,
     DTYPES,
+    INDEPENDENT_ONLY,
     KV_DTYPES,
     MAX_RANKS,
     WEIGHTS,
@@ -98,6 +99,9 @@ class DraftRows(StrEnum):
 DRAWN = (Strategy.chain, Strategy.tree, Strategy.beam)
 """Shapes whose tokens are drawn at random where a ratio rule verifies; of the others the likeliest tokens are taken."""
 
+BRANCHING = (Strategy.tree, Strategy.beam, Strategy.best_first, Strategy.dynamic)
+"""Shapes in which the root has several children."""
+
 
 class LengthRule(StrEnum):
     """When a chain ends before it has the ordered tokens."""
@@ -134,7 +138,8 @@ class PassDrafterConfig(PlacedDrafterConfig):
     by `job=tree`."""
     draws: Draws = Draws.auto
     """A ratio rule, strategy=chain, tree or beam: whether the children of a node are drawn independently (SpecInfer,
-    MCSD, SpecTr) or without_replacement (RSD); auto: without replacement, for verify=kseq independently."""
+    MCSD, SpecTr) or without_replacement (RSD); auto: without replacement, for verify=kseq and
+    transport independently."""
     min_gain: Annotated[float, Range(0, zero="off")] = 0.0
     """strategy=best_first: accepted tokens that a level must be expected to add for another to be grown (OPT-Tree)."""
     merge_ngram: Annotated[int, Range(0, zero="off")] = 0
@@ -283,7 +288,7 @@ class PassDrafterConfig(PlacedDrafterConfig):
 
     def draw_kind(self, rule: str) -> SamplingKind:
         """How children are drawn at random for a ratio rule."""
-        by_rule = self.draws is Draws.auto and self.strategy is not Strategy.beam and rule == VerifyRule.kseq
+        by_rule = self.draws is Draws.auto and self.strategy is not Strategy.beam and rule in INDEPENDENT_ONLY
         is_independent = by_rule or self.draws is Draws.independent
         return SamplingKind.IID if is_independent else SamplingKind.WITHOUT_REPLACEMENT
 
@@ -296,6 +301,9 @@ class PassDrafterConfig(PlacedDrafterConfig):
     @property
     def is_chain(self) -> bool:
         return self.strategy is Strategy.chain
+
+
+LEARNS_ALONE = "learns as a drafter of its own, or with drafter=routed, only; drop it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +334,6 @@ class LearningDrafterConfig(PassDrafterConfig):
         if not self.online:
             return
         field = f"{where}.online"
-        require(where == "drafter", field, True, "learns as a drafter of its own only; drop it")
         remedy = "needs a rank that idles while the target works; use drafter.placement=separate"
         require(self.placement is not Placement.attached, field, True, remedy)
         require(self.weights != "packed", field, True, f"changes the weights; drop {where}.weights=packed")
@@ -363,10 +370,13 @@ class ModelDrafterConfig(LearningDrafterConfig):
     ranks: Annotated[int, Range(1, cap=MAX_RANKS, remedy="for none write drafter=none")] = 1
     """Ranks that share the draft model."""
     kv_dtype: Annotated[str, OneOf(KV_DTYPES)] = "auto"
-    """In which keys and values are kept, as `target.kv_dtype`."""
+    """Type of stored keys and values, with the choices of `target.kv_dtype`."""
     mask_steps: Annotated[int, Range(0, cap=64, zero="the checkpoint's")] = 0
     """Passes in which a draft model that fills masks fills those of a draft (`job.recipe=specdiff`, pard); 0 = as its
     config.json says, which is 1 without `pard_steps`."""
+    mask_drafts: Annotated[int, Range(1, cap=64)] = 1
+    """Drafts that such a model makes side by side, each behind another of its likeliest first tokens, in each pass but
+    the first: for strategy=tree, beam, best_first or dynamic, whose branches at the root then have a draft each."""
     num_threads: Annotated[int, Range(0, zero="one for every core of a rank")] = 0
     """CPU: threads of a rank, at most; 0 = one for every core that it has."""
     parallel: Parallel = Parallel.single
@@ -427,6 +437,10 @@ class ModelDrafterConfig(LearningDrafterConfig):
         require(not (spells and self.vocabulary), f"{where}.vocabulary", self.vocabulary, remedy)
         size, remedy = self.vocabulary_size, f"counts tokens of a list; add {where}.vocabulary=FILE or drop it"
         require(bool(self.vocabulary) or not size, f"{where}.vocabulary_size", size, remedy)
+        drafts, remedy = self.mask_drafts, f"differ from the second pass on; use {where}.mask_steps=2 or more"
+        require(drafts == 1 or self.mask_steps != 1, f"{where}.mask_drafts", drafts, remedy)
+        remedy = f"are branches of a tree; use {where}.strategy=tree, beam, best_first or dynamic, or drop it"
+        require(drafts == 1 or self.strategy in BRANCHING, f"{where}.mask_drafts", drafts, remedy)
         self._check_layers(where)
         remedy = "runs a prefix of the layers one by one; drop it or use drafter.parallel=single or tensor"
         require(self.parallel is not Parallel.layer or not self.prefixes, f"{where}.prefixes", self.prefixes, remedy)

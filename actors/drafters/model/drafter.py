@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from actors.drafters.config import ModelOptions
+from actors.drafters.draft_ahead.width import Step
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
 from actors.drafters.model.calibration import CalibrationSchedule
@@ -68,12 +69,29 @@ class _Rows:
         return self.of_node[node] if node in self.of_node else self.shared[node]
 
 
+@dataclass(slots=True, eq=False)
+class _Growing:
+    """A draft that is being made: its tree up to `level`, and the nodes of that level to feed next. At level 0 the text
+    is fed."""
+
+    context: Context
+    budget: int
+    tree: GrowingTree
+    frontier: list[int] = field(default_factory=lambda: [0])
+    level: int = 0
+    distributions: dict[int, SparseDistribution] = field(default_factory=dict)
+    predicted: list[float] = field(default_factory=list)
+
+    @classmethod
+    def begun(cls, context: Context, budget: int) -> _Growing:
+        return cls(context, budget, GrowingTree(context.token_ids[-1]))
+
+
 class ModelDrafter:
     """Drafts with `runner`; the verification rule decides how tokens are drawn."""
 
     def __init__(self, runner: Runner, config: PassDrafterConfig, options: ModelOptions) -> None:
         self.runner = runner
-        self.capabilities = Capabilities(runner.config.vocab_size, prefills=self, truncates=self)
         self._options = options
         self._coupled = options.rule == "coupled"
         self._kind = config.draw_kind(options.rule)
@@ -89,6 +107,7 @@ class ModelDrafter:
         self._growth = self._make_growth(config)
         self._chain_rule = _chain_rule(config)
         self._rows: dict[int, _Rows] = {}
+        self._growing: dict[int, _Growing] = {}  # drafts that are made pass by pass
         self._shares_rows = not (
             isinstance(config, LearningDrafterConfig) and config.online
         )  # rows of older weights are not found
@@ -98,6 +117,11 @@ class ModelDrafter:
         """Draft tokens that were fed, in all."""
         self.num_merged_nodes = 0
         """Draft tokens that were not, since another was fed in their place."""
+        # trees that compete for one budget are begun together, and draws of ratio rules are equally deep
+        by_pass = self if self._coupled and not self._is_dynamic else None
+        self.capabilities = Capabilities(
+            runner.config.vocab_size, prefills=self, truncates=self, drafts_by_pass=by_pass
+        )
 
     def end_chains_by(self, rule: ChainRule) -> None:
         """Let this rule decide in place of the configured one."""
@@ -115,13 +139,17 @@ class ModelDrafter:
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         drafts = {context.request_id: Draft.nothing(context) for context in contexts}
-        able = self._with_room(contexts, budgets)
+        made = [self._growing.pop(one.request_id) for one in contexts if one.request_id in self._growing]
+        drafts |= self._finished(made)
+        begun = [one.context for one in made]
+        orders = [order for order in zip(contexts, budgets, strict=True) if order[0] not in begun]
+        able = self._with_room([context for context, _ in orders], [budget for _, budget in orders])
         for context, _ in able:
             self._prefill(context, leave=self._options.prefill_chunk)
         if able:
             grow = self._chains if self._keeps_tokens_on_device(able) else self._trees
             drafts |= grow([context for context, _ in able], [budget for _, budget in able])
-        for context, _ in able:
+        for context in (*begun, *[context for context, _ in able]):
             self._rows[context.request_id].depth = max(drafts[context.request_id].tree.depths())
         return [drafts[context.request_id] for context in contexts]
 
@@ -148,6 +176,7 @@ class ModelDrafter:
 
     def release(self, request_id: int) -> None:
         self._rows.pop(request_id, None)
+        self._growing.pop(request_id, None)
         self._calibration.release(request_id)
         if self._chain_rule is not None:
             self._chain_rule.release(request_id)
@@ -185,6 +214,31 @@ class ModelDrafter:
         if group.size > 1:
             self._price_share = float(group.broadcast(torch.tensor([self._price.share], device=device))[0])
 
+    # --- drafts that are made pass by pass ----------------------------------------------------------------------------
+
+    def begin(self, contexts: Sequence[Context], budgets: Sequence[int]) -> None:
+        for context, budget in self._with_room(contexts, budgets):
+            self._prefill(context, leave=self._options.prefill_chunk)
+            self._growing[context.request_id] = _Growing.begun(context, budget)
+
+    def is_drafting(self, request_id: int) -> bool:
+        return request_id in self._growing and bool(self._growing[request_id].frontier)
+
+    def advance(self, width: int | None) -> Step:
+        drafts, num_rows = list[_Growing](), 0
+        for one in [one for one in self._growing.values() if one.frontier]:
+            request_id, needed = one.context.request_id, len(one.frontier)
+            if not one.level:
+                needed = len(one.context.token_ids) - self.runner.cached_len(request_id)
+            if self.runner.can_reserve(num_rows + needed):
+                drafts.append(one)
+                num_rows += needed
+            else:
+                one.frontier = []  # its draft ends here
+        if drafts:
+            self._grow(drafts, self._feed_frontiers(drafts))
+        return Step(0)
+
     # --- committed text -----------------------------------------------------------------------------------------------
 
     def _with_room(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[tuple[Context, int]]:
@@ -207,13 +261,14 @@ class ModelDrafter:
 
     def _feed_suffixes(self, contexts: Sequence[Context]) -> PassOutput:
         """Feeds what is uncached; logits [B, V] at the root of every context."""
-        spans, token_ids = [], []
-        for context in contexts:
-            suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
-            spans.append(Span(context.request_id, len(suffix)))
-            token_ids += suffix
-            self._rows[context.request_id] = _Rows(len(suffix), {0: len(suffix) - 1})
-        return self.runner.forward(spans, token_ids)
+        fed = [self._suffix(context) for context in contexts]
+        return self.runner.forward([span for span, _ in fed], [token for _, tokens in fed for token in tokens])
+
+    def _suffix(self, context: Context) -> tuple[Span, list[int]]:
+        """The rows of the text that is uncached, and its tokens; a draft begins with them."""
+        tokens = context.token_ids[self.runner.cached_len(context.request_id) :]
+        self._rows[context.request_id] = _Rows(len(tokens), {0: len(tokens) - 1})
+        return Span(context.request_id, len(tokens)), tokens
 
     # --- chains: tokens stay on the device ----------------------------------------------------------------------------
 
@@ -260,133 +315,133 @@ class ModelDrafter:
     def _trees(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
         if self._is_dynamic:
             self._agree_on_price()
-        output = self._feed_suffixes(contexts)
+        drafts = [_Growing.begun(*order) for order in zip(contexts, budgets, strict=True)]
+        output = self._feed_frontiers(drafts)
         self._price.draft_started()
-        trees = [GrowingTree(context.token_ids[-1]) for context in contexts]
-        distributions: list[dict[int, SparseDistribution]] = [{} for _ in contexts]
-        frontier = [[0] for _ in contexts]
-        predicted: list[list[float]] = [[] for _ in contexts]
-        for level in range(self._growth.depth):
-            offered = self._draw_candidates(contexts, trees, frontier, output.logits, level, distributions)
-            if self._chain_rule is not None and (seen := _seen_before_drawing(self._chain_rule, output)) is not None:
-                for nodes, along in zip(frontier, predicted, strict=True):
-                    along += [next(seen) for _ in nodes]
-            frontier = self._growth.extend_all(trees, offered, budgets)
-            if self._chain_rule is not None:
-                frontier = self._chains_to_extend(self._chain_rule, contexts, trees, predicted, frontier)
-            if not any(frontier):
-                break
-            output = self._feed_level(contexts, trees, frontier)
+        self._grow(drafts, output)
+        while any(one.frontier for one in drafts):
+            output = self._feed_frontiers(drafts)
             self._price.pass_done()
-        grown = self._growth.finish_all(trees, budgets)
+            self._grow(drafts, output)
+        return self._finished(drafts)
+
+    def _grow(self, drafts: list[_Growing], output: PassOutput) -> None:
+        """Add a level to each, by the logits at its frontier."""
+        offered = self._draw_candidates(drafts, output.logits)
+        if self._chain_rule is not None and (seen := _seen_before_drawing(self._chain_rule, output)) is not None:
+            for one in drafts:
+                one.predicted += [next(seen) for _ in one.frontier]
+        trees, budgets = [one.tree for one in drafts], [one.budget for one in drafts]
+        frontiers = self._growth.extend_all(trees, offered, budgets)
+        if self._chain_rule is not None:
+            frontiers = self._chains_to_extend(self._chain_rule, drafts, frontiers)
+        for one, frontier in zip(drafts, frontiers, strict=True):
+            one.frontier, one.level = frontier, one.level + 1
+
+    def _finished(self, drafts: list[_Growing]) -> dict[int, Draft]:
+        grown = self._growth.finish_all([one.tree for one in drafts], [one.budget for one in drafts])
         return {
-            context.request_id: self._finish(context, distribution, *tree)
-            for context, distribution, tree in zip(contexts, distributions, grown, strict=True)
+            one.context.request_id: self._finish(one.context, one.distributions, *tree)
+            for one, tree in zip(drafts, grown, strict=True)
         }
 
-    def _chains_to_extend(
-        self,
-        rule: ChainRule,
-        contexts: list[Context],
-        trees: list[GrowingTree],
-        predicted: list[list[float]],
-        frontier: list[list[int]],
-    ) -> list[list[int]]:
-        """The frontier without those of chains that end here; the last token of a chain stays."""
+    def _chains_to_extend(self, rule: ChainRule, drafts: list[_Growing], frontiers: list[list[int]]) -> list[list[int]]:
+        """The frontiers without those of chains that end here; the last token of a chain stays."""
         chains = [
-            along[: len(tree.values) - 1] or [after - before for before, after in pairwise(tree.values)]
-            for tree, along in zip(trees, predicted, strict=True)
+            one.predicted[: len(one.tree.values) - 1] or [after - before for before, after in pairwise(one.tree.values)]
+            for one in drafts
         ]
         goes_on = [
-            bool(chain) and rule.continues(context.request_id, context.step, chain)  # empty: no token can follow
-            for context, chain in zip(contexts, chains, strict=True)
+            bool(chain)
+            and rule.continues(one.context.request_id, one.context.step, chain)  # empty: no token can follow
+            for one, chain in zip(drafts, chains, strict=True)
         ]
-        return [nodes if longer else [] for nodes, longer in zip(frontier, goes_on, strict=True)]
+        return [nodes if longer else [] for nodes, longer in zip(frontiers, goes_on, strict=True)]
 
-    def _feed_level(self, contexts: list[Context], trees: list[GrowingTree], frontier: list[list[int]]) -> PassOutput:
-        """Feeds a level; logits [n, V] at all frontier nodes; those of merged nodes are their leader's."""
-        spans, token_ids, wanted = [], [], []
-        for context, tree, nodes in zip(contexts, trees, frontier, strict=True):
-            if not nodes:
+    def _feed_frontiers(self, drafts: Sequence[_Growing]) -> PassOutput:
+        """One pass over the frontiers; logits [n, V] at all their nodes; those of merged nodes are their leader's. It
+        is exact if there is text."""
+        spans, token_ids, wanted, num_rows, num_text = list[Span](), list[int](), list[int](), 0, 0
+        for one in drafts:
+            if not one.frontier:
                 continue
-            rows = self._rows[context.request_id]
-            leader = leaders(tree, nodes, self._merge_ngram)
-            fed = [node for node in nodes if leader[node] == node]
-            parents = [rows.of(tree.parents[node]) for node in fed]
-            first = rows.num_suffix + len(rows.of_node) - 1
-            start, place = len(token_ids), {node: i for i, node in enumerate(fed)}
-            rows.of_node |= {node: first + i for node, i in place.items()}
-            rows.shared |= {node: rows.of_node[leader[node]] for node in nodes if leader[node] != node}
-            wanted += [start + place[leader[node]] for node in nodes]
-            spans.append(Span(context.request_id, len(fed), parents, len(fed)))
-            token_ids += [tree.token_ids[node] for node in fed]
-        self.num_fed_nodes += len(token_ids)
-        self.num_merged_nodes += len(wanted) - len(token_ids)
-        output = self.runner.forward(spans, token_ids, fuzzy=True)
-        if len(wanted) == len(token_ids):
+            span, fed, places = self._level(one) if one.level else (*self._suffix(one.context), [0])
+            wanted += [num_rows + place for place in places]
+            spans.append(span)
+            token_ids += fed
+            num_rows += span.num_logits
+            num_text += 0 if one.level else len(fed)
+        self.num_fed_nodes += len(token_ids) - num_text
+        self.num_merged_nodes += len(wanted) - num_rows
+        output = self.runner.forward(spans, token_ids, fuzzy=not num_text)
+        if len(wanted) == num_rows:
             return output
         return replace(output, logits=output.logits[upload(wanted, output.logits.device)])
 
-    def _draw_candidates(
-        self,
-        contexts: list[Context],
-        trees: list[GrowingTree],
-        frontier: list[list[int]],
-        logits: Tensor,
-        level: int,
-        distributions: list[dict[int, SparseDistribution]],
-    ) -> list[list[Candidate]]:
+    def _level(self, draft: _Growing) -> tuple[Span, list[int], list[int]]:
+        """The rows of a frontier, their tokens, and which of them has the logits of each node."""
+        rows, tree, nodes = self._rows[draft.context.request_id], draft.tree, draft.frontier
+        leader = leaders(tree, nodes, self._merge_ngram)
+        fed = [node for node in nodes if leader[node] == node]
+        parents = [rows.of(tree.parents[node]) for node in fed]
+        first = rows.num_suffix + len(rows.of_node) - 1
+        place = {node: i for i, node in enumerate(fed)}
+        rows.of_node |= {node: first + i for node, i in place.items()}
+        rows.shared |= {node: rows.of_node[leader[node]] for node in nodes if leader[node] != node}
+        span = Span(draft.context.request_id, len(fed), parents, len(fed))
+        return span, [tree.token_ids[node] for node in fed], [place[leader[node]] for node in nodes]
+
+    def _draw_candidates(self, drafts: list[_Growing], logits: Tensor) -> list[list[Candidate]]:
         """Children for every frontier node, in the order they were drawn. Fills `distributions` for nodes drawn at
         random."""
-        batch = [
-            node_rows(context, tree.token_ids, tree.parents, nodes)
-            for context, tree, nodes in zip(contexts, trees, frontier, strict=True)
-        ]
+        batch = [node_rows(one.context, one.tree.token_ids, one.tree.parents, one.frontier) for one in drafts]
         scores = process_batch(logits, batch, self._options.eos_token_ids)
-        width = min(self._growth.width(level), scores.shape[-1])
-        positions, params, drawing = [], [], []
-        for context, nodes in zip(contexts, frontier, strict=True):  # the nodes of a level are equally deep
-            positions += [len(context.token_ids) + level] * len(nodes)
-            params += [context.sampling] * len(nodes)
-            drawing += [self._drawing_params(context.sampling)] * len(nodes)
-        places = [(i, node) for i, nodes in enumerate(frontier) for node in nodes]
+        positions, params, drawing, widths = [], [], [], list[int]()
+        for one in drafts:
+            size = len(one.frontier)  # equally deep nodes
+            positions += [len(one.context.token_ids) + one.level] * size
+            params += [one.context.sampling] * size
+            drawing += [self._drawing_params(one.context.sampling)] * size
+            widths.append(min(self._growth.width(one.level), scores.shape[-1]) if size else 0)
+        places = [(i, node) for i, one in enumerate(drafts) for node in one.frontier]
         sampled = [row for row, one in enumerate(params) if self._samples(one)]
         ranked: Iterable[tuple[list[int], list[float]]] = [([], [])] * len(params)
         if len(sampled) < len(params):
-            likeliest = top_children(scores, drawing, positions, width, given_noise=self._ranks_given_noise)
+            likeliest = top_children(scores, drawing, positions, max(widths), given_noise=self._ranks_given_noise)
             ranked = zip(*(values.tolist() for values in to_host(likeliest)), strict=True)
-        drawn = dict(zip(sampled, self._draw(scores, contexts, trees, places, sampled, width), strict=True))
-        offered: list[list[Candidate]] = [[] for _ in contexts]
+        drawn = dict(zip(sampled, self._draw(scores, drafts, places, sampled, max(widths)), strict=True))
+        offered: list[list[Candidate]] = [[] for _ in drafts]
         for row, ((i, node), (token_ids, log_probs)) in enumerate(zip(places, ranked, strict=True)):
             if row in drawn:
                 children = drawn[row]
                 if children.token_ids:
-                    distributions[i][node] = children.distribution
+                    drafts[i].distributions[node] = children.distribution
                 fields = zip(children.token_ids, children.log_probs, children.scores, strict=True)
                 offered[i] += [Candidate(node, *child) for child in fields]
             else:
-                path, pairs = trees[i].values[node], zip(token_ids, log_probs, strict=True)
+                path, pairs = drafts[i].tree.values[node], zip(token_ids, log_probs, strict=True)
                 offered[i] += [
-                    Candidate(node, token, value, path + value) for token, value in pairs if value > -torch.inf
+                    Candidate(node, token, value, path + value)
+                    for token, value in islice(pairs, widths[i])
+                    if value > -torch.inf
                 ]
         return offered
 
     def _draw(
         self,
         scores: Tensor,
-        contexts: list[Context],
-        trees: list[GrowingTree],
+        drafts: list[_Growing],
         places: list[tuple[int, int]],
         rows: list[int],
         width: int,
     ) -> list[DrawnChildren]:
-        """Children drawn at random for these rows of `scores`; row r is at node `places[r][1]` of a context's tree."""
+        """Children drawn at random for these rows of `scores`; row r is at node `places[r][1]` of a draft's tree."""
         if not rows:
             return []
-        at, nodes = [contexts[places[row][0]] for row in rows], [places[row][1] for row in rows]
+        at, nodes = [drafts[places[row][0]].context for row in rows], [places[row][1] for row in rows]
         keys = [one.sampling for one in at], [context.step for context in at], nodes
         if self._is_beam:
-            parents = [trees[places[row][0]] for row in rows]
+            parents = [drafts[places[row][0]].tree for row in rows]
             values = [(tree.values[node], tree.scores[node]) for tree, node in zip(parents, nodes, strict=True)]
             return draw_beam(scores[upload(rows, scores.device)], *keys, width, self._options.law_size, values)
         draw = draw_iid if self._kind is SamplingKind.IID else draw_without_replacement

@@ -37,7 +37,8 @@ class TreeFields(TypedDict):
 
 
 def best_trees(acceptance: Sequence[float], num_nodes: int, depth: int) -> list[Shape]:
-    """For 1 to `num_nodes` draft tokens: the tree of at most `depth` levels whose accepted path is longest on average.
+    """One tree for each number of draft tokens from 1 to `num_nodes`: of those with at most `depth` levels, the tree
+    whose accepted path is longest on average.
 
     `acceptance[r]` is the probability that the child of rank r is the accepted one of its siblings, given that their
     parent is accepted; a node has at most as many children as there are ranks. A subtree of m nodes and l levels has

@@ -128,7 +128,7 @@ def open_draft_model(
     facts |= captured_facts(runner, graphs, choices=partial(_sampled_chains, runner.decoder.device))
     facts["pass_bytes"] = runner.decoder.pass_bytes()
     is_whole = layout is None and not config.prefixes
-    reads_text = filling_masks(runner, config.path, config.mask_steps) if is_whole else runner
+    reads_text = filling_masks(runner, config.path, config.mask_steps, config.mask_drafts) if is_whole else runner
     if isinstance(reads_text, PardRunner):
         facts["passes_per_draft"] = reads_text.num_steps
     runner = _translated(reads_text, config, head)

@@ -19,7 +19,7 @@ LONG_WAIT = 10.0
 FITS = 0.6
 """Share of the time to the expected record that a step may take: rounds differ in length."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-4, 0.5
-"""Between two looks at whether a step may begin."""
+"""Seconds between two checks of whether a step may begin."""
 
 
 class IdleTime:

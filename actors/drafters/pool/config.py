@@ -10,13 +10,13 @@ from typing import Annotated
 
 from actors.drafters.config import DrafterConfig, PathResolver
 from actors.options import PipelineName, VerifyRule
-from actors.protocol.leases import MOST_DRAFT_TOKENS
+from actors.protocol.leases import MOST_DRAFT_TOKENS, MOST_SEATS
 from parallel.ranges import Range, require
 
 
 @dataclass(frozen=True, slots=True)
 class PoolDrafterConfig(DrafterConfig):
-    """A draft pool that other engines use too (`job=pool`), or several, of which one at a time drafts."""
+    """A draft pool that other engines use too (`job=pool`), or several, of which one or some at a time draft."""
 
     name: str = "pool"
     pools: list[str] = field(default_factory=list)
@@ -27,12 +27,17 @@ class PoolDrafterConfig(DrafterConfig):
     own."""
     num_draft_tokens: Annotated[int, Range(1, MOST_DRAFT_TOKENS, remedy="for none write drafter=none")] = 5
     """Draft tokens a round, at most."""
+    at_once: Annotated[int, Range(1, MOST_SEATS)] = 1
+    """Pools that draft at a time, each for a part of the requests: those go to the pools whose drafts bring most. Each
+    has the pools of its own that come `at_once` places later in the list to take over."""
 
     def check_fields(self, where: str) -> None:
         require(bool(self.pools), f"{where}.pools", "[]", "give the address of a pool, as [tcp://HOST:PORT]")
         for address in self.pools:
             good = address.startswith("tcp://") and address.rpartition(":")[2].isdecimal()
             require(good, f"{where}.pools", address, "is no address; give tcp://HOST:PORT")
+        remedy = "give at most the number of pools"
+        require(self.at_once <= len(self.pools), f"{where}.at_once", self.at_once, remedy)
         remedy = "give the file with the key of each pool, or one for all"
         require(len(self.key_files) in (1, len(self.pools)), f"{where}.key_files", len(self.key_files), remedy)
 
@@ -49,7 +54,10 @@ class PoolDrafterConfig(DrafterConfig):
         return True
 
     @property
-    def places(self) -> list[tuple[str, str]]:
-        """(address, file of its key) of each pool."""
+    def num_seats(self) -> int:
+        return self.at_once
+
+    @property
+    def lenders(self) -> list[tuple[str, str]]:
         files = self.key_files * len(self.pools) if len(self.key_files) == 1 else self.key_files
         return list(zip(self.pools, files, strict=True))

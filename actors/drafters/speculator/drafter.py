@@ -103,7 +103,6 @@ def build_speculator_drafter(
         most = setup.scheduler.max_num_seqs * length
         num_slots = affordable_slots(config.path, setup.group, device, *sizes, most=most, sharing=setup.sharing)
     copied = config.table_bytes(target, setup.group.size, device) if target_runner is None else 0
-    reads_fused = target_runner is None and record.travels_fused
     place = SpeculatorPlace(
         tables,
         setup.group,
@@ -111,10 +110,10 @@ def build_speculator_drafter(
         dtype,
         num_slots,
         weights,
-        num_layers,
-        target_runner,
-        reads_fused,
-        partial(_slots_of_windows, config, setup.scheduler),
+        target_layers=num_layers,
+        target=target_runner,
+        reads_fused=target_runner is None and record.travels_fused,
+        slots_of_windows=partial(_slots_of_windows, config, setup.scheduler),
     )
     runner = open_speculator(config.path, place)
     pace(runner, config.pace_ms)

@@ -143,7 +143,7 @@ def _draws(config: LaunchConfig) -> str:
 def _drafter(drafter: DrafterConfig) -> str:
     """Family, model and shape; of a cascade those of every level, the cheapest first; of a choice those of each."""
     if isinstance(drafter, AutoDrafterConfig):
-        return f"auto of {'; '.join(map(_drafter, drafter.drafters))}"
+        return f"{drafter.name} of {'; '.join(map(_drafter, drafter.drafters))}"
     if not isinstance(drafter, CascadeDrafterConfig):
         model = f" {drafter.path} {drafter.strategy}" if isinstance(drafter, ModelDrafterConfig) else ""
         return drafter.name + model + f", {drafter.num_draft_tokens} draft tokens" * bool(drafter.num_draft_tokens)

@@ -73,7 +73,7 @@ class Cell:
             self.coordinator.on(RoleLost("draft"), clock.now)
 
     def _target_lane(self, fleet: Fleet, drafting: Drafting, text_of: TextOf) -> RoleLane:
-        """With attached drafts both roles are one lane: while one computes, the other waits."""
+        """Makes the target's lane; with attached drafts both roles share it: while one computes, the other waits."""
         time = LaneClock()
         target = ScriptedTarget(text_of, time, fleet.target.passes)
         if drafting is not Drafting.attached:

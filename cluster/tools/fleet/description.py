@@ -140,7 +140,7 @@ class Losses(_FleetPart, frozen=True):
     targets_per_minute: _Rate = 0.0
     recovery_s: _Seconds = 20.0
     detect_s: _Seconds = 1.0
-    """From a loss until the coordinators, or the clients of a lost target, know of it."""
+    """Seconds from a loss until the coordinators, or the clients of a lost target, know of it."""
     outages: list[Outage] = field(default_factory=list)
 
 
@@ -159,7 +159,7 @@ class Fleet(_FleetPart, frozen=True):
     pipeline: Literal["sync", "pearl", "branches", "tree"] = "branches"
     """What drafters on devices of their own do ahead; attached ones draft in turn with their target."""
     adaptive: bool = True
-    """As `pipeline.adaptive`."""
+    """The value of `pipeline.adaptive`."""
     coordinator_ms: _Ms = 0.0
     seed: int = 0
 

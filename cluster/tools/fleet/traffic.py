@@ -61,11 +61,11 @@ class ClientCounts:
     """Requests without a token at the end."""
     num_moves: int = 0
     num_far_moves: int = 0
-    """To another region."""
+    """Moves to another region."""
     speeds: list[float] = field(default_factory=list)
     """Tokens per second of a stream after its first token."""
     waits_s: list[float] = field(default_factory=list)
-    """From the arrival to the first token."""
+    """Seconds from the arrival to the first token."""
 
     @property
     def median_speed(self) -> float:
@@ -204,7 +204,7 @@ class Traffic:
                 served.speeds.append((len(stream.tokens) - 1) / (now - stream.first_at))
 
     def _compare(self, stream: Stream) -> None:
-        """With the text, which is what plain decoding writes."""
+        """Counts tokens that differ from the text, which is what plain decoding writes."""
         token = self.text_of(stream.number).token
         written = map(token, range(stream.num_prompt, stream.num_prompt + len(stream.tokens)))
         self.served.num_different += sum(one != other for one, other in zip(stream.tokens, written, strict=True))

@@ -58,9 +58,15 @@ class _DraftEntry(_ShapeEntry, kw_only=True, rename={"passes": "pass_ms", "exact
     beside: bool | None = None
 
     def cost(self) -> DraftCost:
-        exact = None if self.exact is None else _passes(self.exact, self.context_ms)
-        place = self.cores, self.beside, self.target_ranks
-        return DraftCost(self.shape(), _passes(self.passes, self.context_ms), exact, _several(self.acceptance), *place)
+        return DraftCost(
+            self.shape(),
+            _passes(self.passes, self.context_ms),
+            exact=None if self.exact is None else _passes(self.exact, self.context_ms),
+            acceptance=_several(self.acceptance),
+            cores=self.cores,
+            beside=self.beside,
+            target_ranks=self.target_ranks,
+        )
 
 
 class _TargetEntry(_Entry, kw_only=True, rename={"passes": "pass_ms", "shape": "with"}):
@@ -90,8 +96,15 @@ class _CostFile(_Entry):
         target, drafter = tuple(one.cost() for one in self.target), tuple(one.cost() for one in self.drafter)
         devices = self.devices or max([*(cost.ranks for cost in target), *(cost.shape.ranks for cost in drafter)])
         ranked = tuple(self.runners_up) if isinstance(self.runners_up, list) else power_law(self.runners_up)
-        exchange = self.link_ms / 1e3, self.coordinator_ms / 1e3
-        return PassCosts(devices, target, drafter, *exchange, _several(self.acceptance), ranked)
+        return PassCosts(
+            devices,
+            target,
+            drafter,
+            link_s=self.link_ms / 1e3,
+            coordinator_s=self.coordinator_ms / 1e3,
+            acceptance=_several(self.acceptance),
+            runners_up=ranked,
+        )
 
 
 def read_costs(path: Path) -> PassCosts:

@@ -44,7 +44,7 @@ class DraftCost:
     exact: PassCost | None = None
     """Passes over committed text, where they differ from the others: layer-parallel ones calibrate the KV."""
     acceptance: tuple[float, ...] = ()
-    """By distance from the committed text; empty: that of the cluster."""
+    """Acceptance by distance from the committed text; empty: that of the cluster."""
     cores: int = 0
     beside: bool | None = None
     target_ranks: int = 0

@@ -55,7 +55,7 @@ class Fidelity:
     """Sizes of its hyper-layers."""
     calibration: str
     acceptance: tuple[float, ...]
-    """By distance from the committed text, given that all draft tokens before were accepted."""
+    """Acceptance by distance from the committed text, given that all draft tokens before were accepted."""
     acceptance_length: float
     length_kept: float
     """Acceptance length over that of exact drafting, the bonus token included."""
@@ -79,7 +79,7 @@ def engine_sizes(num_layers: int, width: int) -> list[int]:
 
 
 def full_sizes(num_layers: int, width: int) -> list[int]:
-    """Like `engine_sizes`, but with as many hyper-layers of exactly `width` as fit, where the engine evens them out."""
+    """Sizes of hyper-layers, as many of exactly `width` as fit; `engine_sizes` makes them nearly equal instead."""
     sizes = engine_sizes(num_layers, width)
     if max(sizes) >= width:
         return sizes

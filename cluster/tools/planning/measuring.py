@@ -209,9 +209,17 @@ def derive_costs(measured: Sequence[PairTimings], num_devices: int, hop_s: float
             exact = pass_cost([each for each in passes if not each.fuzzy])
             passes = [each for each in passes if each.fuzzy]
             own = acceptance[pair.shape.partition]
-        place = cores.draft, pair.overlaps, len(pair.target)
-        drafter.append(DraftCost(pair.shape, pass_cost(passes), exact, own, *place))
-    return PassCosts(num_devices, tuple(target), tuple(drafter), hop_s, 0.0, acceptance[()])
+        cost = DraftCost(
+            pair.shape,
+            pass_cost(passes),
+            exact,
+            acceptance=own,
+            cores=cores.draft,
+            beside=pair.overlaps,
+            target_ranks=len(pair.target),
+        )
+        drafter.append(cost)
+    return PassCosts(num_devices, tuple(target), tuple(drafter), link_s=hop_s, acceptance=acceptance[()])
 
 
 def parts_of(measured: Sequence[PairTimings]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from cluster.tools.simulation import Language, Scenario, simulate
 SHORTEST = 8
 """Tokens of a prompt."""
 NUM_TOKENS = 1200
-"""Per simulated request: one to two per cent of noise in the speed."""
+"""Tokens of a simulated request: one to two per cent of noise in the speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,13 @@ def predict(
     return Prediction(
         layout,
         num_draft_tokens if shape else 0,
-        result.tokens_per_s,
-        1e3 * result.counters["spec_round_s"] / rounds if rounds else result.round_ms,
-        result.mean_acceptance_length or result.tokens_per_pass,
-        result.branch_hit_rate,
-        result.target_busy,
-        result.draft_busy,
-        result.binding,
+        tokens_per_s=result.tokens_per_s,
+        round_ms=1e3 * result.counters["spec_round_s"] / rounds if rounds else result.round_ms,
+        tokens_per_round=result.mean_acceptance_length or result.tokens_per_pass,
+        branch_hit_rate=result.branch_hit_rate,
+        target_busy=result.target_busy,
+        draft_busy=result.draft_busy,
+        binding=result.binding,
     )
 
 

@@ -35,7 +35,7 @@ from cluster.tools.planning.ranks import AlternatingTurns
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
-from parallel.runtime.cuda_graphs import StepChoice
+from parallel.runtime.interface import StepChoice
 from parallel.runtime.profiling import PassClock
 
 
@@ -89,9 +89,9 @@ class ReplayResult:
     """Proposals that reached each position."""
     accepted: list[int] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Under `watch`, seconds of all passes by kind: attention, mlp, communication and rest."""
+    """Seconds of all passes under `watch`, by kind: attention, mlp, communication and rest."""
     blocks: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """Under `watch`, the number of blocks of each kind."""
+    """Number of blocks of each kind under `watch`."""
 
     def add(self, passes: Sequence[TimedPass], clock: PassClock) -> None:
         self.passes += passes

@@ -38,7 +38,7 @@ class VirtualClock:
         heapq.heappush(self._events, (when, kind, next(self._order), call))
 
     def run(self, until: float = math.inf) -> None:
-        """Until no event is left, or the next one is later than that."""
+        """Runs events until none is left, or the next one is later than `until`."""
         while self._events and self._events[0][0] <= until:
             self.now, _, _, call = heapq.heappop(self._events)
             call()

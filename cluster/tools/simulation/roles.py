@@ -6,12 +6,15 @@ choices. The target answers with the text itself.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
+from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.config import ModelOptions
 from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.model.drafter import ModelDrafter
@@ -168,23 +171,15 @@ class ScriptedDrafter(ModelDrafter):
     def _keeps_tokens_on_device(self, able: Any) -> bool:  # noqa: ARG002  there is no device
         return False
 
-    def _draw_candidates(  # the signature of ModelDrafter
-        self,
-        contexts: Any,  # noqa: ARG002
-        trees: Any,  # noqa: ARG002
-        frontier: Any,
-        logits: Any,
-        level: int,
-        distributions: Any,  # noqa: ARG002
-    ) -> list[list[Candidate]]:
-        rows, width = iter(logits), self._growth.width(level)
+    def _draw_candidates(self, drafts: Any, logits: Any) -> list[list[Candidate]]:
+        rows = iter(logits)
         return [
             [
                 Candidate(node, token, log_prob)
-                for node in nodes
-                for token, log_prob in zip(*next(rows).children(width), strict=True)
+                for node in one.frontier
+                for token, log_prob in zip(*next(rows).children(self._growth.width(one.level)), strict=True)
             ]
-            for nodes in frontier
+            for one in drafts
         ]
 
 
@@ -193,6 +188,24 @@ class ScriptedAheadDrafter(ScriptedDrafter, AheadDrafter):
 
     def _expand(self, logits: Iterable[ScriptedRow], fed: Any) -> None:
         self._add((row.children(self._fan_out) for row in logits), fed)
+
+
+class ScriptedLookup(RequestwiseDrafter):
+    """A drafter without passes, each of whose tokens is right with probability `acceptance`."""
+
+    capabilities = Capabilities()
+
+    def __init__(self, text_of: TextOf, acceptance: float) -> None:
+        self._text_of = text_of
+        self._acceptance = acceptance
+
+    def _propose(self, context: Context, budget: int) -> Draft:
+        text, start = self._text_of(context.request_id), len(context.token_ids)
+        draft = []
+        for position in range(start, start + budget):
+            is_right = random.Random(f"{context.request_id} {position}").random() < self._acceptance
+            draft.append(text.token(position) if is_right else text.token(position) + 1)
+        return Draft.chosen(TokenTree.chain(context.token_ids[-1], draft))
 
 
 def draft_role(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Annotated, Any
 
+from actors.coordinator.local_drafts import LocalDrafts
 from actors.coordinator.ports import open_port
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
@@ -40,7 +41,7 @@ from cluster.tools.simulation.clock import (
     split_time,
 )
 from cluster.tools.simulation.language import Language, RequestText, TextSource
-from cluster.tools.simulation.roles import ScriptedRunner, ScriptedTarget, draft_role
+from cluster.tools.simulation.roles import ScriptedLookup, ScriptedRunner, ScriptedTarget, draft_role
 from parallel.pass_cost import PassCost
 from parallel.ranges import OneOf, Range, Section, require
 
@@ -68,9 +69,12 @@ class Scenario(Section):
     exact: PassCost | None = None
     """Exact passes of a layer-parallel draft model, whose other passes cost `draft`; None for other models."""
     adaptive: bool = False
-    """As `pipeline.adaptive`; `drafter.num_draft_tokens` is then the longest draft."""
+    """The value of `pipeline.adaptive`; if true, `drafter.num_draft_tokens` is the longest draft."""
     min_draft_tokens: int = 0
-    """As `pipeline.min_draft_tokens`."""
+    """The value of `pipeline.min_draft_tokens`."""
+    local_acceptance: Annotated[float, Range(0, 1)] = 0.0
+    """Above 0: a lookup beside the coordinator drafts where the drafter's draft is not there, and each token of it is
+    right with this probability."""
 
     def __post_init__(self) -> None:
         self.check("scenario")
@@ -87,6 +91,7 @@ class Scenario(Section):
             self.drafter.num_draft_tokens,
             adaptive=self.adaptive,
             longest_only=self.drafter.chooses_lengths,
+            waits=not self.local_acceptance,
         )
 
     def prompt(self, request_id: int) -> tuple[int, ...]:
@@ -113,12 +118,12 @@ class SimulationResult:
     target_busy: float
     draft_busy: float
     target_wait_ms: float
-    """Per round: milliseconds in which the target did not compute."""
+    """Milliseconds of a round in which the target did not compute."""
     draft_wait_ms: float
     critical: TimeShares
     """The wall time by role."""
     tokens: dict[int, tuple[int, ...]]
-    """Per request, prompt not included."""
+    """Output tokens of each request."""
     counters: dict[str, Any]
     spans: tuple[TimelineSpan, ...]
 
@@ -152,7 +157,13 @@ class _Simulation:
         self._clock = VirtualClock()
         self._target, self._draft = self._target_lane(), self._draft_lane()
         limits = SchedulerConfig(max_num_seqs=scenario.num_requests)
-        drafter = open_port(policy, limits.prefill_chunk, drafts=scenario.pipeline != "plain")
+        local = LocalDrafts("lookup", ScriptedLookup(self._text_of, scenario.local_acceptance))
+        drafter = open_port(
+            policy,
+            limits.prefill_chunk,
+            drafts=scenario.pipeline != "plain",
+            local_drafter=local if scenario.local_acceptance else "none",
+        )
         self._coordinator = Coordinator(Scheduler(limits, Capacity(1 << 40, 1 << 40)), policy, (), drafter)
         self._free_at = 0.0  # when the coordinator has handled every record received so far
         self._tokens: dict[int, list[int]] = {i: [] for i in range(scenario.num_requests)}

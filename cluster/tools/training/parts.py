@@ -23,7 +23,7 @@ class ModelParts:
 
     config: DecoderConfig
     trunk: nn.Module
-    """From tokens to what the head reads: `trunk(input_ids=...)`."""
+    """Computes from tokens what the head reads: `trunk(input_ids=...)`."""
     blocks: nn.Module
     """Holds the blocks as `layers`."""
     embedding: nn.Embedding

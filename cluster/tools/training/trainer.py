@@ -1,7 +1,7 @@
 """The training loop: budget, learning rate, weights changed batch by batch, and a state that survives a kill.
 
-Muon moves the hidden matrices, AdamW embeddings and norms; the forward pass runs in bfloat16 under autocast over
-float32 weights. It must not know where batches come from, nor what is trained.
+Muon moves the hidden matrices, AdamW embeddings and norms; the forward pass runs over float32 weights, in bfloat16
+where the device has instructions for it. It must not know where batches come from, nor what is trained.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import Tensor
 
 from parallel.training.checkpoints import save_whole
+from parallel.training.precision import fast_passes
 from parallel.whole_files import append_text, write_text
 
 STATE = "state.pt"
@@ -311,7 +312,7 @@ def fit(
     with Progress(*columns, transient=True, disable=not is_first) as bar:
         task = bar.add_task(work.name, total=1.0)
         while (progress := ranks.agreed(budget.progress(run.step))) < 1.0:
-            with torch.autocast(device, torch.bfloat16):
+            with fast_passes(device):
                 outcome = step_loss(run.step, progress)
             run.learn(outcome, progress, ranks)
             if not is_first:

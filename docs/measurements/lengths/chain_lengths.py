@@ -65,7 +65,7 @@ def record_drafts(
     *,
     reads_gaps: bool,
 ) -> list[list[tuple[int, tuple[float, ...]]]]:
-    """For each text, drafts after its tokens from the context's last on: tokens of them that the text has, and what a
+    """Drafts after each token of a text from the context's last on: how many of their tokens the text has, and what a
     rule reads. `contexts` grow to the texts; `read_next` lets the target read the roots, after the drafts."""
     recorder = Recorder(reads_gaps=reads_gaps)
     drafter.end_chains_by(recorder)

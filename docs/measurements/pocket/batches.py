@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
+from parallel.training.precision import fast_passes
+
 
 class StreamBatches:
     """Cuts a token stream into sequences, each epoch at another offset and in another order."""
@@ -90,6 +92,6 @@ class DistillationSet:
     @torch.no_grad()
     def _hidden_states(self, rows: torch.Tensor) -> torch.Tensor:
         device = self._teacher.device
-        with torch.autocast(device.type, torch.bfloat16):
+        with fast_passes(device.type):
             hidden = self._teacher.model(input_ids=rows.to(device), use_cache=False).last_hidden_state
         return hidden.to("cpu", torch.bfloat16)

@@ -9,7 +9,7 @@ from cluster.tools.training.trainer import Recipe
 from parallel.ranges import OneOf, Range, Section
 
 STAGES = ("tokenizer", "target", "continuations", "drafter", "report")
-"""In the order in which they run; each reads what earlier ones left."""
+"""Stages in the order in which they run; each reads what earlier ones left."""
 
 RECIPE = Recipe()
 """Optimizer and logging settings of both models."""

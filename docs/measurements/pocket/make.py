@@ -40,6 +40,7 @@ from docs.measurements.pocket.models import (
 )
 from parallel.training.checkpoints import save_whole
 from parallel.training.losses import forward_kl
+from parallel.training.precision import fast_dtype
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Mean loss per token, in nats, of `[sequences, length]` tokens and the expected result at each of them."""
@@ -93,7 +94,7 @@ def make_continuations(place: Workplace) -> int:
     """Let the target continue prompts cut from training sources that are no tests; return the number of tokens."""
     config = place.config
     tokenizer = load_tokenizer(place.out / "target")
-    target = load_model(place.out / "target", config.device, torch.bfloat16)
+    target = load_model(place.out / "target", config.device, fast_dtype(config.device))
     prompts = choose_prompts(library_sources(place.corpus), tokenizer, config.seed, config.continuation_prompts)
     tokens = [tokenizer.encode(prompt.prompt).ids for prompt in prompts]
     groups = grouped(tokens, config.continuation_length, CONTINUATION_BATCH)

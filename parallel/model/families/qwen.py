@@ -57,7 +57,7 @@ def qwen3_moe(hf: HfConfig) -> DecoderConfig:
 
 
 def _with_experts(config: DecoderConfig, hf: HfConfig) -> DecoderConfig:
-    """With experts in every `decoder_sparse_step`-th layer, but for `mlp_only_layers`; the others have dense MLPs."""
+    """Adds experts to every `decoder_sparse_step`-th layer but `mlp_only_layers`; the others keep dense MLPs."""
     require(hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
     step = hf.get("decoder_sparse_step") or 1
     dense = frozenset(hf.get("mlp_only_layers") or ()) | {i for i in range(config.num_layers) if (i + 1) % step}

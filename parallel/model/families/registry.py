@@ -36,10 +36,12 @@ ENCODER_DECODERS = {
 DIFFUSION = {
     "SDARForCausalLM": ("diffusion", "sdar"),
     "SDARMoeForCausalLM": ("diffusion", "sdar_moe"),
+    "LLaDAModelLM": ("diffusion", "llada"),
+    "DreamModel": ("diffusion", "dream"),
 }
 """The same for those that fill masks."""
 MOST_EXPERTS = 2**17
-"""In all layers together, four times those of the largest published model."""
+"""Limit for all layers together, four times the experts of the largest published model."""
 
 
 def read_config(source: str | Path | HfConfig) -> DecoderConfig:

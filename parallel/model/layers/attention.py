@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import SpanRows
+from parallel.kv.pass_plan import SpanRows, TableRead
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.norm import Norm
 from parallel.model.layers.rope import Rotation, rotate
-from parallel.model.layers.score_bias import ScoreBias
+
+if TYPE_CHECKING:
+    from parallel.model.layers.score_bias import ScoreBias
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,25 @@ class PassPlan:
     entering: Tensor | None = None  # [as positions, H]
     source: ReadPlan | None = None  # of sequences that have sources
     num_logits: int | None = None  # None for all of `logit_rows`
+
+
+class AttentionBackend(Protocol):
+    """Plans passes over one pool for a model of one attention shape."""
+
+    def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
+        """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
+        ...
+
+    def plan_reads(self, reads: Sequence[TableRead]) -> ReadPlan:
+        """Build the plan of queries over other tables, which write nothing."""
+        ...
+
+
+@runtime_checkable
+class ChainBackend(AttentionBackend, Protocol):
+    """One that plans the passes of a chain together."""
+
+    def plan_chain(self, laid_out: Sequence[SpanRows], num_steps: int) -> list[PassPlan]: ...
 
 
 def check_window(shape: AttentionShape, laid_out: Sequence[SpanRows]) -> None:

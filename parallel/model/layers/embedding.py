@@ -80,7 +80,7 @@ class VocabTable(Layer):
 
     @contextmanager
     def ungathered(self) -> Iterator[None]:
-        """Within it every rank computes the logits of its own rows, tokens `first` to `first + num_real`, alone."""
+        """Context in which each rank computes only the logits of its own rows, tokens `first` to `first + num_real`."""
         self.gathers = False
         try:
             yield

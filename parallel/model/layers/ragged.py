@@ -8,6 +8,7 @@ in a tree and in a chain. Knows no weights but those of the norms.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -125,17 +126,17 @@ class RaggedBackend:
     def layer_call(self, heads: Heads) -> LayerCall:
         call = self._calls.get(heads.layer)
         if call is None:
-            call = self._calls[heads.layer] = self._make_call(heads, self._shape.window if heads.windowed else None)
+            call = self._calls[heads.layer] = self._make_call(heads, self._shape)
         return call
 
     def reading_call(self, heads: Heads) -> LayerCall:
         call = self._reading_calls.get(heads.layer)
         if call is None:
-            call = self._reading_calls[heads.layer] = self._make_call(heads, None)
+            shape = replace(self._shape, window=None, bias=None)
+            call = self._reading_calls[heads.layer] = self._make_call(heads, shape)
         return call
 
-    def _make_call(self, heads: Heads, window: int | None) -> LayerCall:
-        shape = self._shape
+    def _make_call(self, heads: Heads, shape: AttentionShape) -> LayerCall:
         norms, eps, offset = None, 0.0, 0.0
         if heads.norms is not None:
             q_norm, k_norm = heads.norms
@@ -146,11 +147,12 @@ class RaggedBackend:
             self.pool.values[heads.layer],
             heads.num_heads,
             scale=heads.head_dim**-0.5 if shape.scale is None else shape.scale,
-            window=window or 0,
+            window=(shape.window or 0) if heads.windowed else 0,
             softcap=shape.softcap or 0.0,
             norms=norms,
             norm_eps=eps,
             norm_offset=offset,
+            bias=shape.bias and shape.bias.by_distance(),
         )
 
 

@@ -33,6 +33,10 @@ class ScoreBias(Layer):
         """Key positions minus query positions, int64 [T, L] -> what is added to the scores, [heads, T, L]."""
         return self.table[buckets(distances, self._config)].permute(2, 0, 1)
 
+    def by_distance(self) -> tuple[Tensor, Tensor]:
+        """The table, and the bucket of each distance back, int64; the last one is that of all beyond."""
+        return self.table, buckets(-torch.arange(self._config.max_distance + 1), self._config)
+
     def shards(self) -> Iterator[Shard]:
         yield Shard(f"{self._name}.weight", (EVERY, self._heads), self.table)
 

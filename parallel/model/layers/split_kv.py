@@ -9,6 +9,8 @@ longest context beside them.
 hold the sequences, the rows of the longest span and all rows, and not on the contexts, and a pass can be captured as a
 CUDA graph.
 
+Parts of prompts go to PyTorch's flash kernels where these can read their keys (`flash.py`); the plan decides it.
+
 `invariant` gives each row the same bits whatever else is in the pass: keys are cut at multiples of FIXED_KEYS, tiles
 have one size, and a row of a tree reads its ancestors as a chain's row does (`triton_attention`, PATHS).
 """
@@ -28,6 +30,7 @@ from parallel.kv.pass_plan import SpanRows, TableRead, rounded_logit_rows
 from parallel.kv.pool import KVPool
 from parallel.kv.slot_mirror import SlotMirror, TableOrPart
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, check_window
+from parallel.model.layers.flash import FlashSpan, flash_runs, takes_flash
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rotation
 from parallel.transfers import to_device
@@ -38,22 +41,25 @@ FIXED_KEYS = 512
 leave less to be merged. Not measured."""
 _LONG_SPAN = 64
 """Passes with a longer span, a part of a prompt, are not rounded up."""
-_PROGRAMS_PER_PROCESSOR = 4
-"""Items and KV heads at a time for each of the device's processors: enough to hide the latency of memory."""
+_PROGRAMS_PER_PROCESSOR = 2
+"""Items and KV heads at a time for each of the device's processors: twice as many take 1.1 to 1.8 times as long on an
+H100, since each leaves a result to be merged."""
 _PENDING_PER_ROW = 8
 """Room in a captured pass for the words and depths of pending rows, for each row of it: trees of some levels."""
-_FEW_PROCESSORS = 2  # where the device does not say
+_FEW_PROCESSORS = 4  # where the device does not say
 _MERGED_AT_ONCE = 16
-_END, _WHOLE, _LIMIT = 3, 4, 5
-"""Fields of an item that change with the length of the text (`triton_attention.FIELDS`)."""
+_BEGIN, _END, _WHOLE, _LIMIT, _PARTIAL = 2, 3, 4, 5, 11
+"""Fields of an item (`triton_attention.FIELDS`) that change from item to item of a tile, or with the text's length."""
+_NUM_FIELDS = 12
 _FP8_CAPABILITY = 8, 9
-"""From which on Triton converts to and from FP8."""
+"""The first compute capability for which Triton converts to and from FP8."""
 
 
 @dataclass(slots=True)
 class SplitKVPlan:
     """A pass as work items. `rows` [T, 3] say where the parts of a row's result are; `num_partials` is their number.
-    After `attend`, `lse` [T, heads] holds the log-sum-exps of the layer's scores if `wants_lse`."""
+    The rows of `prompts` are in no item. After `attend`, `lse` [T, heads] holds the log-sum-exps of the layer's scores
+    if `wants_lse`."""
 
     backend: SplitKVBackend
     positions: Tensor
@@ -65,6 +71,7 @@ class SplitKVPlan:
     block_m: int
     num_partials: int
     bucketed: bool
+    prompts: Sequence[FlashSpan] = ()
     wants_lse: bool = False
     lse: Tensor | None = None
     _partial: tuple[Tensor, Tensor] | None = None
@@ -195,15 +202,28 @@ class SplitKVPlan:
             grid = (len(queries), heads.num_heads)
             launch(merge_items, grid, partial, partial_lse, self.rows, *result, BLOCK_P=_MERGED_AT_ONCE, **options)
         self.lse = lse
+        assert not (self.prompts and self.wants_lse), "flash kernels are asked for no sums"
+        for span in self.prompts:
+            out[span.rows] = span.attend(pool, heads, queries, shape.scale)
         return out
 
 
 class SplitKVBackend:
-    """Plans passes over one pool for a model of one attention shape; `num_bytes_sent` counts what plans send."""
+    """Plans passes over one pool for a model of one attention shape; `num_bytes_sent` counts what plans send. `flash`:
+    whether parts of prompts may go to PyTorch's kernels, by default where they run and rows need not be invariant."""
 
-    def __init__(self, pool: KVPool, shape: AttentionShape, *, bucketed: bool = False, invariant: bool = False) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        shape: AttentionShape,
+        *,
+        bucketed: bool = False,
+        invariant: bool = False,
+        flash: bool | None = None,
+    ) -> None:
         self.pool = pool
         self.invariant = invariant
+        self.flash = flash_runs(pool) and not invariant if flash is None else flash
         self.shape = shape
         self.mirror = SlotMirror(pool)
         self.num_bytes_sent = 0
@@ -225,11 +245,13 @@ class SplitKVBackend:
         """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
         check_window(self.shape, laid_out)
         starts, indices, slots = self.mirror.update([_table_of(rows) for rows in laid_out])
-        spans, words, depths = self._spans(laid_out, starts)
-        most_rows = max(rows.num_rows for rows in laid_out)
+        prompts = [FlashSpan.of(rows) for rows in laid_out if self._takes_flash(rows)]
+        own = [(rows, start) for rows, start in zip(laid_out, starts, strict=True) if not self._takes_flash(rows)]
+        spans, words, depths = self._spans(own)
+        num_rows = sum(rows.num_rows for rows in laid_out)
+        most_rows = max((rows.num_rows for rows, _ in own), default=1)
         tile_rows, block_m = self._tile(most_rows)
-        items, rows, num_partials = self._cut(spans, tile_rows)
-        num_rows = len(rows)
+        items, rows, num_partials = self._cut(spans, tile_rows, num_rows)
         positions = np.concatenate([np.asarray(rows.positions(), dtype=np.int64) for rows in laid_out])
         written = np.concatenate([rows.written_slots for rows in laid_out])
         bucketed = self._bucketed and all(span.num_rows <= _LONG_SPAN for span in laid_out)
@@ -238,7 +260,7 @@ class SplitKVBackend:
             padded, pending = block_size(num_rows, 1), block_size(_PENDING_PER_ROW * num_rows, 1)
             positions = _padded(positions, padded)
             written = _padded(written, padded, self.pool.scratch_slot)
-            rows = np.concatenate([rows, np.tile(_PADDING_ROW, (padded - num_rows, 1))]).astype(np.int32)
+            rows = _padded(rows, padded, _PADDING_ROW)
             if self.invariant:
                 num_tiles = padded  # each row of a tree is one; and long texts have more items
             items = _padded(items, max(num_tiles + self._num_cuts, block_size(len(items), 1) * self.invariant))
@@ -258,6 +280,7 @@ class SplitKVBackend:
             block_m=block_m,
             num_partials=num_partials,
             bucketed=bucketed,
+            prompts=prompts,
         )
         return PassPlan(num_rows, moved[0], logit_rows, attention, num_logits=len(wanted) if bucketed else None)
 
@@ -278,7 +301,7 @@ class SplitKVBackend:
             (i, 1, rows.context, pending[i], start, -1, 0, -1)
             for i, (rows, start) in enumerate(zip(laid_out, starts, strict=True))
         ]
-        first, rows, _ = _cut(np.array(spans), tile_rows, self.tiles.block_n, self._num_cuts)
+        first, rows, _ = _cut(np.array(spans), num_rows, tile_rows, self.tiles.block_n, self._num_cuts)
         growth = np.zeros_like(first)
         growth[:, _END] = first[:, _END] > first[:, _LIMIT]  # the ranges that end with the step's own key
         growth[:, [_WHOLE, _LIMIT]] = 1
@@ -288,7 +311,7 @@ class SplitKVBackend:
         positions[:, :num_rows] = [own.context + own.skipped + own.first_pending for own in laid_out] + steps[:, None]
         written = np.full((num_steps, size), self.pool.scratch_slot, dtype=np.int64)
         written[:, :num_rows] = np.stack([own.written_slots for own in laid_out], 1)
-        rows = np.concatenate([rows, np.tile(_PADDING_ROW, (size - num_rows, 1))]).astype(np.int32)
+        rows = _padded(rows, size, _PADDING_ROW)
         nothing = np.zeros(1, dtype=np.int32)
         wanted = rounded_logit_rows(range(num_rows), size, size)
         moved = self._send([positions, written, items, rows, nothing, wanted, indices, slots])
@@ -313,7 +336,7 @@ class SplitKVBackend:
         # no chain: rows see the context alone, and there are no bits to be read
         spans = [(first, read.num_rows, len(read.slots), 0, start, 0, 0, 0) for first, read, start in parts]
         tile_rows, block_m = self._tile(max(read.num_rows for read in reads))
-        items, rows, num_partials = self._cut(np.array(spans), tile_rows)
+        items, rows, num_partials = self._cut(np.array(spans), tile_rows, int(firsts[-1]))
         nothing = np.zeros(1, dtype=np.int32)
         nowhere = np.zeros(len(rows), dtype=np.int64)
         moved = self._send([nowhere, items, rows, nothing, indices, slots])
@@ -323,11 +346,15 @@ class SplitKVBackend:
         plan.prepare()
         return plan
 
-    def _spans(self, laid_out: Sequence[SpanRows], starts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A record of _SPAN for each span, and the bits and depths of the pending rows of those that are no chains."""
+    def _takes_flash(self, rows: SpanRows) -> bool:
+        return self.flash and takes_flash(self.shape, rows)
+
+    def _spans(self, laid_out: Sequence[tuple[SpanRows, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A record, as `_cut` takes it, for each span and the start of its table, and the bits and depths of the
+        pending rows of those that are no chains."""
         spans, words, depths = list[tuple[int, ...]](), [_NOTHING], [_NOTHING]
         num_words = num_depths = 0
-        for rows, start in zip(laid_out, starts, strict=True):
+        for rows, start in laid_out:
             first_word = first_depth = -1
             words_per_row = 0
             if self.invariant and not rows.pending.is_chain:
@@ -346,11 +373,11 @@ class SplitKVBackend:
                 num_depths += rows.num_pending
             shape = rows.first, rows.num_rows, rows.context, rows.num_pending
             spans.append((*shape, start, first_word, words_per_row, first_depth))
-        return np.array(spans), np.concatenate(words), np.concatenate(depths)
+        return np.array(spans, dtype=np.int64).reshape(-1, 8), np.concatenate(words), np.concatenate(depths)
 
-    def _cut(self, spans: np.ndarray, tile_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def _cut(self, spans: np.ndarray, tile_rows: int, num_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
         fixed = FIXED_KEYS if self.invariant else None
-        return _cut(spans, tile_rows, self.tiles.block_n, self._num_cuts, fixed)
+        return _cut(spans, num_rows, tile_rows, self.tiles.block_n, self._num_cuts, fixed)
 
     def _tile(self, num_rows: int) -> tuple[int, int]:
         """Rows of a tile for spans of up to `num_rows`, and the rows of its matrices; the same up to a power of two."""
@@ -386,7 +413,7 @@ def _most_cuts(device: torch.device, num_kv_heads: int) -> int:
     num_processors = _FEW_PROCESSORS
     if device.type == "cuda" and torch.cuda.is_available():
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return block_size(_PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads, 1)
+    return 1 << max(1, _PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads).bit_length() - 1
 
 
 def _shared_bytes(device: torch.device) -> int:
@@ -400,19 +427,21 @@ _NOTHING = np.empty(0, dtype=np.int32)
 _PADDING_ROW = np.array([[-1, -1, 0]], dtype=np.int32)
 
 
-def _padded(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+def _padded(array: np.ndarray, size: int, value: int | np.ndarray = 0) -> np.ndarray:
     """The array with more rows of `value`, `size` in all."""
-    padded = np.full((size, *array.shape[1:]), value, dtype=array.dtype)
+    padded = np.empty((size, *array.shape[1:]), dtype=array.dtype)
     padded[: len(array)] = array
+    padded[len(array) :] = value
     return padded
 
 
 def _cut(
-    spans: np.ndarray, tile_rows: int, block_n: int, num_cuts: int, fixed: int | None = None
+    spans: np.ndarray, pass_rows: int, tile_rows: int, block_n: int, num_cuts: int, fixed: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Items [n, FIELDS] of spans (first, num_rows, context, num_pending, table, words, words_per_row, depths), tiles of
     `tile_rows` rows in ranges of keys of equal length, `fixed` or `num_cuts` more of them than tiles at most; the parts
-    of every row's result [T, 3] (the first, their number, the row within its tile); and the number of parts."""
+    of the result of each of `pass_rows` rows [T, 3] (the first, their number, 0 also for rows of no span, the row
+    within its tile); and the number of parts."""
     tiles_of_span = -(-spans[:, 1] // tile_rows)
     tile_span = np.repeat(np.arange(len(spans)), tiles_of_span)
     offset = _places(tiles_of_span) * tile_rows
@@ -428,26 +457,19 @@ def _cut(
     partial = np.where(is_cut, np.cumsum(parts * is_cut) - parts * is_cut, -1)
     tile = np.repeat(np.arange(len(tile_span)), parts)
     part = _places(parts)
-    items = np.stack(
-        (
-            (first + offset)[tile],
-            tile_len[tile],
-            part * length,
-            np.minimum((part + 1) * length, stop[tile]),
-            limit[tile] + 1,
-            limit[tile],
-            context[tile],
-            table[tile],
-            np.where(is_chain, -1, words + offset * words_per_row)[tile],
-            words_per_row[tile],
-            depths[tile],
-            np.where(is_cut[tile], partial[tile] + part, -1),
-        ),
-        axis=1,
-        dtype=np.int32,
-    )
+    of_tile = np.empty((len(tile_span), _NUM_FIELDS), dtype=np.int32)
+    shared = first + offset, tile_len, 0, 0, limit + 1, limit, context, table
+    bits = np.where(is_chain, -1, words + offset * words_per_row), words_per_row, depths, partial
+    for field, values in enumerate((*shared, *bits)):
+        of_tile[:, field] = values
+    items = of_tile[tile]
+    items[:, _BEGIN] = part * length
+    items[:, _END] = np.minimum((part + 1) * length, stop[tile])
+    items[:, _PARTIAL] += np.where(is_cut[tile], part, 0)
     row_tile = np.repeat(np.arange(len(tile_span)), tile_len)
-    rows = np.stack((partial[row_tile], (parts * is_cut)[row_tile], _places(tile_len)), axis=1, dtype=np.int32)
+    place = _places(tile_len)
+    rows = np.zeros((pass_rows, 3), dtype=np.int32)
+    rows[(first + offset)[row_tile] + place] = np.stack((partial[row_tile], (parts * is_cut)[row_tile], place), axis=1)
     return items, rows, int((parts * is_cut).sum())
 
 

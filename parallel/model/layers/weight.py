@@ -6,22 +6,23 @@ cost as much as its kernels (a fifth of a small model's pass). Knows no ranks an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels.fixed_products import multiply_fixed
-from parallel.kernels.packed_products import PackedMatrix, PackedRows
-from parallel.kernels.packing import Packing
 from parallel.kernels.products import Panels, has_products
 from parallel.model.layers.row_by_row import row_by_row
 
+if TYPE_CHECKING:
+    from parallel.kernels.packed_products import PackedMatrix, PackedRows
+    from parallel.kernels.packing import Packing
+
 Stored = torch.dtype | Literal["packed"]
-"""In which matrices are kept: a type of numbers, or "packed": as codes where the checkpoint has them."""
+"""Form in which matrices are kept: a type of numbers, or "packed": as codes where the checkpoint has them."""
 EVERY = slice(None)
 _LARGEST_CODE = 127
 _GROUPING_CAPABILITY = (9, 0)
@@ -29,7 +30,7 @@ _GROUPING_CAPABILITY = (9, 0)
 
 
 class TensorOptions(TypedDict):
-    """Where a layer's tensors are allocated, and of which type."""
+    """Device on which a layer's tensors are allocated, and their type."""
 
     dtype: torch.dtype
     device: torch.device | str
@@ -111,6 +112,8 @@ class Shard:
     index: tuple[slice, ...]
     destination: Tensor | QuantizedRows | PackedRows | OpenRows
     picked: tuple[int, ...] | None = None
+    takes_codes: bool = False
+    """The destination holds codes, as `PackedRows` does, not numbers."""
 
     def place(self) -> Tensor | QuantizedRows | PackedRows:
         """The destination, which is settled."""
@@ -138,6 +141,7 @@ class Weight(Layer):
         self._panels: Panels | None = None
         self._codes: PackedMatrix | None = None
         self._is_open = False
+        self._product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
     def store_as(self, stored: Stored) -> None:
         """Keep the weights as bfloat16, as int8 with a factor for every output, or packed; call it before loading."""
@@ -156,6 +160,8 @@ class Weight(Layer):
         if packing is None:
             self.plain = torch.empty(self.outputs, self.inputs, dtype=self.dtype, device=device)
             return
+        from parallel.kernels.packed_products import PackedMatrix
+
         matrix = self._codes = PackedMatrix(self.outputs, self.inputs, packing, scale_type, device)
         self.packed, self.scales, self.zeros = matrix.weights, matrix.scales, matrix.zeros
 
@@ -164,7 +170,7 @@ class Weight(Layer):
         if self._is_open:
             return Shard(name, (rows, columns), OpenRows(self, own))
         if self._codes is not None:
-            return Shard(name, (rows, columns), PackedRows(self._codes, own))
+            return Shard(name, (rows, columns), self._codes.rows(own), takes_codes=True)
         if self.scales is None:
             return Shard(name, (rows, columns), self.plain[own])
         return Shard(name, (rows, EVERY), QuantizedRows(self.plain[own], self.scales[own], columns))
@@ -227,7 +233,10 @@ class Weight(Layer):
             self._panels.assign(plain)
 
     def keep_rows_apart(self) -> None:
+        from parallel.kernels.fixed_products import multiply_fixed
+
         super().keep_rows_apart()
+        self._product = multiply_fixed
         if self._codes is not None:
             self._codes.is_invariant = True
 
@@ -237,8 +246,7 @@ class Weight(Layer):
             return self._panels.multiply(x, bias)
         if self._codes is not None:
             return self._codes.multiply(x, bias)
-        matrix = self._widened(self.plain, self.scales)
-        return multiply_fixed(x, matrix, bias) if self.is_invariant else F.linear(x, matrix, bias)
+        return self._product(x, self._widened(self.plain, self.scales), bias)
 
     def scores(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, outputs]: logits, in float32 where the kernel can leave its sums unrounded."""

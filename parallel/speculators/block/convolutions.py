@@ -18,7 +18,7 @@ class Convolution(Protocol):
         ...
 
     def __call__(self, x: Tensor, added: Tensor, side: int) -> Tensor:
-        """Before (side 0) or after it (1)."""
+        """Convolves before the sublayer (side 0) or after it (1)."""
         ...
 
 

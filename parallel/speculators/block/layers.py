@@ -28,7 +28,7 @@ from parallel.speculators.block.correctors import Corrector, CorrectorMatrix
 from parallel.speculators.fusing import TapFuser
 
 MASK = -1
-"""In a pass's tokens: the mask, where the checkpoint has an embedding of its own for it."""
+"""Token of a pass that stands for the mask, where the checkpoint has an embedding of its own for it."""
 
 
 class BlockConv(Layer):

@@ -25,8 +25,8 @@ from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.config import DecoderConfig
 from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.backends import default_backend, make_backend
 from parallel.runtime.interface import PassOutput
-from parallel.runtime.runner import default_backend, make_backend
 from parallel.speculators.block.config import BlockConfig
 from parallel.speculators.block.correctors import PositionRows
 from parallel.speculators.block.layers import MASK, BlockLayers
@@ -134,8 +134,8 @@ class BlockRunner(SpeculatorRunner):
         return True
 
     def _forward(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> PassOutput:
-        """In a span of an exact pass that asks for logits, the first row that has them is the root, and those after it
-        are draft tokens; a fuzzy pass feeds draft tokens alone."""
+        """Runs one pass. In a span of an exact pass that asks for logits, the first row that has them is the root, and
+        those after it are draft tokens; a fuzzy pass feeds draft tokens alone."""
         roots: dict[SeqId, BlockNode] = {}
         if not fuzzy:
             roots = self._start_blocks(spans, token_ids)
@@ -270,6 +270,38 @@ class BlockRunner(SpeculatorRunner):
         if all(node.depth < longest for node in nodes):
             return chances
         return chances * upload([node.depth < longest for node in nodes], chances.device, np.float32)
+
+
+class LaterRowsRunner(BlockRunner):
+    """The pool's row r is that of token r + 1 of the text, and is made of the features before that token."""
+
+    def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
+        super().open(seq_id)
+        self._sequences[seq_id].length = 1  # token 0, which has no row
+
+    def cached_len(self, seq_id: SeqId) -> int:
+        """Accepted draft tokens have no row and are fed again as text."""
+        return self.pool.cached_len(seq_id) + 1
+
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        sequence = self._sequences[seq_id]
+        sequence.length, sequence.last, sequence.nodes = max(1, length), None, []
+        if length - 1 < self.pool.cached_len(seq_id):
+            self.pool.truncate(seq_id, max(0, length - 1))
+
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:
+        self._features[seq_id].forget(self.pool.cached_len(seq_id) - 1)
+        sequence, known = self._sequences[seq_id], self.cached_len(seq_id)
+        if sequence.length <= known:
+            return False
+        sequence.length, sequence.last, sequence.nodes = known, None, []
+        return True
+
+    def _known_rows(self, seq_id: SeqId, row: int, count: int) -> Tensor:
+        """The features that so many rows from `row` on are made of."""
+        known = self._features[seq_id]
+        assert row + count <= known.end, f"token {row + count} was fed, features end at {known.end}"
+        return known.rows(range(row, row + count))
 
 
 def _hidden(node: BlockNode, longest: int) -> Tensor:

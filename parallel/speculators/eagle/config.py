@@ -59,7 +59,7 @@ class DraftLayerConfig(SpeculatorConfig):
     norms_pair: bool = False
     """Both halves are normalised before that projection (MTP)."""
     hidden_first: bool = False
-    """In that projection the features come before the embedding."""
+    """The features come before the embedding in that projection."""
     norms_residual: bool = False
     """The residual stream is the normalised features."""
     norms_first_input: bool = True

@@ -14,43 +14,20 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
 from parallel.kv.pool import SeqId
-from parallel.kv.prefix_tree import Text
 from parallel.model.config import DecoderConfig
-from parallel.speculators.block.runner import BlockNode, BlockPass, BlockRunner
+from parallel.speculators.block.runner import BlockNode, BlockPass, LaterRowsRunner
 from parallel.speculators.eagle.config import DraftLayerConfig
 from parallel.speculators.eagle.layers import DraftLayers
 
 
-class ParallelEagleRunner(BlockRunner):
-    """The pool's row r is that of token r + 1 of the text."""
+class ParallelEagleRunner(LaterRowsRunner):
+    """A row reads a token and the features before it."""
 
     speculator: DraftLayerConfig
     layers: DraftLayers
 
     def _rows_of(self) -> DecoderConfig:
         return self.speculator.block
-
-    def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
-        super().open(seq_id)
-        self._sequences[seq_id].length = 1  # token 0, which has no row
-
-    def cached_len(self, seq_id: SeqId) -> int:
-        """Accepted draft tokens have no row and are fed again as text."""
-        return self.pool.cached_len(seq_id) + 1
-
-    def truncate(self, seq_id: SeqId, length: int) -> None:
-        sequence = self._sequences[seq_id]
-        sequence.length, sequence.last, sequence.nodes = max(1, length), None, []
-        if length - 1 < self.pool.cached_len(seq_id):
-            self.pool.truncate(seq_id, max(0, length - 1))
-
-    def drop_fuzzy(self, seq_id: SeqId) -> bool:
-        self._features[seq_id].forget(self.pool.cached_len(seq_id) - 1)
-        sequence, known = self._sequences[seq_id], self.cached_len(seq_id)
-        if sequence.length <= known:
-            return False
-        sequence.length, sequence.last, sequence.nodes = known, None, []
-        return True
 
     def _start_blocks(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, BlockNode]:
         """Write the rows of the text, and behind each root those of the masks, which are given back."""
@@ -62,9 +39,7 @@ class ParallelEagleRunner(BlockRunner):
         for span in spans:
             row = self.pool.cached_len(span.seq_id)
             num_text = span.num_tokens - max(0, span.num_logits - 1)
-            known = self._features[span.seq_id]
-            assert row + num_text <= known.end, f"token {row + num_text} was fed, features end at {known.end}"
-            features.append(self.layers.fused(known.rows(range(row, row + num_text))))
+            features.append(self.layers.fused(self._known_rows(span.seq_id, row, num_text)))
             tokens.append(token_ids[first : first + num_text])
             num_rows += num_text
             if span.num_logits:

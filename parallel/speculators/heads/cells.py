@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -68,11 +68,16 @@ class HeadsConfig(SpeculatorConfig):
 
 
 class MatrixShape(NamedTuple):
-    """The matrix of one linear layer, and whether a bias is added."""
+    """The matrix of one linear layer, and whether a bias is added.
+
+    `begins` is how training starts it. zero: its product is added to the target's state, so the head begins with what
+    the target's own would say. token: it reads embeddings, which are small beside that state. Else random.
+    """
 
     outputs: int
     inputs: int
     bias: bool = False
+    begins: Literal["random", "zero", "token"] = "random"
 
 
 @dataclass(slots=True)
@@ -153,7 +158,7 @@ class MedusaCell(HeadCell):
         hidden, bias = self.config.target_hidden, self.config.block_bias
         for depth in range(self.config.num_heads):
             for block in range(self.config.num_blocks):
-                shapes.matrices[f"{depth}.{block}.linear"] = MatrixShape(hidden, hidden, bias)
+                shapes.matrices[f"{depth}.{block}.linear"] = MatrixShape(hidden, hidden, bias, "zero")
 
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:
         config, outputs = self.config, []
@@ -177,7 +182,7 @@ class BlockwiseCell(HeadCell):
     def _declare(self, shapes: HeadShapes) -> None:
         hidden, count = self.config.target_hidden, self.config.num_heads
         shapes.matrices["hidden"] = MatrixShape(count * self.config.inner, hidden, True)
-        shapes.matrices["output"] = MatrixShape(count * hidden, count * self.config.inner, True)
+        shapes.matrices["output"] = MatrixShape(count * hidden, count * self.config.inner, True, "zero")
 
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:
         outputs = tensors.linear("output", F.relu(tensors.linear("hidden", hidden)))
@@ -200,11 +205,11 @@ class HydraCell(HeadCell):
     def _declare(self, shapes: HeadShapes) -> None:
         hidden = self.config.target_hidden
         for depth in range(self.config.num_heads):
-            shapes.matrices[f"hydra_mlp.{depth}.0.linear"] = MatrixShape(hidden, (depth + 2) * hidden, True)
+            shapes.matrices[f"hydra_mlp.{depth}.0.linear"] = MatrixShape(hidden, (depth + 2) * hidden, True, "zero")
             if self.config.linear_skip:
                 shapes.matrices[f"hydra_mlp.{depth}.0.res_connection"] = MatrixShape(hidden, (depth + 2) * hidden, True)
             for block in range(1, self.config.num_blocks):
-                shapes.matrices[f"hydra_mlp.{depth}.{block}.linear"] = MatrixShape(hidden, hidden, True)
+                shapes.matrices[f"hydra_mlp.{depth}.{block}.linear"] = MatrixShape(hidden, hidden, True, "zero")
 
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:  # noqa: ARG002
         return F.pad(hidden, (0, self.config.num_heads * self.config.target_hidden))
@@ -240,12 +245,12 @@ class RnnCell(HeadCell):
     def _declare(self, shapes: HeadShapes) -> None:
         hidden, inner = self.config.target_hidden, self.config.inner
         if self.config.recurrent:
-            shapes.matrices["rnn_w"] = MatrixShape(hidden, hidden)
+            shapes.matrices["rnn_w"] = MatrixShape(hidden, hidden, begins="token")
             shapes.matrices["rnn_u"] = MatrixShape(hidden, hidden, True)
         if inner != 2 * hidden:
             shapes.matrices["input_proj"] = MatrixShape(inner, 2 * hidden, True)
         for block in range(self.config.num_blocks):
-            shapes.matrices[f"lm_head.{block}.linear"] = MatrixShape(inner, inner, True)
+            shapes.matrices[f"lm_head.{block}.linear"] = MatrixShape(inner, inner, True, "zero")
 
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:  # noqa: ARG002
         return F.pad(hidden, (0, self.config.target_hidden))
@@ -293,7 +298,9 @@ class _TokenSumCell(HeadCell):
         if self.config.own_embedding:
             shapes.tables[f"{table}.{index}"] = self.config.inner
         else:
-            shapes.matrices[f"emb_proj.{index}"] = MatrixShape(self.config.inner, self.config.target_hidden)
+            shapes.matrices[f"emb_proj.{index}"] = MatrixShape(
+                self.config.inner, self.config.target_hidden, begins="token"
+            )
 
     def _token(self, tensors: Tensors, table: str, index: int, token_ids: Tensor, like: Tensor) -> Tensor:
         if self.config.own_embedding:

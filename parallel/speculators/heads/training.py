@@ -105,12 +105,10 @@ class HeadsNet(Speculator):
         """Begin where a head says about what the target's would: residual branches without what they read of its
         state, output layers its own. Embeddings are small beside that state, so what reads them begins large."""
         rms, hidden = float(target.embedding.square().mean().sqrt()), self.config.target_hidden
-        branches = ("linear", "output")
         for name, size in self.cell.shapes.matrices.items():
-            if name.rsplit(".", 1)[-1] in branches:
+            if size.begins == "zero":
                 continue
-            reads_tokens = name.startswith(("emb_proj", "rnn_w"))
-            scale = 1 / (rms * math.sqrt(size.outputs)) if reads_tokens else 1.0
+            scale = 1 / (rms * math.sqrt(size.outputs)) if size.begins == "token" else 1.0
             nn.init.normal_(self.parameter(f"{name}.weight"), std=scale / math.sqrt(size.inputs))
         for depth in range(self.options.heads) if self.config.method == "hydra" else ():
             weight = self.parameter(f"hydra_mlp.{depth}.0.linear.weight").data

@@ -47,7 +47,7 @@ class StreamsCell(HeadCell):
         if inner:
             shapes.matrices["sampler.stream"] = MatrixShape(inner, hidden)
             shapes.matrices["sampler.token"] = MatrixShape(inner, hidden)
-            shapes.matrices["sampler.output"] = MatrixShape(hidden, inner)
+            shapes.matrices["sampler.output"] = MatrixShape(hidden, inner, begins="zero")
 
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:  # noqa: ARG002
         return F.pad(hidden, (0, self.config.target_hidden)) if self.reads_tokens else hidden

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import PendingRows, Span, SpanRows, TableRead, logit_rows
+from parallel.kv.pass_plan import PendingRows, Span, SpanRows, logit_rows
 from parallel.model.layer_plan import LayerPlan
-from parallel.model.layers.attention import PassPlan, ReadPlan
-from parallel.runtime.cuda_graphs import StepChoice
+from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.backends import default_backend, make_backend
+from parallel.runtime.borrowed_passes import BorrowedPasses
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.graph_list import GraphList
-from parallel.runtime.interface import PassOutput
-from parallel.runtime.runner import default_backend, make_backend
+from parallel.runtime.interface import PassOutput, StepChoice
 from parallel.speculators.config import STREAMS
 from parallel.speculators.streams.layers import StreamLayers
 from parallel.transfers import to_device, upload
@@ -42,7 +42,7 @@ class _Grown:
     """Rows of the pass that have streams, int64 [n]."""
 
 
-class StreamingRunner(DecoderRunner):
+class StreamingRunner(BorrowedPasses):
     """The target's runner with streams where its features are asked for. Spans without streams, and sequences for whose
     streams the pool has no free rows, have zeros as features: a poor draft, never a wrong token. A pass in which no
     span has streams is the target's own.
@@ -54,11 +54,10 @@ class StreamingRunner(DecoderRunner):
     def __init__(
         self, target: DecoderRunner, layers: StreamLayers, *, prune_below: float = 0.0, backend: str | None = None
     ) -> None:
-        super().__init__(target.decoder, target.sequences)
+        super().__init__(target, target.sequences)
         if backend is None:  # on CUDA plans that take the slots which they are given, not all of a sequence
             backend = "padded" if target.decoder.device.type == "cuda" else default_backend(self.pool)
         self._backend = make_backend(backend, self.pool, self.decoder.attention_shape(), self.decoder)
-        self._target = target
         self.layers = layers
         self._prune_below = prune_below
 
@@ -67,7 +66,7 @@ class StreamingRunner(DecoderRunner):
         self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
     ) -> PassOutput:
         if not taps or not any(span.has_streams and span.num_logits for span in spans):
-            output = self._target.forward(spans, token_ids, fuzzy=fuzzy)
+            output = self.target.forward(spans, token_ids, fuzzy=fuzzy)
             nothing = output.hidden.new_zeros(1, 1).expand(len(output.hidden), self.layers.config.feature_size)
             return replace(output, features=(nothing,) * len(taps))
         assert tuple(taps) == (STREAMS,), "a drafter of streams reads nothing else"
@@ -86,22 +85,9 @@ class StreamingRunner(DecoderRunner):
         places = frozenset(place for place, row in enumerate(wanted) if row in pruned) if pruned else frozenset[int]()
         return PassOutput(decoder.head(read).float(), hidden, (features,), pruned=places)
 
-    def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
-        return self._target.plan_rows(rows, wanted)
-
-    def plan_reads(self, reads: Sequence[TableRead]) -> ReadPlan:
-        return self._target.plan_reads(reads)
-
-    def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
-        """A pass without streams."""
-        return self._target.run(plan, token_ids, taps)
-
-    def run_eagerly(self) -> None:
-        self._target.run_eagerly()
-
     @property
     def captures(self) -> bool:
-        return self._target.captures
+        return self.target.captures
 
     def capture(
         self,
@@ -110,7 +96,7 @@ class StreamingRunner(DecoderRunner):
         choices: Callable[[int, int], StepChoice] | None = None,
     ) -> GraphList:
         """Passes without streams."""
-        return self._target.capture(graphs, (), choices)
+        return self.target.capture(graphs, (), choices)
 
     def _pruned(
         self, spans: Sequence[Span], laid_out: Sequence[SpanRows], hidden: Tensor, token_ids: Tensor

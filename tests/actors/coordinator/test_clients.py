@@ -150,7 +150,8 @@ def test_what_a_request_brings_beside_its_prompt_counts_in_the_quota(monkeypatch
 
 
 def test_requests_of_a_client_are_abandoned_once_it_has_been_away_long_enough():
-    """From the moment at which it was found missing; coming back begins anew, and the owner is never missing."""
+    """The time counts from the moment at which it was found missing; coming back begins anew, and the owner is never
+    missing."""
     hub: Any = Connected(CLIENT, OTHER, AWAY)
     known = clients.Clients(hub)
     for name in (CLIENT, OTHER, AWAY):

@@ -33,13 +33,12 @@ def logged(caplog):
 def test_the_life_of_a_request(logged):
     event_log = EventLog()
     event_log.admitted(Request(7, (1, 2, 3)), "client:a", 2)
-    event_log.sent(Tokens(7, 0, (4, 5)))
     event_log.received(VerdictBatch(1, (), 0.0, 0.0))
-    event_log.sent(
+    event_log.finished(
         Tokens(7, 2, (6,), "stop", RequestStats(num_spec_steps=2, num_draft_tokens=4, num_accepted_tokens=1))
     )
     event_log.received(Abort(8))
-    event_log.sent(Tokens(9, 0, (), "error", RequestStats(), "prompt: is empty"))
+    event_log.finished(Tokens(9, 0, (), "error", RequestStats(), "prompt: is empty"))
     names = [name for name, _ in logged()]
     assert names == ["request", "finished", "abort", "finished"], "rounds are not logged"
     first, ended, _, refused = (facts for _, facts in logged())
@@ -112,8 +111,6 @@ def test_a_record_is_a_line_with_its_level_and_facts(caplog, record, level, name
 def test_what_is_no_event_is_no_line(logged):
     for record in (ReportOrder(phase="p"), ReportOrder(reset=True), VerdictBatch(1, (), 0.0, 0.0)):
         EventLog().received(record)
-    EventLog().sent(Tokens(7, 0, (4, 5)))
-    EventLog().sent(Abort(7))
     assert not logged()
 
 
@@ -124,7 +121,7 @@ def test_all_of_a_request_and_of_its_end(caplog):
     event_log.admitted(Request(7, (1, 2, 3), sampling=sampling), "client:a", 2)
     event_log.admitted(Request(8, (1,), drafter="ngram"), "client", 4)
     event_log.refused("draft", 1, "no")
-    event_log.sent(Tokens(7, 2, (6,), "stop", RequestStats(num_preemptions=2)))
+    event_log.finished(Tokens(7, 2, (6,), "stop", RequestStats(num_preemptions=2)))
     first, second, refused, ended = caplog.records
     asked = {"request": 7, "prompt_tokens": 3, "max_tokens": 9, "temperature": 0.5, "drafter": "any"}
     assert first.facts == {**asked, "client": "client:a", "number": 2} and second.facts["drafter"] == "ngram"

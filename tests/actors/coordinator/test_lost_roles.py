@@ -18,7 +18,6 @@ from tests.actors.small_language import oracle, requests_of
 from tests.examples import examples
 
 LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6))
-ROLES = ("target", "draft")
 
 
 class Storm(World):
@@ -26,7 +25,7 @@ class Storm(World):
 
     def blow(self) -> None:
         action = self.choose.random()
-        role = self.choose.choice(ROLES)
+        role = self.choose.choice([*self.answers])
         queue = self.answers[role]
         if role in self.lost:
             self.bring_back(role)
@@ -39,7 +38,10 @@ class Storm(World):
         elif action < 0.85 and len(queue) > 1:
             self.past.append(queue.popleft())  # the second part of an answer overtakes the first
         elif queue:
-            self.deliver(corrupted(self.choose, queue[0]))
+            record = corrupted(self.choose, queue[0])
+            self.senders[id(record)] = role
+            self.deliver(record)
+            self.past.append(record)  # it keeps its identity
 
     def calm(self) -> None:
         for role in sorted(self.lost, reverse=True):  # a bridge needs the target
@@ -64,14 +66,20 @@ def corrupted(choose, answer):
     lateness=st.sampled_from([0.0, 0.3]),
     moody=st.booleans(),
     bridged=st.booleans(),
+    num_seats=st.sampled_from([1, 1, 2, 3]),
+    far=st.booleans(),
 )
 def test_losses_at_any_moment_change_no_token(
-    choose, pipeline, limits, slots, splits, previews, lateness, moody, bridged
+    choose, pipeline, limits, slots, splits, previews, lateness, moody, bridged, num_seats, far
 ):
-    """Nor with `bridged`, which ends whenever a role does, what a drafter needs that reads hidden states."""
+    """Nor with `bridged`, which ends whenever a role does, what a drafter needs that reads hidden states; nor where
+    several pools lend their drafters; nor with one that is never waited for."""
+    far = far and PIPELINES[pipeline].works_ahead and not bridged
+    num_seats = 1 if bridged or far else num_seats
     policy = MoodyPolicy(choose, pipeline) if moody else None
     chances = {"duplicates": 0.3, "splits": splits, "previews": previews, "lateness": lateness}
-    storm = Storm(choose, pipeline, limits=limits, slots=slots, policy=policy, bridged=bridged, **chances)
+    kind = {"bridged": bridged, "num_seats": num_seats, "far": far}
+    storm = Storm(choose, pipeline, limits=limits, slots=slots, policy=policy, **kind, **chances)
     requests = requests_of(choose, choose.randint(1, 6))
     coming, left = list(requests), 60
     while coming or left:

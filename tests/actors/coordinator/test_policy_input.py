@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from actors.coordinator.attached_port import AttachedPort
 from actors.options import SchedulerConfig
 from actors.policy.draft_wait import DraftWait
 from actors.policy.policy import Policy
@@ -43,8 +44,8 @@ class RecordingPolicy(Policy):
         self.loads, self.seen, self.released = [], [], []
         self.asked: dict[int, int] = {}
 
-    def expect_load(self, num_running, mean_len, samples):
-        self.loads.append((num_running, mean_len, samples))
+    def expect_load(self, num_running, samples):
+        self.loads.append((num_running, samples))
 
     def update(self, seen):
         self.seen.append(seen)
@@ -89,8 +90,7 @@ class Listened(World):
                 if answer.admits:
                     texts = self.target.knows.texts
                     num_sampled = sum(self.is_sampled(request_id) for request_id in texts)
-                    mean_len = sum(map(len, texts.values())) / len(texts)
-                    self.loads.append((len(texts), mean_len, 2 * num_sampled > len(texts)))
+                    self.loads.append((len(texts), 2 * num_sampled > len(texts)))
 
     def deliver(self, record) -> None:
         self.tick_s = self.choose.randint(1, 32) / 32
@@ -179,3 +179,22 @@ def test_a_round_is_learned_before_the_next_pass_or_beside_it(later, calls):
             world.coordinator.learn()
             assert len(policy.seen) == number + 1
         world.post(answers)
+
+
+@pytest.mark.parametrize(
+    ("changed", "counts"),
+    [({}, [0, 0, 3, 3, 5]), ({"may_end": True}, [1, 2, 3, 4, 5]), ({"may_learn_later": False}, [1, 2, 3, 4, 5])],
+)
+def test_rounds_are_learned_from_at_once_while_one_choice_goes_on(changed, counts):
+    """As many as the drafter allows; all of them where each round counts, and when the last request has ended."""
+    policy = type("Policy", (RecordingPolicy,), {"may_learn_later": True} | changed)("plain")
+    world = World(random.Random(1), "plain", policy=policy)
+    world.coordinator._drafter.rounds_at_once = 3
+    world.post(world.coordinator.on(Request(0, (1, 2, 3), SamplingParams(max_tokens=5, ignore_eos=True)), 0.0))
+    found = []
+    for _ in counts:
+        world.post(world.coordinator.on(world.answers["target"].popleft(), 1.0))
+        world.coordinator.learn()
+        found.append(len(policy.seen))
+    assert found == counts and {*policy.released} == {0}
+    assert AttachedPort.rounds_at_once == 4, "its orders leave with a pass"

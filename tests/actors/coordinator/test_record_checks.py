@@ -222,6 +222,8 @@ REFUSED = {
     "a verdict on a node without a proposal": ("target-0#0", verdicts(replace(RIGHT, path=(1,)))),
     "a token of its own beyond the vocabulary": ("target-0#0", verdicts(replace(RIGHT, token_ids=(97,)))),
     "a time that is no number": ("target-0#0", verdicts(RIGHT, finished=nan)),
+    "more states accepted than were guessed": ("target-0#0", verdicts(RIGHT, guesses=(2, 3))),
+    "fewer than no states accepted": ("target-0#0", verdicts(RIGHT, guesses=(2, -1))),
     "hidden states of more rows than were fed": ("target-0#0", verdicts(RIGHT, num_tokens=1, export=EXPORT)),
     "hidden states of no type": ("target-0#0", verdicts(RIGHT, num_tokens=2, export=replace(EXPORT, dtype="text"))),
     "hidden states before a text": (
@@ -400,7 +402,7 @@ def test_a_verdict_on_a_request_that_was_aborted_is_stale_though_its_number_is_u
 
 
 def said_of(token=7, value=-0.5, rank=1, num_tokens=1, k=0):
-    """Of so many tokens alike."""
+    """Log-probabilities of so many equal tokens."""
     arrays = np.array([token], "<i4"), np.array([value], "<f4"), np.array([rank], "<i4")
     cells = [array.tobytes() * num_tokens * (1 + k) for array in arrays[:2]]
     return Logprobs(k, *cells, arrays[2].tobytes() * num_tokens)

@@ -284,6 +284,21 @@ def test_a_source_counts_in_slots_and_the_encoder_bounds_it():
     assert [one.request_id for one in scheduler.plan().admitted] == [1, 2] and scheduler.load().kv_slots_used == 40
 
 
+def test_whole_texts_have_slots_for_all_their_tokens_from_the_start():
+    """Two of three fit; the third has to wait, and none loses its place."""
+    scheduler = Scheduler(SchedulerConfig(), Capacity(63, 50, whole_texts=True))
+    for number in (1, 2, 3):
+        scheduler.add(sequence_of(10, 20, number))
+    for _ in range(20):
+        plan = scheduler.plan()
+        assert not plan.preempted and scheduler.load().kv_slots_used == 60
+        assert [sequence.request_id for sequence in scheduler.running] == [1, 2]
+        follow(plan)
+    for sequence in [*scheduler.running]:
+        scheduler.remove(sequence)
+    assert [one.request_id for one in scheduler.plan().admitted] == [3]
+
+
 def test_a_long_source_is_read_beside_the_roots_and_no_other_text():
     """It cannot be read in parts; those behind it wait for a pass."""
     scheduler = Scheduler(SchedulerConfig(8, 16, 8), Capacity(200, 50, 40))

@@ -34,7 +34,7 @@ def requests_of(num_requests: int, first: int = 0) -> list[Request]:
 @pytest.mark.parametrize("pipeline", sorted(set(PIPELINES) - {"plain"}))
 @pytest.mark.parametrize("seed", range(4))
 def test_the_top_tokens_of_every_pass_reach_the_drafter_once_and_in_order(pipeline, seed):
-    """With the first batch after their verdict; those of the last passes wait for a next one."""
+    """They leave with the first batch after their verdict; those of the last passes wait for a next one."""
     world = Telling(random.Random(seed), pipeline)
     for request in requests_of(3):
         world.deliver(request)

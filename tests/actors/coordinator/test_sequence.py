@@ -67,7 +67,7 @@ def test_where_no_token_can_follow_the_path_stands_and_the_request_ends(draft, e
 
 
 def test_a_verdict_may_bring_several_tokens_or_none_yet():
-    """Of a target that writes in blocks: what has no row is fed with the next pass, the root always."""
+    """A target writes in blocks: what has no row is fed with the next pass, the root always."""
     sequence = start()
     record = commit(sequence, [1], [20, 21, 22], propose(sequence, [10, 11]))
     assert record.token_ids == (10, 20, 21, 22) and (sequence.cached_len, sequence.uncached_len) == (4, 3)

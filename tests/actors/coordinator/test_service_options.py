@@ -42,12 +42,12 @@ def test_every_option_reaches_its_part(open_stage, calls, adaptive, chooses):
     limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=31)
     stage = open_stage(limits=limits, min_draft_tokens=2, adaptive=adaptive, chooses_lengths=chooses)
     stage.get_ready()
-    assert calls["make_policy"] == (("sync", 2, 4), dict(adaptive=adaptive, longest_only=chooses))
+    assert calls["make_policy"] == (("sync", 2, 4), dict(adaptive=adaptive, longest_only=chooses, waits=True))
     assert calls["Scheduler"] == ((limits, Capacity(FACTS["kv_slots"], FACTS["max_model_len"])), {})
     (scheduler, policy, ends, port), options = calls["Coordinator"]
     assert scheduler.limits is limits and policy.longest_draft == 4 and ends == (1,)
     assert began <= options.pop("now") <= time.monotonic() and options == {"version": 0}
-    kind = dict(drafts=True, attached=False, bridged=False, first_round=0)
+    kind = dict(drafts=True, attached=False, bridged=False, num_seats=1, first_round=0, local_drafter="none")
     assert calls["open_port"] == ((policy, limits.prefill_chunk), kind) and type(port) is SeparatePort
 
 

@@ -116,9 +116,9 @@ def test_times_of_an_ended_request_count_from_its_arrival():
 
 def test_time_on_the_way_is_what_was_not_work():
     stats = CoordinatorStats()
-    stats.add_link_trip("target", 0.75, 0.5)
-    stats.add_link_trip("target", 0.25, 0.5)  # clocks of two hosts
-    stats.add_link_trip("draft", 1.5, 0.5)
+    stats.add_link_trip("target", 0.25)
+    stats.add_link_trip("target", 0.0)
+    stats.add_link_trip("draft", 1.0)
     assert (stats.num_link_trips, stats.link_s) == ({"target": 2, "draft": 1}, {"target": 0.25, "draft": 1.0})
 
 
@@ -179,6 +179,14 @@ def test_drafts_on_the_targets_ranks_are_counted_like_others(proposals):
     assert list(stats.spans) == spans
 
 
+def test_guessed_states_of_blocks_are_counted():
+    stats = CoordinatorStats()
+    for guesses in ((5, 3), (2, 0), (0, 0)):
+        stats.add_pass(VerdictBatch(3, (), 1.0, 1.5, guesses=guesses), 0.25, 2.0, speculated=False)
+    counters = stats.report(2.0).counters
+    assert (counters["num_guessed_states"], counters["num_accepted_states"]) == (7, 3)
+
+
 def test_what_a_pass_sends_over_a_bridge_is_counted():
     stats = CoordinatorStats()
     export = FeatureExport(1, 1, 5, "float32", ((1, 0, 2), (2, 0, 1)))
@@ -210,10 +218,16 @@ def test_seconds_per_token_are_those_after_the_first(num_tokens, per_token_s):
 def test_accepted_tokens_are_those_that_were_committed():
     """The last verdict of a request is cut at its limit; an empty draft is none."""
     stats = CoordinatorStats()
-    stats.add_commit(CHAIN, Commit(1, 0, 3, (1, 2, 3), (6, 7)))
+    stats.add_commit(CHAIN, Commit(1, 0, 3, (1, 2, 3), (6, 7)), "far")
     stats.add_commit(None, Commit(1, 0, 5, (), (6,)))
-    stats.add_commit(replace(CHAIN, tree=TokenTree.root(5)), Commit(1, 0, 6, (), (6,)))
+    stats.add_commit(replace(CHAIN, tree=TokenTree.root(5)), Commit(1, 0, 6, (), (6,)), "local")
     assert (stats.num_tokens, stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_tokens) == (4, 1, 3, 2)
     assert (stats.num_drafted_per_pos, stats.num_accepted_per_pos) == ([1, 1, 1], [1, 1, 0])
     stats.add_commit(TREE, Commit(1, 0, 7, (1, 3), (6, 8, 9)))
     assert (stats.num_drafted_per_pos, stats.num_accepted_per_pos) == ([2, 2, 1], [2, 2, 0])
+    counts = {"num_spec_steps": 1, "num_draft_tokens": 3, "num_accepted_tokens": 2}
+    assert stats.report(1.0).counters["drafts_by_source"] == {"far": counts}, "where there are several"
+    stats.add_commit(CHAIN, Commit(1, 0, 10, (1,), (6, 7)), "far")
+    stats.add_commit(CHAIN, Commit(1, 0, 12, (), (7,)), "local")
+    of_far, of_local = (list(stats.drafts_by_source[source].values()) for source in ("far", "local"))
+    assert (of_far, of_local) == ([2, 6, 3], [1, 3, 0])

@@ -132,7 +132,7 @@ def test_the_queue_does_what_plain_lists_would(actions):
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.data())
 def test_none_starves_though_the_others_send_without_end(scopes, data):
-    """Before the k-th request of a client, at most k of each other client are served."""
+    """At most k requests of each other client are served before the k-th of a client."""
     queue, served = filled(*scopes), Counter()
     number = data.draw(st.integers(1, len(scopes)))
     scope, late = scopes[number - 1], itertools.count(1000)
@@ -170,7 +170,7 @@ def test_a_priority_is_no_claim_on_the_turns_of_another_client():
 
 @given(st.integers(-100, 100), st.integers(-100, 100))
 def test_waiting_makes_up_for_a_priority(low, high):
-    """With urgent requests that come as fast as they are served, the other is served after the time that makes up."""
+    """Urgent requests come as fast as they are served; the other is served after the time that makes up."""
     queue, now, number = WaitingQueue(), 0.0, 0
     queue.add(arrived(0, low, at=now))
     while True:

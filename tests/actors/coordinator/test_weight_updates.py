@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.coordinator.round_timeout import RoundTimeout
+from actors.coordinator.role_rounds import RoleRounds
 from actors.coordinator.sequence import Sequence
 from actors.options import SchedulerConfig
 from actors.policy.policy import PIPELINES, AdaptivePolicy
@@ -159,13 +159,13 @@ def test_spans_of_versions_are_those_of_the_tokens_that_are_sent():
 
 
 def test_no_time_is_too_long_for_weights_and_none_is_measured():
-    timeout = RoundTimeout()
-    timeout.ordered(VerifyBatch(1))
-    timeout.answered(VerdictBatch(1, (), 0.0, 1.0))
+    timeout = RoleRounds()
+    timeout.ordered(VerifyBatch(1), 0.0)
+    timeout.answered(VerdictBatch(1, (), 0.0, 1.0), 1.0)
     limit_s = timeout.limit_s
-    timeout.ordered(VerifyBatch(2, weights=Weights("step-1", 1)))
+    timeout.ordered(VerifyBatch(2, weights=Weights("step-1", 1)), 2.0)
     assert timeout.limit_s == float("inf")
-    timeout.answered(VerdictBatch(2, (), 0.0, 500.0))
+    timeout.answered(VerdictBatch(2, (), 0.0, 500.0), 502.0)
     assert timeout.limit_s == limit_s
 
 

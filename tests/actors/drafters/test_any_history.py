@@ -12,10 +12,10 @@ import random
 from array import array
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
-from actors.coordinator.sequence import PreviewTree
 from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.auto.drafter import AutoDrafter
@@ -36,7 +36,10 @@ from actors.drafters.model import loading
 from actors.drafters.model.config import CalibrationPolicy, LengthRule, ModelDrafterConfig, Strategy
 from actors.drafters.registry import DRAFTERS
 from actors.drafters.retrieval.config import RestDrafterConfig
+from actors.drafters.routed.config import RoutedDrafterConfig
+from actors.drafters.routed.drafter import RoutedDrafter
 from actors.options import Parallel, SchedulerConfig, VerifyConfig
+from actors.protocol.draft_tree import PreviewTree
 from actors.protocol.membership import RoleBack, RoleLost
 from actors.protocol.messages import (
     HASH_SEED,
@@ -71,10 +74,11 @@ def model(length=4, path="1", **options):
     return ModelDrafterConfig(path=path, num_draft_tokens=length, **options)
 
 
-def cascade(*levels, tails=(), merge=0, length=0):
+def cascade(*levels, tails: Any = (), merge=0, length=0) -> Any:
     tails = tails or (0,) * len(levels)
     length = length or levels[-1].num_draft_tokens + tails[-1] + merge
-    return CascadeDrafterConfig(levels=levels, tails=tails, merge=merge, num_draft_tokens=length)
+    chosen: Any = levels
+    return CascadeDrafterConfig(levels=chosen, tails=tails, merge=merge, num_draft_tokens=length)
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,10 @@ SHAPES = {
 }
 TWO = cascade(model(3), model(5, "2"))
 THREE = cascade(NGRAM, model(2), model(3, "2"), tails=(0, 2, 2))
-AUTO = AutoDrafterConfig(drafters=(NGRAM, COPY, model(), cascade(NGRAM, model(3, "2"))), num_draft_tokens=5)
+MEMBERS: Any = (NGRAM, COPY, model(), cascade(NGRAM, model(3, "2")))
+MODELS: Any = (model(), model(5, "2"))
+ROUTED = RoutedDrafterConfig(drafters=MODELS, num_draft_tokens=5)
+AUTO = AutoDrafterConfig(drafters=MEMBERS, num_draft_tokens=5)
 CASES = {
     **{name: Case(config, repeats=config.strategy is not Strategy.dynamic) for name, config in SHAPES.items()},
     "threshold": Case(model(length_rule=LengthRule.threshold), repeats=False),
@@ -114,6 +121,7 @@ CASES = {
     "layer-below": Case(model(parallel=Parallel.layer, calibration_policy=CalibrationPolicy.mismatch), is_below=True),
     "chain-rejection": Case(SHAPES["chain"], rule="rejection"),
     "tree-kseq": Case(SHAPES["tree"], rule="kseq"),
+    "tree-transport": Case(SHAPES["tree"], rule="transport"),
     "graph": Case(model(14, strategy=Strategy.tree, branching=[4, 3, 1], merge_ngram=1)),
     "graph-rejection": Case(model(14, strategy=Strategy.tree, branching=[4, 3, 1], merge_ngram=1), rule="rejection"),
     "opt": Case(model(9, strategy=Strategy.best_first, depth=5, width=9, min_gain=0.2)),
@@ -134,6 +142,8 @@ CASES = {
     "jacobi": Case(JacobiDrafterConfig(width=3), is_below=True, repeats=False),
     "lookahead": Case(LookaheadDrafterConfig(), is_below=True, repeats=False),
     "auto": Case(AUTO, repeats=False),
+    "routed": Case(ROUTED, repeats=False),
+    "routed-branches": Case(ROUTED, "branches", repeats=False),
     "auto-rejection": Case(AUTO, rule="rejection", repeats=False),
     "two": Case(TWO),
     "two-rejection": Case(TWO, rule="rejection"),
@@ -211,20 +221,21 @@ class Line:
 
 
 def open_drafter(case, num_slots, choose=None):
-    config = with_slots(case.config, num_slots)
+    config: Any = with_slots(case.config, num_slots)
     setup = DraftSetup(
         VerifyConfig(case.rule, law_size=4), case.pipeline, SchedulerConfig(prefill_chunk=3), SINGLE, "cpu", (1,)
     )
     if not case.is_remote:
         return config.build(setup)[0]
     child, _ = config.levels[0].build(setup)
-    port = RemoteChild(Mailbox(Line(DraftRole(child), choose)), SINGLE)
+    line: Any = Line(DraftRole(child), choose)
+    port = RemoteChild(Mailbox(line), SINGLE)
     return build_levels(config, range(1, len(config.levels)), setup, port)[0]
 
 
 def drafters_of(drafter):
-    """Those that `drafter=auto` chooses among, or the drafter itself."""
-    return [one.drafter for one in drafter.members] if isinstance(drafter, AutoDrafter) else [drafter]
+    """Those that `drafter=auto` or `routed` chooses among, or the drafter itself."""
+    return [one.drafter for one in drafter.members] if isinstance(drafter, AutoDrafter | RoutedDrafter) else [drafter]
 
 
 def levels_of(drafter):
@@ -233,7 +244,7 @@ def levels_of(drafter):
         yield drafter
         if not isinstance(drafter, CascadeDrafter):
             return
-        port = drafter._child._port
+        port: Any = drafter._child._port
         drafter = (port._role if isinstance(port, LocalChild) else port._mailbox._link.role).drafter
 
 
@@ -277,7 +288,7 @@ class Parent:
             self.answer(self.next_batch())
             for _ in range(self.choose.randrange(6)):
                 if self.role.wants_work:
-                    self.role.work(self.choose.randrange(4))
+                    self.role.work(self.choose.randrange(4), self.choose.choice((1, 1, 3)))
                     self.check_rows()
             if (preview := self.role.preview(last=True)) is not None:
                 self.previews = {one.request_id: PreviewTree.read(one) for one in preview.previews}
@@ -330,8 +341,8 @@ class Parent:
                 spans.append((i, len(shadow.token_ids), len(shadow.draft.token_ids)))
         num_rows = len(contexts) // 2
         token_ids = [self.choose.randrange(VOCAB_SIZE) for _ in range(num_rows * k)]
-        arrays = (array("i", part).tobytes() for part in (contexts, token_ids))
-        top_tokens = TopTokens(k, *arrays, array("f", [1 / k] * (num_rows * k)).tobytes(), tuple(spans))
+        pairs, likeliest = (array("i", part).tobytes() for part in (contexts, token_ids))
+        top_tokens = TopTokens(k, pairs, likeliest, array("f", [1 / k] * (num_rows * k)).tobytes(), tuple(spans))
         if (reader := self.fresh.capabilities.reads_top_tokens) is not None:
             reader.read_top_tokens(top_tokens)
         return top_tokens
@@ -341,7 +352,8 @@ class Parent:
         if again is None:
             longest = self.max_len if self.choose.random() < 0.2 else 12
             prompt = [self.choose.randrange(VOCAB_SIZE) for _ in range(self.choose.randint(1, longest))]
-            sampling = SamplingParams(seed=request_id, **self.choose.choice(SAMPLINGS))
+            chosen: Any = self.choose.choice(SAMPLINGS)
+            sampling = SamplingParams(seed=request_id, **chosen)
             admit = Admit(request_id, self.epoch, tuple(prompt), len(prompt), sampling, self.num_admissions)
         else:
             admit = replace(
@@ -472,10 +484,12 @@ class Parent:
 
     def likeliest(self, context, path):
         """The tokens that the draft model may choose after this path."""
-        config, sampling = self.case.config, context.sampling
+        config: Any = self.case.config
+        drafter: Any = self.fresh
+        sampling = context.sampling
         text = [*context.token_ids, *path]
         rows = LogitRows(sampling, context.prompt_len, text, TokenTree.root(text[-1]))
-        scores = process_batch(self.fresh.runner.decoder.logits_after(text), [rows], (1,))
+        scores = process_batch(drafter.runner.decoder.logits_after(text), [rows], (1,))
         drawing = sampling if self.case.rule == "coupled" else replace(sampling, temperature=0.0)
         width = config.fan_out if self.case.pipeline in AHEAD else config.widest
         return top_children(scores, [drawing], [len(text)], min(width, VOCAB_SIZE))[0][0].tolist()

@@ -29,7 +29,7 @@ def verdicts(path, tokenizer, group=None):
     """Those of a pass over a text with a grammar, whose draft begins as it allows, and one without."""
     is_lead = group is None or group.rank == 0
     runner = open_model(path, num_slots=64, **({} if group is None else {"group": group}))
-    grammars = GrammarMasks(GrammarCompiler(lambda: tokenizer, (EOS,))) if is_lead else None
+    grammars = (lambda: GrammarMasks(GrammarCompiler(lambda: tokenizer, (EOS,)))) if is_lead else None
     role = TargetRole(runner, "coupled", [EOS], is_lead=is_lead, grammars=grammars)
     sampling, letters = SamplingParams(temperature=1.0, seed=3), Grammar("regex", "[a-z]{2,9}")
     admits = tuple(Admit(i, 0, TEXT, len(TEXT), sampling, grammar=(letters, None)[i]) for i in (0, 1))

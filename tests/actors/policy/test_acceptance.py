@@ -157,12 +157,12 @@ def test_requests_without_drafts_and_those_left_out_say_nothing_of_the_others():
     average, expected = acceptance.of_class(0).chances, acceptance.expected(0, (), "way")
     acceptance.update(0, "way", [DraftOutcome(2, 3, ()), DraftOutcome(3, 0, ())], [2])
     assert acceptance.of_class(0).chances == average and acceptance.expected(0, (), "way") == expected
-    assert acceptance.ratio(2) < 1 == acceptance.ratio(3)
-    assert [acceptance.num_drafts(i) for i in (1, 2, 3)] == [1, 1, 0]
+    assert acceptance.of_request(2).ratio() < 1 == acceptance.of_request(3).ratio()
+    assert [acceptance.of_request(i).num_drafts for i in (1, 2, 3)] == [1, 1, 0]
     acceptance.update(0, "way", [DraftOutcome(2, 3, ())], [2])
-    assert acceptance.num_drafts(2) == pytest.approx(1.97)
+    assert acceptance.of_request(2).num_drafts == pytest.approx(1.97)
     acceptance.release(2)
-    assert acceptance.ratio(2) == 1 and acceptance.num_drafts(2) == 0
+    assert acceptance.of_request(2).ratio() == 1 and acceptance.of_request(2).num_drafts == 0
     acceptance.release(2)
 
 
@@ -224,7 +224,7 @@ def test_no_draft_is_expected_to_bring_more_tokens_than_it_has():
         acceptance.update(0, None, [DraftOutcome(1, 3, ()), DraftOutcome(2, 3, (1, 2, 3))], ())
     for _ in range(300):
         acceptance.update(0, None, [DraftOutcome(3, 3, (1, 2, 3))], ())
-    assert acceptance.ratio(2) > 1.1
+    assert acceptance.of_request(2).ratio() > 1.1
     assert acceptance.expected(0, [2]) == pytest.approx([1, 2, 3, 4], rel=1e-3)
     assert max(np.diff(acceptance.expected(0, [2]))) <= 1
 
@@ -233,7 +233,7 @@ def test_what_is_known_of_the_mean_of_requests_grows_with_their_number():
     model = AcceptanceModel(4)
     for _ in range(9):
         model.update("text", None, [DraftOutcome(i, 2, (1,), 2) for i in range(4)], ())
-    known = model.num_drafts(0)
+    known = model.of_request(0).num_drafts
     assert 6 < known < 9 and model.num_drafts_of_mean([0]) == pytest.approx(known)
     assert model.num_drafts_of_mean([99]) == 0, "a new one"
     assert model.num_drafts_of_mean(range(4)) == pytest.approx(4 * (1 + known) - 1)

@@ -43,7 +43,7 @@ def test_the_cost_of_a_draft_is_what_simulated_drafts_take():
 
 
 def costs_of(levels):
-    """Of a chain of levels that are never left out: a level's acceptance is that of the one above it."""
+    """Costs of a chain of levels that are never left out: a level's acceptance is that of the one above it."""
     acceptance = {(i, i + 1): level.acceptance for i, level in enumerate(levels[:-1])}
     acceptance |= {(len(levels) - 1, -1): levels[-1].acceptance}
     passes = {(i, fed): level.pass_s for i, level in enumerate(levels) for fed in (False, True)}

@@ -42,7 +42,7 @@ class Batches:
             del waiting[: len(joining)]
             running.update(dict(joining))
             if joining:
-                policy.expect_load(len(running), 200.0, samples=False)
+                policy.expect_load(len(running), samples=False)
             followed = list(running)[: policy.num_followed(len(running))] if drafts else []
             beside_s = self.read_s * len(set(followed) - read)
             if drafts and not beside_s:

@@ -80,7 +80,7 @@ class World:
 @pytest.mark.parametrize("cost", [2.1, 2.5, 4.0, 20.0])
 @pytest.mark.parametrize("num_rounds", [25, 100, 1000])
 def test_exploration_loses_at_most_its_credit_its_share_and_one_trial(cost, num_rounds):
-    """In plain rounds; the last trial may go below zero by its own two rounds at most."""
+    """Losses count in plain rounds; the last trial may go below zero by its own two rounds at most."""
     world = World(Decision(PLAIN), in_turn=cost).run(num_rounds)
     share = EXPLORED_SHARE * world.seconds / ROUND_S
     assert 0 < world.lost <= CREDIT + share + 2 * (cost - world.tokens) + 1e-9
@@ -113,6 +113,17 @@ def test_what_the_first_round_of_a_change_takes_beyond_others_is_charged_up_to_a
         decision._rounds = 0
         decision.count(1.0, ROUND_S, seconds * ROUND_S)
         assert decision.budget == pytest.approx(EXPLORED_SHARE - charged)
+
+
+def test_the_first_draft_of_a_process_alone_is_not_charged():
+    known = {PLAIN: Estimate(1.0, ROUND_S, 0, 2.0), IN_TURN: Estimate(3.0, ROUND_S, 8)}
+    decision = Decision(PLAIN, awaited=IN_TURN, estimates=known)
+    assert decision.caught_up() and decision.mode is Mode.trial
+    before = decision.budget
+    decision.count(1.0, 4 * ROUND_S, 4 * ROUND_S)
+    assert decision.budget == before
+    decision.count(1.0, 4 * ROUND_S, 4 * ROUND_S)
+    assert decision.budget == pytest.approx(before - 3 + 4 * EXPLORED_SHARE), "as unknown as before, and charged"
 
 
 def test_a_text_that_was_read_for_a_trial_that_succeeds_is_not_charged():
@@ -212,7 +223,7 @@ def test_no_plain_round_is_made_to_learn_what_is_known():
     ("seconds", "num_drafts", "stays"), [(0.0205, 20, True), (0.023, 20, False), (0.0205, 60, False)]
 )
 def test_a_choice_that_is_hardly_slower_goes_on_without_a_budget_until_it_is_well_known(seconds, num_drafts, stays):
-    """To leave it and to try it again would cost more; where its tokens are known it is left at once."""
+    """Leaving it and trying it again would cost more; where its tokens are known it is left at once."""
     decision = Decision(IN_TURN, budget=-1.0, best=IN_TURN)
     plain, drafted = Estimate(1.0, ROUND_S, 0, 30.0), Estimate(2.0, seconds, 4, 20.0, num_drafts, num_drafts)
     for _ in range(4):
@@ -230,7 +241,7 @@ def test_what_else_is_explored_is_taken_from_the_same_budget():
 
 
 def test_nothing_else_is_explored_while_a_probe_is_saved_up_for():
-    """By the error of its estimate plain decoding could be the fastest; the budget does not cover its rounds yet."""
+    """Plain decoding could be, by the error of its estimate, the fastest; the budget does not cover its rounds yet."""
     decision = Decision(IN_TURN, budget=0.05, best=IN_TURN)
     plain, drafted = Estimate(1.0, ROUND_S, 0, 0.5), Estimate(2.2, 2 * ROUND_S, 4, 20.0, 20.0, 20.0)
     for _ in range(3):
@@ -253,7 +264,7 @@ def test_drafts_that_are_late_end_speculation_until_the_budget_allows_a_trial():
 
 
 def test_what_is_read_for_a_trial_delays_the_next_one_and_ends_none():
-    """Before the first trial the drafter reads the text, which takes as long as ten plain rounds."""
+    """The drafter reads the text before the first trial, which takes as long as ten plain rounds."""
     trials = []
     for unpaid in (0.0, 10 * ROUND_S):
         world = World(Decision(PLAIN, awaited=IN_TURN), in_turn=2.3)

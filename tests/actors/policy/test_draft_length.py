@@ -33,7 +33,7 @@ class Rounds:
                 kept = 0
                 while kept < length and self.draw.random() < self.chances[request_id]:
                     kept += 1
-                offers.append(DraftOutcome(request_id, length, range(1, kept + 1)))
+                offers.append(DraftOutcome(request_id, length, range(1, kept + 1), kept + 1 if length else 0))
             draft_s = self.draft_s * max(lengths.values())
             prompt_rows = self.reads(i)
             verify_s = 0.01 + self.row_s * (prompt_rows + sum(1 + length for length in lengths.values()))

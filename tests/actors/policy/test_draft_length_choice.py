@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from actors.policy.acceptance import AcceptanceModel, DraftOutcome, RelativeAcceptance, Survival
-from actors.policy.costs import DraftedCosts, MeasuredRound
+from actors.policy.costs import MeasuredRound, RoundCosts
 from actors.policy.draft_length import EXPLORE_EVERY, FIRST_LENGTH, FIRST_RETRY, DraftLengths, Tradeoff
 
 LONGEST, PLAIN_S = 6, 0.010
 
 
 def costs_of(draft_s, row_s, mean_share=1.0):
-    costs = DraftedCosts()
+    costs = RoundCosts()
     for length in [1, 2, 3, 4, 5, 6] * 5:
         mean = length * mean_share
         costs.update(MeasuredRound(PLAIN_S + row_s * mean, 0.001 + draft_s * length, draft_s * length, length, mean))
@@ -29,15 +29,16 @@ def accepted(draw, chance, length):
     return range(1, path + 1)
 
 
-def tradeoff_of(tokens, costs):
-    slopes = costs.per_token_s(PLAIN_S)
-    return Tradeoff(tokens, costs.seconds(len(tokens) - 1, PLAIN_S), *slopes)
+def tradeoff_of(tokens, costs, shortest=0):
+    lines = costs.by_length(PLAIN_S)
+    return Tradeoff(tokens, lines.seconds(len(tokens) - 1), lines.draft_s, lines.verify_s, shortest)
 
 
 class Rounds:
     """Lengths and acceptance as a round moves them."""
 
     def __init__(self, shortest=0):
+        self.shortest = shortest
         self.lengths, self.acceptance = DraftLengths(shortest, LONGEST), AcceptanceModel(LONGEST)
 
     @property
@@ -49,7 +50,7 @@ class Rounds:
         self.lengths.update(outcomes, self.acceptance)
 
     def choose(self, costs, request_ids):
-        tradeoff = tradeoff_of(1 + np.cumsum([0, *self.chances]), costs)
+        tradeoff = tradeoff_of(1 + np.cumsum([0, *self.chances]), costs, self.shortest)
         self.lengths.choose(tradeoff, request_ids, self.acceptance, self.chances)
 
 
@@ -77,7 +78,7 @@ class Trained(Rounds):
 
     def best(self, costs, shortest):
         """Tokens per second of every length, and the fastest of those allowed."""
-        speeds = (1 + np.cumsum([0, *self.survival.chances])) / costs.seconds(LONGEST, PLAIN_S)
+        speeds = (1 + np.cumsum([0, *self.survival.chances])) / costs.by_length(PLAIN_S).seconds(LONGEST)
         least = max(1, shortest)
         return speeds, least + int(speeds[least:].argmax())
 
@@ -86,11 +87,11 @@ class Trained(Rounds):
 def test_the_best_length_has_the_most_tokens_per_second_of_those_allowed(seed):
     draw = random.Random(seed)
     tokens, seconds = ([draw.uniform(1, 5) for _ in range(8)] for _ in range(2))
-    tradeoff = Tradeoff(tokens, seconds, 0.0, 0.0)
     for shortest in range(8):
+        tradeoff = Tradeoff(tokens, seconds, 0.0, 0.0, shortest)
         speeds = {k: tokens[k] / seconds[k] for k in range(max(1, shortest), 8)}
-        assert tradeoff.best(shortest) == max(speeds, key=lambda k: speeds[k])
-        assert tradeoff.speed(shortest) == pytest.approx(tokens[shortest] / seconds[shortest])
+        assert tradeoff.best == max(speeds, key=lambda k: speeds[k])
+        assert tradeoff.speeds[shortest] == pytest.approx(tokens[shortest] / seconds[shortest])
 
 
 @pytest.mark.parametrize("shortest", [0, 2])
@@ -119,7 +120,8 @@ def test_in_a_batch_a_place_is_drafted_where_it_brings_more_than_its_time_elsewh
     costs = costs_of(trained.draw.choice([0.0, 0.0005, 0.004]), trained.draw.choice([0.0, 0.0005, 0.002]))
     trained.choose(costs, range(size))
     speeds, best = trained.best(costs, shortest)
-    draft_s, verify_s = costs.per_token_s(PLAIN_S)
+    lines = costs.by_length(PLAIN_S)
+    draft_s, verify_s = lines.draft_s, lines.verify_s
     places = np.arange(1, LONGEST + 1)
     ratios = np.array([[trained.requests[i].ratio()] for i in trained.requests])
     chances = np.array(trained.survival.chances) * ratios**places
@@ -142,7 +144,7 @@ def test_a_request_without_drafts_is_tried_again_ever_more_rarely_until_one_is_a
     for _ in range(31):
         rounds.update(*(DraftOutcome(i, 4, range(1, 5) if i else ()) for i in range(4)))
     rounds.choose(costs_of(0.0, 0.002), range(4))
-    assert list(lengths.retried) == [0] and acceptance.ratio(0) < 0.6
+    assert list(lengths.retried) == [0] and acceptance.of_request(0).ratio() < 0.6
     tried = []
     for round_ in range(1, 200):
         if lengths.of(0):
@@ -157,7 +159,7 @@ def test_a_request_without_drafts_is_tried_again_ever_more_rarely_until_one_is_a
     before = list(rounds.chances)
     rounds.update(DraftOutcome(0, 1, (1,)))
     assert rounds.chances == before, "a single attempt says nothing of the others"
-    assert not lengths.retried and acceptance.ratio(0) == 1.0
+    assert not lengths.retried and acceptance.of_request(0).ratio() == 1.0
     rounds.choose(costs_of(0.0, 0.002), range(4))
     assert lengths.of(0) == lengths.of(9) > 1, "and the request is as one that has had no draft yet"
     rounds.update(DraftOutcome(0, 4, ()))
@@ -186,7 +188,7 @@ def test_requests_without_a_draft_so_far_get_the_best_length_of_all():
 
 @pytest.mark.parametrize(("exchange_s", "informative"), [(0.0, 1), (0.004, 2), (0.025, 4)])
 def test_a_trial_drafts_as_much_as_costs_hardly_more(exchange_s, informative):
-    """After a draft that failed at once the best length is one token; that amortises no exchange, and shows nothing."""
+    """The best length after a draft that failed at once is one token; that amortises no exchange, and shows nothing."""
     tokens = [1.0] + [1.0 + 1e-6] * LONGEST
     seconds = [0.010 + exchange_s + 0.0015 * k for k in range(LONGEST + 1)]
     if not exchange_s:
@@ -196,4 +198,4 @@ def test_a_trial_drafts_as_much_as_costs_hardly_more(exchange_s, informative):
     assert lengths.of(1) == 1
     lengths.choose_for_trial(tradeoff)
     assert lengths.of(1) == lengths.longest_ordered == informative
-    assert Tradeoff([1.0, 1.5, 2.0, 2.5], [1.0] * 4, 0.0, 0.0).informative(0) == 3, "never less than the best"
+    assert Tradeoff([1.0, 1.5, 2.0, 2.5], [1.0] * 4, 0.0, 0.0).informative() == 3, "never less than the best"

@@ -8,8 +8,9 @@ from itertools import product
 
 import pytest
 
-from actors.policy.decision import CREDIT, EXPLORED_SHARE, MOST_BUDGET
+from actors.policy.decision import EXPLORED_SHARE, MOST_BUDGET
 from actors.policy.drafter_choice import (
+    CREDIT,
     NO_DRAFTER,
     PRIOR_LENGTH,
     DrafterAcceptance,

@@ -57,6 +57,30 @@ def test_a_line_is_the_least_squares_fit_with_a_prior_for_its_slope(points, prio
     assert line.mean_y == pytest.approx(weights @ y + (0.5 - weights @ y) / line.weight), "less of the past counts"
 
 
+def test_an_outlier_of_a_line_is_judged_at_its_place_on_it():
+    """y = 1 + x; a point at 9 may have up to twice the 10 that the line says there, once at 0 up to 2 * 1."""
+    for x, y, counted in ((9, 10.0, 10.0), (9, 100.0, 20.0), (0, 100.0, 2.0)):
+        line = LinearFit(1.0)
+        for _ in range(5):
+            line.update(0, 1.0)
+        line.update(x, y, 1.0)
+        assert line.mean_y == pytest.approx((5 + counted) / 6)
+    early = LinearFit(1.0, corrects_first=True)
+    early.update(9, 10.0, 1.0)
+    early.update(0, 1.0, 1.0)
+    assert early.mean_y == pytest.approx(5.5), "the first was no pause, at its place"
+
+
+def test_what_a_line_says_far_from_its_points_has_little_weight():
+    """The inverse of the variance of a prediction, in observations: 1 / (1 / n + (x - mean)^2 / sum of squares)."""
+    line, points = LinearFit(1.0), [0.0, 2.0, 4.0, 2.0]
+    for x in points:
+        line.update(x, 1.0)
+    for x in (2.0, 3.0, 10.0):
+        assert line.weight_at(x, 0.0) == pytest.approx(1 / (1 / 4 + (x - 2) ** 2 / np.sum((np.array(points) - 2) ** 2)))
+    assert line.weight_at(10.0, 1.0) > line.weight_at(10.0, 0.0), "a prior of the slope is some knowledge"
+
+
 def test_an_outlier_counts_as_two_means_in_a_line_whenever_it_came():
     late, early, plain = LinearFit(1.0), LinearFit(1.0, corrects_first=True), LinearFit(1.0)
     for _ in range(5):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ class Measured:
             LoadCosts, "measure", lambda load, way, times, speed, is_first: self.calls.append((load, way, times))
         )
 
-    def after(self, policy, seen):
+    def after(self, policy, seen) -> Any:
         self.calls.clear()
         policy.update(seen)
         assert len(self.calls) <= 1
@@ -75,7 +76,7 @@ def test_costs_are_kept_apart_by_batch_size_sampling_and_prompt_rows(monkeypatch
     assert len({next(iter(same)) for same in loads.values()}) == len(loads)
     again, _, _ = measured.after(policy, observation([2] * 8, mean_len=9000.0))
     assert id(again) in loads[8, False, 0], "longer contexts are in the machine's speed"
-    policy.expect_load(3, 100.0, True)
+    policy.expect_load(3, True)
     assert id(policy._load) in loads[3, True, 0]
 
 
@@ -93,7 +94,7 @@ def test_the_times_of_a_round_are_those_of_its_parts(monkeypatch):
 def test_rounds_that_show_no_cost_are_not_measured(monkeypatch):
     policy, measured = AdaptivePolicy("sync", 0, LONGEST), Measured(monkeypatch)
     plain = observation([0], draft_s=0.0)
-    assert measured.after(policy, plain)[1] is None
+    assert measured.after(policy, plain)[1] is Decoding.plain
     assert measured.after(policy, observation([0], draft_s=0.0, serves_drafts=True)) is None
     assert measured.after(policy, observation([0], draft_s=0.0, prompt_rows=30)) is not None
     assert measured.after(policy, plain) is None, "it is the first after a prompt"
@@ -124,7 +125,7 @@ def played(policy, num_running, num_rounds, gains_of, *, samples=False):
     cost_s, chance = gains_of
     draw, modes = random.Random(1), []
     for _ in range(num_rounds):
-        policy.expect_load(num_running, 100.0, samples)
+        policy.expect_load(num_running, samples)
         if policy.mode is Mode.catch_up:
             policy.caught_up()
         modes.append(policy.mode)
@@ -147,7 +148,7 @@ def played(policy, num_running, num_rounds, gains_of, *, samples=False):
 def test_a_poor_drafter_rests_after_a_few_rounds_of_drafts(num_running):
     policy = AdaptivePolicy("sync", 0, LONGEST)
     modes = played(policy, num_running, 16, (1.5e-3, 0.02), samples=True)
-    assert 1 <= modes.count(Mode.trial) <= 3 and Mode.speculate not in modes and modes[-1] is Mode.rest
+    assert 1 <= modes.count(Mode.trial) <= 5 and Mode.speculate not in modes and modes[-1] is Mode.rest
     assert policy._decision.budget > -1.5
 
 
@@ -164,7 +165,7 @@ def test_a_load_never_seen_begins_with_the_costs_of_the_most_similar_one():
     assert played(policy, 16, 30, good)[-1] is Mode.speculate
     assert set(played(policy, 11, 6, good)) == {Mode.speculate}
     assert Mode.rest in played(policy, 8, 30, bad)
-    policy.expect_load(2, 100.0, False)
+    policy.expect_load(2, False)
     assert policy._load.plain.weight == pytest.approx(2.0), "of another load, so little"
 
 
@@ -208,6 +209,14 @@ def test_a_trial_whose_drafts_are_waited_for_in_vain_ends_after_its_rounds():
         assert policy.mode is Mode.trial
         policy.update(late)
     assert policy.mode is Mode.rest
+
+
+def test_drafts_that_did_not_come_do_not_make_long_drafts_look_cheap(monkeypatch):
+    """A pass that leaves without its drafts takes as long as a plain one, and shows nothing of what they cost."""
+    policy, measured = AdaptivePolicy("sync", 2, LONGEST), Measured(monkeypatch)
+    outcomes = [DraftOutcome(0, 4, (1,), 2), DraftOutcome(1, 6, (), 0)]
+    _, _, times = measured.after(policy, replace(observation([4, 6]), outcomes=outcomes))
+    assert (times.longest, times.mean) == (6, 2.0)
 
 
 def test_what_was_done_for_drafts_outside_of_rounds_is_charged():
@@ -279,7 +288,7 @@ def test_requests_that_join_find_the_lengths_of_their_load():
 
     many, one = rounds(16, 0.01), rounds(1, 0.0)
     assert many < 4 < one
-    policy.expect_load(16, 100.0, False)
+    policy.expect_load(16, False)
     assert max(policy.draft_length(i, 99) for i in range(16)) <= many
 
 

@@ -106,7 +106,7 @@ def passes():
 
 
 def waiting(passes: MergedPasses, count: int) -> None:
-    """Until so many calls wait; orders wait for their turn first."""
+    """Returns once so many calls wait; orders wait for their turn first."""
     while passes._num_turns + len(passes._readings) + len(passes._steps) < count:
         pass
 
@@ -130,6 +130,7 @@ def test_what_waits_together_is_one_call_and_orders_come_first(passes):
     assert sorted(drafter.calls[1][1]) == [10, 11, 20, 21]
     counts = passes.counts
     assert (counts.num_proposals, counts.num_orders, counts.num_steps, counts.num_wanted_steps) == (2, 3, 1, 2)
+    assert (counts.num_calls, counts.num_in_calls) == (4, 6) and passes.time.spent()[0] > 0
 
 
 def test_readings_and_steps_take_turns(passes):
@@ -232,6 +233,31 @@ def test_an_order_joins_at_the_next_pass_and_is_answered_after_its_own_last_one(
     passes = [sorted(of) for name, of in drafter.calls if name == "advance"]
     assert passes == [[1], [-5, 1, 2], [1]]
     assert by_pass.counts.num_orders == 2
+    assert (by_pass.counts.num_calls, by_pass.counts.num_in_calls) == (3, 5)
+
+
+def test_an_order_that_slows_the_drafts_that_are_made_is_left_out(by_pass):
+    drafter: Any = by_pass.drafter
+    histories = []
+    for num_accepted in (4, 0):
+        history = OrderHistory()
+        for _ in range(30):
+            history.accepted(5, num_accepted)
+            history.rest_s.update(0.01)
+        histories.append(history)
+    for num_requests in (1, 2, 3) * 10:
+        by_pass._cost.update(num_requests, 1, 2e-3 * num_requests)
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(by_pass.propose, [context(1)], [3], histories[0])
+        assert drafter.entered.wait(10)
+        second = pool.submit(by_pass.propose, [context(2)], [3], histories[1])
+        third = pool.submit(by_pass.propose, [context(3)], [3], OrderHistory())  # of an engine that is not known
+        waiting(by_pass, 2)
+        drafter.permits.release(9)
+        assert second.result() is None
+        assert first.result() is not None and third.result() is not None
+    assert (by_pass.counts.num_orders, by_pass.counts.num_left_out, histories[1].num_left_out) == (2, 1, 1)
+    assert {number for name, of in drafter.calls for number in of} == {1, 3}
 
 
 def test_texts_are_read_although_drafts_are_always_missing(by_pass):

@@ -16,28 +16,34 @@ from actors.pool.order_choice import (
 )
 
 
-def cost(pass_s: float, per_request: float) -> CallCost:
-    found = CallCost()
+def cost(pass_s: float, per_request: float, *, by_pass: bool = False) -> CallCost:
+    found = CallCost(by_pass)
     for num_requests in (1, 2, 4, 8) * 8:
         found.update(num_requests, 5, 5 * (pass_s + per_request * num_requests))
     return found
 
 
 FLAT, BY_ROWS = cost(1.5e-3, 0.0), cost(0.5e-3, 1e-3)
+FLAT_BY_PASS, ROWS_BY_PASS = cost(1.5e-3, 0.0, by_pass=True), cost(0.5e-3, 1e-3, by_pass=True)
 GOOD = WaitingOrder(1, 5, 3.5, 15e-3)
 BAD = WaitingOrder(4, 5, 0.4, 15e-3)
 """Four requests of which every tenth has one token accepted."""
 
 
 def test_what_passes_cost_is_measured():
-    assert FLAT.seconds([GOOD]) == pytest.approx(7.5e-3)
-    assert FLAT.seconds([GOOD, BAD]) == pytest.approx(7.5e-3)
-    assert BY_ROWS.seconds([GOOD, BAD]) == pytest.approx(5 * 5.5e-3, rel=0.1)
+    assert FLAT.seconds([GOOD], GOOD) == pytest.approx(7.5e-3)
+    assert FLAT.seconds([GOOD, BAD], GOOD) == pytest.approx(7.5e-3)
+    assert BY_ROWS.seconds([GOOD, BAD], BAD) == pytest.approx(5 * 5.5e-3, rel=0.1)
+    longer = WaitingOrder(1, 8, 0.5, 15e-3)
+    assert [FLAT.seconds([GOOD, longer], one) for one in (GOOD, longer)] == pytest.approx([12e-3, 12e-3])
+    assert [FLAT_BY_PASS.seconds([GOOD, longer], one) for one in (GOOD, longer)] == pytest.approx([7.5e-3, 12e-3])
 
 
 def test_an_order_that_gains_little_is_left_out_where_its_rows_delay_the_others():
     assert choose_orders([GOOD, BAD, GOOD], BY_ROWS) == [0, 2]
     assert choose_orders([GOOD, GOOD, GOOD], BY_ROWS) == [0, 1, 2]
+    assert choose_orders([GOOD, BAD, GOOD], ROWS_BY_PASS) == [0, 2]
+    assert choose_orders([BAD, GOOD, BAD], ROWS_BY_PASS, num_begun=1) == [0, 1], "what was begun goes on"
 
 
 def test_none_is_left_out_of_passes_that_cost_the_same():
@@ -47,6 +53,7 @@ def test_none_is_left_out_of_passes_that_cost_the_same():
 def test_a_long_order_that_gains_little_delays_short_ones_at_any_cost():
     longer = WaitingOrder(1, 40, 0.5, 15e-3)
     assert choose_orders([GOOD, longer, GOOD], FLAT) == [0, 2]
+    assert choose_orders([GOOD, longer, GOOD], FLAT_BY_PASS) == [0, 1, 2], "each is answered after its own passes"
     assert choose_orders([GOOD, WaitingOrder(1, 6, 4.0, 15e-3)], FLAT) == [0, 1]
 
 
@@ -76,9 +83,8 @@ def test_an_engine_is_drafted_for_again_after_a_while():
 
 def total(orders: list[WaitingOrder], chosen: list[int], cost: CallCost) -> float:
     """Tokens per second of all engines."""
-    seconds = cost.seconds([orders[i] for i in chosen])
-    return sum(
-        order.tokens_per_s(seconds) if i in chosen else order.plain_tokens_per_s for i, order in enumerate(orders)
+    return cost.tokens_per_s([orders[i] for i in chosen]) + sum(
+        order.plain_tokens_per_s for i, order in enumerate(orders) if i not in chosen
     )
 
 
@@ -89,7 +95,7 @@ ORDERS = st.lists(
 )
 
 
-@given(ORDERS, st.sampled_from([FLAT, BY_ROWS]))
+@given(ORDERS, st.sampled_from([FLAT, BY_ROWS, FLAT_BY_PASS, ROWS_BY_PASS]))
 def test_leaving_orders_out_never_loses_tokens(orders, cost):
     everything = list(range(len(orders)))
     chosen = choose_orders(orders, cost)

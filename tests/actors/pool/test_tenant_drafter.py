@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -109,10 +110,45 @@ def test_drafts_and_their_verdicts_are_counted(passes):
     tenant.observe(text, Commit(1, 1, 5, (1, 1, 9), (1, 2)))
     tenant.propose([text], [4])
     tenant.observe(text, Commit(1, 1, 8, (9,), ()))
-    assert counts == LeaseCounts(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=2)
+    assert counts == LeaseCounts(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=2, num_passes=2)
     shared.kv_slots = 10
     tenant.propose([text], [4])
     assert counts.num_beyond_share == 1 and counts.num_drafts == 2
+
+
+class AheadNotes(NotingDrafter):
+    """Has never prepared anything."""
+
+    may_work_ahead = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        can: Any = self
+        self.capabilities = Capabilities(prefills=can, works_ahead=can, sends_previews=can)
+
+    def prepared(self, context: Context) -> bool:
+        return False
+
+    def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
+        self.calls.append(("prefetched", [(context.request_id, budget)]))
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_drafter_begins_behind_what_is_verified_where_previews_stream(streams):
+    passes = MergedPasses(AheadNotes)  # pyright: ignore[reportArgumentType]
+    shared, counts = SharedDrafter(passes, kv_slots=250, read_chunk=10), LeaseCounts()
+    tenant, text = shared.join(counts, streams=streams), context(1, 25)
+    tenant.open(text)
+    tenant.prefetched(text, 64, TokenTree.root(24))
+    read = [("prefill", [(1, 10)]), ("prefill", [(1, 20)]), ("prefetched", [(1, 64)])]
+    assert calls(passes) == read * streams, "else its rows were given back since the preview"
+    tenant.prefetched(text, 64, TokenTree.root(24))
+    assert calls(passes) == read[2:] * streams, "the rest is read with the next step"
+    shared.kv_slots = 200  # with those of 192 nodes the text fits no more
+    tenant.prefetched(text, 64, TokenTree.root(24))
+    assert calls(passes) == []
+    assert (counts.num_beyond_share, counts.num_drafts) == ((1, 0) if streams else (0, 3))
+    passes.close()
 
 
 def test_requests_of_a_pass_that_failed_are_read_again(passes):

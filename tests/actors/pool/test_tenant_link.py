@@ -15,6 +15,7 @@ from actors.pool.tenant_link import TenantLink
 from actors.protocol.leases import LeaseOrder, LeaseTerms
 from actors.protocol.membership import Join
 from actors.protocol.messages import (
+    FAR_REACH,
     HASH_SEED,
     Admit,
     Commit,
@@ -132,6 +133,23 @@ def test_a_record_that_the_lease_does_not_allow_ends_it(parts, why):
     received(tenant)
     with pytest.raises(ValueError, match=why):
         tenant.receive(0)
+
+
+def test_a_far_drafter_may_work_further_ahead_of_what_is_verified():
+    tree = TokenTree.root(3)
+    orders = [DraftOrder(7, FAR_REACH, tree), DraftOrder(7, FAR_REACH + 1, tree), DraftOrder(7, 7)]
+    for streams, allowed in ((True, [True, False, False]), (False, [False] * 3)):
+        lease = replace(ORDER, terms=replace(ORDER.terms, streams=streams))
+        found = []
+        for order in orders:
+            line = Line(batch(admits=ADMIT), batch(orders=order))
+            tenant = TenantLink(line, lease, 1, itertools.count(), lambda: None)  # pyright: ignore
+            received(tenant)
+            try:
+                found.append(received(tenant).orders[0].num_draft_tokens == order.num_draft_tokens)
+            except ValueError:
+                found.append(False)
+        assert found == allowed
 
 
 def test_a_lease_holds_so_many_requests_and_tokens(monkeypatch):

@@ -151,7 +151,7 @@ def test_all_of_it_is_forgotten_with_the_epoch(attached):
 
 
 def test_every_rank_gets_the_lead_s_verdicts(on_ranks):  # noqa: F811
-    """Of any number, with paths of any length, each number its own."""
+    """Verdicts of any number, with paths of any length, each number its own."""
     items = (
         VerifyItem(7, 1, proposal(7)),
         VerifyItem(8, 1),

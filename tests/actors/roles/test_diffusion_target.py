@@ -7,13 +7,14 @@ import random
 import pytest
 
 from actors.options import SchedulerConfig
-from actors.protocol.messages import Request, SamplingParams
-from actors.roles.diffusion_target import DiffusionTargetRole
+from actors.protocol.messages import PLAIN_DECODING, Request, SamplingParams
+from actors.roles.diffusion_target import BlockwiseTargetRole, copied_rows
 from actors.sampling import unmasking
 from parallel.kernels.attention import has_attention
 from parallel.runtime.runner import open_model
 from tests.actors.conftest import EOS, Room
 from tests.actors.masked_diffusion import BLOCK, MaskedDiffusion
+from tests.matrices import in_turn
 
 PROMPTS = [[5, 9, 33], [7, 11, 4, 60], [8, 3, 90, 44, 21, 17, 2, 60, 5], [12]]
 NUM_TOKENS = 14
@@ -24,16 +25,38 @@ def target(tmp_path_factory):
     return MaskedDiffusion.made(tmp_path_factory.mktemp("diffusion"))
 
 
-def room_of(target, *, num_states=1, threshold=0.0, slots=512, limits=None, backend=None):
-    runner = open_model(target.path, num_slots=slots + 16 * num_states * BLOCK, backend=backend)
-    options = {"is_lead": True, "num_states": num_states, "threshold": threshold}
-    role = DiffusionTargetRole(runner, [EOS], **options)
-    return Room(role, None, 0, limits or SchedulerConfig(), slots, "plain")
+class Watched(BlockwiseTargetRole):
+    """`passes`: rows of each pass, and the number of states of each request in it; `rounds`: of each round, how many
+    requests were in it, how many had a verdict, and how many passes it took."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.passes, self.rounds = [], []
+
+    def _fill(self, rows):
+        verdicts, num_rows = super()._fill(rows)
+        self.passes.append((num_rows, {one.request_id: len(one.states) for one in rows}))
+        return verdicts, num_rows
+
+    def answer(self, batch):
+        before = len(self.passes)
+        for answer in super().answer(batch):
+            self.rounds.append((len(batch.items), len(answer.verdicts), len(self.passes) - before))
+            yield answer
 
 
-def requests_of(prompts, **sampling):
+def room_of(target, *, num_states=1, threshold=0.0, slots=512, limits=None, backend=None, max_rows=2048):
+    """Its pool has as many slots beside `slots` as that of a rank."""
+    limits = limits or SchedulerConfig(max_num_seqs=8)
+    num_copied = min(limits.max_num_seqs * copied_rows(BLOCK, num_states), max_rows + limits.max_num_seqs * BLOCK)
+    runner = open_model(target.path, num_slots=slots + num_copied, backend=backend)
+    options = {"is_lead": True, "num_states": num_states, "threshold": threshold, "max_rows": max_rows}
+    return Room(Watched(runner, [EOS], **options), None, 0, limits, slots, "plain")
+
+
+def requests_of(prompts, drafter=None, **sampling):
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)
-    return [Request(i, tuple(prompt), params) for i, prompt in enumerate(prompts)]
+    return [Request(i, tuple(prompt), params, drafter) for i, prompt in enumerate(prompts)]
 
 
 def served(target, prompts=PROMPTS, sampling=None, **options):
@@ -43,8 +66,10 @@ def served(target, prompts=PROMPTS, sampling=None, **options):
     return [room.tokens[i] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "padded", *(["ragged"] if has_attention() else [])])
-@pytest.mark.parametrize("num_states", [1, 3])
+BACKENDS = ["sdpa", "padded", *(["ragged"] if has_attention() else [])]
+
+
+@pytest.mark.parametrize(("backend", "num_states"), list(in_turn(BACKENDS, [1, 3])))
 def test_it_writes_what_its_static_decoder_writes(target, num_states, backend):
     """Prompts that end within a block, at its end, and within a further one; one pass for all."""
     expected = [target.decoded(prompt, NUM_TOKENS) for prompt in PROMPTS]
@@ -52,10 +77,11 @@ def test_it_writes_what_its_static_decoder_writes(target, num_states, backend):
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS) and len({*expected[0]}) > 4
 
 
-@pytest.mark.parametrize("num_states", [1, 2, 4, 8])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("threshold", [0.0, 0.3], ids=["one", "sure"])
-def test_guessed_states_change_no_token(target, num_states, sampling, threshold):
+@pytest.mark.parametrize(
+    ("num_states", "temperature", "threshold"), list(in_turn([1, 2, 4, 8], [0.0, 0.8], [0.0, 0.3]))
+)
+def test_guessed_states_change_no_token(target, num_states, temperature, threshold):
+    sampling = {"temperature": temperature, "seed": 5}
     expected = [target.decoded(prompt, NUM_TOKENS, threshold=threshold, **sampling) for prompt in PROMPTS]
     assert served(target, sampling=sampling, num_states=num_states, threshold=threshold) == expected
 
@@ -65,7 +91,7 @@ def test_chunks_preemption_and_shared_rows_change_no_token(target):
     prompts = 2 * [[*PROMPTS[2], 6, 7, 8], [*PROMPTS[2], 6, 7, 8], [*PROMPTS[2], 6, 70], PROMPTS[0]]
     expected = [target.decoded(prompt, NUM_TOKENS) for prompt in prompts]
     limits = SchedulerConfig(max_num_seqs=3, prefill_chunk=3, max_num_batched_tokens=7)
-    room = room_of(target, num_states=3, slots=48, limits=limits)
+    room = room_of(target, num_states=3, slots=48, limits=limits, max_rows=7 + BLOCK)
     room.serve(requests_of(prompts))
     room.target.runner.pool.check()
     assert [room.tokens[i] for i in range(len(prompts))] == expected
@@ -106,10 +132,48 @@ def test_guesses_save_passes(target, num_states, monkeypatch):
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         room.serve([Request(i, tuple(prompt), params)])
         passes.append(len(count) / num_tokens)
+        saved, counters = num_tokens - len(count), vars(room.stats)
+        assert saved <= counters["num_accepted_states"] <= counters["num_guessed_states"]
+        assert (counters["num_guessed_states"] > 0) == (num_states > 1)
     if num_states == 1:
         assert passes == [1.0] * len(PROMPTS)
     else:
         assert sum(passes) / len(passes) < 1.0 and max(passes) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "most_states", "most_passes"), [(2 * BLOCK, 0, 4), (4 * BLOCK, 1, 2), (8 * BLOCK, 2, 1), (1000, 4, 1)]
+)
+def test_passes_have_no_more_rows_than_they_may(target, max_rows, most_states, most_passes):
+    """Guesses are dropped first, of all requests alike, and the rest is computed in several passes: no request waits,
+    and no token changes."""
+    room = room_of(target, num_states=4, max_rows=max_rows, slots=2 * 48)
+    prompts = [[*prompt[:3], 20 + i] for i, prompt in enumerate(2 * PROMPTS[:2])]
+    room.serve(requests_of(prompts))
+    assert [room.tokens[i] for i in range(4)] == [target.decoded(prompt, NUM_TOKENS) for prompt in prompts]
+    whole = [(rows, states) for rows, states in room.target.passes if len(states) == 4]
+    assert max(rows for rows, _ in room.target.passes) <= max_rows
+    assert max([0, *(max(states.values()) for _, states in whole)]) == most_states
+    assert all(num_items == num_verdicts for num_items, num_verdicts, _ in room.target.rounds), "a request waited"
+    assert max(num_passes for *_, num_passes in room.target.rounds) == most_passes
+
+
+def test_a_text_and_a_state_that_do_not_fit_one_pass_are_in_two(target):
+    prompt = [*PROMPTS[2], *PROMPTS[1]]
+    room = room_of(target, num_states=4, max_rows=3 * BLOCK)
+    room.serve(requests_of([prompt]))
+    assert room.tokens[0] == target.decoded(prompt, NUM_TOKENS)
+    assert room.target.rounds[0] == (1, 1, 2)
+    assert [rows for rows, _ in room.target.passes[:2]] == [3 * BLOCK, BLOCK]
+
+
+def test_a_request_without_speculation_has_one_state_a_pass(target):
+    requests = requests_of(PROMPTS[:1], PLAIN_DECODING) + requests_of(PROMPTS)[1:2]
+    room = room_of(target, num_states=4)
+    room.serve(requests)
+    assert [room.tokens[i] for i in range(2)] == [target.decoded(prompt, NUM_TOKENS) for prompt in PROMPTS[:2]]
+    assert {states[0] for _, states in room.target.passes if 0 in states} == {1}
+    assert {states[1] for _, states in room.target.passes if 1 in states} > {1}
 
 
 @pytest.mark.parametrize(("field", "value"), [("repetition_penalty", 1.5), ("min_tokens", 3), ("bad_words", ((4,),))])
@@ -139,16 +203,16 @@ class TestWrongDecoders:
         check = self.differs(target, monkeypatch, num_states=4, threshold=0.3)
         next(check)
 
-        def furthest(found):
+        def accepted(found):
             best = 0
             for j in range(1, len(found)):
                 state, following = found[j].state, found[best].following
                 pairs = zip(state, following, strict=False)
                 is_subset = all(own in (unmasking.MASKED, other) for own, other in pairs)
                 best = j if is_subset and len(state) <= len(following) else best
-            return best
+            return [0, best]
 
-        monkeypatch.setattr("actors.roles.diffusion_target.furthest", furthest)
+        monkeypatch.setattr("actors.roles.diffusion_target.accepted", accepted)
         next(check, None)
 
     def test_ties_without_an_order(self, target, monkeypatch):

@@ -53,8 +53,8 @@ class AheadOfTime:
     def prepared(self, context):
         return context.request_id in self.ready
 
-    def work(self, width):
-        self.calls.append(("work", width))
+    def work(self, width, num_passes):
+        self.calls.append(("work", width, num_passes))
         return self.step
 
     def width(self, chooser, time_s):
@@ -134,7 +134,7 @@ def test_steps_are_reported_once_with_their_times():
     role.work(2)
     drafter.step = Step(4, refreshed=True)
     role.work()
-    assert drafter.calls == [("work", 2), ("work", 0)] and role.wants_work
+    assert drafter.calls == [("work", 2, 1), ("work", 0, 1)] and role.wants_work
     (batch,) = role.answer(DraftBatch(1))
     (first, last, fresh), (begun, ended, refreshed) = batch.ahead
     assert first < last < begun < ended and (fresh, refreshed) == (False, True)

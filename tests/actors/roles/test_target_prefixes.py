@@ -11,7 +11,8 @@ import torch
 
 from actors.protocol.messages import Admit, Commit, SamplingParams, VerifyBatch, VerifyItem
 from actors.roles.target import TargetRole
-from parallel.runtime.runner import default_backend, open_model
+from parallel.model.layers.backends import default_backend
+from parallel.runtime.runner import open_model
 
 PROMPT = tuple(3 + i * 7 % 90 for i in range(40))
 

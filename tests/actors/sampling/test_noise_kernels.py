@@ -28,7 +28,7 @@ def test_the_noise_is_that_of_the_definition(shared, device):
 
 
 def test_the_noise_is_finite_at_both_ends_of_the_uniform(device):
-    """Of a key, tokens whose bits are 0 and 2^32 - 1: found by inverting the mixer, which is a bijection."""
+    """The tokens of a key whose bits are 0 and 2^32 - 1 are found by inverting the mixer, which is a bijection."""
     low, high = 0x1234567, 0x89ABCDE
     keys = torch.tensor([[high, low]] * 2, dtype=torch.int32).to(device)
     tokens = torch.tensor([[unscramble(unscramble(bits) ^ low) ^ high] for bits in (0, (1 << 32) - 1)])

@@ -66,6 +66,12 @@ def test_the_key_of_a_client_does_not_open_the_port_of_ranks(hub, open_as, peer)
     assert hub.receive(0.2) is None
 
 
+def test_a_refusal_is_known_that_came_before_it_was_asked_for(hub, open_as):
+    link = open_as("client:1", "client:1")
+    time.sleep(0.3)
+    assert link.is_refused(5.0)
+
+
 @pytest.mark.parametrize("peer", ["client", "target-0"])
 def test_keys_of_ranks_and_of_the_owner_do_not_open_the_port_of_clients(hub, open_as, peer):
     assert open_as(peer, peer, hub.client_address).is_refused(5.0)

@@ -50,7 +50,7 @@ def test_a_message_of_several_frames_is_refused_however_small(hub, open_link):
 
 
 def test_the_connection_of_a_message_of_ever_more_frames_is_closed(hub, open_link):
-    """Until the last one there is no message, so the hub cannot read them: they would be kept until memory is full."""
+    """There is no message before the last one, so the hub cannot read them: they would be kept until memory is full."""
     hub.limit_clients(10_000)
     link, other = open_link("client:1"), open_link("client:2")
     greet(hub, link, other)

@@ -70,7 +70,7 @@ WRONG = [None, True, 1.5, "x", b"x", {}, {"a": 1}, [1], [[]], -1]
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(CODEC.record_types), st.data())
 def test_no_value_of_another_type_is_taken(record_type, data):
-    """In any field of any record: a boolean or a fraction is no integer, an object is no number."""
+    """That holds for any field of any record: a boolean or a fraction is no integer, an object is no number."""
     hints = get_type_hints(record_type)
     record = msgspec.to_builtins(data.draw(values_of(record_type)))
     for name in [name for name in hints if get_origin(hints[name]) is not dict]:

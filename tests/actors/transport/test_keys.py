@@ -29,7 +29,7 @@ def test_a_link_belongs_to_its_peer(link, peer, of_client):
 
 
 HEX = "0123456789abcdef" * 8
-"""Of both halves, 32 bytes each."""
+"""Both halves of a pair, 32 bytes each."""
 
 
 @pytest.mark.parametrize("name", ["a", "a-b_C9", "x" * 40])

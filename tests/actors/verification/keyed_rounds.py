@@ -24,7 +24,7 @@ The node of a draw has three digits: its position, which child of its parent it 
 
 
 def production(stream: str, position: int, round: int, node: int) -> Hashable:
-    """Of `actors.sampling.noise`: a position that is drafted again has new numbers; the target's keep theirs."""
+    """Keys of `actors.sampling.noise`: a position that is drafted again has new numbers; the target's keep theirs."""
     return (stream, position) if stream == "target" else (stream, round, node)
 
 

@@ -42,6 +42,7 @@ def distance(random_law, rule, kind, *, keeps):
         ("block", SamplingKind.WITHOUT_REPLACEMENT),
         ("traversal", SamplingKind.WITHOUT_REPLACEMENT),
         ("kseq", SamplingKind.IID),
+        ("transport", SamplingKind.IID),
     ],
 )
 def test_ending_after_a_token_that_stays_is_exact_and_dropping_it_is_not(random_law, rule, kind):

@@ -20,6 +20,7 @@ from tests.actors.verification.rule_enumeration import (
     enumerate_drafts,
     total_variation,
 )
+from tests.matrices import in_turn
 
 VOCAB = 16
 EOS = (0,)
@@ -176,8 +177,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("case", PARAMS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("case", "seed"), list(in_turn(PARAMS, range(3))))
 def test_any_drafter_yields_the_tokens_of_plain_decoding(case, seed):
     params = SamplingParams(**{f: getattr(PARAMS[case], f) for f in PARAMS[case].__slots__ if f != "seed"}, seed=seed)
     expected, _ = decode(params, plain)

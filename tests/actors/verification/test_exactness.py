@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from actors.options import VerifyRule
+from actors.options import INDEPENDENT_ONLY, VerifyRule
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification.compatibility import is_exact
 from actors.verification.rules import RULES
@@ -117,11 +117,22 @@ def test_a_perfect_drafter_is_always_accepted(random_law, rule, widths):
         assert result.mean_accepted == pytest.approx(len(widths), abs=1e-12)
 
 
-@pytest.mark.parametrize("widths", [*CHAINS, (2,), (3,), (2, 1), (2, 2), (3, 1)])
-def test_kseq_is_exact_for_independent_draws(random_law, widths):
+@pytest.mark.parametrize("rule", INDEPENDENT_ONLY)
+@pytest.mark.parametrize(
+    "widths",
+    [
+        *CHAINS,
+        (2,),
+        (3,),
+        (2, 1),
+        pytest.param((2, 2), marks=pytest.mark.slow),
+        pytest.param((3, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_rules_of_independent_draws_are_exact(random_law, rule, widths):
     for vocab_size in (3, 4) if len(widths) == 1 else (3,):
         p, q = random_law(vocab_size, seed=6), random_law(vocab_size, seed=7)
-        assert check(RULES["kseq"], p, q, scheme(IID, *widths), vocab_size) < EXACT
+        assert check(RULES[rule], p, q, scheme(IID, *widths), vocab_size) < EXACT
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
@@ -247,7 +258,7 @@ def test_the_empty_proposal_is_plain_decoding(rule):
     assert RULES[rule](TokenTree.root(7), (ROOT,), (None,), lambda node: P, _Scripted(True)) == ((), 0)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "kseq"])
+@pytest.mark.parametrize("rule", ["rejection", "kseq", "transport"])
 def test_top_down_rules_ask_only_for_rows_of_visited_nodes(rule):
     tree = TokenTree((7, 2, 1, 0, 0), (-1, 0, 0, 1, 2))
     visited = []
@@ -271,7 +282,7 @@ def test_traversal_does_not_descend_into_what_cannot_be_reached():
 
 
 def test_acceptance_probabilities_of_the_second_sibling():
-    """Without replacement the second is tested against the law it was drawn from, not against the first's."""
+    """The second of draws without replacement is tested against the law it was drawn from, not against the first's."""
     tree = TokenTree((7, 2, 1), (-1, 0, 0))
     for kind, distribution in ((IID, 0.3), (WOR, 0.3 / 0.5), (DET, 1.0)):
         random_source = _Scripted(False, False)

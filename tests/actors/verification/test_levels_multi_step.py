@@ -107,12 +107,16 @@ def excess(
     return (squares - (cells - 1)) / (2 * (cells - 1)) ** 0.5
 
 
-@pytest.mark.parametrize("rule, forgets", [("rejection", False), ("traversal", False), ("traversal", True)])
+@pytest.mark.parametrize(
+    "rule, forgets",
+    [("rejection", False), pytest.param("traversal", False, marks=pytest.mark.slow), ("traversal", True)],
+)
 def test_rounds_emit_the_targets_joint_law(rule, forgets):
     assert abs(excess(rule, forgets=forgets)) < 4
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq", "transport"])
+@pytest.mark.slow
 def test_runners_up_are_drawn_with_numbers_of_their_own(rule):
     used = []
 

@@ -111,7 +111,7 @@ def test_rounds_on_a_chain_emit_the_target_s_joint_law(rule):
     assert abs(excess(emitted(RULES[rule], IID, (1, 1, 1), P2, Q2, 5000), P2)) < 4
 
 
-MORE_PAIRS = (("rejection", WOR), ("traversal", IID))
+MORE_PAIRS = (("rejection", WOR), ("traversal", IID), ("transport", IID))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_rounds_on_a_tree_emit_the_target_s_joint_law(rule, kind):
     assert abs(excess(emitted(RULES[rule], kind, (2, 1), P3, Q3, 2500), P3)) < 4
 
 
-@pytest.mark.parametrize("reuse", ["draft noise", "coins"])
+@pytest.mark.parametrize("reuse", ["draft noise", pytest.param("coins", marks=pytest.mark.slow)])
 def test_a_number_met_twice_biases_block_verification_and_is_found(reuse):
     assert excess(emitted(RULES["block"], IID, (1, 1, 1), P2, Q2, 5000, reuse), P2) > 6
 

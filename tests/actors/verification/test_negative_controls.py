@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from actors.options import INDEPENDENT_ONLY
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification import kseq, rejection
 from actors.verification.distributions import ChildDistribution, child_distributions
@@ -292,7 +293,7 @@ ALL = pytest.param(lambda tree, node: 0, id="all")
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "block"])
 @pytest.mark.parametrize("shared", [BRANCH, DEPTH, ALL])
 def test_a_random_number_that_nodes_share_is_found(random_law, rule, shared):
-    found = distances(random_law, sharing_numbers(rule, shared), IID if rule == "kseq" else WOR, models=3)
+    found = distances(random_law, sharing_numbers(rule, shared), IID if rule in INDEPENDENT_ONLY else WOR, models=3)
     assert found.mean() > 1e-4
 
 
@@ -308,7 +309,7 @@ def shared_by_all(random_law, rule: str, levels: list[tuple[SamplingKind, ...]])
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "block"])
 def test_a_random_number_that_siblings_share_is_found(random_law, rule):
     """One with which the first was refused says more about the second than a new one would."""
-    kind = IID if rule == "kseq" else WOR
+    kind = IID if rule in INDEPENDENT_ONLY else WOR
     assert shared_by_all(random_law, rule, [(kind,) * 3]) > 0.003
 
 

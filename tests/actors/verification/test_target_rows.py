@@ -50,7 +50,7 @@ def on_whole_rows(rule: str, one: VerifyInput, logits: torch.Tensor) -> tuple[tu
     scores = process_logits(logits, rows, EOS)
 
     def target_row(node: int) -> np.ndarray:
-        """With a column for what takes the place of every token where the row is impossible."""
+        """The row, with a column for what takes the place of every token where the row is impossible."""
         if not scores[node].max().isfinite():
             return np.eye(VOCAB + 1)[VOCAB]
         return np.append(probabilities(scores[node : node + 1], one.sampling)[0].numpy(), 0.0)

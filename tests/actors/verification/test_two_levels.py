@@ -30,7 +30,7 @@ from tests.actors.verification.rule_enumeration import Tape, all_runs
 EXACT = 1e-12
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq", "transport"])
 @pytest.mark.parametrize("lengths, tail", [((1, 2), 0), ((2, 3), 0), ((1, 3), 1)])
 def test_two_levels_are_exact(random_law, rule, lengths, tail):
     p, m, s = (random_law(VOCAB, seed) for seed in (1, 2, 3))
@@ -43,7 +43,7 @@ def test_two_levels_are_exact(random_law, rule, lengths, tail):
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 @pytest.mark.parametrize("lengths", [(2, 0), (1, 0, 2), (1, 2, 0), (2, 0, 0)])
 def test_a_level_that_forwards_the_drafts_of_its_child_is_exact(random_law, rule, lengths):
-    """At any place of a cascade: the law of what it hands up is that of the level which drafted it."""
+    """The level may be at any place of a cascade: the law of what it hands up is that of the level which drafted it."""
     p, *distributions = (random_law(VOCAB, seed) for seed in range(1, len(lengths) + 2))
     proposed = enumerate_proposals(distributions, lengths, rule)
     assert distance(p, proposed, rule) < EXACT
@@ -57,7 +57,7 @@ def test_a_level_that_forwards_the_drafts_of_its_child_is_exact(random_law, rule
         )
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq", "transport"])
 def test_the_cut_law_is_the_one_that_is_verified_against_and_reported(random_law, rule):
     p, m, s = (random_law(VOCAB, seed) for seed in (1, 2, 3))
     proposed = enumerate_proposals([s, m], (1, 2), rule, law_size=2)
@@ -76,7 +76,7 @@ def test_three_levels_are_exact(random_law, rule):
     assert distance(p, enumerate_proposals([r, s, m], (1, 2, 2), rule), rule) < EXACT
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq", "transport"])
 @pytest.mark.parametrize(
     "lengths, widths",
     [
@@ -123,7 +123,7 @@ def test_a_lookup_as_child_changes_nothing(random_law):
 
 
 def test_what_was_drafted_ahead_follows_its_law_too(random_law):
-    """After a hit, tokens that were not offered yet follow the same distribution as new ones."""
+    """Tokens that were not offered yet follow, after a hit, the same distribution as new ones."""
     m, s = random_law(VOCAB, 2), random_law(VOCAB, 3)
     followed: dict[tuple[int, ...], dict[int, float]] = defaultdict(lambda: defaultdict(float))
 

@@ -23,7 +23,7 @@ PARAMS = SamplingParams()
 
 
 def verifier_of(runner: Any, rule: str = "coupled", eos: tuple[int, ...] = (), **options: Any) -> Verifier:
-    """Over a scripted runner, or None where logits are given."""
+    """A verifier over a scripted runner, or None where logits are given."""
     return Verifier(runner, rule, eos, **options)
 
 

@@ -81,7 +81,7 @@ class Served:
         self.hub.send([f"{spec.identity}#{spec.incarnation}" for spec in self.specs], record)
 
     def wait_for(self, count, **state) -> None:
-        """Until so many ranks have sent a heartbeat with this state."""
+        """Waits until so many ranks have sent a heartbeat with this state."""
         ranks_seen = set()
         while len(ranks_seen) < count:
             alive = self.receive(heartbeats=True)
@@ -361,10 +361,10 @@ def test_a_step_of_draft_ahead_waits_for_the_device_once(spec, device_only, pipe
     assert waits and set(waits) <= {0, 1} and sum(waits), "0: a step that found nothing worth a pass"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_host_waits_for_the_device_twice_a_round(spec, device_only, temperature):
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9}])
+def test_the_host_waits_for_the_device_twice_a_round(spec, device_only, sampling):
     """Once for drafted chains, whatever their lengths, and once for the verdicts."""
-    admits = [replace(ADMIT, request_id=i, sampling=SamplingParams(temperature=temperature, seed=i)) for i in (1, 2)]
+    admits = [replace(ADMIT, request_id=i, sampling=SamplingParams(seed=i, **sampling)) for i in (1, 2)]
     lengths = {1: 6, 2: 3}
     spec = replace(spec, drafter=replace(spec.drafter, kv_slots=300, num_draft_tokens=6))
     with FakeAccelerator() as accelerator:
@@ -384,6 +384,26 @@ def test_the_host_waits_for_the_device_twice_a_round(spec, device_only, temperat
         assert len(second.verdicts) == 2 and (waited, accelerator.num_syncs) == (1, 2), accelerator.syncs
         assert not accelerator.blocking_uploads, accelerator.blocking_uploads
     assert [one.tree.num_draft_tokens for one in drafted.proposals] == [6, 3]
+
+
+def test_a_prompt_costs_one_wait_and_launches_by_its_passes(spec, device_only):
+    """A chunk costs what another of any length costs; the host reads the last one's verdict alone."""
+    chunks, launches = (64, 8, 40, 20), []
+    text = tuple(2 + i % 90 for i in range(sum(chunks)))
+    with FakeAccelerator() as accelerator:
+        padded = replace(spec.target, attention="padded")
+        target, _ = build_role(replace(spec, device=str(accelerator.device), target=padded), SINGLE)
+        assert isinstance(target, TargetRole)
+        admits, waits = (replace(ADMIT, token_ids=text, prompt_len=len(text)),), []
+        for i, chunk in enumerate(chunks):
+            accelerator.forget()
+            list(target.answer(VerifyBatch(7 + i, admits, items=(VerifyItem(1, chunk),), after=6 + i)))
+            assert not accelerator.blocking_uploads, accelerator.blocking_uploads
+            admits = ()
+            waits.append(accelerator.num_syncs)
+            launches.append(accelerator.launches.total())
+    assert waits == [0, 0, 0, 1]
+    assert launches[0] == launches[1] == launches[2] == launches[3] - 10, "the head and the choice of a token"
 
 
 def test_a_pass_without_a_verdict_is_over_when_its_time_is_taken(spec, monkeypatch):

@@ -70,7 +70,11 @@ make_backend(load_config(["cluster=inprocess"]), None, print).close()
 """
 
 
-@pytest.mark.parametrize("code", [_IN_AN_ACTOR, _IN_A_PROGRAM], ids=["an actor", "an engine in a program of its own"])
+@pytest.mark.parametrize(
+    "code",
+    [_IN_AN_ACTOR, pytest.param(_IN_A_PROGRAM, marks=pytest.mark.slow)],
+    ids=["an actor", "an engine in a program of its own"],
+)
 def test_what_holds_ranks_settles_it_before_pytorch_loads(code, unset):
     """libgomp prints which settings it read; it reads them once."""
     environment = os.environ | {"OMP_DISPLAY_ENV": "verbose", "PYTHONPATH": str(ROOT)}

@@ -84,7 +84,7 @@ class Group:
         pass
 
     def broadcast(self, tensor):
-        self.log.append(("broadcast", tensor.item()))
+        self.log.append(("broadcast", tensor.tolist()))
         return tensor
 
 
@@ -215,11 +215,14 @@ class Drafter(DraftRole):
     def width(self):
         return 7
 
+    def num_passes(self):
+        return 3
+
     def preview(self, *, last):
         return ("preview", last)
 
-    def work(self, width):
-        self.log.append(("work", width))
+    def work(self, width, num_passes):
+        self.log.append(("work", width, num_passes))
         self.steps -= 1
 
     def answer(self, batch):
@@ -237,13 +240,19 @@ def test_between_batches_all_ranks_take_the_steps_that_the_lead_takes():
     join, batch = Join(1, 0), DraftBatch(1, after=0)
     log, _ = run([join, batch, None, None], make_role=Drafter)
     steps = [
-        *(("sent", ("preview", False)), ("received", 0.0), ("broadcast", 7), ("work", 7)),
-        *(("sent", ("preview", True)), ("received", 0.25), ("broadcast", 7), ("work", 7), ("sent", ("preview", True))),
+        *(("sent", ("preview", False)), ("received", 0.0), ("broadcast", [7, 3]), ("work", 7, 3)),
+        *(
+            ("sent", ("preview", True)),
+            ("received", 0.25),
+            ("broadcast", [7, 3]),
+            ("work", 7, 3),
+            ("sent", ("preview", True)),
+        ),
     ]
     begin = log.index(("ready", 0, 1)) + 1
     assert log[begin : begin + len(steps)] == steps
     log, _ = run([join, batch, None, DraftBatch(2, after=1), None, None], make_role=Drafter)
-    interrupted = [*steps[:6], ("broadcast", -1), *steps]
+    interrupted = [*steps[:6], ("broadcast", [-1, 1]), *steps]
     assert log[begin : begin + len(interrupted)] == interrupted, "a record that came ends the steps of all ranks"
 
 
@@ -259,7 +268,7 @@ def test_a_rank_without_peers_reads_no_number_back_from_its_device():
     link, role = Script([Join(1, 0), DraftBatch(1, after=0), None, None], log), Drafter(log, None)
     loop = RankLoop(spec, link, lambda *_: Alone(log, 1), lambda *_: (role, FACTS), lambda _: None, lambda: False)
     loop.serve()
-    assert [entry for entry in log if entry[0] == "work"] == [("work", 7)] * 2
+    assert [entry for entry in log if entry[0] == "work"] == [("work", 7, 3)] * 2
 
 
 class Stuck:
@@ -462,12 +471,12 @@ def test_the_thread_of_the_heartbeats_passes_orders_on():
 
 
 def test_another_rank_follows_the_lead():
-    widths = iter([3, 0, -1])
+    steps = iter([[3, 2], [0, 1], [-1, 1]])
 
     class Following(Group):
         def broadcast(self, tensor):
-            assert tensor.item() == -1, "only the lead chooses"
-            return torch.tensor(next(widths))
+            assert tensor.tolist() == [-1, 1], "only the lead chooses"
+            return torch.tensor(next(steps))
 
     log = []
     spec = SimpleNamespace(role="draft", rank=1, incarnation=3, identity="draft-1", device="cpu")
@@ -476,4 +485,4 @@ def test_another_rank_follows_the_lead():
     role.answer = lambda batch: setattr(role, "steps", 2 if batch.round == 1 else 1) or []
     loop = RankLoop(spec, link, lambda *_: Following(log, 1), lambda *_: (role, FACTS), lambda _: None, lambda: False)
     loop.serve()
-    assert [entry for entry in log if entry[0] in ("work", "sent", "received")] == [("work", 3), ("work", 0)]
+    assert [entry for entry in log if entry[0] in ("work", "sent", "received")] == [("work", 3, 2), ("work", 0, 1)]

@@ -15,7 +15,7 @@ from actors.worker.spec import RankSpec
 KEY = LinkKey("target-1", b"h" * 32, b"p" * 32)
 MEASURED = {"kv_slots": 4321, "mlp_parallel": 3}
 FACTS = {**MEASURED, "pid": 7, "dtype": "bfloat16", "path": "elsewhere", "load_s": 1.5, "num_draft_tokens": 99}
-"""Of a rank's `Ready`: only the first two are options that a successor takes over."""
+"""The facts of a rank's `Ready`: only the first two are options that a successor takes over."""
 
 
 def spec_of(role: str, drafter) -> RankSpec:

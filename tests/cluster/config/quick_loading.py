@@ -21,7 +21,7 @@ def composed(choices: tuple[str, ...]) -> DictConfig:
 
 
 def load_quickly(overrides: Sequence[str]) -> LaunchConfig:
-    """As `load_config`, with one composition per combination of choices: most of its time is Hydra's."""
+    """Does what `load_config` does with one composition per combination of choices: most of its time is Hydra's."""
     keys = [override for override in overrides if "." in override.partition("=")[0]]
     config = composed(tuple(override for override in overrides if override not in keys)).copy()
     for override in keys:

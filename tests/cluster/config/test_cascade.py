@@ -93,7 +93,10 @@ def test_a_level_that_passes_on_the_level_below_may_be_written_by_hand():
         ),
         (["drafter.lengths=auto", "drafter.tails=[0,2]"], "drafter.lengths=auto: chooses among levels without tails"),
         (["drafter.lengths=auto", "drafter.merge=2"], "drafter.lengths=auto: chooses among levels without tails"),
-        (["drafter.lengths=auto", "verify=kseq"], "drafter.lengths=auto: may pass on a lookup"),
+        (
+            ["drafter.lengths=auto", "verify=transport"],
+            "drafter.lengths=auto: may pass on a lookup, which is not drawn as",
+        ),
         (
             ["drafter.levels=[{name: ngram, num_draft_tokens: 0},model]"],
             "drafter.levels[0].num_draft_tokens=0: must be at least 1",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.compose import load_config
+from tests.cluster.config.quick_loading import load_quickly
 
 LAYER = "drafter.parallel=layer"
 
@@ -45,7 +45,7 @@ LAYER = "drafter.parallel=layer"
 )
 def test_choices_that_make_no_sense(overrides, line):
     with pytest.raises(ValueError) as refusal:
-        load_config(overrides)
+        load_quickly(overrides)
     assert str(refusal.value).startswith(line) and "\n" not in str(refusal.value)
 
 
@@ -53,9 +53,9 @@ def test_the_draft_model_must_have_more_than_one_layer(tiny_checkpoint, tmp_path
     shallow = json.loads((tiny_checkpoint("Llama") / "config.json").read_text()) | {"num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(shallow))
     with pytest.raises(ValueError, match="drafter.parallel=layer: the draft model has one layer"):
-        load_config(["drafter=model", LAYER, f"drafter.path={tmp_path}"])
+        load_quickly(["drafter=model", LAYER, f"drafter.path={tmp_path}"])
 
 
 def test_the_bundled_drafter_may_be_given_a_partition():
-    config = load_config(["drafter=model", LAYER, "drafter.ranks=2", "drafter.layer_partition=[[0,1]]"])
+    config = load_quickly(["drafter=model", LAYER, "drafter.ranks=2", "drafter.layer_partition=[[0,1]]"])
     assert config.drafter.layer_partition == [[0, 1]]

@@ -14,6 +14,7 @@ from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.routed.config import RoutedDrafterConfig
 from actors.options import SamplingConfig, SchedulerConfig
 from cluster.config import options_page
 from cluster.config.compose import load_config
@@ -27,6 +28,7 @@ ROOT = Path(options_page.__file__).parents[2]
 TYPED = {
     CascadeDrafterConfig: CascadeDrafterConfig(levels=(NgramDrafterConfig(), ModelDrafterConfig())),
     AutoDrafterConfig: AutoDrafterConfig(drafters=(NgramDrafterConfig(), ModelDrafterConfig())),
+    RoutedDrafterConfig: RoutedDrafterConfig(drafters=(ModelDrafterConfig(), ModelDrafterConfig())),
 }
 """Records whose defaults are completed when they are composed."""
 

@@ -37,8 +37,8 @@ from tests.matrices import in_turn
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
     "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "recycling", "aded", "rest", "jacobi"}
-    | {"lookahead", "cascade", "auto", "speculator", "self", "pool"},
-    "verify": {"coupled", "rejection", "block", "traversal", "kseq", "auto"},
+    | {"lookahead", "cascade", "auto", "speculator", "self", "pool", "routed"},
+    "verify": {"coupled", "rejection", "block", "traversal", "kseq", "transport", "auto"},
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
     "cluster": {"local", "inprocess", "existing", "slurm"},
@@ -63,8 +63,8 @@ PUBLIC_KEYS = {
     "target": "name path tp dtype weights attention device all_reduce stretch max_model_len kv_slots kv_dtype pace_ms "
     "decoder num_states unmask_threshold numerics",
     **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams share placement"},
-    "drafter=pool": "name pools key_files num_draft_tokens",
-    "job=pool": "name listen secret_file max_leases lease_s",
+    "drafter=pool": "name pools key_files num_draft_tokens at_once",
+    "job=pool": "name listen secret_file max_leases leases_per_key lease_s metrics_host metrics_port",
     "drafter=ngram": "name num_draft_tokens max_ngram min_ngram placement",
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
     "tokenizer share placement",
@@ -75,12 +75,13 @@ PUBLIC_KEYS = {
     "drafter=lookahead": "name num_draft_tokens window ngram guesses reads_text placement",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
     "drafter=auto": "name drafters path num_draft_tokens placement",
+    "drafter=routed": "name drafters path num_draft_tokens placement",
     "drafter=model": "name path ranks kv_dtype num_threads parallel layer_group strategy num_draft_tokens depth width "
     "branching draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
     "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate "
     "tokenizer length_rule rejection_threshold least_probability placement attention prefixes "
     "prefix_confidence online online_rate online_strength online_budget "
-    "online_memory online_state pace_ms rows sinks window chunk_size num_chunks choose_every mask_steps",
+    "online_memory online_state pace_ms rows sinks window chunk_size num_chunks choose_every mask_steps mask_drafts",
     "drafter=speculator": "name path ranks num_threads strategy num_draft_tokens depth width branching draws tree "
     "min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device calibration_policy calibrate_every "
     "kv_slots length_rule rejection_threshold least_probability placement attention prune_below online online_rate "
@@ -91,7 +92,7 @@ PUBLIC_KEYS = {
     "rejection_threshold least_probability placement attention layers search skip_share search_every search_window "
     "search_trials least_cosine pace_ms rows sinks window chunk_size num_chunks choose_every",
     "verify": "rule law_size",
-    "pipeline": "name adaptive min_draft_tokens",
+    "pipeline": "name adaptive min_draft_tokens local_drafter",
     "placement": "name nodes",
     "cluster": "name address nodes wait_s interface num_cpus oversubscribe dashboard port link_delay_ms "
     "startup_timeout_s namespace max_restarts silence_s log_level",
@@ -150,6 +151,7 @@ def required(group: str, choice: str) -> list[str]:
         ("job", "search"): ["drafter=self"],
         ("drafter", "pool"): ["drafter.pools=[tcp://h:1]", "drafter.key_files=[pyproject.toml]"],
         ("verify", "kseq"): ["drafter=model"],
+        ("verify", "transport"): ["drafter=model"],
         ("cluster", "existing"): ["cluster.address=auto"],
         ("cluster", "slurm"): ["cluster.address=n1:6379"],
     }.get((group, choice), [])
@@ -157,7 +159,7 @@ def required(group: str, choice: str) -> list[str]:
 
 @cache
 def loaded(*overrides: str) -> LaunchConfig:
-    return load_config(overrides)
+    return load_quickly(overrides)
 
 
 def refusal(overrides: Sequence[str], load: Callable[[Sequence[str]], LaunchConfig] = load_config) -> str:
@@ -241,7 +243,7 @@ def test_every_key_is_explained():
     ],
 )
 def test_the_rule_auto_is_chosen_by_drafter_pipeline_and_temperature(overrides, rule):
-    assert load_config(["verify=auto", *overrides]).verify.rule == rule
+    assert load_quickly(["verify=auto", *overrides]).verify.rule == rule
 
 
 def test_a_bench_chooses_the_rule_auto_for_each_of_its_drafters():
@@ -350,7 +352,7 @@ def test_a_spaced_word_is_banned_where_the_space_is_part_of_its_first_token(plai
         (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, placement"),
         (["+spare=3"], "spare: no such key; choose one of target, drafter"),
         (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
-        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of aded, auto, cascade, copy, jacobi"),
+        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of aded, auto, "),
         (["drafter=4"], "a group takes the name of one of its choices"),
         (["drafter=[model,ngram]"], "a group takes one choice"),
         (
@@ -609,7 +611,7 @@ def test_values_that_make_no_sense(overrides: list[str], line: str):
 
 
 def test_no_value_of_another_type_gets_into_a_list_or_a_mapping():
-    """Of the right type, or one line: in every such field of every choice whose items have a type."""
+    """A value has the right type, or there is one line: in every such field of every choice whose items have a type."""
     values = [{"a": 1}, [{"a": 1}], [[[1]]], [None], {1: {"a": 1}}, [1.5], [10**30], [math.nan]]
     for group, choices in CHOICES.items():
         for record in choices.values():

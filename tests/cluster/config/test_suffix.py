@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
-from cluster.config.compose import load_config
+from tests.cluster.config.quick_loading import load_quickly
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,14 @@ from cluster.config.compose import load_config
 )
 def test_what_makes_no_sense_is_refused(override, line):
     with pytest.raises(ValueError) as caught:
-        load_config(["drafter=suffix", override])
+        load_quickly(["drafter=suffix", override])
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 
 def test_the_corpus_is_read_with_the_targets_tokenizer(tmp_path, monkeypatch):
     (tmp_path / "words.txt").write_text("words")
     monkeypatch.chdir(tmp_path)
-    config = load_config(["drafter=suffix", "drafter.corpus=words.txt"])
+    config = load_quickly(["drafter=suffix", "drafter.corpus=words.txt"])
     assert config.drafter.corpus == str(tmp_path / "words.txt")
     assert config.drafter.tokenizer == config.target.path
 
@@ -47,7 +47,7 @@ def test_the_corpus_is_read_with_the_tokenizer_that_is_given(tiny_checkpoint, tm
     other.pre_tokenizer = pre_tokenizers.Whitespace()
     other.save(str(path / "tokenizer.json"))
     (tmp_path / "words.txt").write_text("bird a bird")
-    record = load_config(
+    record = load_quickly(
         [f"drafter={drafter}", f"drafter.corpus={tmp_path}/words.txt", f"drafter.tokenizer={path}"]
     ).drafter
     assert record.tokenizer == str(path) and record.documents() == [[1, 0, 1]]

@@ -11,6 +11,7 @@ from cluster.config.compose import load_config
 from tests.cluster.config.quick_loading import load_quickly
 
 LOCAL = "use cluster=local or cluster=inprocess, or drop it"
+NEAR = "pipeline.local_drafter=ngram: is for"
 PLAIN = "cluster.link_delay_ms=1.0: is for one machine, where there is no network; " + LOCAL
 
 
@@ -28,6 +29,31 @@ PLAIN = "cluster.link_delay_ms=1.0: is for one machine, where there is no networ
         (
             ["target.numerics=invariant", "target.all_reduce=symmetric", "target.device=cuda"],
             "target.numerics=invariant: adds in rank order, and target.all_reduce=symmetric by sizes; drop one of them",
+        ),
+        *(
+            (
+                ["drafter=model", "pipeline.local_drafter=ngram", f"pipeline={pipeline}"],
+                f"{NEAR} a drafter that works a",
+            )
+            for pipeline in ("sync", "pingpong", "plain")
+        ),
+        *(
+            (
+                ["pipeline.local_drafter=ngram", "pipeline=tree", f"drafter={drafter}"],
+                f"{NEAR} a draft model far away; ",
+            )
+            for drafter in ("auto", "ngram", "cascade", "none", "routed")
+        ),
+        (
+            [
+                *("pipeline.local_drafter=ngram", "pipeline=tree", "drafter=pool", "drafter.at_once=2"),
+                *("drafter.pools=[tcp://h:1,tcp://h:2]", f"drafter.key_files=[{__file__}]"),
+            ],
+            f"{NEAR} a draft model far away; use drafter=model, or drafter=pool for one at a time",
+        ),
+        (
+            ["pipeline.local_drafter=ngram", "pipeline=tree", "drafter=model", "verify=kseq"],
+            "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC; use ",
         ),
         (["cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
         (["cluster=inprocess", "cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
@@ -73,6 +99,7 @@ def test_what_does_not_fit_together_is_refused(overrides, line):
         ["job=plan"],
         ["job=tree", "drafter=speculator"],
         ["drafter=model", "job=tree", "verify=kseq", "drafter.strategy=tree"],
+        ["drafter=model", "job=tree", "verify=transport", "drafter.strategy=tree"],
         ["job=search", "drafter=self"],
         ["pipeline.min_draft_tokens=5"],
         ["drafter=none", "pipeline.min_draft_tokens=1"],

@@ -8,7 +8,7 @@ import time
 import pytest
 
 GRACE_S = 5.0
-"""In which a thread ends that was meeting a peer: it gets an error when the coordinator's store is gone."""
+"""Seconds in which a thread that was meeting a peer ends: it gets an error when the coordinator's store is gone."""
 
 
 @pytest.fixture

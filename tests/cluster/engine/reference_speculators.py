@@ -30,7 +30,7 @@ class Target:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Of decoder layers as Llama's."""
+    """Shape of decoder layers such as Llama's."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -269,6 +269,37 @@ def domino(
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
+
+
+def gloeckle(tensors: Tensors, norm: Tensor, target: Target, shape: LayerShape, trunk: int) -> Reference:
+    """arXiv 2404.19737, section 2, by the names and the rotation of Meta's code: heads are layers over the output of
+    the `trunk` first ones, with neighbouring coordinates as complex numbers; the final norm and the head are shared."""
+
+    def heads_of(rows: Tensor, name: str, num_heads: int) -> Tensor:
+        heads = F.linear(rows, tensors[f"{name}.weight"]).view(len(rows), num_heads, shape.head_size)
+        return heads.repeat_interleave(shape.heads // num_heads, 1)
+
+    def turned(heads: Tensor) -> Tensor:
+        places, size = torch.arange(len(heads)), shape.head_size
+        angles = torch.outer(places, 1.0 / shape.theta ** (torch.arange(0, size, 2) / size))
+        numbers = torch.view_as_complex(heads.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(numbers * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2)
+
+    def logits(tokens: Sequence[int], taps: Taps, path: Sequence[int]) -> Tensor:
+        x, name = taps[trunk][: len(tokens) - 1], f"extra_heads.{len(path)}"
+        normed = rms(x, tensors[f"{name}.attention_norm.weight"], shape.eps)
+        q = turned(heads_of(normed, f"{name}.attention.wq", shape.heads))
+        k = turned(heads_of(normed, f"{name}.attention.wk", shape.kv_heads))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / shape.head_size**0.5
+        shares = scores.masked_fill(~causal(len(x)), -torch.inf).softmax(-1)
+        v = heads_of(normed, f"{name}.attention.wv", shape.kv_heads)
+        x = x + torch.einsum("hqk,khd->qhd", shares, v).flatten(1) @ tensors[f"{name}.attention.wo.weight"].T
+        normed = rms(x, tensors[f"{name}.ffn_norm.weight"], shape.eps)
+        gate, down, up = (tensors[f"{name}.feed_forward.w{i}.weight"] for i in (1, 2, 3))
+        x = x + (F.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
+        return target.head @ rms(x[-1], norm, shape.eps)
+
+    return logits
 
 
 def medusa(tensors: Tensors, num_blocks: int) -> Reference:

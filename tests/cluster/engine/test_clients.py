@@ -107,6 +107,7 @@ def test_acceptance_tells_no_client_what_another_asked(open_engine, share):
     assert (of_other == first) is (share is Share.client)
 
 
+@pytest.mark.slow
 def test_a_client_that_dies_does_not_disturb_the_others(open_engine, start_client, monkeypatch):
     monkeypatch.setattr(clients, "ABSENT_S", 0.1)
     with open_engine("none") as engine:

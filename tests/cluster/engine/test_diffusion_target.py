@@ -69,8 +69,10 @@ def test_after_an_update_tokens_are_those_of_the_new_weights(
         assert tokens_of(engine, PROMPTS[:2]) == wanted != expected[:2]
 
 
-def test_preempted_requests_fill_their_blocks_again(open_engine, diffusion, expected):
-    scheduler = SchedulerConfig(max_num_seqs=4, prefill_chunk=2)
+@pytest.mark.parametrize("max_num_batched_tokens", [2048, 8])
+def test_preempted_requests_fill_their_blocks_again(open_engine, diffusion, expected, max_num_batched_tokens):
+    """Also where passes have no room for the states of all requests."""
+    scheduler = SchedulerConfig(4, max_num_batched_tokens, prefill_chunk=2)
     with open_target(open_engine, diffusion, num_states=2, kv_slots=33, scheduler=scheduler) as engine:
         assert tokens_of(engine) == expected
         assert engine.report().counters["num_preemptions"] > 0
@@ -92,6 +94,7 @@ def test_a_rank_that_is_replaced_changes_no_token(open_engine, diffusion, expect
     assert len(passes) > 5
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_it_and_names_what_it_cannot(entered, diffusion, expected, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
@@ -103,9 +106,14 @@ def test_the_command_line_runs_it_and_names_what_it_cannot(entered, diffusion, e
         map(json.loads, (tmp_path / "run/completions.jsonl").read_text().splitlines()), key=lambda o: o["index"]
     )
     assert [line["token_ids"] for line in lines] == expected
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert report["plain"]["num_guessed_states"] == 0 < report["num_guessed_states"], "compared with one state a pass"
+    assert report["tokens_equal_plain"] and report["speedup_vs_ar"] > 0 and report["notes"] == []
     code, _, error = entered("job=certify", *target)
     assert code == 2 and "job=certify: is for targets that write token by token" in error
     code, _, error = entered("drafter=ngram", *target)
     assert code == 2 and "drafter=ngram: drafts for targets that write token by token" in error
+    code, _, error = entered(*target[:2], "target.decoder=dual")
+    assert code == 2 and "target.decoder=dual: keeps rows of models that see the whole text" in error
     code, _, error = entered("target.decoder=static")
     assert code == 2 and "target.decoder=static: is for masked-diffusion checkpoints" in error

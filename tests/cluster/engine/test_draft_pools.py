@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +19,9 @@ from typing import Any
 
 import pytest
 
+from actors.drafters.auto.config import AutoDrafterConfig
+from actors.drafters.config import Placement
+from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.pool.config import PoolDrafterConfig
 from actors.options import PipelineConfig, PipelineName, SamplingConfig, VerifyConfig, VerifyRule
@@ -24,7 +29,7 @@ from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseTerms
 from actors.transport.channel import Link
 from actors.transport.keys import LinkKey
 from cluster.config.jobs import PoolConfig
-from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig
+from cluster.config.schema import LaunchConfig
 from cluster.draft_pool import DraftPool, check_lendable
 from cluster.engine import Engine
 
@@ -51,9 +56,13 @@ def open_pool(
     """Pools in this process, ended with the test."""
     pools: list[RunningPool] = []
 
-    def open_(listen: str = "tcp://127.0.0.1:*", pipeline: str = "branches", **job: Any) -> RunningPool:
+    def open_(
+        listen: str = "tcp://127.0.0.1:*", pipeline: str = "branches", lookup: Any = None, **job: Any
+    ) -> RunningPool:
         secret_file = str(tmp_path / "secret")
-        drafter = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu")
+        drafter: Any = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu")
+        if lookup:
+            drafter = AutoDrafterConfig(drafters=[lookup, drafter], num_draft_tokens=4, placement=Placement.separate)
         config = tiny_launch(
             PoolConfig(listen=listen, secret_file=secret_file, **job),
             drafter=drafter,
@@ -104,26 +113,44 @@ def accepted(engine: Engine) -> int:
     return sum(completion.stats.num_accepted_tokens for completion in engine.generate(PROMPTS))
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
+@pytest.fixture
+def plain_texts(open_engine, plain_of: dict[Any, list[tuple[int, ...]]]) -> Callable[..., list[tuple[int, ...]]]:
+    """The texts without a drafter, each made once."""
+
+    def of(**options: Any) -> list[tuple[int, ...]]:
+        key = tuple(sorted(options.items()))
+        if key not in plain_of:
+            plain_of[key] = texts(open_engine("none", **sections("plain", **options)))
+        return plain_of[key]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def plain_of() -> dict[Any, list[tuple[int, ...]]]:
+    return {}
+
+
 @pytest.mark.parametrize(
     ("pipeline", "temperature"),
     [
         ("sync", 0.0),
-        ("branches", 1.0),
+        pytest.param("branches", 1.0, marks=pytest.mark.slow),
         pytest.param("sync", 1.0, marks=pytest.mark.slow),
         pytest.param("branches", 0.0, marks=pytest.mark.slow),
         pytest.param("tree", 0.0, marks=pytest.mark.slow),
         pytest.param("tree", 1.0, marks=pytest.mark.slow),
     ],
 )
-def test_three_engines_share_one_drafter(open_engine, open_pool, pipeline, temperature):
-    plain = texts(open_engine("none", **sections("plain", temperature)))
+def test_three_engines_share_one_drafter(open_engine, plain_texts, open_pool, pipeline, temperature):
+    plain = plain_texts(temperature=temperature)
     pool = open_pool(pipeline=pipeline)
     engines = [open_engine(lent(pool), **sections(pipeline, temperature)) for _ in range(3)]
     assert in_parallel(engines) == [plain] * 3
@@ -135,8 +162,75 @@ def test_three_engines_share_one_drafter(open_engine, open_pool, pipeline, tempe
     eventually(lambda: pool.pool.num_leases == 0)
 
 
-def test_a_pool_that_is_gone_costs_speed_alone_and_one_that_is_back_drafts_again(open_engine, open_pool):
-    plain = texts(open_engine("none", **sections("plain", max_tokens=400)))
+@pytest.mark.parametrize("pipeline", ["sync", pytest.param("branches", marks=pytest.mark.slow)])
+def test_engines_share_several_drafters(open_engine, plain_texts, open_pool, pipeline):
+    plain = plain_texts()
+    pool = open_pool(pipeline=pipeline, lookup=NgramDrafterConfig())
+    engines = [open_engine(lent(pool), **sections(pipeline)) for _ in range(2)]
+    assert in_parallel(engines) == [plain] * 2
+    eventually(lambda: all(accepted(engine) > 0 for engine in engines))
+    assert texts(engines[0]) == plain
+    passes = pool.pool._passes
+    assert passes.drafter.capabilities.drafts_by_pass is not None and passes.counts.num_proposals > 0
+
+
+def test_an_engine_that_waits_for_no_draft_shares_the_pool_with_one_that_does(open_engine, plain_texts, open_pool):
+    """A far drafter that a pool lends: previews stream, and a lookup beside the coordinator drafts where none fits."""
+    plain = plain_texts(max_tokens=400)
+    pool, sectioned = open_pool(pipeline="tree"), sections("tree", max_tokens=400)
+    pipeline = PipelineConfig(PipelineName.tree, adaptive=False, local_drafter="ngram")
+    far = open_engine(lent(pool), **(sectioned | {"pipeline": pipeline}))
+    near = open_engine(lent(pool), **sectioned)
+
+    def both_draft() -> bool:
+        assert in_parallel([far, near]) == [plain] * 2
+        by_source = far.report().counters["drafts_by_source"]
+        return len(by_source) == 2 and by_source["far"]["num_accepted_tokens"] > 0 and accepted(near) > 0
+
+    eventually(both_draft)
+    assert not any(tenant.has_failed for tenant in _tenants(pool.pool._service))
+    assert in_parallel_with(pool.end, far) == plain
+    lookups = open_pool(pipeline="tree", lookup=NgramDrafterConfig())
+    with pytest.raises(ValueError, match=r"the pool shows no drafts ahead; drop pipeline\.local_drafter"):
+        open_engine(lent(lookups), **(sectioned | {"pipeline": pipeline}))
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        lines = [line for line in page.read().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_metrics_count_what_each_engine_was_given(open_engine, open_pool, monkeypatch):
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr("actors.pool.service.WATCH_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"job.metrics_port={port}: cannot listen on 127.0.0.1"):
+            open_pool(metrics_port=port)
+    pool = open_pool(pipeline="sync", metrics_port=port)
+    engines = [open_engine(lent(pool), **sections("sync")) for _ in range(2)]
+    for engine in engines:
+        eventually(lambda engine=engine: accepted(engine) > 0)
+    eventually(lambda: in_parallel(engines) is not None and scrape(port)["specdec_pool_running_leases"] == 2)
+
+    def of(name: str, engine: Engine) -> float:
+        address = engine._backend.address
+        return max(value for key, value in scrape(port).items() if key.startswith(name) and address in key)
+
+    for engine in engines:
+        eventually(lambda engine=engine: of("specdec_lease_accepted_tokens_total", engine) > 0)
+        assert of("specdec_lease_passes_total", engine) > 0
+    eventually(lambda: in_parallel(engines) is not None and of("specdec_lease_merged_passes_total", engines[0]) > 0)
+    engines[0].close()
+    eventually(lambda: of("specdec_lease_rows", engines[0]) == 0)
+    pool.end()
+    with pytest.raises(OSError, match="refused"):
+        scrape(port)
+
+
+def test_a_pool_that_is_gone_costs_speed_alone_and_one_that_is_back_drafts_again(open_engine, plain_texts, open_pool):
+    plain = plain_texts(max_tokens=400)
     pool = open_pool()
     engine = open_engine(lent(pool), **sections(max_tokens=400))
     assert in_parallel_with(pool.end, engine) == plain
@@ -147,25 +241,26 @@ def test_a_pool_that_is_gone_costs_speed_alone_and_one_that_is_back_drafts_again
     assert texts(engine) == plain
 
 
-def test_the_next_pool_takes_over(open_engine, open_pool, monkeypatch):
+@pytest.mark.slow
+def test_the_next_pool_takes_over(open_engine, plain_texts, open_pool, monkeypatch):
     monkeypatch.setattr("cluster.runtime.pool_leases.FASTER_S", 5.0)  # of equal pools, on a busy machine too
     first, second = open_pool(), open_pool()
     engine = open_engine(lent(first, second), **sections())
     assert (first.pool.num_leases, second.pool.num_leases) == (1, 0)
-    plain = texts(open_engine("none", **sections("plain")))
+    plain = plain_texts()
     first.end()
     eventually(lambda: second.pool.num_leases == 1)
     eventually(lambda: accepted(engine) > 0)
     assert texts(engine) == plain
 
 
-def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, open_pool):
+def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, plain_texts, open_pool):
     slow, full, fast = open_pool(), open_pool(max_leases=1), open_pool()
     slow.pool._service._shared.draft_s.update(5.0)
     other = open_engine(lent(full), **sections())
     engine = open_engine(lent(slow, full, fast), **sections())
     assert [pool.pool.num_leases for pool in (slow, full, fast)] == [0, 1, 1]
-    plain = texts(open_engine("none", **sections("plain")))
+    plain = plain_texts()
     assert texts(engine) == texts(other) == plain
     assert fast.pool._service._shared.draft_s.weight > 0
     fast.end()
@@ -173,18 +268,44 @@ def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, open_pool):
     eventually(lambda: accepted(engine) > 0)
 
 
-def test_an_engine_starts_before_its_pool(open_engine, open_pool, monkeypatch):
-    monkeypatch.setattr("cluster.engine._LEASE_S", 1.0)
+def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(open_engine, plain_texts, open_pool):
+    plain = plain_texts(max_tokens=400)
+    pools = [open_pool(), open_pool()]
+    engine = open_engine(replace(lent(*pools), at_once=2), **sections(max_tokens=400))
+    eventually(lambda: {"draft-0", "draft@1-0"} <= {*engine.ready})
+    assert not {"draft-0", "draft@1-0"} & set(engine.pids())
+
+    def all_draft(*pools: RunningPool) -> bool:
+        before = [num_drafts(pool) for pool in pools]
+        assert texts(engine) == plain
+        return all(num_drafts(pool) > count for pool, count in zip(pools, before, strict=True))
+
+    eventually(lambda: all_draft(*pools))
+    assert in_parallel_with(pools[1].end, engine) == plain
+    eventually(lambda: all_draft(pools[0]))
+    again = open_pool(listen=pools[1].pool.address)
+    eventually(lambda: all_draft(pools[0], again))
+    assert [pool.pool.num_leases for pool in (pools[0], again)] == [1, 1]
+    pools[0].end()
+    eventually(lambda: all_draft(again))
+
+
+def num_drafts(pool: RunningPool) -> int:
+    return sum(tenant.counts.num_drafts for tenant in _tenants(pool.pool._service))
+
+
+def test_an_engine_starts_before_its_pool(open_engine, plain_texts, open_pool, monkeypatch):
+    monkeypatch.setattr("cluster.runtime.pool_leases._LEASE_S", 1.0)
     pool = open_pool()
     pool.end()
     engine = open_engine(lent(pool), **sections())
-    assert texts(engine) == texts(open_engine("none", **sections("plain")))
+    assert texts(engine) == plain_texts()
     open_pool(listen=pool.pool.address)
     eventually(lambda: accepted(engine) > 0)
 
 
-def test_requests_beyond_the_share_of_kv_rows_decode_plainly(open_engine, open_pool, monkeypatch):
-    plain = texts(open_engine("none", **sections("plain")))
+def test_requests_beyond_the_share_of_kv_rows_decode_plainly(open_engine, plain_texts, open_pool, monkeypatch):
+    plain = plain_texts()
     monkeypatch.setattr("actors.pool.tenant_drafter.ROWS_BESIDE_TEXT", 20)
     pool = open_pool()
     pool.pool._service._shared.kv_slots = 2 * 110  # a share holds one text of at most 90 tokens
@@ -198,8 +319,8 @@ def test_requests_beyond_the_share_of_kv_rows_decode_plainly(open_engine, open_p
     eventually(only_some_have_drafts)  # on a busy machine a lease may be lost, and ordered again
 
 
-def test_texts_that_are_read_in_parts_are_drafted_for_as_others(open_engine, open_pool, tmp_path):
-    plain = texts(open_engine("none", **sections("plain")))
+def test_texts_that_are_read_in_parts_are_drafted_for_as_others(open_engine, plain_texts, open_pool, tmp_path):
+    plain = plain_texts()
     found: set[int] = set()
     for read_chunk in (512, 3):
         pool = open_pool(pipeline="sync")
@@ -221,8 +342,10 @@ def test_texts_that_are_read_in_parts_are_drafted_for_as_others(open_engine, ope
         engine.close()
 
 
-def test_requests_that_make_passes_fail_end_the_lease_of_their_engine_alone(open_engine, open_pool, monkeypatch):
-    plain = texts(open_engine("none", **sections("plain")))
+def test_requests_that_make_passes_fail_end_the_lease_of_their_engine_alone(
+    open_engine, plain_texts, open_pool, monkeypatch
+):
+    plain = plain_texts()
     pool = open_pool(pipeline="sync", lease_s=5)
     good, bad = [open_engine(lent(pool), **sections("sync", max_tokens=length)) for length in (60, 61)]
     for engine in (good, bad):
@@ -263,6 +386,7 @@ def test_a_pool_that_drafts_for_other_engines_is_refused_at_the_start(open_engin
         open_engine(lent(pool, num_draft_tokens=9), **sections("tree"))
 
 
+@pytest.mark.slow
 def test_a_lease_ends_without_its_engine(open_pool):
     pool = open_pool(lease_s=2, max_leases=1)
     with ordering(pool) as ask:
@@ -277,17 +401,68 @@ def test_a_lease_ends_without_its_engine(open_pool):
         assert pool.pool.num_leases == 1
 
 
+def test_the_engines_with_one_key_have_so_many_leases(open_pool):
+    pool = open_pool(max_leases=3, leases_per_key=1)
+    alice = pool.pool.clients.add("alice")
+    time.sleep(2.0)  # the file is read about once a second
+    with ordering(pool) as first, ordering(pool, b"p" * 32) as second, ordering(pool, b"q" * 32, alice) as hers:
+        assert not first(1).why
+        assert second(1).why == "all 1 leases of the key default are taken (job.leases_per_key)"
+        assert not hers(1).why and not first(1).why
+        assert not first(2).why  # in place of its own
+        assert pool.pool.num_leases == 2
+
+
+@pytest.mark.slow
+def test_a_key_that_is_taken_away_ends_its_leases_alone(open_engine, plain_texts, open_pool, caplog):
+    plain = plain_texts(max_tokens=400)
+    pool = open_pool()
+    key = pool.pool.clients.add("alice")
+    of_alice = PoolDrafterConfig("pool", [pool.pool.address], [str(key)], 4)
+    text = key.read_text()
+    alice, other = open_engine(of_alice, **sections(max_tokens=400)), open_engine(lent(pool), **sections())
+    for engine in (alice, other):
+        eventually(lambda engine=engine: accepted(engine) > 0)
+    assert {tenant.client for tenant in _tenants(pool.pool._service)} == {"alice", "default"}
+    assert in_parallel_with(lambda: pool.pool.clients.remove("alice"), alice) == plain
+    eventually(lambda: pool.pool.num_leases == 1)
+    eventually(lambda: f"{pool.pool.address}: the pool does not admit this key alice; it was taken away" in caplog.text)
+    assert texts(alice) == plain and accepted(other) > 0
+    pool.pool.clients.add("alice")  # another key of that name
+    pool.end()
+    again = open_pool(listen=pool.pool.address)
+    eventually(lambda: accepted(other) > 0)
+    assert list(again.pool.clients.read()) == ["default", "alice"] and again.pool.num_leases == 1
+    key.write_text(text)
+    with ordering(again, key_file=key) as ask, pytest.raises(AssertionError, match="no answer"):
+        ask(1)
+
+
+def test_a_file_of_keys_that_cannot_be_read_changes_nothing(open_pool, caplog):
+    pool = open_pool()
+    with ordering(pool) as ask:
+        assert not ask(1).why
+        file = pool.pool.key_file.with_name("clients")
+        file.write_text("nonsense")
+        eventually(lambda: "clients: cannot be read" in caplog.text)
+        time.sleep(1.5)
+        assert not ask(1).why and pool.pool.num_leases == 1
+    assert caplog.text.count("clients: cannot be read") == 1
+
+
 @contextmanager
-def ordering(pool: RunningPool, private: bytes = b"o" * 32) -> Iterator[Callable[[int], LeaseAnswer]]:
+def ordering(
+    pool: RunningPool, private: bytes = b"o" * 32, key_file: Path | None = None
+) -> Iterator[Callable[[int], LeaseAnswer]]:
     """Orders a lease by its number, for an engine that does not exist."""
     terms = LeaseTerms("coupled", "branches")
     order = LeaseOrder(1, "tcp://127.0.0.1:9", b"h" * 32, terms, 100, 100, 4, private)
-    key = LinkKey.read(pool.pool.key_file.read_text())
+    key = LinkKey.read((key_file or pool.pool.key_file).read_text())
     link = Link(pool.pool.address, f"{key.peer}:{private.hex()[:8]}", key)
 
     def ask(number: int) -> LeaseAnswer:
         link.send(replace(order, number=number))
-        while (answer := link.receive(10)) is not None:
+        while (answer := link.receive(5)) is not None:
             if answer.number == number:
                 return answer
         raise AssertionError("no answer")
@@ -313,7 +488,7 @@ def test_what_cannot_be_lent_is_refused(tiny_launch, changes, why):
 
 
 def test_a_key_of_another_pool_opens_nothing(open_engine, open_pool, tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.engine._LEASE_S", 1.0)
+    monkeypatch.setattr("cluster.runtime.pool_leases._LEASE_S", 1.0)
     pool = open_pool()
     (tmp_path / "wrong").write_text(LinkKey.made_for("default", b"h" * 32).text)
     engine = open_engine(PoolDrafterConfig("pool", [pool.pool.address], [str(tmp_path / "wrong")]), **sections())
@@ -340,6 +515,7 @@ def pool_process(half_agreeing_drafter: Path, target: str, folder: Path, listen:
     """Process id and address of `job=pool`."""
     overrides = [
         "job=pool",
+        "cluster=inprocess",
         f"job.listen={listen}",
         f"job.secret_file={folder / 'secret'}",
         f"hydra.run.dir={folder / 'run'}",
@@ -363,13 +539,15 @@ def pool_process(half_agreeing_drafter: Path, target: str, folder: Path, listen:
 
 
 @pytest.mark.slow
-def test_a_pool_that_freezes_and_one_that_is_killed(open_engine, half_agreeing_drafter, tmp_path, tiny_checkpoint):
+def test_a_pool_that_freezes_and_one_that_is_killed(
+    open_engine, plain_texts, half_agreeing_drafter, tmp_path, tiny_checkpoint
+):
     """A process of its own: frozen, it drafts again once the engine has another lease; killed and started again at its
     address, with its secret, likewise."""
     of_pool = half_agreeing_drafter, str(tiny_checkpoint("Llama")), tmp_path
-    plain = texts(open_engine("none", **sections("plain", max_tokens=400)))
+    plain = plain_texts(max_tokens=400)
     with pool_process(*of_pool, "tcp://127.0.0.1:*") as (pid, address):
-        lease = PoolDrafterConfig("pool", [address], [str(tmp_path / "secret.key")], 4)
+        lease = PoolDrafterConfig("pool", [address], [str(tmp_path / "secret.keys" / "secret")], 4)
         engine = open_engine(lease, **sections(max_tokens=400))
         assert accepted(engine) > 0
         assert in_parallel_with(lambda: os.kill(pid, signal.SIGSTOP), engine) == plain
@@ -384,14 +562,16 @@ def test_a_pool_that_freezes_and_one_that_is_killed(open_engine, half_agreeing_d
         assert texts(engine) == plain
 
 
-@pytest.mark.ray
-def test_an_engine_on_ray_uses_a_pool(open_engine, open_pool):
-    pytest.importorskip("ray")
-    plain = texts(open_engine("none", **sections("plain")))
+@pytest.mark.slow
+def test_one_of_two_pools_is_killed(
+    open_engine, plain_texts, open_pool, half_agreeing_drafter, tmp_path, tiny_checkpoint
+):
+    plain = plain_texts(max_tokens=400)
     pool = open_pool()
-    cluster = ClusterConfig(ClusterName.local, dashboard=False, num_cpus=4, oversubscribe=True)
-    engine = open_engine(lent(pool), cluster=cluster, **sections())
-    assert texts(engine) == plain and accepted(engine) > 0
-    assert set(engine.pids()) == {"coordinator", "target-0"}
-    pool.end()
+    with pool_process(half_agreeing_drafter, str(tiny_checkpoint("Llama")), tmp_path, "tcp://127.0.0.1:*") as (pid, at):
+        lease = replace(lent(pool), pools=[at, pool.pool.address], at_once=2)
+        engine = open_engine(lease, **sections(max_tokens=400))
+        eventually(lambda: {"draft-0", "draft@1-0"} <= {*engine.ready})
+        assert in_parallel_with(lambda: os.kill(pid, signal.SIGKILL), engine) == plain
     assert texts(engine) == plain
+    eventually(lambda: accepted(engine) > 0)

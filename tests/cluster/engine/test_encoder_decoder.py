@@ -14,9 +14,11 @@ from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.options import PipelineConfig, PipelineName, SchedulerConfig, TargetConfig
 from actors.protocol.messages import SamplingParams
+from actors.verification.verifier import Verifier
 from cluster.io.text import load_tokenizer
 from tests.cluster.serving.conftest import serving
 from tests.families import ENCODER_DECODERS
+from tests.matrices import in_turn
 
 SOURCES = [
     "def median(values):",
@@ -78,8 +80,7 @@ def tokens_of(engine, sources=SOURCES):
     return [completion.token_ids for completion in engine.generate(sources, SamplingParams(max_tokens=MAX_TOKENS))]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("family", ENCODER_DECODERS)
+@pytest.mark.parametrize(("family", "settings"), list(in_turn(ENCODER_DECODERS, SETTINGS)))
 def test_tokens_are_those_of_transformers(open_engine, reference, family, settings):
     path, expected = reference(family, settings)
     assert len({*map(tuple, expected)}) > 1, "the sources matter"
@@ -89,7 +90,13 @@ def test_tokens_are_those_of_transformers(open_engine, reference, family, settin
         assert engine.report().counters["num_prompt_tokens"] > sum(map(len, SOURCES))
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "copy", "suffix", "model", "itself", "self"])
+LIKE_COPY = {"none": 0, "ngram": 0, "suffix": 0}
+"""Lookups, which are given the same text, and what every other test compares with."""
+
+
+@pytest.mark.parametrize(
+    "name", list(in_turn(["none", "ngram", "copy", "suffix", "model", "itself", "self"], times=LIKE_COPY))
+)
 def test_no_drafter_changes_a_token(open_engine, reference, name):
     (path, expected), (other, _) = reference("Marian", "rules"), reference("Bart", "rules")
     assert max(len(set(tokens)) for tokens in expected) > 6, "the tokens repeat"
@@ -101,7 +108,7 @@ def test_no_drafter_changes_a_token(open_engine, reference, name):
             assert engine.report().counters["num_accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("name", ["copy", "itself"])
+@pytest.mark.parametrize("name", list(in_turn(["copy", "itself"], times={"copy": 0})))
 def test_ranks_share_both_stacks_and_preempted_requests_read_their_source_again(open_engine, reference, name):
     path, expected = reference("Bart", "rules")
     target = TargetConfig(path=str(path), device="cpu", kv_slots=70)
@@ -109,6 +116,25 @@ def test_ranks_share_both_stacks_and_preempted_requests_read_their_source_again(
     with open_engine(config, tp=2, target=target, scheduler=SchedulerConfig(max_num_seqs=8)) as engine:
         assert tokens_of(engine) == expected
         assert engine.report().counters["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("name", list(in_turn(["none", "copy"], times={"none": 0})))
+def test_a_rank_that_is_replaced_reads_its_sources_again(open_engine, reference, monkeypatch, name):
+    """It dies in the middle of the texts; the requests come again with what their clients have."""
+    path, expected = reference("Bart", "rules")
+    passes, forward = list[int](), Verifier.forward
+
+    def failing(verifier, inputs, *arguments, **options):
+        passes.append(len(inputs))
+        if len(passes) == 4:
+            raise MemoryError("once")
+        return forward(verifier, inputs, *arguments, **options)
+
+    monkeypatch.setattr(Verifier, "forward", failing)
+    config = drafters(path, path)[name]
+    with open_engine(config, target=TargetConfig(path=str(path), device="cpu")) as engine:
+        assert tokens_of(engine) == expected
+    assert len(passes) > 4
 
 
 def test_sampled_text_is_the_same_whatever_drafts(open_engine, reference):

@@ -428,7 +428,7 @@ def test_what_threads_hand_over_is_what_other_processes_would_read(open_engine, 
 
 
 def test_a_request_that_cannot_go_out_at_once_goes_out_as_soon_as_it_can(open_engine, monkeypatch):
-    """Without the engine asking for it again: while no process listens, the link keeps it."""
+    """The engine does not ask for it again: while no process listens, the link keeps it."""
     monkeypatch.setattr("cluster.client._RESUME_S", 10_000.0)
     engine = open_engine("none")
     with socket.create_server(("127.0.0.1", 0)) as taken:

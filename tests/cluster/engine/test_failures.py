@@ -212,7 +212,7 @@ def test_an_error_inside_the_block_closes_the_engine(open_engine):
 
 
 def test_a_failed_request_shows_the_text_it_had_held_back(open_engine):
-    """With a stop string the last characters wait; an error ends the waiting."""
+    """The last characters wait for a stop string; an error ends the waiting."""
     engine = open_engine()
     completion = engine.submit("one", replace(LONG, stop=("a stop string that is never seen",)))
     while len(completion.token_ids) < 10:

@@ -42,6 +42,7 @@ def test_tokens_are_those_of_transformers_and_of_plain_decoding(open_engine, tin
             assert tokens == expected
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_gemma_without_a_compiler_and_says_so_once(tiny_checkpoint, tmp_path):
     path = tiny_checkpoint("Gemma2", **FAMILIES["Gemma2"])
     prompts = tmp_path / "prompts.jsonl"

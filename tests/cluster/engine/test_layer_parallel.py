@@ -130,7 +130,7 @@ def test_tokens_are_those_of_plain_decoding_in_any_layout(complete, open_engine,
 
 
 def test_a_rank_that_is_replaced_is_given_its_rows(complete, open_engine, monkeypatch):
-    """Under `broadcast` rank 0 alone reads the text again: its successor's rows are those of rank 0, to the bit."""
+    """Rank 0 alone reads the text again under `broadcast`: its successor's rows are those of rank 0, to the bit."""
     longer = replace(LONG, max_tokens=100)  # so that it is there before the end
     with open_engine("none", pipeline=PipelineConfig(PipelineName.plain)) as engine:
         expected = [completion.token_ids for completion in engine.generate(PROMPTS, longer)]

@@ -94,7 +94,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 
 def wait_until_answered(head: Host) -> None:
-    """Until a process listens: asking with Ray's own command would take a second each time."""
+    """Waits until a process listens: asking with Ray's own command would take a second each time."""
     deadline = time.monotonic() + 60
     knock = f"exec 3<>/dev/tcp/{head.address}/{PORT}"
     while subprocess.run(head.enter(["bash", "-c", knock]), stderr=subprocess.DEVNULL, check=False).returncode:
@@ -146,6 +146,7 @@ def test_target_and_drafter_on_hosts_of_their_own(ask: Ask, hosts, drafter, expe
     assert f"target-0: {hosts[1].address} cpu" in next(line for line in said["said"] if line.startswith("layout"))
 
 
+@pytest.mark.slow
 def test_a_target_whose_ranks_meet_over_the_network(ask: Ask, hosts, expected):
     said = ask("target.tp=2", "drafter=none")
     assert said.get("error") is None and said["tokens"] == expected
@@ -164,6 +165,7 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(ask: Ask):
     assert said["error"].endswith("it has eth0, lo")
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_cut_off_is_done_without_until_it_is_back(driver: Driver, hosts, drafter, expected):
     """The cable of its host is pulled and put in again: no token changes, no request fails, and speculation returns."""
     answers = driver.keep_on(*drafter, "placement.nodes={target:[n1],draft:[n2]}", "cluster.silence_s=1")

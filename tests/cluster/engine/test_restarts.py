@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from actors.coordinator import round_timeout
+from actors.coordinator import role_rounds
 from actors.coordinator.scheduler import Scheduler
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
 from actors.drafters.cascade.level import CascadeDrafter
 from actors.drafters.lookup.ngram import NgramDrafter
+from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.model.drafter import ModelDrafter
 from actors.options import PipelineConfig, PipelineName
@@ -27,6 +28,7 @@ PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
 LONG = SamplingParams(max_tokens=120, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0.8, repetition_penalty=1.2, min_tokens=60)
 WAIT_S = 60
+FAR = PipelineConfig(PipelineName.tree, adaptive=False, local_drafter="ngram")
 
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -77,6 +79,7 @@ FAULTS = {
         (9,),
         "draft-0",
     ),
+    "far": (dict(drafter="model", pipeline=FAR), AheadDrafter, "work", (9, 30), "draft-0"),
     "target": (dict(drafter="model"), TargetRole, "answer", (9, 40), "target-0"),
     "plain-target": (dict(drafter="none"), TargetRole, "answer", (25,), "target-0"),
     "coordinator": (dict(drafter="model"), Scheduler, "plan", (12, 60), "coordinator"),
@@ -200,10 +203,15 @@ def test_a_drafter_that_dies_too_often_is_left_out_and_decoding_goes_on_plainly(
 
 
 @pytest.mark.parametrize(
-    "owner, method, identity", [(TargetRole, "answer", "target-0"), (ModelDrafter, "propose", "draft-0")]
+    "owner, method, identity, sections",
+    [
+        (TargetRole, "answer", "target-0", {}),
+        (ModelDrafter, "propose", "draft-0", {}),
+        (AheadDrafter, "prefetched", "draft-0", {"pipeline": FAR}),
+    ],
 )
 def test_a_rank_whose_pass_never_returns_is_replaced_and_the_tokens_are_the_same(
-    open_engine, plain, monkeypatch, owner, method, identity
+    open_engine, plain, monkeypatch, owner, method, identity, sections
 ):
     """Its heart goes on beating. Here a thread that is ended leaves its wait with an error."""
     ended, calls, right = threading.Event(), itertools.count(1), getattr(owner, method)
@@ -215,10 +223,11 @@ def test_a_rank_whose_pass_never_returns_is_replaced_and_the_tokens_are_the_same
         return right(self, *arguments)
 
     monkeypatch.setattr(owner, method, stick)
-    monkeypatch.setattr(round_timeout, "FLOOR_S", 1.0)
+    monkeypatch.setattr(role_rounds, "FLOOR_S", 1.0)
     monkeypatch.setattr(InprocessBackend, "can_kill", True)
     monkeypatch.setattr(InprocessBackend, "kill", lambda backend, who, pid: ended.set() if who == identity else None)
-    engine = open_engine(cluster=ClusterConfig(ClusterName.inprocess, oversubscribe=True, silence_s=1000.0))
+    cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True, silence_s=1000.0)
+    engine = open_engine(cluster=cluster, **sections)
     assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
     until = time.monotonic() + WAIT_S
     while not engine.supervisor.incidents and time.monotonic() < until:

@@ -101,7 +101,7 @@ def continued(model: Any, token_ids: list[int], num_tokens: int, sampling: Sampl
 
 
 def await_tokens(completions: list[Completion], version: int, count: int) -> None:
-    """Until every request has so many tokens of the weights."""
+    """Waits until every request has so many tokens of the weights."""
     deadline = time.monotonic() + 60
     while any(completion.versions.count(version) < count for completion in completions):
         assert time.monotonic() < deadline and not any(completion.finished for completion in completions)

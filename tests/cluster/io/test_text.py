@@ -110,7 +110,7 @@ class TestStream:
     @settings(max_examples=examples(200), deadline=None)
     @given(before=SPELLED, after=SPELLED, cut=st.integers(0, 3))
     def test_prompt_and_text_are_what_both_decode_to(self, tokenizer, before, after, cut):
-        """With the space before the first word; a character that was cut is shown as such at the end."""
+        """The space before the first word is part of it; a character that was cut is shown as such at the end."""
         prompt, output = list(chain(*before)), list(chain(*after))
         whole = tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
         stream = TextStream(tokenizer, prompt)

@@ -85,6 +85,7 @@ def test_times_every_setting_against_plain_decoding_and_peers(tiny_launch, promp
     assert "Other engines" in shown and "category" in shown and "all processes of this run" in shown
 
 
+@pytest.mark.slow
 def test_contexts_and_temperatures_are_axes(tiny_launch, prompts, tmp_path):
     job = BenchConfig(prompts=prompts, limit=1, repeats=1, warmup=0, contexts=[40, 300], temperatures=[0.0, 1.0])
     bench.run(tiny_launch(job), tmp_path)

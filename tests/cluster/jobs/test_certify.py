@@ -10,7 +10,7 @@ import pytest
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
-from actors.options import PipelineConfig, SamplingConfig, VerifyConfig, VerifyRule
+from actors.options import INDEPENDENT_ONLY, PipelineConfig, SamplingConfig, VerifyConfig, VerifyRule
 from actors.verification.rules import RULES
 from cluster.config.jobs import CertifyConfig
 from cluster.config.schema import ClusterConfig, ClusterName
@@ -54,7 +54,7 @@ def check(certificate, name):
     return next(one for one in certificate["checks"] if one["name"] == name)
 
 
-SELDOM = [pytest.param(rule, marks=pytest.mark.slow) for rule in (VerifyRule.traversal, VerifyRule.kseq)]
+SELDOM = [pytest.param(rule, marks=pytest.mark.slow) for rule in (VerifyRule.traversal, *INDEPENDENT_ONLY)]
 
 
 @pytest.mark.parametrize("rule", [VerifyRule.coupled, VerifyRule.rejection, *SELDOM])
@@ -76,7 +76,10 @@ def test_every_rule_is_certified(run_certify, rule, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "drafter",
-    [NgramDrafterConfig(min_ngram=1), partial(ModelDrafterConfig, strategy=Strategy.tree, num_draft_tokens=6)],
+    [
+        pytest.param(NgramDrafterConfig(min_ngram=1), marks=pytest.mark.slow),
+        partial(ModelDrafterConfig, strategy=Strategy.tree, num_draft_tokens=6),
+    ],
 )
 def test_lookups_and_trees_are_certified(run_certify, drafter, half_agreeing_drafter):
     if not isinstance(drafter, NgramDrafterConfig):
@@ -85,8 +88,9 @@ def test_lookups_and_trees_are_certified(run_certify, drafter, half_agreeing_dra
     assert error is None and certificate["passed"]
 
 
+@pytest.mark.slow
 def test_a_cascade_is_certified(run_certify, half_agreeing_drafter, tmp_path):
-    """With tails, tokens of the lookup reach the target as they are."""
+    """Tokens of the lookup reach, as tails, the target as they are."""
     path = str(half_agreeing_drafter)
     levels = [NgramDrafterConfig(min_ngram=1), ModelDrafterConfig(path=path, num_draft_tokens=2, device="cpu")]
     drafter = CascadeDrafterConfig(levels=levels, tails=[0, 2], num_draft_tokens=4)
@@ -139,6 +143,7 @@ def correct_from_the_target(tree, draws, distributions, target_row, random_sourc
 RIGHT = RULES["rejection"]
 
 
+@pytest.mark.slow
 def test_a_rejection_rule_that_accepts_always_fails_everywhere(run_certify, monkeypatch, tmp_path):
     monkeypatch.setitem(RULES, "rejection", accept_always)
     certificate, error = run_certify("rejection")

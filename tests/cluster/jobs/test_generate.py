@@ -240,7 +240,7 @@ def test_a_resumed_run_completes_what_is_left_and_nothing_twice(tiny_launch, wri
 
 
 def test_a_run_that_is_killed_has_a_report(tiny_launch, write_prompts, tmp_path, monkeypatch):
-    """At the moments of a kill: after each of three requests, and while plain decoding is timed."""
+    """A kill comes at different moments: after each of three requests, and while plain decoding is timed."""
     prompts = write_prompts(*({"prompt": f"prompt {number}"} for number in range(3)))
     monkeypatch.setattr(generate, "REPORT_EVERY_S", 0.0)
     seen = []

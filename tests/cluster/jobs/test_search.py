@@ -11,10 +11,10 @@ import pytest
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.drafters.self_speculation.layer_files import read_layers
 from actors.options import SamplingConfig
-from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig, SearchConfig
 from cluster.jobs import generate, search
 from cluster.tools.planning.layer_choice import LayerValues
+from tests.cluster.config.quick_loading import load_quickly
 
 STRETCH = 2
 
@@ -50,7 +50,7 @@ def test_the_layers_that_it_finds_draft(tiny_launch, write_prompts, tmp_path, on
     assert (tmp_path / "search.png").stat().st_size > 1000
 
     found = str(tmp_path / "layers.json")
-    named: Any = load_config(
+    named: Any = load_quickly(
         ["drafter=self", f"drafter.layers={found}", f"target.path={config.target.path}", f"target.stretch={STRETCH}"]
     ).drafter
     assert named.skip == skipped
@@ -59,7 +59,7 @@ def test_the_layers_that_it_finds_draft(tiny_launch, write_prompts, tmp_path, on
     generate.run(run, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["num_draft_tokens"] > 0
     with pytest.raises(ValueError, match=rf"drafter.layers=.* is for a target of {num_layers} layers, not"):
-        load_config(["drafter=self", f"drafter.layers={found}", f"target.path={config.target.path}"])
+        load_quickly(["drafter=self", f"drafter.layers={found}", f"target.path={config.target.path}"])
 
 
 def test_times_that_contradict_each_other_are_named(
@@ -92,4 +92,4 @@ def test_files_and_drafters_that_make_no_sense_are_refused(tmp_path):
         (["job=search"], "job=search needs drafter=self"),
     ):
         with pytest.raises(ValueError, match=error):
-            load_config(keys)
+            load_quickly(keys)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 
@@ -69,6 +70,7 @@ def test_it_says_what_it_serves_and_ends_in_order(started):
         with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=10) as reply:
             if re.search(rb"num_requests_running\{.*\} 1\.0", reply.read()):
                 break
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     asking.join()

@@ -31,7 +31,7 @@ def test_ranks_are_counted_among_siblings_below_the_root():
     assert acceptance_by_rank(rounds, 3) == [0.25, 0.5, 0.0] and [one.num_tokens for one in rounds] == [3, 3, 2, 1]
 
 
-@pytest.mark.parametrize("rule", [VerifyRule.coupled, VerifyRule.rejection])
+@pytest.mark.parametrize("rule", [pytest.param(VerifyRule.coupled, marks=pytest.mark.slow), VerifyRule.rejection])
 def test_the_trees_of_a_perfect_drafter_are_chains_and_the_engine_grows_them(
     tiny_launch, write_prompts, tmp_path, one_free_thread, capsys, rule
 ):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.config import load_config
 from cluster.observability.choices import describe_choices
+from tests.cluster.config.quick_loading import load_quickly
 
 TURNS = "since the two work in turn (pipeline=sync) and each has all devices so"
 GUARD = {"gain": 1.994}
@@ -34,13 +34,13 @@ GUARD = {"gain": 1.994}
 )
 def test_the_place_is_said_with_its_reason(overrides, place):
     run: Any = {"levels": None, "guard": None, "fallback_s": 0.0, "wall_s": 1.0}
-    assert describe_choices(load_config(["cluster=inprocess", *overrides]), run) == place
+    assert describe_choices(load_quickly(["cluster=inprocess", *overrides]), run) == place
 
 
 @pytest.mark.parametrize("overrides", [["drafter=none", "pipeline=plain"], ["drafter=model", "pipeline=plain"]])
 def test_nothing_is_said_where_nothing_is_drafted(overrides):
     run: Any = {"levels": None, "guard": GUARD, "fallback_s": 0.0, "wall_s": 1.0}
-    assert describe_choices(load_config(overrides), run) is None
+    assert describe_choices(load_quickly(overrides), run) is None
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,6 @@ def test_drafters_are_named_by_their_share_and_decoding_by_its_measurement(guard
     levels = {"model": {"num_drafts": 77}, "suffix": {"num_drafts": 135}}
     run: Any = {"levels": levels, "guard": guard, "fallback_s": 0.5, "wall_s": 2.0}
     by_share = "drafts by tokens per second: suffix 64%, model 36%"
-    assert describe_choices(load_config([]), run) == f"on the target's ranks, {TURNS}; {by_share}; {words}"
+    assert describe_choices(load_quickly([]), run) == f"on the target's ranks, {TURNS}; {by_share}; {words}"
     run["levels"] = {"model": {"num_drafts": 0}, "suffix": {"num_drafts": None}}
-    assert describe_choices(load_config([]), run) == f"on the target's ranks, {TURNS}; {words}", "before any draft"
+    assert describe_choices(load_quickly([]), run) == f"on the target's ranks, {TURNS}; {words}", "before any draft"

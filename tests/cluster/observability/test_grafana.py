@@ -111,7 +111,7 @@ class Prometheus:
 
 @pytest.fixture
 def prometheus(tmp_path: Path, tiny_launch) -> Iterator[Prometheus]:
-    """Beside a Ray of this test's own."""
+    """A Prometheus beside a Ray of this test's own."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
     ray = pytest.importorskip("ray")

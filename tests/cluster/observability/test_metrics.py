@@ -161,6 +161,23 @@ def test_levels_of_a_cascade_count_for_themselves(registry, show):
     }
 
 
+def test_a_far_drafter_and_the_local_one_count_for_themselves(registry, show):
+    stats = CoordinatorStats()
+    stats.add_source("far", 4, 2)
+    stats.add_source("local", 3, 0)
+    stats.add_source("local", 2, 1)
+    show(stats)
+    found = {key: value for key, value in registry.values.items() if "source_" in key[0]}
+    assert found == {
+        ("source_drafts_total", "", "far"): 1,
+        ("source_drafts_total", "", "local"): 2,
+        ("source_draft_tokens_total", "", "far"): 4,
+        ("source_draft_tokens_total", "", "local"): 5,
+        ("source_accepted_tokens_total", "", "far"): 2,
+        ("source_accepted_tokens_total", "", "local"): 1,
+    }
+
+
 def test_ended_requests_are_observed_once(registry, show):
     stats = CoordinatorStats(phase="plain")
     stats.ended.append(RequestTimes("length", 0.1, 0.25, 1.25, num_tokens=5))

@@ -35,6 +35,8 @@ from cluster.placement.ranks import Devices, RankPlacement, lay_out
 
 FIGURES, CIRCUMSTANCES = set(RunFigures.__annotations__), set(Circumstances.__annotations__)
 PROMISED = [
+    "num_guessed_states",
+    "num_accepted_states",
     "tokens",
     "wall_s",
     "tokens_per_s",
@@ -70,6 +72,9 @@ COUNTERS = {
     "num_rounds": 6,
     "num_preemptions": 1,
     "num_stale": 2,
+    "num_guessed_states": 9,
+    "num_accepted_states": 7,
+    "drafts_by_source": {"far": {"num_spec_steps": 4, "num_draft_tokens": 19, "num_accepted_tokens": 8}},
     "exported_bytes": 6000,
     "num_exports": 3,
     "draft_busy_s": 0.5,
@@ -131,6 +136,8 @@ def test_figures_from_counters():
     assert report["round_ms"] == pytest.approx(100.0) and report["round_overhead_ms"] == pytest.approx(5.0)
     assert (report["preemptions"], report["stale"], report["num_rounds"]) == (1, 2, 6)
     assert (report["exported_bytes"], report["exported_bytes_per_round"]) == (6000, 2000)
+    assert (report["num_guessed_states"], report["num_accepted_states"]) == (9, 7)
+    assert report["drafts_by_source"] == COUNTERS["drafts_by_source"]
     assert report["ttft_s"] == {"median": 0.1, "max": 0.1}
 
 
@@ -144,8 +151,11 @@ def test_what_was_not_measured_is_null():
         "acceptance_histogram",
         "per_position_acceptance",
         "num_draft_tokens",
+        "num_guessed_states",
+        "num_accepted_states",
         "branch_hit_rate",
         "foreseen_rate",
+        "drafts_by_source",
         "draft_busy",
         "round_ms",
         "round_overhead_ms",
@@ -274,6 +284,7 @@ def test_notes_warn_of_what_makes_figures_differ():
     assert notes(launch_config(verify=VerifyConfig(VerifyRule.rejection))) == []
     bundled = launch_config(drafter=ModelDrafterConfig(path=str(pocket.DRAFTER)))
     assert "trained for another target" in notes(bundled)[0]
+    assert notes(replace(bundled, pipeline=PipelineConfig(PipelineName.plain))) == []
     assert notes(replace(bundled, target=TargetConfig(path=str(pocket.TARGET)))) == []
     paced = launch_config(target=TargetConfig(pace_ms=15), drafter=ModelDrafterConfig(pace_ms={1: 1.5, 8: 2}))
     assert notes(paced)[0].startswith("pace_ms: target 15, drafter {1: 1.5, 8: 2}: passes took at least so many")

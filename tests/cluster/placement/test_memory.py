@@ -65,7 +65,7 @@ def test_the_report_has_a_line_per_rank_and_per_model(open_engine):
 
 
 def test_a_speculator_is_counted_where_it_drafts(open_engine):
-    """Beside a copy of the target's tables, or on the target's ranks."""
+    """A speculator is beside a copy of the target's tables, or on the target's ranks."""
     engine = open_engine("model")  # whose roles it would have
     bundled = replace(engine.config, target=TargetConfig(path=str(pocket.TARGET)))
     alone = footprints(replace(bundled, drafter=NoDrafterConfig()), engine.places)["target"]

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from actors.options import PipelineConfig, PipelineName
+from actors.policy.policy import Policy
 from actors.protocol.messages import Abort
 from actors.protocol.sampling_params import SamplingParams
 from actors.transport.channel import Hub
@@ -60,6 +61,22 @@ def test_who_leaves_one_end_is_gone_at_the_other_behind_the_last_word(line):
     link.send(Abort(3))
     assert successor.receive(timeout_s=10) == ("draft-0", Abort(3))
     successor.close()
+
+
+FAR = PipelineConfig(PipelineName.tree, adaptive=False, local_drafter="ngram")
+
+
+def test_a_drafter_behind_a_slow_line_is_not_waited_for(open_engine, monkeypatch):
+    prompts, sampling = ["def median(values):", "x"], SamplingParams(max_tokens=48, ignore_eos=True)
+    expected = [completion.token_ids for completion in open_engine("none").generate(prompts, sampling)]
+    asked = []
+    monkeypatch.setattr(Policy, "wait_s", lambda policy, *counts, **parts: asked.append(counts) or 0.0)
+    cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True, link_delay_ms=DELAY_S * 1e3)
+    engine = open_engine("model", pipeline=FAR, cluster=cluster)
+    assert [completion.token_ids for completion in engine.generate(prompts, sampling)] == expected
+    counters = engine.report().counters
+    by_source = counters["drafts_by_source"].values()
+    assert sum(one["num_draft_tokens"] for one in by_source) == counters["num_draft_tokens"] > 0 and not asked
 
 
 @pytest.mark.parametrize("pipeline", [PipelineName.sync, PipelineName.branches])

@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,10 +26,11 @@ from safetensors.torch import load_file, save_file
 from actors.drafters.config import NoDrafterConfig, Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.options import PipelineConfig, TargetConfig, VerifyConfig
+from actors.drafters.pool.config import PoolDrafterConfig
+from actors.options import PipelineConfig, PipelineName, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.sampling_params import SamplingParams
 from actors.worker import openmp
-from cluster.config.jobs import GenerateConfig
+from cluster.config.jobs import GenerateConfig, PoolConfig
 from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig
 from cluster.engine import Engine, EngineError
 from cluster.placement.ranks import Devices, lay_out
@@ -195,6 +198,9 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch, start_
     assert not listening(), "reached from other machines"
     (store,) = Path(ray.get_runtime_context().get_temp_dir()).glob("store-*/store")
     assert store.parent.stat().st_mode & 0o777 == 0o700, "where the ranks met, no other user can"
+    (meeting,) = Path(os.environ["RAY_TMPDIR"]).glob("hub-*")
+    ends = [end.laddr for end in psutil.Process(pids["coordinator"]).net_connections("unix")]
+    assert ends.count(str(meeting)) == 4, "it listens, and each rank's records come over a connection of this machine"
 
     running = engine.submit(PROMPTS[0], LONG)
     deadline = time.monotonic() + WAIT_S
@@ -220,9 +226,55 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch, start_
     assert free == 4.0, "bundles were given back"
 
 
+def test_a_pool_is_an_actor_group_of_its_own(running_ray, open_engine, launch, tmp_path):
+    """It lends its drafter to an engine until its process dies."""
+    from ray.util.state import list_actors
+
+    from cluster.pool_on_ray import PoolOnRay
+
+    plain = answers(open_engine("none"))
+    sections = {
+        "verify": VerifyConfig(VerifyRule.coupled),
+        "pipeline": PipelineConfig(PipelineName.branches, adaptive=False),
+    }
+    of_pool = launch(drafter=replace(launch().drafter, num_threads=1), **sections)
+    config, lines, ends = replace(of_pool, job=PoolConfig(listen="tcp://127.0.0.1:*")), list[str](), list[str]()
+    with PoolOnRay(config, tmp_path, lines.append) as pool:
+
+        def serve() -> None:
+            with pytest.raises(RuntimeError) as error:
+                pool.serve(lambda: False)
+            ends.append(str(error.value))
+
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
+        lent = PoolDrafterConfig("pool", [pool.address], [str(pool.key_file)], 4)
+        engine = open_engine(lent, **sections)
+        assert ray.util.list_named_actors(all_namespaces=True) == [{"namespace": "specdec-pool", "name": "pool"}]
+        shown: list[Any] = list_actors(
+            filters=[("state", "=", "ALIVE"), ("class_name", "=", "PoolWorker")], detail=True
+        )
+        assert [(one.name, one.repr_name) for one in shown] == [("pool", "pool: lends drafter=model, cpu")]
+        deadline = time.monotonic() + WAIT_S
+        while not sum(one.stats.num_accepted_tokens for one in engine.generate(PROMPTS, SHORT)):
+            assert time.monotonic() < deadline
+        assert answers(engine) == plain and lines[0] == "1 of 8 leases"
+        with pytest.raises(ValueError, match=r"^cluster\.namespace=specdec-pool: another pool runs there; close it"):
+            PoolOnRay(config, tmp_path)
+        cluster = replace(config.cluster, namespace="other")
+        with pytest.raises(ValueError, match="^verify=block: a pool's drafts are verified by verify=coupled"):
+            PoolOnRay(replace(config, cluster=cluster, verify=VerifyConfig(VerifyRule.block)), tmp_path)
+        os.kill(pid_of("pool", "specdec-pool"), signal.SIGKILL)
+        serving.join(WAIT_S)
+        assert ends and ends[0].startswith("the pool's process ended: ")
+        assert answers(engine) == plain
+    assert not ray.util.list_named_actors(all_namespaces=True)
+
+
 @pytest.mark.parametrize("opener", ["open_engine", pytest.param("open_engine_on_ray", marks=pytest.mark.slow)])
 def test_processes_keep_the_pace_of_their_roles(request, open_engine, launch, opener):
-    """In threads and in processes, which get the same records: plain decoding's tokens, and no round too soon."""
+    """Roles run in threads and in processes, which get the same records: plain decoding's tokens, and no round too
+    soon."""
     expected = [one.token_ids for one in open_engine("none").generate(PROMPTS[:1], SHORT)]
     base = launch()
     paced = dict(target=replace(base.target, pace_ms=20), drafter=replace(base.drafter, pace_ms={1: 5}))
@@ -271,7 +323,7 @@ def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(o
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["target-0", "coordinator", "draft-0"])
 def test_without_restarts_a_killed_process_ends_what_is_in_flight(open_engine_on_ray, name):
-    """By default processes die in `test_drill.py`, and what is in flight ends in `test_failures.py`."""
+    """Processes die by default in `test_drill.py`, and what is in flight ends in `test_failures.py`."""
     engine = open_engine_on_ray(
         drafter=NgramDrafterConfig(min_ngram=1, placement=Placement.separate), cluster=replace(CLUSTER, max_restarts=0)
     )
@@ -351,6 +403,7 @@ def test_a_rank_finds_its_gpu_among_those_that_its_process_sees(own, visible, de
     assert visible_device(own, visible) == device
 
 
+@pytest.mark.slow
 def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
     """A whole life in a process of its own: what remains at its end are the processes it began with.
 
@@ -360,9 +413,10 @@ def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
         import os, signal
         import psutil
         from actors.drafters.config import NoDrafterConfig
-        from actors.options import PipelineConfig, TargetConfig, VerifyConfig
+        from actors.drafters.pool.config import PoolDrafterConfig
+from actors.options import PipelineConfig, PipelineName, TargetConfig, VerifyConfig, VerifyRule
         from actors.protocol.sampling_params import SamplingParams
-        from cluster.config.jobs import GenerateConfig
+        from cluster.config.jobs import GenerateConfig, PoolConfig
         from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig
         from cluster.engine import Engine
 

@@ -130,7 +130,7 @@ def test_what_dies_is_replaced_and_noted(open_cluster):
 
 @pytest.mark.parametrize("when", ["before", "without", "ending"])
 def test_deaths_after_which_nothing_is_replaced(open_cluster, when):
-    """Before the engine runs, with `max_restarts=0`, and while it ends, when ranks may go."""
+    """These are deaths before the engine runs, with `max_restarts=0`, and while it ends, when ranks may go."""
     cluster = open_cluster(begins=when != "before", max_restarts=2 * (when != "without"))
     if when == "ending":
         cluster.at(0.5, cluster.supervisor.end_replacing)

@@ -47,7 +47,7 @@ ROWS = ("cold", "hit", "preempted")
 
 @pytest.fixture(scope="module")
 def server(chat_checkpoint, half_agreeing_drafter):
-    """With several drafters, and places for all columns."""
+    """A server with several drafters, and places for all columns."""
     members = [
         NgramDrafterConfig(min_ngram=1),
         ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu"),
@@ -102,7 +102,7 @@ def streamed(client, body):
 
 @pytest.fixture(scope="module")
 def alone(client):
-    """By column, one after the other, each as if it were the first."""
+    """The answers by column, one after the other, each as if it were the first."""
     bodies = {column: body_of(column, f"alone {column}", {"enabled": False}) for column in COLUMNS}
     return {column: ask(client, body)[0] for column, body in bodies.items()}
 
@@ -123,7 +123,7 @@ def batch(client, drafter, rows, how):
 
 
 def cells():
-    """By default drafts of all kinds in one batch; each by itself has all of its row with `-m slow`."""
+    """Drafts of all kinds in one batch by default; each by itself has all of its row with `-m slow`."""
     for i, (drafter, rows) in enumerate(product(DRAFTERS, ROWS)):
         for j, how in enumerate((ask, streamed)):
             is_usual = drafter == "mixed" and (i + j) % 2 == 0

@@ -41,6 +41,13 @@ def test_a_field_that_is_not_supported_is_named(server: RunningServer, field):
         assert error["message"].startswith(f"{next(iter(field))}: ")
 
 
+def test_a_body_without_its_content_type_is_refused_with_the_header(server: RunningServer):
+    """What `curl -d` sends by default."""
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    status, error = refused(server, COMPLETIONS, b'{"prompt": "a"}', **form)
+    assert status == 400 and "content-type: application/json" in error["message"]
+
+
 @pytest.mark.parametrize("field", [{"tools": []}, {"logprobs": None}, {"best_of": 1}, {"suffix": None}, {"x": None}])
 def test_a_field_that_asks_for_nothing_is_none(server: RunningServer, field):
     assert server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1, **field})[0] == 200

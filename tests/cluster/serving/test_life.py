@@ -16,7 +16,7 @@ from tests.cluster.serving.conftest import KEY, RunningServer, serving
 
 LONG = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
 PACE_MS = 15.0
-"""Of a pass: a long request takes over two seconds, so that it still runs when the next thing happens."""
+"""Seconds of a pass: a long request takes over two seconds, so that it still runs when the next thing happens."""
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,7 @@ def test_a_request_is_answered(client: openai.OpenAI, wanted):
 
 
 @pytest.mark.parametrize("role", ["target-0", "draft-0", "coordinator"])
+@pytest.mark.slow
 def test_a_reply_goes_on_after_the_death_of_a_role(server: RunningServer, client: openai.OpenAI, wanted, role):
     known = len(server.engine.supervisor.incidents)
     text, usage, reason, killed = "", None, None, False

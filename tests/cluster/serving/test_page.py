@@ -111,7 +111,7 @@ nodes.form.listeners.submit({ preventDefault() {} }).then(() => console.log(JSON
     ("key", "route", "fails"), [(KEY, "completions", False), (KEY, "chat", False), ("wrong", "chat", True)]
 )
 def test_the_pages_script_shows_a_stream(server: RunningServer, tmp_path, key, route, fails):
-    """In Node, over a document of stubs; the server is real."""
+    """The script runs in Node, over a document of stubs; the server is real."""
     script = re.search(r"<script>(.*)</script>", server.ask("/")[2], re.DOTALL)
     assert script is not None
     (tmp_path / "page.js").write_text(STUB + script[1] + RUN)

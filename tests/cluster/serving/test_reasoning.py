@@ -20,6 +20,7 @@ from cluster.serving.reasoning import CLOSE, OPEN, Beginning, ReasoningMarks, Re
 from cluster.serving.tools import HERMES, TemplateReader
 from tests.cluster.serving.conftest import TEMPLATE, RunningServer, serving
 from tests.cluster.serving.test_tools import joined
+from tests.matrices import in_turn
 
 THINKING = TEMPLATE.replace("{{ message.content }}", "{{ message.reasoning_content }}|{{ message.content }}") + (
     "{% if thinks is defined %}{{ '<think>\n' if thinks else '<think>\n\n</think>\n\n' }}{% endif %}"
@@ -153,7 +154,7 @@ def streamed(client, **body):
     return "".join(getattr(delta, "reasoning", None) or "" for delta in deltas), *joined(chunks)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", list(in_turn(range(4), times={2: 0, 3: 0})))
 def test_a_reply_has_reasoning_and_content_streamed_or_not_with_drafts_or_not(client, seed):
     body = {**BODY, "seed": seed, "extra_body": {"chat_template_kwargs": {"thinks": True}}}
     (choice,) = client.chat.completions.create(**body).choices
@@ -170,8 +171,7 @@ def test_a_block_that_the_template_closed_leaves_an_answer_alone(client):
     assert choice.message.content and not hasattr(choice.message, "reasoning")
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("asked", ["format", "tools"])
+@pytest.mark.parametrize(("asked", "seed"), list(in_turn(["format", "tools"], range(3))))
 def test_what_a_grammar_prescribes_begins_behind_the_block(client, seed, asked):
     tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
     fields = {"format": {"response_format": FORMAT}, "tools": {"tools": [tool], "tool_choice": "required"}}[asked]

@@ -58,6 +58,7 @@ def test_node_by_node_in_a_job_of_two_parts():
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",
         "RAY_worker_niceness": "0",
+        "RAY_NUM_REDIS_GET_RETRIES": "90",
         "PYTHONUNBUFFERED": "1",
     }
 

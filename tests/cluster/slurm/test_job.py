@@ -86,7 +86,7 @@ def niceness_of_ranks(cluster: Slurm) -> set[int]:
 
 @pytest.mark.parametrize("starts_again", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_requeued_job_goes_on_and_a_cancelled_one_leaves_nothing(cluster: Slurm, overrides, starts_again):
-    """At first it has a part of each node, then all of both: Ray is started node by node, then by itself.
+    """The job has at first a part of each node, then all of both: Ray is started node by node, then by itself.
 
     By default it is cancelled while it waits for its second start, which takes as long as the first; that a start
     resumes is shown by the tests of the plan and of `job.resume`.

@@ -126,6 +126,7 @@ def test_symmetric_run_holds_ray_in_one_step_and_the_launch_is_the_same():
     assert "--min-nodes 2 " in step[-1] and step[-1].endswith("/env/bin/ray stop; rm -rf /tmp/specdec-4711")
     assert "RAY_gcs_rpc_server_reconnect_timeout_s=5" in step[-1], "for Ray's own, not for the launch"
     assert not any("gcs_rpc" in name for name in plan.environment)
+    assert int(plan.environment["RAY_NUM_REDIS_GET_RETRIES"]) > 20, "Ray's 40 s are too few on a busy node"
 
 
 FAKE_RAY = """
@@ -187,7 +188,7 @@ def test_a_job_on_one_node_keeps_ray_on_the_loopback():
 
 
 def test_options_of_the_command_line_stand_before_all_overrides():
-    """In between they would part the overrides in two, of which Hydra takes one."""
+    """Among the overrides they would part these in two, of which Hydra takes one."""
     launch = plan_of(TWO, "-m", "sampling.seed=1,2", "~x", "--cfg", "job").launch
     assert launch[4:8] == ["-m", "--cfg", "job", "cluster=slurm"] and launch[-2:] == ["sampling.seed=1,2", "~x"]
 
@@ -222,7 +223,7 @@ def test_a_dry_run_prints_what_a_shell_would_understand():
 
 
 def test_a_plan_follows_the_configuration_of_its_launch(monkeypatch, tmp_path):
-    """Without an answer of scontrol: whether a requeued job resumes, and what is started of Ray."""
+    """This is decided without an answer of scontrol: whether a requeued job resumes, and what is started of Ray."""
     monkeypatch.setattr("cluster.slurm.job._output", lambda *command: "")
     one = Allocation(7, ({"localhost": 2},))
 

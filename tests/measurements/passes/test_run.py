@@ -15,6 +15,7 @@ from parallel.runtime.model_bytes import weight_bytes
 EXACT = ["single", "tensor x2", "layer x2, 2 side by side, replicated MLPs", "layer x2, 2 side by side, tensor MLPs"]
 
 
+@pytest.mark.slow
 def test_a_table_of_every_way_to_share_a_checkpoints_shape(tiny_checkpoint, tmp_path, capsys):
     path = tiny_checkpoint("Llama", num_hidden_layers=6)
     job = PassesConfig(models=[str(path)], rows=[2], repeats=2, context=4, device="cpu")

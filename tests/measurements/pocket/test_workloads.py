@@ -92,7 +92,7 @@ def test_the_bundled_workloads_are_whole(tokenizer, name):
 
 
 def test_the_bundled_workloads_are_answered_by_copying(one_free_thread):
-    """Of the agent's answers more than a third are looked up, and a session like an earlier one is looked up better."""
+    """More than a third of the agent's answers are looked up, and a session like an earlier one is looked up better."""
     from cluster.config.compose import load_config
     from cluster.engine import Engine
 

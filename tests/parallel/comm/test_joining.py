@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.comm import rendezvous
+from parallel.comm import rendezvous, symmetric
 from parallel.comm.group import SINGLE, NcclGroup, PeerLost
 from parallel.comm.rendezvous import connect_store, interface_of, join, nccl_group, store_in_file, store_in_memory
 
@@ -25,7 +25,7 @@ class Options:
 
 
 class Nccl:
-    """In place of `ProcessGroupNCCL`."""
+    """Stands in place of `ProcessGroupNCCL`."""
 
     def __init__(self, store, rank, size, options):
         self.made_of = store, rank, size, options._timeout
@@ -65,7 +65,7 @@ def on_gpus(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", seen["set"].append)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    monkeypatch.setattr(rendezvous, "meet", lambda *place: seen["met"].append(place) or "buffer")
+    monkeypatch.setattr(symmetric, "meet", lambda *place: seen["met"].append(place) or "buffer")
     on_host = functools.partial(torch.zeros, device="cpu")
     monkeypatch.setattr(torch, "zeros", lambda size, device: on_host(size))
     for name in (*rendezvous._NCCL_SETTINGS, "TORCH_NCCL_NONBLOCKING_TIMEOUT", "NCCL_SOCKET_IFNAME"):
@@ -88,7 +88,7 @@ def test_a_group_of_gpus_connects_at_once_on_its_device(on_gpus, asked, index, s
 
 
 def test_a_meeting_of_gpus_without_a_peer_ends(on_gpus, monkeypatch):
-    """In NCCL itself, whose calls return meanwhile, and in the kernel of the first sum."""
+    """The peer is missing in NCCL itself, whose calls return meanwhile, and in the kernel of the first sum."""
     monkeypatch.setattr(Nccl, "has_peers", False)
     ABORTED.clear()
     with pytest.raises(PeerLost, match="could not meet all 2 ranks in 0.05 s"):

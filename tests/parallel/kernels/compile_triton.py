@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from actors.sampling import noise_kernels, truncation_kernels
-from parallel.kernels import triton_attention, triton_products, triton_rows
+from parallel.kernels import triton_attention, triton_experts, triton_products, triton_rows
 from parallel.kernels.attention_tiles import KeyTiles, num_warps
 from parallel.kernels.packing import Packing
 
@@ -30,7 +30,7 @@ TYPES = {
     **dict.fromkeys(("num_rows", "outputs", "inputs", "num_words", "num_steps"), "i32"),
     **dict.fromkeys(("scale", "key_scale", "value_scale", "softcap", "eps"), "fp32"),
 }
-"""Of the arguments that are neither constants nor pointers to numbers of the model's type."""
+"""Types of the arguments that are neither constants nor pointers to numbers of the model's type."""
 
 
 def compile_kernel(
@@ -96,7 +96,7 @@ def compile_products(dtype: str, packing: Packing, block_m: int, *, is_cut: bool
     if is_cut:
         types |= {"out": "*fp32"}
         compile_kernel(triton_products.merge_parts, dtype, dict(PARTS=4, HAS_BIAS=True, BLOCK=1024))
-    stages = 4 if block_m < 64 else 3
+    stages = 2 if packing.kind == "int4" else 3
     compile_kernel(triton_products.multiply_packed, dtype, constants, types, num_warps=4, num_stages=stages)
 
 
@@ -108,6 +108,20 @@ def compile_fixed_product(dtype: str, *, is_cut: bool) -> None:
     for capability in SHARED:
         kernel = triton_products.multiply_plain
         compile_kernel(kernel, dtype, constants, types, capability=capability, num_warps=4, num_stages=stages)
+
+
+def compile_experts(dtype: str, *, normalize: bool) -> None:
+    """As `mixtures.py` launches them, of 128 experts and 8 for a row."""
+    types = TYPES | {"chosen": "*i32", "places": "*i32", "rows": "*i32", "ends": "*i32", "given": f"*{dtype}"}
+    types |= dict.fromkeys(("num_experts", "num_entries", "num_blocks", "first", "hidden", "size"), "i32")
+    types |= dict.fromkeys(("scores", "weights", "gate_up", "down", "made"), f"*{dtype}")
+    tiles = dict(BLOCK_N=16, BLOCK_K=256)
+    kernels = triton_experts
+    compile_kernel(kernels.route_rows, dtype, dict(K=8, BLOCK_K=8, BLOCK=128, NORMALIZE=normalize), types)
+    compile_kernel(kernels.sort_entries, dtype, dict(K=8, BLOCK=64, CHUNK=128), types)
+    compile_kernel(kernels.feed_entries, dtype, dict(K=8) | tiles, types)
+    compile_kernel(kernels.give_entries, dtype, tiles, types)
+    compile_kernel(kernels.sum_entries, dtype, dict(K=8, BLOCK=1024, SORTED=normalize), types)
 
 
 def compile_noise() -> None:
@@ -125,6 +139,7 @@ def main(which: str) -> None:
     compile_products("bf16", Packing("int4", 128, has_zeros=True, scale_bytes=2), 16, is_cut=True)
     compile_products("bf16", Packing("fp8", 128), 16, is_cut=False)
     compile_noise()
+    compile_experts("bf16", normalize=True)
     compile_attention("bf16", 128, 64, masks=False, paths=True)
     compile_fixed_product("bf16", is_cut=True)
     if which == "all":
@@ -145,6 +160,7 @@ def main(which: str) -> None:
                     compile_products(dtype, packing, block_m, is_cut=block_m == 32)
     compile_kernel(truncation_kernels.truncate_rows, "fp32", dict(BLOCK=4096), num_warps=16)
     for dtype, on in (("bf16", True), ("fp32", False)):
+        compile_experts(dtype, normalize=on)
         compile_kernel(triton_rows.normalize_rows, dtype, dict(ADDS=on, PLUS_ONE=on, BLOCK=4096), num_warps=8)
         compile_kernel(triton_rows.gate_rows, dtype, dict(BLOCK=1024))
         shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, BLOCK=64)

@@ -47,7 +47,7 @@ class Sequence:
         return [self.table[i] for i in [*range(self.context), *self.path(row)]]
 
     def place(self, row: int) -> int:
-        """Where among these the row itself is."""
+        """The place of the row itself among these."""
         return self.context + (self.path(row).index(len(self.table) - self.num_rows + row))
 
 
@@ -64,12 +64,15 @@ class Case:
     values: Tensor
     projected: Tensor
     rotation: tuple[Tensor, Tensor] | None
+    bias: tuple[Tensor, Tensor] | None = None
 
     def rounded(self) -> Case:
-        """With bfloat16 numbers, and rotations whose products need no further bits, so that they round in one way."""
+        """The same with bfloat16 numbers, and rotations whose products need no further bits, so that they round in one
+        way."""
         quarters = self.rotation and tuple((part * 2).round().clamp(-4, 4).div(4).bfloat16() for part in self.rotation)
         numbers = {name: getattr(self, name).bfloat16() for name in ("keys", "values", "projected")}
-        return replace(self, **numbers, rotation=quarters)
+        bias = self.bias and (self.bias[0].bfloat16(), self.bias[1])
+        return replace(self, **numbers, rotation=quarters, bias=bias)
 
     @property
     def spans(self) -> list[slice]:
@@ -86,6 +89,7 @@ class Case:
             scale=self.head_dim**-0.5,
             window=self.window,
             softcap=self.softcap,
+            bias=self.bias,
         )
         spans, slots, parents, written = [], [], [], []
         first = 0
@@ -131,6 +135,11 @@ class Case:
                 scores = torch.einsum("kgd,lkd->kgl", grouped, keys[seen].double()) * self.head_dim**-0.5
                 if self.softcap:
                     scores = torch.tanh(scores / self.softcap) * self.softcap
+                if self.bias is not None:
+                    table, buckets = self.bias
+                    places = torch.arange(len(sequence.seen(row)))[-len(seen) :]
+                    back = (sequence.place(row) - places).clamp(0, len(buckets) - 1)
+                    scores += table.double()[buckets[back]].T.view(num_kv_heads, -1, len(seen))
                 results.append(torch.einsum("kgl,lkd->kgd", scores.softmax(-1), values[seen].double()).flatten())
         return torch.stack(results), keys, values
 
@@ -162,16 +171,19 @@ def random_case(seed: int) -> Case:
         parents = [draw.randrange(-1, i) for i in range(num_pending)] if is_tree else None
         sequences.append(Sequence(context, table, parents, num_rows, copies))
     num_rows = sum(one.num_rows for one in sequences)
+    softcap = draw.choice([0.0, 0.0, 2.0])
+    has_bias = not softcap and draw.random() < 0.5
     return Case(
         num_heads,
         head_dim,
         window=draw.choice([0, 0, 5, 40, 270]),
-        softcap=draw.choice([0.0, 0.0, 2.0]),
+        softcap=softcap,
         sequences=sequences,
         keys=torch.randn(NUM_SLOTS, num_kv_heads, head_dim),
         values=torch.randn(NUM_SLOTS, num_kv_heads, head_dim),
         projected=torch.randn(num_rows, (num_heads + 2 * num_kv_heads) * head_dim),
         rotation=(torch.randn(num_rows, head_dim), torch.randn(num_rows, head_dim)) if seed % 4 else None,
+        bias=(torch.randn(7, num_heads), torch.randint(7, (120,))) if has_bias else None,
     )
 
 
@@ -198,7 +210,7 @@ def test_every_row_attends_to_what_it_sees(seed, dtype):
 @TYPES
 @pytest.mark.parametrize("seed", range(12))
 def test_a_row_is_the_same_to_the_bit_alone_and_in_company(seed, dtype):
-    """In a batch, in its sequence's pass, and as the last row of a chain whose other rows are committed."""
+    """The company is a batch, its sequence's pass, and the last row of a chain whose other rows are committed."""
     case = numbers_of(random_case(100 + seed), dtype)
     together = case.attend(case.sequences, slice(None))
     for sequence, span in zip(case.sequences, case.spans, strict=True):
@@ -265,7 +277,7 @@ def test_other_rows_of_the_pool_do_not_matter(dtype):
 @TYPES
 @pytest.mark.parametrize("seed", range(4))
 def test_a_copy_is_the_same_to_the_bit_alone_and_beside_other_copies(seed, dtype):
-    """Where rows see later ones of their block, and whatever text is read before it in the same pass."""
+    """Rows see later ones of their block, whatever text is read before it in the same pass."""
     torch.manual_seed(seed)
     context, num_text, size, num_copies, block = [0, 250, 13, 300][seed], [8, 0, 16, 4][seed], [4, 4, 16, 8][seed], 3, 4
     num_rows = num_text + num_copies * size

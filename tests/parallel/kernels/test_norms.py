@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not has_norms(), reason="no C++ compiler")
 
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
-"""Of a result, relative to it: of sums in float32, and then to the nearest number of that type."""
+"""Rounding of a result, relative to it: of sums in float32, and then to the nearest number of that type."""
 
 
 def close(found, expected):

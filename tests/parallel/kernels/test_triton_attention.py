@@ -12,6 +12,7 @@ import torch
 
 from parallel.kv.pass_plan import MutualRows, PendingRows, Span, SpanRows, lay_out
 from parallel.kv.pool import FP8, KVPool
+from parallel.model.layers import split_kv
 from parallel.model.layers.attention import AttentionShape, Heads
 from parallel.model.layers.split_kv import SplitKVBackend
 
@@ -166,6 +167,12 @@ def test_rows_read_what_they_see(case, device):
     assert not planned.pool.keys[0].cpu().isnan().any()
 
 
+@pytest.fixture
+def few_cuts(monkeypatch):
+    """Keys are cut as on a device of few processors."""
+    monkeypatch.setattr(split_kv, "_most_cuts", lambda *_: 4)
+
+
 def test_long_sequences_are_cut_and_short_ones_are_not(device):
     planned = Pass(Case([(1500, 1), (20, 1), (30, 1)]), device)
     items = planned.attention.items.cpu()
@@ -175,7 +182,7 @@ def test_long_sequences_are_cut_and_short_ones_are_not(device):
     assert planned.attention.num_partials == len(items) - 2
 
 
-def test_rounded_up_passes_of_the_same_rows_have_the_same_shapes_whatever_their_contexts(device):
+def test_rounded_up_passes_of_the_same_rows_have_the_same_shapes_whatever_their_contexts(device, few_cuts):
     """A tree of them, too."""
     rows = [3, [-1, 0, 0]]
     contexts = (1, 70, 900, 3000)
@@ -187,7 +194,7 @@ def test_rounded_up_passes_of_the_same_rows_have_the_same_shapes_whatever_their_
     assert math.prod(Pass(Case([(3000, 3)], bucketed=True), device).attention.items.shape) < 1000
 
 
-def test_a_plan_sends_new_rows_only(device):
+def test_a_plan_sends_new_rows_only(device, few_cuts):
     backend = Pass(Case([(1000, 1), (500, 1)]), device).backend
     pool, forests = backend.pool, {i: PendingRows() for i in range(2)}
     first = backend.num_bytes_sent

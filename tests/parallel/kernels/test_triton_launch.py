@@ -1,4 +1,4 @@
-"""Where Triton's kernels run, and with what they are launched."""
+"""Tests of where Triton's kernels run, and with what they are launched."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from parallel.kernels.triton_launch import has_triton
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
 EPSILON = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Of the results, relative to the largest: their rounding, which in the interpreter is towards zero."""
+"""Rounding of the results, relative to the largest; in the interpreter it is towards zero."""
 KINDS = [
     Packing("int4", 32, has_zeros=True, scale_bytes=2),
     Packing("int4", 128, scale_bytes=2),
@@ -53,7 +53,7 @@ def packed(codes: Codes, packing: Packing, cut: int, device: torch.device) -> Pa
 
 @pytest.mark.parametrize("packing", KINDS, ids=str)
 def test_products_are_those_of_the_numbers(packing, device):
-    """Of any shape, type and number of rows, with their inputs split over programs or not."""
+    """Products have any shape, type and number of rows, and their inputs are split over programs or not."""
     draw = random.Random(str(packing))
     torch.manual_seed(draw.randrange(1000))
     for dtype, epsilon in EPSILON.items():
@@ -82,7 +82,7 @@ def test_many_rows_are_multiplied_by_the_numbers_and_few_by_the_codes(monkeypatc
         seen.clear()
         return found
 
-    assert launches(28672, 1) == launches(28672, MOST_ROWS) == ["multiply_packed"]
+    assert launches(40960, 1) == launches(40960, MOST_ROWS) == ["multiply_packed"]
     assert launches(4096, 1) == launches(4096, 64) == ["multiply_packed", "merge_parts"]
     assert launches(4096, MOST_ROWS + 1) == ["unpack_matrix"]
 

@@ -71,12 +71,13 @@ def test_parents_come_first(parents):
 def test_rows_that_want_logits():
     spans = [Span(0, 3, num_logits=2), Span(1, 4, num_logits=0), Span(2, 1)]
     assert logit_rows(spans) == [1, 2, 7]
+    assert logit_rows([Span(0, 3), Span(1, 4, wanted=[0, 2]), Span(2, 2, wanted=[])]) == [2, 3, 5]
 
 
-@given(st.integers(0, 3), st.lists(st.integers(1, 2), min_size=1, max_size=3), st.integers(1, 40))
-def test_a_copy_sees_the_text_and_its_own_block(num_blocks, copies, block):
+@given(st.integers(0, 3), st.lists(st.integers(1, 2), min_size=1, max_size=3), st.integers(1, 40), st.integers(0, 9))
+def test_a_copy_sees_the_text_and_its_own_block(num_blocks, copies, block, before):
     num_text, sizes = num_blocks * block, [block * count for count in copies]
-    pending = BlockCopies(num_text, sizes, block)
+    pending = BlockCopies(num_text, sizes, block, before)
     pending.append(num_text + sum(sizes), None)  # as it is laid out
     visible = pending.visible(0)
     words = pending.visible_words(0).view(np.uint8)
@@ -90,4 +91,4 @@ def test_a_copy_sees_the_text_and_its_own_block(num_blocks, copies, block):
         own = range(first, first + end)
         expected = [*own] if row < num_text else [*range(num_text), *own]
         assert np.flatnonzero(visible[row]).tolist() == expected
-        assert pending.depths[row] == (row if row < num_text else num_text + offset)
+        assert pending.depths[row] == (row if row < num_text else num_text - before + offset)

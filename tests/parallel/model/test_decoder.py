@@ -8,6 +8,7 @@ from parallel.model.families import registry
 from parallel.model.families.registry import read_config
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
+from tests.matrices import in_turn
 from tests.parallel.backends import BACKENDS, EVERY_BACKEND
 
 TOKENS = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -50,12 +51,6 @@ def test_every_family_has_a_row():
     assert {f"{family}ForCausalLM" for family in FAMILIES} == set(registry.FAMILIES)
 
 
-@pytest.fixture(params=MODELS)
-def checkpoint(request, make_checkpoint):
-    family, overrides = MODELS[request.param]
-    return make_checkpoint(family, **overrides)
-
-
 def feed(model, chunks):
     """Logits of TOKENS fed to a fresh sequence in the given chunks; the first half of them is committed."""
     model.open(0)
@@ -69,8 +64,10 @@ def feed(model, chunks):
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
-def test_logits_are_those_of_transformers(checkpoint, backend):
+@pytest.mark.parametrize(("name", "backend"), list(in_turn(MODELS, EVERY_BACKEND)))
+def test_logits_are_those_of_transformers(make_checkpoint, name, backend):
+    family, overrides = MODELS[name]
+    checkpoint = make_checkpoint(family, **overrides)
     model = open_model(checkpoint.path, num_slots=64, backend=backend)
     expected = checkpoint.logits(TOKENS)
     assert expected.std() > 0.5, "weights too weak for the comparison to mean anything"

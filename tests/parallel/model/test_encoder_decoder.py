@@ -12,6 +12,7 @@ from parallel.kv.pass_plan import Span
 from parallel.model.checkpoint import tensor_headers
 from parallel.model.families import registry
 from parallel.model.families.registry import read_config
+from parallel.model.layers.backends import TAKE_BIAS
 from parallel.runtime.model_bytes import weight_bytes
 from parallel.runtime.runner import open_model
 from tests.families import ENCODER_DECODERS, tiny_encoder_decoder
@@ -65,8 +66,8 @@ def test_every_encoder_decoder_has_a_row():
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_logits_are_those_of_transformers(saved, backend):
     path, model = saved
-    if read_config(path).relative_bias is not None and backend != "sdpa":
-        with pytest.raises(ValueError, match="adds a bias to its scores, which only 'sdpa' does"):
+    if read_config(path).relative_bias is not None and backend not in TAKE_BIAS:
+        with pytest.raises(ValueError, match="adds a bias to its scores, which it does not take"):
             open_model(path, num_slots=80, backend=backend)
         return
     runner = open_model(path, num_slots=80, backend=backend)
@@ -108,10 +109,11 @@ def test_sequences_of_a_pass_read_their_own_sources_and_so_do_trees_and_those_th
 
 
 @pytest.mark.skipif(not has_attention(), reason="bits of a row depend on those beside it without a compiler")
-@pytest.mark.parametrize("family", ["Marian", "Bart"])
+@pytest.mark.parametrize("family", ["Marian", "Bart", "T5"])
 def test_a_row_is_the_same_to_the_bit_alone_in_a_batch_and_in_chunks(family, tmp_path):
     """But for PyTorch's other activations, whose last bit depends on the place in a vector."""
-    shape = {"vocab_size": 97, "max_position_embeddings": 64, "activation_function": "relu"}
+    activation = {} if family == "T5" else {"activation_function": "relu"}
+    shape = {"vocab_size": 97, "max_position_embeddings": 64} | activation
     tiny_encoder_decoder(family, 0, **shape).save_pretrained(tmp_path)
     runner = open_model(tmp_path, num_slots=200)
     for i, source in enumerate(SOURCES):

@@ -13,6 +13,7 @@ from parallel.kv.pass_plan import Span
 from parallel.model.block import Experts
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
+from tests.matrices import in_turn
 from tests.parallel.fake_accelerator import FakeAccelerator
 
 MIXTURES = ["Mixtral", "Qwen2Moe", "Qwen3Moe"]
@@ -43,6 +44,22 @@ def test_all_experts_at_once_are_those_one_by_one(make_checkpoint, family, reque
     assert grouped.decoder.layers[0].nbytes() > 0
     sizes = [sum(layer.nbytes() for layer in model.decoder.layers) for model in (grouped, one_by_one)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.2), "no matrix is kept twice"
+
+
+@pytest.mark.parametrize("family", list(in_turn(MIXTURES, times={"Mixtral": 0, "Qwen3Moe": 0})))
+def test_the_kernels_of_a_mixture_give_what_one_expert_at_a_time_does(make_checkpoint, family, grouping, device):
+    """It reads a prompt, whose rows are sorted, and the single rows behind it, which are not."""
+    path = make_checkpoint(family, **FAMILIES[family]).path
+    found = []
+    for options in (dict(device=device, backend="triton", graphs=False), dict(backend="sdpa")):
+        model = open_model(path, num_slots=40, **options)
+        logits = [logits_of(model)]
+        model.commit(0, range(len(TOKENS)))
+        for token in TOKENS[:2]:
+            logits.append(model.forward([Span(0, 1)], [token]).logits)
+            model.commit(0, [0])
+        found.append(torch.cat([part.cpu() for part in logits]))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=2e-4)
 
 
 @dataclass(frozen=True)
@@ -91,3 +108,18 @@ def test_the_host_waits_for_nothing_or_once_a_layer(make_checkpoint, request, gr
         before = accelerator.num_syncs
         logits_of(model)
         assert accelerator.num_syncs - before == (0 if groups else model.config.num_layers)
+
+
+def test_launches_grow_neither_with_rows_nor_with_experts(make_checkpoint, grouping):
+    found = []
+    for num_experts in (4, 8):
+        changes = {**FAMILIES["Qwen3Moe"], "num_experts": num_experts}
+        path = make_checkpoint("Qwen3Moe", **changes).path
+        with FakeAccelerator() as accelerator:
+            model = open_model(path, device=accelerator.device, num_slots=40, backend="sdpa")
+            for i, num_rows in enumerate((20, 2)):
+                accelerator.forget()
+                model.open(i)
+                model.forward([Span(i, num_rows)], TOKENS[:num_rows])
+                found.append(accelerator.launches.total())
+    assert len(set(found)) == 1, found

@@ -172,8 +172,7 @@ def test_fuzzy_trees_and_batches_are_their_chains(deep_llama, on_ranks, mlp):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("calibration", CALIBRATIONS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("calibration", "ranks"), list(in_turn(CALIBRATIONS, [1, 2])))
 def test_hyper_layers_of_one_are_the_exact_pass_to_the_bit(deep_llama, on_ranks, calibration, ranks):
     layout = layout_of(1, ranks, calibration=calibration)
 
@@ -193,8 +192,7 @@ def test_hyper_layers_of_one_are_the_exact_pass_to_the_bit(deep_llama, on_ranks,
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("mlp", "calibration"), WAYS)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("mlp", "calibration", "ranks"), list(in_turn(WAYS, [2, 3])))
 def test_ranks_agree_to_the_bit(deep_llama, on_ranks, calibration, mlp, ranks):
     layout = layout_of(2, ranks, mlp=mlp, calibration=calibration)
 
@@ -321,9 +319,9 @@ def test_how_often_ranks_wait_for_each_other(deep_llama, on_ranks, mlp, calibrat
         assert calibrated == exact + split
 
 
-@pytest.mark.parametrize(("mlp", "calibration"), WAYS)
 @pytest.mark.parametrize(
-    ("family", "ranks"), [("Llama", 1), ("Llama", 2), ("Qwen3", 4), ("Gemma3", 2), ("Mixtral", 2), ("OPT", 1)]
+    ("family", "ranks", "mlp", "calibration"),
+    list(in_turn([("Llama", 1), ("Llama", 2), ("Qwen3", 4), ("Gemma3", 2), ("Mixtral", 2), ("OPT", 1)], WAYS)),
 )
 def test_bytes_are_those_allocated(make_checkpoint, on_ranks, family, calibration, mlp, ranks):
     overrides = {"num_hidden_layers": 8, "tie_word_embeddings": family == "Llama"}

@@ -244,7 +244,7 @@ def test_two_ranks_hold_the_parts_of_its_numbers(pair, on_ranks):
 
 
 def test_products_of_codes_give_the_same_tokens(pair, device):
-    """In float32, where only sums have another order; one layout of each kind."""
+    """Numbers are float32, where only sums have another order; one layout of each kind."""
     name, ours, _ = pair
     if name not in ("fp8 per channel", "fp8 blocks", "int8", "awq"):
         return
@@ -259,7 +259,7 @@ def test_products_of_codes_give_the_same_tokens(pair, device):
 
 
 def test_bytes_of_a_packed_matrix_are_those_of_its_codes_scales_and_zero_points():
-    """Of 6 outputs and 256 inputs."""
+    """A matrix of 6 outputs and 256 inputs."""
     one_byte = 6 * 256
     assert Packing("fp8", 128).num_bytes(6, 256) == Packing("int8", 128).num_bytes(6, 256) == one_byte + 6 * 2 * 4
     assert Packing("fp8").num_bytes(6, 256) == one_byte + 6 * 4
@@ -269,7 +269,7 @@ def test_bytes_of_a_packed_matrix_are_those_of_its_codes_scales_and_zero_points(
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_copies_of_the_last_layer_are_quantised_where_it_is(pair, tmp_path, layer):
-    """Of two layers one is quantised; three copies follow the last of them."""
+    """One of two layers is quantised; three copies follow the last of them."""
     _, ours, plain = pair
     config = read_config(ours)
     mixed = shutil.copytree(ours, tmp_path / "mixed")

@@ -127,7 +127,7 @@ def test_launches_of_a_mixture_do_not_grow_with_its_experts_or_its_rows(monkeypa
     """And, on `meta`, its rows are counted by the host nowhere."""
     monkeypatch.setattr("parallel.model.layers.weight.groups_on", lambda device, dtype: True)
     counts = []
-    for num_experts in (16, 64):
+    for num_experts in (32, 64):
         model = meta_runner(num_layers=1, num_experts=num_experts, experts_per_token=8, intermediate_size=256)
         for layer in model.decoder.layers:
             layer.mlp.pack()
@@ -138,8 +138,8 @@ def test_launches_of_a_mixture_do_not_grow_with_its_experts_or_its_rows(monkeypa
             model.run(plan, tokens)
         counts.append(launches.seen)
     assert counts[0] == counts[1]
-    assert counts[0]["_grouped_mm"] == 2
-    assert counts[0].total() <= 34, counts[0]
+    assert counts[0]["_grouped_mm"] == (0 if num_rows == 1 else 2), "one row reads the matrices of its experts"
+    assert counts[0].total() <= 24, counts[0]
 
 
 def test_a_replay_of_a_captured_pass_is_the_eager_pass(make_checkpoint, device):
@@ -187,7 +187,7 @@ def test_the_list_of_graphs_has_one_for_ragged_passes_too(make_checkpoint, heads
 
     captured = {key(example_rows(shape)) for shape in graph_shapes(sequences, rows, 512)}
     draw = random.Random(0)
-    for _ in range(200):
+    for _ in range(80):
         most = draw.randint(1, rows)
         numbers = [draw.randint(1, most) for _ in range(draw.randint(1, sequences))]
         assert key(numbers, draw.random() < 0.5) in captured, numbers
@@ -209,9 +209,9 @@ def test_plans_of_a_chain_are_those_of_its_steps(make_checkpoint, device):
     """Laid out together, with keys cut as for the first: one sequence has two ranges of keys, one a single key."""
     models, path = [], make_checkpoint("Llama", num_hidden_layers=1).path
     for _ in range(2):
-        model = open_model(path, num_slots=100, backend="triton", device=device, graphs=False)
+        model = open_model(path, num_slots=200, backend="triton", device=device, graphs=False)
         model._backend._bucketed, model._backend._num_cuts = True, 4
-        for seq_id, length in ((0, 40), (1, 0)):
+        for seq_id, length in ((0, 100), (1, 0)):
             model.open(seq_id)
             model.pool.reserve(seq_id, length)
             model.pool.commit(seq_id, range(length))

@@ -9,7 +9,7 @@ from torch import Tensor
 from parallel.kv.pass_plan import TableRead, table_read
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads
-from parallel.runtime.runner import make_backend
+from parallel.model.layers.backends import make_backend
 from tests.parallel.backends import BACKENDS, HAS_TRITON
 
 GROUP, KV_HEADS, SIZE, LAYERS = 3, 2, 16, 2

@@ -10,6 +10,7 @@ import torch
 from parallel.kv.pass_plan import PendingRows, Span
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
+from tests.matrices import in_turn
 from tests.parallel.backends import EVERY_BACKEND
 
 
@@ -60,8 +61,8 @@ def test_every_node_is_a_plain_pass_over_its_path(llama, backend, seed):
     check_tree(llama, model, Tree(seed, prefix_len=9 * (seed != 2)), [[12], [1] * 12, [5, 7], [1, 4, 4, 3]][seed])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_verifies_trees(make_checkpoint, backend, family):
+@pytest.mark.parametrize(("family", "backend"), list(in_turn(FAMILIES, EVERY_BACKEND)))
+def test_every_family_verifies_trees(make_checkpoint, family, backend):
     """The trees reach further than the sliding windows, which count positions, not rows."""
     checkpoint = make_checkpoint(family, **FAMILIES[family])
     check_tree(checkpoint, open_model(checkpoint.path, num_slots=64, backend=backend), Tree(1), [4, 8])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,26 @@ def test_cuda_computes_what_the_cpu_does(make_checkpoint, backend, family):
     assert (low - expected).std() < 0.1 * expected.std()
 
 
+def test_parts_of_prompts_by_flash_kernels_are_those_of_the_own_kernel(make_checkpoint, monkeypatch):
+    """A row of another sequence is beside them, and a part after a context."""
+    monkeypatch.setattr("parallel.model.layers.flash.FLASH_ROWS", 128)
+    path = make_checkpoint("Llama", head_dim=64, max_position_embeddings=512).path
+    logits = {}
+    for flash in (True, False):
+        model: Any = open_model(path, device="cuda", num_slots=600, dtype=torch.bfloat16, graphs=False)
+        assert model._backend.flash
+        model._backend.flash = flash
+        model.open(0), model.open(1)
+        found = []
+        for _ in range(2):
+            plan = model.plan([Span(0, 130, num_logits=130), Span(1, 1)])
+            assert len(plan.attention.prompts) == flash
+            found.append(model.run(plan, [row % 97 for row in range(131)]).logits)
+            model.commit(0, range(130)), model.commit(1, [0])
+        logits[flash] = torch.cat(found).cpu()
+    assert (logits[True] - logits[False]).std() < 0.1 * logits[False].std()
+
+
 def test_a_graph_is_its_eager_twin(make_checkpoint):
     for family, overrides in FAMILIES.items():
         path = make_checkpoint(family, **overrides).path
@@ -56,7 +77,7 @@ def test_a_graph_is_its_eager_twin(make_checkpoint):
 
 
 def test_passes_of_one_bucket_share_a_graph(llama):
-    model = open_model(llama.path, device="cuda", num_slots=256)
+    model: Any = open_model(llama.path, device="cuda", num_slots=256)
     model.open(0)
     for size in (5, 7, 8, 6):
         model.forward([Span(0, size)], TOKENS[:size])
@@ -213,7 +234,7 @@ def survive_a_replay(port, results, rank, device, epoch, path):
     use_device(device)
     client = connect_store("127.0.0.1", port)
     group = join(client, "target", epoch, rank, 2, device)
-    model = open_model(path, group=group, device=device, num_slots=64)
+    model: Any = open_model(path, group=group, device=device, num_slots=64)
 
     def logits_of(seq_id):
         model.open(seq_id)

@@ -258,7 +258,7 @@ def test_a_capture_waits_for_no_other_thread_of_the_device(llama, twin):
 
 
 def test_roles_on_one_device_capture_in_turn(llama, twin, monkeypatch):
-    """With cluster=inprocess they are threads; the begin of a capture waits for the device, whose streams must not be
+    """They are threads with cluster=inprocess; the begin of a capture waits for the device, whose streams must not be
     capturing."""
     model = open_model(llama.path, num_slots=64, backend="padded")
     capture_passes(model)

@@ -38,8 +38,8 @@ def test_the_list_has_a_shape_for_every_pass(sequences, rows, limit):
 
 
 def test_graphs_take_the_memory_of_their_largest_pass_and_of_the_results_of_each(llama):
-    """By hand: 6 rows of hidden states and 3 of the MLP in the largest pass, 4 rows of results and every layer's
-    bookkeeping for each graph, logits twice, and those of a chain in float32."""
+    """Counted by hand: 6 rows of hidden states and 3 of the MLP in the largest pass, 4 rows of results and every
+    layer's bookkeeping for each graph, logits twice, and those of a chain in float32."""
     config = replace(read_config(llama.path), hidden_size=10, intermediate_size=20, num_layers=2, vocab_size=50)
     graphs = GraphList([(4, 1, 4), (2, 1, 2)], [(3, 5)])
     activations, results, logits = 4 * (60 + 60), (4 + 2) * 4 * 10, 2 * 4 * 50

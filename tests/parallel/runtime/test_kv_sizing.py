@@ -46,7 +46,7 @@ def test_fp8_rows_are_twice_as_many(llama, monkeypatch):
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
 def test_slot_tables_and_parts_of_attention_are_counted(llama, monkeypatch):
-    """On CUDA they take room beside the pool."""
+    """They take room beside the pool on CUDA."""
     model = open_model(llama.path, num_slots=500, backend="triton")
     backend, pool = model._backend, model.pool
     assert backend.mirror.tables.nbytes == BYTES_PER_SLOT * (pool.num_slots + 1)

@@ -104,7 +104,7 @@ def test_only_the_first_pass_of_a_draft_is_asked(checkpoint):
 
 
 def test_rows_that_a_cut_took_back_are_fed_again(checkpoint):
-    """By more layers, from where fewer had written on, and not from before the cut."""
+    """More layers read them, from where fewer had written on, and not from before the cut."""
     runner = opened(checkpoint, [1, 2], 0.0)
     fed(runner, length=8)
     assert runner.depth_of("a") == 1 and runner.cached_len("a") == 8

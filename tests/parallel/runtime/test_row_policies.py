@@ -158,8 +158,8 @@ def test_quantised_rows_are_moved_too(llama: Checkpoint) -> None:
 
 @torch.no_grad()
 def masked(checkpoint: Checkpoint, seen: Sequence[int], num_last: int) -> tuple[Tensor, Tensor]:
-    """By transformers: logits of the last rows of TEXT, which see the rows `seen` of the others, and the sum of the
-    last row's weights over heads and layers if it saw all."""
+    """The result of transformers: logits of the last rows of TEXT, which see the rows `seen` of the others, and the sum
+    of the last row's weights over heads and layers if it saw all."""
     model: Any = checkpoint.model
     length = len(TEXT)
     mask = torch.ones(length, length, dtype=torch.bool).tril()

@@ -10,9 +10,11 @@ from parallel.comm.group import Group
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import FP8, KVPool
 from parallel.model.families.registry import read_config
+from parallel.runtime.graph_list import GraphList
 from parallel.runtime.model_bytes import kv_bytes_per_slot, weight_bytes
-from parallel.runtime.runner import open_model
+from parallel.runtime.runner import captured_facts, open_model
 from tests.families import FAMILIES
+from tests.matrices import in_turn
 from tests.parallel.backends import BACKENDS, EVERY_BACKEND, FP8_BACKENDS
 
 
@@ -176,26 +178,23 @@ def test_an_unknown_backend_is_named(llama):
         open_model(llama.path, graphs=True)
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides"),
-    [
-        ("Llama", {"attention_bias": True, "mlp_bias": True}),
-        ("Llama", {"tie_word_embeddings": True}),
-        ("OPT", FAMILIES["OPT"] | {"enable_bias": False}),
-        *FAMILIES.items(),
-    ],
-)
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("dtype", "weights"),
-    [
-        (torch.float32, None),
-        (torch.bfloat16, None),
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.int8),
-    ],
-)
-def test_bytes_are_those_allocated(make_checkpoint, family, overrides, size, dtype, weights):
+CONFIGURED = [
+    ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    ("Llama", {"tie_word_embeddings": True}),
+    ("OPT", FAMILIES["OPT"] | {"enable_bias": False}),
+    *FAMILIES.items(),
+]
+STORED = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.int8),
+]
+
+
+@pytest.mark.parametrize(("row", "size", "dtype", "weights"), list(in_turn(range(len(CONFIGURED)), [1, 2, 4], STORED)))
+def test_bytes_are_those_allocated(make_checkpoint, row, size, dtype, weights):
+    family, overrides = CONFIGURED[row]
     group = Group()  # nothing is sent while a model is opened; rank 0 is the one with the row biases
     group.size = size
     path = make_checkpoint(family, **overrides).path
@@ -205,3 +204,16 @@ def test_bytes_are_those_allocated(make_checkpoint, family, overrides, size, dty
     assert weight_bytes(config, size, dtype.itemsize, weights=stored) == model.decoder.nbytes()
     pool_bytes = model.pool.keys.nbytes + model.pool.values.nbytes
     assert kv_bytes_per_slot(config, size, dtype.itemsize) * 11 == pool_bytes  # with the scratch slot
+
+
+def test_passes_that_are_not_captured_are_run_before_the_first_text(llama, monkeypatch):
+    model = open_model(llama.path, num_slots=128)
+    shapes, forward = [], model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda spans, *rest: shapes.append(spans[0].num_tokens) or forward(spans, *rest)
+    )
+    assert captured_facts(model, GraphList()) == {}
+    assert shapes == [64, 1, 1, 1] and model.can_reserve(128), "and their rows are free again"
+    small = open_model(llama.path, num_slots=66)
+    monkeypatch.setattr(small, "forward", None)
+    assert captured_facts(small, GraphList()) == {}, "a pool that is too small is not used"

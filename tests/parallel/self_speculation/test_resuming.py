@@ -120,6 +120,7 @@ def test_of_other_families_too(make_checkpoint, family):
         check_equal(one.path, PLANS["exit"], seed, to_the_bit=False)
 
 
+@pytest.mark.slow
 def test_on_two_ranks(checkpoint, on_ranks):
     def work(group):
         for seed in range(2):

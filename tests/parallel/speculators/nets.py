@@ -52,4 +52,5 @@ def read_text(target: Checkpoint, tokens: Tensor) -> TargetBatch:
     kv = {i: (layer.keys, layer.values) for i, layer in enumerate(output.past_key_values.layers)}
     tables = model.get_output_embeddings(), model.get_input_embeddings()
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    return TargetBatch(tokens, dict(enumerate(states)) | {FINAL: states[-1]}, mask, *tables, kv)
+    norm = getattr(model.base_model, "norm", None) or model.base_model.decoder.final_layer_norm  # the latter: OPT
+    return TargetBatch(tokens, dict(enumerate(states)) | {FINAL: states[-1]}, mask, *tables, kv, norm)

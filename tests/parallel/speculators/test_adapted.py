@@ -58,7 +58,7 @@ class Served:
         self.model = AdaptedDraftLayers(str(folder), str(target.path), "cpu", 8, reads_fused=reads_fused)
 
     def logits(self) -> Tensor:
-        """Of every row of the text that the engine computes, [T - 1, V]."""
+        """Logits of every row of the text that the engine computes, [T - 1, V]."""
         self.runner.open("a")
         self.runner.read_features("a", 0, self.features)
         logits = self.runner.forward([Span("a", LENGTH - 1, None, LENGTH - 1)], self.tokens[0, 1:]).logits

@@ -48,7 +48,7 @@ class Pair:
         self.shape = TargetShape(self.model.config, *tables, counts)
 
     def net(self, options: BlockOptions, seed: int = 0) -> BlockDrafter:
-        """With no weight at an initial value that would hide it, all of them as the checkpoint stores them."""
+        """A net with no weight at an initial value that would hide it, all of them as the checkpoint stores them."""
         torch.manual_seed(seed)
         net = build(options, self.shape)
         with torch.no_grad():
@@ -149,6 +149,7 @@ def test_no_block_sees_what_comes_with_its_anchor_or_later(kind, pair):
     assert depths == 7
 
 
+@pytest.mark.slow
 def test_every_recipe_learns_its_own_text(pair):
     """Loss and acceptance after a few steps on one batch; an anchor's depths behind the text's end do not count."""
     for kind, options in FLAGS.items():

@@ -109,7 +109,7 @@ def test_a_published_checkpoint_drafts_as_the_same_weights_of_ours(kind, pair, t
 
 
 def test_layer_i_of_a_checkpoint_is_what_comes_out_of_block_i(pair, tmp_path):
-    """By a hook on the target's block; the features of a token are those streams side by side."""
+    """A hook on the target's block sees it; the features of a token are those streams side by side."""
     folder, _, _ = publish(pair, "dflash", tmp_path)
     streams = {}
     hooks = [

@@ -84,7 +84,7 @@ def one(request: pytest.FixtureRequest, llama: Checkpoint, tmp_path: Path) -> Tr
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_passes_equal_the_training_forward(one: Trained, backend: str) -> None:
-    """Of text and of draft tokens, whose streams are computed by the target's first layers."""
+    """Rows of text and of draft tokens, whose streams are computed by the target's first layers."""
     runner, expected = one.open(backend=backend), one.expected()
     for anchor in (0, 1, 6, 13):
         found = draft_chain(runner, one.tokens, one.features, anchor + 1, STEPS)
@@ -106,7 +106,8 @@ def test_a_tree_is_its_paths(one: Trained) -> None:
 
 
 def test_rounds_leave_the_rows_of_a_fresh_cache(one: Trained) -> None:
-    """Of the layer: rows of accepted draft tokens stay, but that of the last of a draft, which was never fed."""
+    """The cache is that of the layer: rows of accepted draft tokens stay, but that of the last of a draft, which was
+    never fed."""
     runner = one.open()
     check_rounds(runner, one.tokens, one.features, lambda length, accepted: length + accepted)
     runner.target.pool.check()

@@ -74,7 +74,7 @@ def test_passes_equal_the_training_forward(one: Trained, backend: str) -> None:
 
 
 def test_the_attention_to_the_target_is_over_its_own_keys(one: Trained) -> None:
-    """Against one product after the other over the keys and values that transformers caches."""
+    """The result is compared with one product after the other over the keys and values that transformers caches."""
     runner, anchor = one.open(), 7
     runner.open("a")
     runner.read_features("a", 0, one.features[:anchor])

@@ -107,6 +107,17 @@ def test_passes_equal_the_training_forward(trained: Callable[[str], TrainedHeads
             equal(logits, expected)
 
 
+@pytest.mark.parametrize("name", ["medusa", "medusa own", "blockwise"])
+def test_training_begins_with_what_the_target_would_say(llama: Checkpoint, tmp_path: Path, name: str) -> None:
+    """`MatrixShape.begins`: what is added to the target's state is nothing yet, and output layers are its own."""
+    options = HeadsOptions(**({"method": name, "heads": DEPTHS} | METHODS[name]))
+    net: HeadsNet = make_net(build, options, llama, tmp_path / "speculator", noise=0.0)
+    batch = read_text(llama, random_text(llama, LENGTH))
+    anchors = torch.arange(1, LENGTH - DEPTHS)
+    for logits in net.unroll(batch, torch.zeros_like(anchors), anchors):
+        torch.testing.assert_close(logits, batch.head(batch.taps[FINAL][0, anchors - 1]), atol=0.05, rtol=0.05)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_two_ranks_compute_what_one_does(
     trained: Callable[[str], TrainedHeads], on_ranks: Callable[..., list[Any]], name: str
@@ -179,7 +190,7 @@ def test_a_state_is_that_of_the_newest_features_and_tokens(trained: Callable[[st
 
 
 def test_what_was_read_and_what_was_not(trained: Callable[[str], TrainedHeads]) -> None:
-    """Without features, or below its last head, a row has no logits; features of long ago are forgotten."""
+    """A row without features, or below its last head, has no logits; features of long ago are forgotten."""
     one = trained("hydra")
     runner = one.open()
     assert runner.longest_draft == DEPTHS

@@ -103,7 +103,7 @@ class Published:
         return SpeculatorPlace(tables, SINGLE, "cpu", torch.float32, num_slots, target=target)
 
     def open(self, backend: str | None = None) -> GlideRunner:
-        """Beside the tables alone: it keeps the target's rows itself."""
+        """A runner beside the tables alone: it keeps the target's rows itself."""
         runner = open_speculator(self.path, self.place())
         assert isinstance(runner, GlideRunner)
         if backend is None:
@@ -111,7 +111,7 @@ class Published:
         return GlideRunner(runner.speculator, runner.layers, self.place(), backend=backend)
 
     def attached(self, backend: str | None = None) -> tuple[GlideRunner, ModelRunner]:
-        """Behind a target that has read the text."""
+        """A runner behind a target that has read the text."""
         target = open_model(self.target.path, num_slots=1200, backend=backend)
         runner = open_speculator(self.path, self.place(target))
         assert isinstance(runner, GlideRunner)

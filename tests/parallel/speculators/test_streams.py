@@ -126,7 +126,7 @@ TREE, PARENTS = [3, 4, 5, 6, 7, 8], [-1, -1, 0, 1, 2, 2]
 def test_the_targets_own_rows_are_those_without_streams(
     streamed: Callable[[str], Streamed], name: str, backend: str
 ) -> None:
-    """To the bit where the kernels are ours: hidden states, logits and the KV rows that stay."""
+    """They are equal to the bit where the kernels are ours: hidden states, logits and the KV rows that stay."""
     one = streamed(name)
     runner = one.open(backend=backend)
     text, after = one.tokens[:7], [6 + parent if parent >= 0 else 6 for parent in PARENTS]
@@ -303,7 +303,7 @@ def test_a_draft_pass_needs_the_target(streamed: Callable[[str], Streamed]) -> N
 def test_unlikely_nodes_end_below_the_streams_with_what_hangs_on_them(
     streamed: Callable[[str], Streamed], on_ranks: Callable[[int, Callable[[Group], Any]], list[Any]]
 ) -> None:
-    """By the early logits of training; the others are as they are without pruning, to the bit."""
+    """The early logits of training decide; the others are as they are without pruning, to the bit."""
     one, text = streamed("pruning"), 5
     parents = [-1, 0, 1, 2, 3, *(4 + parent + 1 if parent >= 0 else 4 for parent in PARENTS)]
     span, token_ids = [Span("a", text + 6, parents, 7)], [*one.tokens[:text], *TREE]

@@ -39,7 +39,7 @@ def loss_of(net: Any, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NETS)
 def test_gradients_are_the_slopes_of_the_loss(name: str, llama: Checkpoint, tmp_path: Path) -> None:
-    """Of every parameter, along a random direction of its own."""
+    """They are compared for every parameter, along a random direction of its own."""
     net = make_net(*NETS[name], llama, tmp_path).train()
     torch.manual_seed(4)
     batch = read_text(llama, random_text(llama, 14))

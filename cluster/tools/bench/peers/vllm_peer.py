@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from cluster.observability.results import Run, Served
@@ -104,11 +105,12 @@ class _Program:
             **os.environ,
         }
         environment.pop("PYTHONPATH", None)
+        self._errors = TemporaryFile("w+")  # noqa: SIM115  closed by `close`
         self._process = subprocess.Popen(
             [os.environ.get(PYTHON, sys.executable), "-P", str(Path(vllm_program.__file__)), str(theirs)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             pass_fds=(theirs,),
             env=environment,
             text=True,
@@ -127,7 +129,10 @@ class _Program:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise RuntimeError(f"job.peers=vllm: it ended with exit code {self._process.wait()}; try its LLM by itself")
+            code = self._process.wait()
+            self._errors.seek(0)
+            said = [text for text in self._errors.read().splitlines() if text.strip()]
+            raise RuntimeError(f"job.peers=vllm: it ended with exit code {code}{f': {said[-1]}' if said else ''}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -136,3 +141,4 @@ class _Program:
         self._process.stdin.close()
         self._process.wait()
         self._answers.close()
+        self._errors.close()

@@ -24,6 +24,7 @@ from parallel.ranges import OneOf, Range, require
 from parallel.speculators.config import FINAL
 from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, chain_metrics
 from parallel.training.losses import DIVERGENCES, cross_entropy, divergences, masked_mean
+from parallel.training.precision import fast_passes
 
 HARD_LABELS = "ce"
 BUNDLED = {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER}
@@ -96,7 +97,7 @@ class DistilledDrafter(Speculator):
     @torch.no_grad()
     def write(self, prompts: Tensor, length: int, temperature: float, generator: torch.Generator) -> Tensor:
         """Continue prompts with the weights as they are."""
-        with torch.autocast(self.model.device.type, torch.bfloat16):
+        with fast_passes(self.model.device.type):
             return continue_text(self.model, prompts, length, temperature, generator)
 
     def save(self, folder: Path) -> None:

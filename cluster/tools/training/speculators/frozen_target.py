@@ -19,6 +19,7 @@ from cluster.tools.training.continuations import TextRows
 from cluster.tools.training.parts import ModelParts, parts_of
 from parallel.speculators.config import FINAL
 from parallel.training.interface import TargetBatch, TargetShape
+from parallel.training.precision import fast_dtype, fast_passes
 
 ROWS_PER_PASS = 16
 MOST_ANCHORS = 4
@@ -44,7 +45,7 @@ def shape_of(model: LlamaForCausalLM, rows: TextRows) -> TargetShape:
 
 @contextmanager
 def tapped(parts: ModelParts, taps: Sequence[int], into: dict[int, Tensor]) -> Iterator[None]:
-    """Within it a pass of the model leaves the residual streams of `taps` in `into`.
+    """Context in which a pass of the model leaves the residual streams of `taps` in `into`.
 
     Streams are taken by hooks on the blocks: the last entry of `output_hidden_states` is behind the final norm, and
     between the embedding and the first block there may be a scale or positions.
@@ -85,10 +86,10 @@ class FrozenTarget:
         reach: int = 0,
     ) -> None:
         """Keep up to `cache_bytes` of what was computed; rows are the same while the object lives. `reach`: positions
-        of each row are moved (`offset_positions`)."""
+        of each row are moved (`offset_positions`). Without taps and layers the target computes nothing."""
         self.rows = rows
         self._model = model
-        self._taps = sorted({*taps, FINAL})
+        self._taps = sorted({*taps, FINAL}) if taps or kv_layers else []
         self._kv_layers = tuple(kv_layers)
         self._parts = parts_of(model)
         self._free = cache_bytes
@@ -101,6 +102,10 @@ class FrozenTarget:
 
     def batch(self, chosen: Tensor) -> TargetBatch:
         """The chosen rows, int64 indices, on the target's device."""
+        device = self._model.device
+        tokens, mask = self.rows.tokens[chosen].to(device), self._mask[chosen].to(device)
+        if not self._taps:
+            return TargetBatch(tokens, {}, mask, self._parts.head, self._parts.embed)
         unknown = [row for row in chosen.tolist() if row not in self._kept]
         fresh: dict[int, list[Tensor]] = {}
         for start in range(0, len(unknown), ROWS_PER_PASS):
@@ -113,15 +118,15 @@ class FrozenTarget:
                 if size <= self._free:
                     self._free -= size
                     self._kept[row] = [state.clone() for state in states]
-        device = self._model.device
         parts = zip(*(fresh.get(row) or self._kept[row] for row in chosen.tolist()), strict=True)
-        states = [torch.stack(part).to(device) for part in parts]
+        states = [torch.stack(part).to(device, fast_dtype(device.type)) for part in parts]
         taps = dict(zip(self._taps, states, strict=False))
         kv = states[len(self._taps) :]
         pairs = zip(self._kv_layers, zip(kv[::2], kv[1::2], strict=True), strict=True)
-        tokens, mask = self.rows.tokens[chosen].to(device), self._mask[chosen].to(device)
         positions = None if self._positions is None else self._positions[chosen].to(device)
-        return TargetBatch(tokens, taps, mask, self._parts.head, self._parts.embed, dict(pairs), positions)
+        return TargetBatch(
+            tokens, taps, mask, self._parts.head, self._parts.embed, dict(pairs), self._parts.normalize, positions
+        )
 
     @torch.no_grad()
     def _states(self, tokens: Tensor, positions: Tensor | None) -> list[Tensor]:
@@ -129,7 +134,7 @@ class FrozenTarget:
         device = self._model.device
         found: dict[int, Tensor] = {}
         cache = DynamicCache() if self._kv_layers else None  # without the config: layers with a window keep all rows
-        with tapped(self._parts, self._taps, found), torch.autocast(device.type, torch.bfloat16):
+        with tapped(self._parts, self._taps, found), fast_passes(device.type):
             moved = {} if positions is None else {"position_ids": positions.to(device)}
             self._parts.trunk(input_ids=tokens.to(device), past_key_values=cache, use_cache=cache is not None, **moved)
         states = [found[tap] for tap in self._taps]

@@ -154,7 +154,7 @@ def exit_weights(exits: Sequence[int], last: int, scale: float) -> dict[int, flo
 
 @contextmanager
 def dropped(parts: ModelParts, kept: Sequence[Tensor]) -> Iterator[None]:
-    """Within it row b of a batch passes layer l only where `kept[l][b]`."""
+    """Context in which row b of a batch passes layer l only where `kept[l][b]`."""
 
     def hook_of(rows: Tensor) -> object:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> object:

@@ -91,6 +91,22 @@ class PardDrafter(DistilledDrafter):
         """Which of these rows have the text's token instead of the mask, bool `[rows]`; all in the order of depth."""
         return torch.zeros(len(rows.anchors), dtype=torch.bool)
 
+    def trained_text(self, rows: MaskRows, length: int) -> Tensor:  # noqa: ARG002
+        """Which rows of the text learn in a step, bool [length]."""
+        return torch.ones(length, dtype=torch.bool)
+
+    def step_loss(
+        self,
+        p_logits: Tensor,
+        q_logits: Tensor,
+        labels: Tensor,
+        mask: Tensor,  # noqa: ARG002
+        rows: MaskRows,  # noqa: ARG002
+        shown: Tensor | None,  # noqa: ARG002
+    ) -> Tensor:
+        """The loss of a step over the rows of text and masks where `mask` [texts, rows] is set."""
+        return self._loss(p_logits, q_logits, labels).mean()
+
     def hidden(self, tokens: Tensor, rows: MaskRows, shown: Tensor | None = None) -> Tensor:
         """Final hidden states of the text's rows and the mask rows behind them, `[texts, length + rows, hidden]`."""
         length = tokens.shape[1]
@@ -125,12 +141,14 @@ class PardDrafter(DistilledDrafter):
             num_anchors = int((rows.depths == 1).sum())
             of_text, of_last = torch.zeros(length, dtype=torch.bool), torch.zeros(num_anchors, dtype=torch.bool)
             inside &= ~torch.cat((of_text, shown[num_anchors:], of_last))
+        if self.training:
+            inside[:length] &= self.trained_text(rows, length)
         mask = batch.loss_mask[:, labelled] & inside.to(batch.loss_mask.device)
         q_hidden, p_hidden = self.hidden(batch.tokens, rows, shown), batch.taps[FINAL][:, labelled - 1]
         labels = batch.tokens[:, labelled]
         if self.training:
             p_logits, q_logits = batch.head(p_hidden[mask]), self._parts.head(q_hidden[mask])
-            return self._loss(p_logits, q_logits, labels[mask]).mean(), {}
+            return self.step_loss(p_logits, q_logits, labels[mask], mask, rows, shown), {}
         p_logits, q_logits = batch.head(p_hidden), self._parts.head(q_hidden)
         rates = acceptance(p_logits, q_logits, batch.temperature)
         first = anchors.to(rates.device)

@@ -19,7 +19,7 @@ class SpeculatorRecipe:
     """How one method is built and trained."""
 
     module: str
-    """Where `build` is, and the record of options."""
+    """Module that has `build` and the record of options."""
     record: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What the recipe sets otherwise than the record does."""
@@ -62,6 +62,7 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "mtp": _method("eagle", "DraftLayerOptions", "mtp", steps=3, decay=0.6),
     "p_eagle": _method("eagle", "DraftLayerOptions", "p_eagle", layers=2),
     "chimera": _method("chimera", "ChimeraOptions"),
+    "gloeckle": _method("gloeckle", "GloeckleOptions"),
     "glide": _method("glide", "GlideOptions"),
     "longspec": _method("glide", "GlideOptions", "longspec", reach=30_000),
     "kangaroo": _method("exits", "ExitOptions", "kangaroo"),
@@ -75,6 +76,7 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "domino": _method("block", "BlockOptions", "domino", corrector="gru", base_steps=300),
     "pard": _whole("pard", "PardOptions", (2e-3, 1e-3)),
     "specdiff": _whole("specdiff", "SpecdiffOptions", (2e-3, 1e-3)),
+    "sdar": _whole("sdar", "SdarOptions", (2e-3, 1e-3), "target"),
     "medusa": _method("heads", "HeadsOptions", "medusa", blocks=2),
     "blockwise": _method("heads", "HeadsOptions", "blockwise", inner=128),
     "hydra": _method("heads", "HeadsOptions", "hydra", heads=4),

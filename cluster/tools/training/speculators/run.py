@@ -44,6 +44,7 @@ from cluster.tools.training.token_stream import pack, spread_rows
 from cluster.tools.training.trainer import Ranks, Recipe, StepOutcome, TrainingBudget, fit
 from parallel.ranges import require
 from parallel.training.interface import Speculator, TargetBatch, TrainingOptions
+from parallel.training.precision import fast_dtype, fast_passes
 
 HELD_OUT_SHARE = 20
 """One of so many prompts is held out where no held-out prompts are given."""
@@ -97,7 +98,7 @@ class Texts:
 
     training: TextRows
     held_out: dict[float, TextRows]
-    """By the temperature at which the target wrote them."""
+    """Held-out texts by the temperature at which the target wrote them."""
     prompts: list[list[int]]
     """Those of the training rows, for text that the drafter writes itself."""
 
@@ -110,7 +111,7 @@ def prepare(course: Course, say: Callable[[str], None]) -> Texts:
     config = course.config
     tokenizer = load_tokenizer(Path(course.target))
     prompts, held_out = _prompts(course, tokenizer)
-    model = load_target(Path(course.target), config.device, torch.bfloat16)
+    model = load_target(Path(course.target), config.device, fast_dtype(config.device))
     check_recipe(course, model)
     length, ends, weights = config.continuation_length, _end_ids(model), _weights_digest(model)
 
@@ -286,7 +287,7 @@ class _Judge:
             sums: dict[str, float] = {}
             for part in torch.arange(len(target.rows)).split(EVALUATED_ROWS):
                 batch = replace(target.batch(part), temperature=heat)
-                with torch.autocast(device, torch.bfloat16):
+                with fast_passes(device):
                     loss, metrics = self._net.loss(batch, _generator(self._config.seed, 0, 0))
                 for name, value in {"loss": loss, **metrics}.items():
                     sums[name] = sums.get(name, 0.0) + float(value) * len(part)

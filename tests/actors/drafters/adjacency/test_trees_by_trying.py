@@ -169,7 +169,7 @@ def test_a_search_follows_a_certain_text_to_its_depth():
 
 
 def test_a_search_visits_what_is_rewarded():
-    """After 1 2 comes 3 nearly always, and 4 leads on to heavier tri-grams only seldom."""
+    """3 comes after 1 2 nearly always, and 4 leads on to heavier tri-grams only seldom."""
     table = TrigramTable(100, 3)
     table.count([[1, 2, 3] * 30 + [1, 2, 4, 4, 4]])
     tree = search_tree(table, (1, 2), 4, 200, 1)

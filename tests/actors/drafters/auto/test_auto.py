@@ -8,6 +8,7 @@ import pytest
 
 from actors.drafters.auto.drafter import AutoDrafter
 from actors.drafters.auto.members import Member
+from actors.drafters.draft_ahead.width import Step
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.policy.drafter_choice import NO_DRAFTER
 from actors.policy.estimators import Ewma, LinearFit
@@ -86,6 +87,37 @@ class Reader(Scripted):
             self.read = len(context.token_ids)
 
 
+@dataclass
+class ByPass(Scripted):
+    """Makes drafts pass by pass, one token each; another request's pass before each takes `others_s`."""
+
+    others_s: float = 0.0
+    begun: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.capabilities = Capabilities(drafts_by_pass=self)
+
+    def begin(self, contexts, budgets):
+        self.begun |= {one.request_id: budget for one, budget in zip(contexts, budgets, strict=True)}
+
+    def is_drafting(self, request_id):
+        return self.begun.get(request_id, 0) > 0
+
+    def advance(self, width):
+        self.clock.now += self.call_s + self.others_s
+        self.begun = {number: max(0, left - 1) for number, left in self.begun.items()}
+        return Step(0)
+
+    def propose(self, contexts, budgets):
+        now = self.clock.now
+        drafts = super().propose(contexts, budgets)
+        if all(context.request_id in self.begun for context in contexts):
+            self.clock.now = now
+        for context in contexts:
+            self.begun.pop(context.request_id, None)
+        return drafts
+
+
 class Clock:
     now = 0.0
 
@@ -126,6 +158,10 @@ class Table:
         return sum(self.model.ahead[num_before:])
 
     def round(self, budget=8):
+        if (by_pass := self.drafter.capabilities.drafts_by_pass) is not None:
+            by_pass.begin([self.context], [budget])
+            while by_pass.is_drafting(0):
+                by_pass.advance(None)
         (draft,) = self.drafter.propose([self.context], [budget])
         self.used.append(self.drafter._requests[0].used)
         self.clock.now += self.pass_s
@@ -165,6 +201,31 @@ def test_the_one_with_the_most_tokens_per_second_drafts(clock):
     for _ in range(30):
         dear.round()
     assert dear.used[-10:].count(0) >= 9
+
+
+@pytest.mark.parametrize("others_s", [0.0, 0.019])
+def test_drafts_made_pass_by_pass_are_chosen_by_the_time_that_they_take(clock, others_s):
+    """Four passes of 1 ms pay beside a target's of 10 ms, of 20 ms with what others draft in between they do not."""
+    model = ByPass(clock, 4, 4, call_s=0.001, others_s=others_s)
+    table = Table(Scripted(clock, 1, 4), model, clock)
+    for _ in range(30):
+        table.round()
+    assert table.used[-10:].count(1 if not others_s else 0) >= 9
+    assert table.drafter.members[1].draft_s(1, 5) == pytest.approx(0.001 + others_s, rel=0.1)
+    assert (1, 2, 3, 4) in model.observed
+
+
+def test_a_request_that_ends_while_its_draft_is_made_is_forgotten(clock):
+    table = Table(Scripted(clock, 0, 4), model := ByPass(clock, 4, 4, call_s=0.001), clock)
+    table.drafter.choice.choose = lambda offers, times: replace_picks([(1, 4)])
+    table.drafter.begin([table.context], [4])
+    assert table.drafter.is_drafting(0)
+    table.drafter.release(0)
+    model.begun.clear()
+    assert not table.drafter.is_drafting(0)
+    table.open(PROMPT)
+    assert table.drafter.advance(None) == Step(0)
+    assert table.round().tree.num_draft_tokens == 4
 
 
 def test_a_draft_that_was_not_used_is_scored_too(clock):
@@ -283,7 +344,7 @@ def test_rank_0_decides_what_is_read(clock):
 
 
 def test_how_tokens_were_drawn_travels_with_them(clock):
-    """Of a lookup that is cut the kinds are cut too; those of the model are its own."""
+    """The kinds of a lookup that is cut are cut too; those of the model are its own."""
     drawn = SamplingKind.WITHOUT_REPLACEMENT
     table = Table(Scripted(clock, 4, 4), Scripted(clock, 4, 4, kind=drawn), clock)
     table.drafter.choice.choose = lambda offers, times: replace_picks([(0, 2)])
@@ -533,7 +594,7 @@ def test_top_tokens_reach_those_that_read_them(clock):
     deaf.capabilities = Capabilities(900)
     table = Table(hearing, deaf, clock)
     assert table.drafter.capabilities.vocab_size == 700
-    table.drafter.capabilities.reads_top_tokens.read_top_tokens("top")
+    table.drafter.read_top_tokens("top")  # pyright: ignore[reportArgumentType]  only handed on
     assert heard == ["top"]
     silent = Table(Scripted(clock, 1, 4), deaf, clock).drafter.capabilities
     assert silent.vocab_size == 900 and silent.reads_top_tokens is None

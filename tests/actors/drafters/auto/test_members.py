@@ -38,8 +38,8 @@ class Ahead:
         self.calls.append(("width", time_s))
         return 3
 
-    def work(self, width=0):
-        self.calls.append(("work", width))
+    def work(self, width=0, num_passes=1):
+        self.calls.append(("work", width, num_passes))
         return Step(width)
 
     def previews(self):
@@ -78,8 +78,8 @@ def test_one_step_is_that_of_one_that_has_something_to_do():
     idle, busy, waiting = Ahead(), Ahead(wants_work=True), Ahead(wants_work=True, waits_for_child=True)
     ahead = MembersAhead([member(one) for one in (idle, busy, waiting)])
     assert ahead.wants_work and not ahead.waits_for_child
-    assert ahead.width(WidthChooser(), 0.5) == 3 and ahead.work(2) == Step(2)
-    assert busy.calls == [("width", 0.5), ("work", 2)] and not idle.calls and not waiting.calls
+    assert ahead.width(WidthChooser(), 0.5) == 3 and ahead.work(2, 3) == Step(2)
+    assert busy.calls == [("width", 0.5), ("work", 2, 3)] and not idle.calls and not waiting.calls
     busy.wants_work = False
     assert ahead.wants_work and ahead.waits_for_child
     waiting.wants_work = False
@@ -112,7 +112,7 @@ def test_a_draft_that_was_read_off_a_preview_is_its_drafters():
     assert preview.tree.token_ids[1:] == (1, 2)
     auto.prefetched(context, 5, preview.tree)
     auto.observe(context, Commit(0, 0, len(PROMPT), (1, 2), (1, 2, 3)))
-    assert prepared.calls == [("prefetched", 5, (7, 1, 2)), ("observed", (1, 2))]
+    assert prepared.calls == [("prefetched", 4, (7, 1, 2)), ("observed", (1, 2))], "ordered at most its longest"
     assert other.calls == [("observed", ())]
     (work,) = auto.level_stats()
     assert (work.level, work.num_accepted_tokens) == ("1-model", 2)
@@ -139,7 +139,7 @@ def test_each_reader_gets_its_own_features():
 
 
 def test_a_single_reader_gets_what_is_sent():
-    """From another role features may come fused, narrower than the target has them."""
+    """Features from another role may come fused, narrower than the target has them."""
     one, fused = Reader(30), torch.ones(4, 5)
     MembersFeatures([one]).read_features(FeatureRows(7, 0, fused))
     assert one.read[0].rows is fused

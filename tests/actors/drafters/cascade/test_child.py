@@ -92,7 +92,7 @@ def test_a_text_is_admitted_with_all_that_belongs_to_it():
     ],
 )
 def test_what_follows_is_said_as_it_happened(ordered, change, text, commit):
-    """After a draft that was ordered at three tokens: a path that was accepted, or a length that was kept."""
+    """What follows a draft that was ordered at three tokens: a path that was accepted, or a length that was kept."""
     port = Port()
     child = opened(port)
     posted(child, port, ([5, 6, 1], ordered))
@@ -182,7 +182,7 @@ def test_one_answer_is_awaited_at_a_time():
 @pytest.mark.parametrize("is_remote", [False, True])
 @pytest.mark.parametrize("levels", [(), (LevelWork("below", 2),)])
 def test_the_work_of_a_child_and_of_levels_below_it(is_remote, levels):
-    """On ranks of its own its times are shown, work ahead among them."""
+    """The times of a child on ranks of its own are shown, work ahead among them."""
     port = Port(is_remote=is_remote)
     child = opened(port)
     posted(child, port, ([5, 6], 1))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths, LevelsPlacement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
-from actors.options import PipelineName, VerifyRule
+from actors.options import INDEPENDENT_ONLY, PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.verification.compatibility import DraftTrait
 from tests.actors.drafters.model.test_config_properties import AHEAD, refused
@@ -57,9 +57,9 @@ def broken_rules(config, rule, pipeline):
     trees = [level.name == "model" and level.strategy == "tree" for level in levels[1:]]
     if config.merge and (rule != "coupled" or trees[-1]):
         broken.add("merge")
-    if rule == "kseq" and tails:
+    if rule in INDEPENDENT_ONLY and tails:
         broken.add("tails")
-    passes_lookup = rule == "kseq" and first.name != "model"
+    passes_lookup = rule in INDEPENDENT_ONLY and first.name != "model"
     is_auto, added = config.lengths == "auto", tails or config.merge
     in_turn = pipeline in (PipelineName.sync, PipelineName.plain)
     if is_auto and (config.placement == "separate" or not in_turn or added or passes_lookup or any(trees)):
@@ -115,7 +115,8 @@ def test_trees_that_reach_the_target_are_named():
     ):
         config = CascadeDrafterConfig(levels=levels)
         assert kind in config.sampling_kinds(VerifyRule.rejection, PipelineName.sync)
-        assert config.sampling_kinds(VerifyRule.kseq, PipelineName.sync) == {SamplingKind.IID}
+        for rule in INDEPENDENT_ONLY:
+            assert config.sampling_kinds(rule, PipelineName.sync) == {SamplingKind.IID}
         assert config.draft_traits == ({DraftTrait.BRANCHES} if branches else set())
 
 

@@ -16,7 +16,7 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import DraftRows, ModelDrafterConfig, Strategy
 from actors.drafters.self_speculation.config import SelfDrafterConfig
-from actors.options import SchedulerConfig
+from actors.options import INDEPENDENT_ONLY, SchedulerConfig
 from parallel.runtime.runner import Span, open_model
 from tests.matrices import in_turn
 
@@ -127,7 +127,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     list(in_turn([*zip(SELVES, SAMPLINGS, strict=True), ("triforce", "T=1")], ["coupled", "rejection"])),
 )
 def test_the_target_with_fewer_layers_is_a_level(open_room, make_requests, plain_tokens, levels, sampling, rule):
-    """In a short pool too, whose rows it borrows."""
+    """It borrows rows of the pool, which may be short."""
     config = TRIFORCE if levels == "triforce" else SELVES[levels]
     requests = make_requests(5, max_tokens=30, **SAMPLINGS[sampling])
     if levels not in plain_tokens:
@@ -160,7 +160,14 @@ def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests
     assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "traversal", "kseq"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "traversal",
+        "kseq",
+        *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("rejection", "block", "transport")),
+    ],
+)
 @pytest.mark.parametrize("levels", ["horizontal", pytest.param("maxgram-model-model", marks=pytest.mark.slow)])
 def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, rule, levels):
     requests = make_requests(3, max_tokens=20)
@@ -169,11 +176,18 @@ def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, ru
     assert room.tokens == plain.tokens and room.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "traversal", "kseq"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "rejection",
+        "traversal",
+        *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("block", "kseq", "transport")),
+    ],
+)
 def test_ratio_rules_serve_sampled_requests(open_room, make_requests, rule):
     """The law is certified by enumeration; here, that every pipeline keeps draws and laws together."""
     for pipeline in ("sync", "branches"):
-        levels = "maxgram-model-model" if rule == "kseq" else "horizontal"
+        levels = "maxgram-model-model" if rule in INDEPENDENT_ONLY else "horizontal"
         room = open_room(CASCADES[levels], rule=rule, pipeline=pipeline)
         room.serve(make_requests(3, max_tokens=20, temperature=0.3, ignore_eos=True))
         assert all(len(tokens) == 20 for tokens in room.tokens.values())
@@ -189,7 +203,7 @@ def test_the_target_as_a_level_is_always_right(open_room, make_requests, models)
 
 
 def test_a_better_base_saves_passes(open_room, make_requests, models):
-    """With a perfect child, the level reviews once per draft instead of once per token."""
+    """The level above a perfect child reviews once per draft instead of once per token."""
     requests = make_requests(2, max_tokens=40)
     passes = {}
     useless = NgramDrafterConfig(num_draft_tokens=5, max_ngram=9, min_ngram=9)
@@ -215,7 +229,8 @@ def test_merged_guesses_are_accepted_where_the_last_level_was_wrong(open_room, m
     [("horizontal", "sync"), ("four", "branches"), pytest.param("merged", "tree", marks=pytest.mark.slow)],
 )
 def test_kv_of_every_level_is_that_of_its_text(open_room, make_requests, models, levels, pipeline):
-    """After any round, the rows a level keeps are those of reading its text, committed and drafted, from scratch."""
+    """The rows that a level keeps after any round are those of reading its text, committed and drafted, from
+    scratch."""
     fresh = {path: open_model(models[path], num_slots=256) for path in ("tiny", "small", "drafter")}
     checked = Counter()
 

@@ -10,6 +10,7 @@ from actors.drafters.cascade.draft_lengths import LengthControl, PassedLengths
 from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
 from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Capabilities, Context, Draft
+from actors.options import INDEPENDENT_ONLY
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.noise import NoiseStream, noise_key
 from actors.verification.random_source import HashRandomSource
@@ -333,7 +334,7 @@ def test_numbers_are_those_of_the_level_the_epoch_and_the_admission():
         ("coupled", 1.0, 1, ()),
         ("rejection", 0.0, 1, (SamplingKind.ROOT, *[SamplingKind.DETERMINISTIC] * 2)),
         ("rejection", 1.0, 1, (SamplingKind.ROOT, *[SamplingKind.IID] * 2)),
-        ("kseq", 1.0, 2, (SamplingKind.ROOT, *[SamplingKind.IID] * 4)),
+        *((rule, 1.0, 2, (SamplingKind.ROOT, *[SamplingKind.IID] * 4)) for rule in INDEPENDENT_ONLY),
         ("rejection", 1.0, 2, (SamplingKind.ROOT, *[SamplingKind.WITHOUT_REPLACEMENT] * 4)),
     ],
 )

@@ -1,4 +1,5 @@
-"""Whose tokens were accepted: counts by the level that drafted them, and what the control of lengths learns of them."""
+"""Tests of whose tokens were accepted: counts by the level that drafted them, and what the control of lengths learns of
+them."""
 
 from __future__ import annotations
 

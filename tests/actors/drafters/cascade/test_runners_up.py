@@ -25,7 +25,7 @@ def verified():
 
 
 def test_the_next_best_come_from_the_logits_of_the_token_s_own_node(verified):
-    """Of a path that leaves out nodes 1 and 4; every node has another order of tokens."""
+    """The path leaves out nodes 1 and 4; every node has another order of tokens."""
     orders = [torch.randperm(VOCAB, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     own = (TREE.token_ids[2], TREE.token_ids[3], 5)
     logits = torch.zeros(5, VOCAB)

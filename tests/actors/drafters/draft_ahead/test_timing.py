@@ -16,6 +16,28 @@ def mean(values):
 
 
 @pytest.mark.parametrize("seed", range(30))
+def test_passes_at_once_end_before_a_preview_is_due(seed):
+    draw, timing = random.Random(seed), DraftAheadTiming()
+    timing.record_answer(0.0)
+    assert timing.num_passes(0.0) == 1, "nothing is known"
+    interval_s, pass_s, num_late = draw.uniform(1, 20), draw.uniform(0.1, 5), draw.randrange(3)
+    timing.record_pass(-3 * pass_s, 0.0, num_passes=3)
+    timing.record_arrival(interval_s)
+    for _ in range(num_late):
+        timing.preview_was_late()
+    timing.record_answer(100.0)
+    lead_s = min(num_late * pass_s, interval_s)
+    for passed in (0.0, 0.3, 0.9):
+        now = 100 + passed * interval_s
+        left = (100 + interval_s - pass_s - lead_s - now) / pass_s
+        num_passes = timing.num_passes(now)
+        assert num_passes == max(1, int(left))
+        assert num_passes == 1 or not timing.is_preview_due(now + (num_passes - 0.01) * pass_s)
+    timing.record_arrival(100 + interval_s)
+    assert timing.num_passes(200.0) == 1, "no verdict is awaited"
+
+
+@pytest.mark.parametrize("seed", range(30))
 def test_it_waits_and_shows_its_drafts_as_its_estimates_say(seed):
     draw, timing = random.Random(seed), DraftAheadTiming()
     now, lead_s, expected = 0.0, 0.0, False
@@ -58,3 +80,18 @@ def test_it_waits_and_shows_its_drafts_as_its_estimates_say(seed):
             late_in = due_at + pass_s - at
             found = timing.pause_s(at)
             assert found == (pytest.approx(late_in) if waits and spares and late_in > 1e-6 else 0)
+
+
+def test_previews_that_stream_leave_four_times_a_round():
+    timing = DraftAheadTiming()
+    timing.record_answer(0.0)
+    timing.record_pass(0.0, 0.1)
+    timing.record_arrival(4.0)
+    timing.record_answer(10.0)
+    timing.record_preview(10.0)
+    assert timing.num_passes(10.0) == 39 and not timing.is_preview_due(13.8)
+    timing.streams = True
+    assert timing.num_passes(10.0) == 10 and timing.num_passes(10.95) == 1, "up to the next preview"
+    assert [timing.is_preview_due(now) for now in (10.9, 11.0)] == [False, True]
+    timing.record_preview(11.0)
+    assert not timing.is_preview_due(11.9) and timing.num_passes(12.5) == 1

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from actors.drafters.draft_ahead.tree import AHEAD, redraft
+from actors.drafters.draft_ahead.tree import AHEAD, num_chained, redraft
 from tests.actors.protocol.test_draft_tree import SEEDS, Grown
 
 LENGTH = 2
@@ -67,6 +67,28 @@ def test_the_nodes_fed_next_are_those_of_the_definition(seed, width):
     outcomes = [i for i in range(1, len(nodes)) if not nodes[i].offered and nodes[nodes[i].parent].offered]
     open_ = [i for i in outcomes if any(tip in ready for tip in continuation(tree, i))]
     assert set(outcome_of.values()) == set(likeliest(tree, open_, width - len(unfed)))
+
+
+@pytest.mark.parametrize("pipeline", AHEAD)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_chains_go_on_at_once_as_they_would_pass_by_pass(seed, pipeline):
+    """Children that are less likely than their parents and likelier than nothing: what a drafter would find."""
+    length, width = 3, 2
+    tree = prepared(seed)
+    chosen = AHEAD[pipeline](tree, width, length)
+    if not chosen:
+        return
+    num_passes = num_chained(pipeline, tree, chosen, length)
+    assert num_passes == 1 or pipeline != "tree"
+    for step in range(1, num_passes + 1):
+        for node in chosen:
+            tree.nodes[node].row = len(tree.nodes)
+            tree.expand(node, [50 + step, 60], [-1e-3, -9.0])
+        expected = [tree.nodes[node].children[0] for node in chosen]
+        chosen = AHEAD[pipeline](tree, width, length)
+        if step < num_passes:
+            assert sorted(chosen) == sorted(expected)
+    assert pipeline != "pearl" or num_passes == 1 or not chosen, "the whole chain at once"
 
 
 def tree_path(tree, node):

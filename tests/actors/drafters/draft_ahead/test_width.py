@@ -50,7 +50,7 @@ def test_before_anything_is_measured_it_starts_with_a_few(width_chooser, time_s)
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_width_has_the_most_tokens_ready(seed):
-    """Of every width by the formula: chances reached, times the passes that fit, at most the wanted length."""
+    """The formula for every width: chances reached, times the passes that fit, at most the wanted length."""
     draw = random.Random(seed)
     fixed_s, per_row_s = draw.uniform(0.5, 2) * MS, draw.uniform(0.01, 1) * MS
     width_chooser, line = seen(fixed_s, per_row_s), LinearFit()

@@ -18,7 +18,7 @@ def config(window=4, ngram=4, guesses=3, **options):
 
 
 def published(**shape):
-    """Without the n-grams of the text, which the published code has off by default."""
+    """The published drafter without the n-grams of the text, which its code has off by default."""
     return config(reads_text=False, **shape)
 
 
@@ -97,7 +97,7 @@ def test_window_and_pool_are_those_of_the_published_algorithm(window, ngram, gue
 
 @pytest.mark.parametrize("ngram", [2, 3, 5])
 def test_a_period_is_found(ngram):
-    """Where the next token follows from the last one, all n-grams of the window are right once they are complete."""
+    """The next token follows from the last one, so all n-grams of the window are right once they are complete."""
     target, _ = opened(
         published(window=6, ngram=ngram, guesses=2), lambda text: (text[-1] + 1) % 7, [0, 1, 2, 3, 4, 5, 6]
     )
@@ -125,7 +125,7 @@ def test_an_index_off_the_key_finds_no_period():
 
 @pytest.mark.parametrize("ends", [(), (END,)])
 def test_end_tokens_leave_the_window(ends):
-    """After an end token the target says nothing of use; kept in the window, they fill it from right to left."""
+    """What the target says after an end token is of no use; kept in the window, they fill it from right to left."""
 
     def next_token(text):
         return END if text[-1] in (END, 6) else (text[-1] + 1) % 11

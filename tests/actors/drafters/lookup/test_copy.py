@@ -47,7 +47,8 @@ def test_copying_starts_behind_the_trigger_and_ends_with_budget_or_prompt():
 
 
 def test_a_source_is_copied_from_its_beginning_and_the_prompt_is_not():
-    """Of an encoder-decoder: aggressive decoding. After a disagreement copying goes on where the output is again."""
+    """This is aggressive decoding of an encoder-decoder. After a disagreement copying goes on where the output is
+    again."""
     drafter = CopyDrafter(trigger_len=2)
     context = Context(0, 0, [50], 1, SamplingParams(max_tokens=100), source=(1, 2, 3, 4, 5, 6))
     drafter.open(context)

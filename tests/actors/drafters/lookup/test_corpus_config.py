@@ -1,4 +1,4 @@
-"""Where the text that a lookup reads at its start lies, and whose tokens it is read as."""
+"""Tests of where the text lies that a lookup reads at its start, and whose tokens it is read as."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_shared_text_is_bounded_and_the_oldest_goes_first():
 
 
 def test_answers_are_read_once_something_is_drafted(monkeypatch):
-    """At rest requests come and go. The latest of theirs are remembered."""
+    """Requests come and go while nothing is drafted. The latest of theirs are remembered."""
     drafter, read = make(), list[int]()
     add_text = SuffixAutomaton.add_text
     monkeypatch.setattr(SuffixAutomaton, "add_text", lambda self, text: read.append(len(text)) or add_text(self, text))

@@ -14,7 +14,7 @@ WRONG, RIGHT, SHARE_RIGHT = (2.0, 5.0), (5.0, 2.0), 0.7
 
 
 def chance_right(gap, wrong, right):
-    """Of a token with this gap, by Bayes' rule, were every second one right."""
+    """The chance that a token with this gap is right, by Bayes' rule, were every second one right."""
     likely, unlikely = (Beta(*one).log_prob(torch.tensor(gap)).exp().item() for one in (right, wrong))
     return likely / (likely + unlikely)
 
@@ -69,7 +69,7 @@ def test_gaps_that_are_all_one_have_a_fit(gap, is_right):
 
 
 def test_densities_that_cross_twice_leave_a_threshold():
-    """Of the gaps tried, those above it are as many as are right with that chance."""
+    """Those of the gaps tried that are above it are as many as are right with that chance."""
     mixture, draw = BetaMixture(), random.Random(1)
     for _ in range(4000):
         is_right = draw.random() < 0.5

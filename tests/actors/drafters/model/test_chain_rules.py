@@ -131,7 +131,7 @@ def least_gap(rule):
 
 @pytest.mark.parametrize(("threshold", "expected"), [(0.6, 0.466), (0.3, 0.570)])
 def test_a_chain_ends_at_gaps_that_are_wrong_too_often(threshold, expected):
-    """Of right tokens the gaps are Beta(5, 2), of the others Beta(2, 5), whose densities have the ratio
+    """The gaps of right tokens are Beta(5, 2), those of the others Beta(2, 5), whose densities have the ratio
     (x / (1 - x)) ** 3: they are as 0.4 to 0.6, the published chance, at 0.466, and as 0.7 to 0.3 at 0.570."""
     rule, draw, found = GapRule(threshold), random.Random(3), []
     for drafts in range(1500):

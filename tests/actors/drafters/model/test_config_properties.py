@@ -15,7 +15,7 @@ from actors.drafters.model.config import (
     ModelDrafterConfig,
     Strategy,
 )
-from actors.options import Parallel, PipelineName, VerifyRule
+from actors.options import INDEPENDENT_ONLY, Parallel, PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.verification.compatibility import check_scheme
 
@@ -108,7 +108,7 @@ def test_how_children_are_drawn_is_for_rules_and_pipelines_that_draw():
 
 def test_draws_are_as_asked_for_and_a_rule_that_is_not_exact_for_them_refuses():
     of = lambda rule, **options: ModelDrafterConfig(path="x", **options).draw_kind(rule)  # noqa: E731
-    for rule in ("rejection", "traversal", "kseq"):
+    for rule in ("rejection", "traversal", "kseq", "transport"):
         for strategy in (Strategy.chain, Strategy.tree):
             assert of(rule, strategy=strategy, draws=Draws.independent) is SamplingKind.IID
             assert of(rule, strategy=strategy, draws=Draws.without_replacement) is SamplingKind.WITHOUT_REPLACEMENT
@@ -122,6 +122,10 @@ def test_chains_and_plain_trees_are_drawn_at_random_on_demand():
         for rule in VerifyRule:
             for pipeline in (*SYNC, *AHEAD):
                 (kind,) = ModelDrafterConfig(strategy=strategy).sampling_kinds(rule, pipeline)
-                drawn = SamplingKind.IID if rule == "kseq" and strategy != "beam" else SamplingKind.WITHOUT_REPLACEMENT
+                drawn = (
+                    SamplingKind.IID
+                    if rule in INDEPENDENT_ONLY and strategy != "beam"
+                    else SamplingKind.WITHOUT_REPLACEMENT
+                )
                 at_random = strategy in ("chain", "tree", "beam") and pipeline in SYNC
                 assert kind is (drawn if at_random else SamplingKind.DETERMINISTIC)

@@ -248,7 +248,7 @@ def test_a_chain_costs_one_pass_per_token(open_drafter):
     ("shape", "rule", "draw"),
     [
         *((shape, "rejection", SamplingKind.WITHOUT_REPLACEMENT) for shape in ("chain", "tree", "beam")),
-        *((shape, "kseq", SamplingKind.IID) for shape in ("chain", "tree")),
+        *((shape, rule, SamplingKind.IID) for shape in ("chain", "tree") for rule in ("kseq", "transport")),
     ],
 )
 def test_sampled_drafts_show_the_laws_they_were_drawn_from(open_drafter, shape, rule, draw):
@@ -345,7 +345,7 @@ def test_sampled_trees_grow_where_the_noise_of_the_target_leads(open_room, make_
 
 @pytest.mark.parametrize("shape", ["chain", "best_first"])
 def test_a_window_of_rows_drafts_behind_a_text_beyond_pool_and_positions(open_drafter, shape):
-    """In the least room that the record asks for, and whatever verdicts are."""
+    """It has the least room that the record asks for, and verdicts are any."""
     config = replace(SHAPES[shape], rows=DraftRows.streaming, sinks=2, window=24, ahead_width=1, depth=4)
     num_slots = config.most_rows(SchedulerConfig(prefill_chunk=16))
     drafter, runner = open_drafter(shape, num_slots=num_slots, prefill_chunk=16)

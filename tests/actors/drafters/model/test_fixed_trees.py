@@ -57,7 +57,7 @@ def test_a_sure_drafter_gets_a_chain_and_an_unsure_one_a_star():
 
 
 def grow(growth, budget):
-    """To the end; every node has as many candidates as asked for."""
+    """Grows a tree to its end; every node has as many candidates as asked for."""
     tree, frontier, fed = GrowingTree(9), [0], 0
     for level in range(growth.depth):
         offered = [Candidate(node, 10 * node + i, 0.0) for node in frontier for i in range(growth.width(level))]

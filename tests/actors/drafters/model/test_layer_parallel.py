@@ -116,7 +116,7 @@ def open_drafter(models):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_calibration_is_the_first_draft_step_of_the_next_round(open_drafter, shape):
-    """After a round that accepted three tokens the next starts with one exact pass over those and the next token."""
+    """The round after one that accepted three tokens starts with one exact pass over those and the next token."""
     drafter, runner, context = open_drafter(SHAPES[shape])
     budget = SHAPES[shape].num_draft_tokens
     judged(drafter, context, budget, 3)

@@ -82,7 +82,7 @@ def opened(monkeypatch):
     monkeypatch.setattr(loading, "open_model", open_model)
     monkeypatch.setattr(loading, "captured_facts", captured_facts)
     monkeypatch.setattr(loading, "head_rows", lambda config: seen.head)
-    monkeypatch.setattr(loading, "filling_masks", lambda one, path, steps: ("masks", one, path, steps))
+    monkeypatch.setattr(loading, "filling_masks", lambda *given: ("masks", *given))
     monkeypatch.setattr(loading, "pace", lambda one, ms: setattr(seen, "pace", (one, ms)))
     monkeypatch.setattr(
         loading,
@@ -97,6 +97,7 @@ def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
     config = replace(
         *(MODEL,),
         mask_steps=3,
+        mask_drafts=2,
         dtype="float32",
         kv_slots=9,
         weights="int8",
@@ -130,7 +131,7 @@ def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
     }
     assert opened.model == (("draft", SINGLE, "cpu", torch.float16, 77), options)
     assert opened.captured == (opened.runner, CHAINS, ["choices"])
-    assert runner == ("masks", opened.runner, "draft", 3) and opened.pace == (runner, [2.0, 0.5])
+    assert runner == ("masks", opened.runner, "draft", 3, 2) and opened.pace == (runner, [2.0, 0.5])
     assert facts == {"kv_slots": 77, "graphs": "some", "pass_bytes": 33}
 
 

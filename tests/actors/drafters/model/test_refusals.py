@@ -22,7 +22,7 @@ from actors.drafters.model.config import (
 )
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.options import PipelineName, VerifyRule
+from actors.options import INDEPENDENT_ONLY, PipelineName, VerifyRule
 from tests.actors.drafters.model.test_config_properties import AHEAD, SYNC, refused
 
 MODEL, OWN, SPECULATOR = ModelDrafterConfig(path="x"), SelfDrafterConfig(), SpeculatorDrafterConfig(path="x")
@@ -49,6 +49,13 @@ REFUSED = [
         "calibration",
         [dict(mlp_parallel=MlpParallel.auto), dict(calibration=Calibration.owner)],
     ),
+    (
+        MODEL,
+        dict(mask_drafts=2, mask_steps=1, strategy=Strategy.tree),
+        "mask_drafts",
+        [dict(mask_steps=2), dict(mask_steps=0), dict(mask_drafts=1)],
+    ),
+    (MODEL, dict(mask_drafts=2), "mask_drafts", [dict(strategy=Strategy.best_first), dict(mask_drafts=1)]),
     (MODEL, dict(online_state="s"), "online_state", [dict(online=True), dict(online_state="")]),
     (MODEL, dict(online=True, prefixes=[1]), "online", [dict(prefixes=[]), dict(online=False)]),
     (
@@ -169,6 +176,6 @@ def test_the_most_children_of_a_node(options, widest):
 def test_children_are_drawn_as_the_rule_wants_them_unless_the_options_say_how():
     for rule in VerifyRule:
         by_rule = MODEL.draw_kind(rule).name
-        assert by_rule == ("IID" if rule is VerifyRule.kseq else "WITHOUT_REPLACEMENT")
+        assert by_rule == ("IID" if rule in INDEPENDENT_ONLY else "WITHOUT_REPLACEMENT")
         assert replace(MODEL, draws=Draws.independent).draw_kind(rule).name == "IID"
         assert replace(MODEL, draws=Draws.without_replacement).draw_kind(rule).name == "WITHOUT_REPLACEMENT"

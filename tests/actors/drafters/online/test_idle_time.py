@@ -100,7 +100,7 @@ def test_a_busy_machine_learns_in_the_pauses_and_its_rounds_go_on():
     late_s, answered = [0.0, 0.0], 0
 
     def wait(seconds: float) -> float:
-        """Until the next record; by how much the role is late for it."""
+        """Works until the next record; returns by how much the role is late for it."""
         arrives = machine.now + seconds
         while machine.now < arrives:
             pause = role.pause_s()
@@ -127,7 +127,8 @@ def test_a_busy_machine_learns_in_the_pauses_and_its_rounds_go_on():
 
 
 def waited(intervals: list[float]) -> IdleTime:
-    """After records that came so long after the answers before them, all of them without delay; now is 100."""
+    """The state after records that came so long after the answers before them, all of them without delay; now is
+    100."""
     times, now = IdleTime(1.0, 0.0), 100.0 - sum(intervals)
     for interval in intervals:
         times.answered(now)

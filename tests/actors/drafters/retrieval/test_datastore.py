@@ -127,14 +127,14 @@ BEYOND = (-(2**31), -5000, -1, 0, 1, 200, 2**20, 2**31 - 1)
 
 
 def with_numbers(content, rng):
-    """With some numbers of tokens or array replaced by others, in and out of range."""
+    """A datastore with some numbers of tokens or array replaced by others, in and out of range."""
     numbers = np.frombuffer(content[4096:], np.int32).copy()
     numbers[rng.sample(range(len(numbers)), rng.randint(1, 4))] = rng.choice(BEYOND)
     return content[:4096] + numbers.tobytes()
 
 
 def with_header(content, rng):
-    """With a damaged header of the right length."""
+    """A datastore with a damaged header of the right length."""
     kind, header = damaged_json(content[:4096].decode(), rng)
     return kind, header[:4096].ljust(4096) + content[4096:]
 

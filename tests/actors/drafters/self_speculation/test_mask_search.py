@@ -52,6 +52,7 @@ def found_by(value, size, evaluations, seed, **options):
     return search.best_value
 
 
+@pytest.mark.slow
 def test_the_process_finds_the_optimum_of_a_planted_objective():
     """A hundredth of the space is evaluated; drawing at random finds the optimum in none of these."""
     size, evaluations = 12, 60
@@ -109,7 +110,8 @@ def covariance(masks, others, scale):
 
 
 def improvements(known, values, candidates):
-    """By the formulas, of the process whose scale and noise make the standardised values likeliest."""
+    """Expected improvements by the formulas, of the process whose scale and noise make the standardised values
+    likeliest."""
     y = (np.array(values) - np.mean(values)) / np.std(values, ddof=1)
     longest = max(sum(a != b for a, b in zip(x, z, strict=True)) for x in known for z in known)
     options = []
@@ -128,7 +130,7 @@ def improvements(known, values, candidates):
 
 
 def test_expected_improvements_are_those_of_the_likeliest_process():
-    """On values that are smooth, rough and noisy, so that every scale and noise is the likeliest somewhere."""
+    """The values are smooth, rough and noisy, so that every scale and noise is the likeliest somewhere."""
     draw, found = random.Random(0), set()
     for number in range(60):
         size = draw.choice([4, 8, 12])

@@ -51,7 +51,7 @@ def setup(models):
     ],
 )
 def test_every_key_reaches_its_search(setup, monkeypatch, keys, expected):
-    """Of a target of five layers, ten sublayers, of which six are inner ones."""
+    """The target has five layers: ten sublayers, of which six are inner ones."""
     made = []
     for name in ("SwiftSearch", "ClaspSearch", "FlySearch", "ExitSearch"):
         monkeypatch.setattr(searches, name, lambda *_, name=name, **options: made.append((name, options)))

@@ -50,7 +50,7 @@ def opened(path, group=SINGLE, **keys):
 
 
 def test_swift_finds_the_layers_that_add_nothing(models):
-    """Of 20 inner sublayers the 6 to skip lie among the silent 6 of layers 2 to 4: one mask of 38,760."""
+    """The 6 of 20 inner sublayers to skip lie among the silent 6 of layers 2 to 4: one mask of 38,760."""
     target, search = opened(models["target"], search=Search.swift, skip_share=0.5, search_trials=300)
     contexts = [written(target, request_id=i) for i in range(3)]
     slots = target.pool.slots(0).copy()
@@ -122,7 +122,7 @@ def test_the_exit_is_the_one_behind_which_nothing_happens(models):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_all_layers_reproduce_what_the_target_wrote(models, temperature):
-    """Under the coupled rule with the noise of the draw, too."""
+    """They do so under the coupled rule with the noise of the draw, too."""
     from actors.sampling.logits import choose_plain
 
     target = open_model(models["target"], num_slots=256)

@@ -155,6 +155,7 @@ def test_a_bfloat16_checkpoint_is_run_in_bfloat16_and_beside_it_in_ours(target, 
     assert list(exact.sides(task(NoDrafterConfig()))) == ["transformers float32"]
 
 
+@pytest.mark.slow
 def test_a_peer_in_a_process_of_its_own_gives_the_same_tokens(target):
     expected = tokens(transformers(target).complete(PLAIN, task(NoDrafterConfig())))
     with open_peer("transformers", setup(target))["transformers"] as peer:

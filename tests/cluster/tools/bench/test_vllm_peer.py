@@ -114,7 +114,7 @@ def test_an_environment_of_its_own_is_named_and_a_program_that_dies_is_one_line(
     monkeypatch.setenv(vllm_peer.PYTHON, sys.executable)  # it has no vLLM
     check_peers(["vllm"], GREEDY)
     peer = Vllm(PeerSetup(TargetConfig(path=path), "float32", "cpu", 64), exact=False)
-    with pytest.raises(RuntimeError, match="^job.peers=vllm: it ended with exit code 1"):
+    with pytest.raises(RuntimeError, match=r"^job.peers=vllm: it ended with exit code 1: \w+Error: .*vllm"):
         peer.complete("vllm", task(NoDrafterConfig()))
     with pytest.raises(ValueError, match="^job.peers=vllm: cannot stretch a target; drop target.stretch=2"):
         Vllm(PeerSetup(TargetConfig(path=path, stretch=2), "float32", "cpu", 64), exact=False)

@@ -94,7 +94,7 @@ def test_movement_is_the_largest_change_of_a_logit(readers, monkeypatch):
 
 
 def test_an_invariant_target_is_allowed_no_movement(tiny_checkpoint):
-    """Where bits of a row depend on the rows beside it, it is refused."""
+    """A target whose rows depend, in any bit, on the rows beside them is refused."""
     config = TargetConfig(path=str(tiny_checkpoint("Llama")), device="cpu", dtype="bfloat16", numerics="invariant")
     if not has_attention():
         with pytest.raises(ValueError, match="numerics=invariant"):

@@ -40,6 +40,6 @@ def pooled(*num_targets: int, pools: tuple[int, ...] = (1,), share: int = 0) -> 
 
 
 LOCAL = pooled(2, 2, pools=(1, 1), share=2)
-"""Of `two_regions`: each region has its pool."""
+"""A layout of `two_regions` in which each region has its pool."""
 
 BAD_LUCK = Losses(drafters_per_minute=80, targets_per_minute=40, recovery_s=0.4, detect_s=0.1)

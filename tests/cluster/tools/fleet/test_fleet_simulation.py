@@ -59,6 +59,7 @@ def test_a_token_that_a_client_gets_wrong_is_counted(monkeypatch):
     assert simulate_fleet(two_regions(), LOCAL).num_different == 1
 
 
+@pytest.mark.slow
 def test_without_losses_all_is_served_and_every_layout_meets_the_same_requests():
     fleet = two_regions()
     results = [
@@ -73,6 +74,7 @@ def test_without_losses_all_is_served_and_every_layout_meets_the_same_requests()
     assert results[0].num_requests == results[1].num_requests
 
 
+@pytest.mark.slow
 def test_a_lost_drafter_is_replaced_by_the_other_region_and_comes_back():
     fleet = two_regions(losses=HARDER)
     far = simulate_fleet(fleet, pooled(2, 2, pools=(0, 1), share=4))
@@ -81,6 +83,7 @@ def test_a_lost_drafter_is_replaced_by_the_other_region_and_comes_back():
     assert far.drafted_share > 0.3 and far.num_different == 0
 
 
+@pytest.mark.slow
 def test_text_that_does_not_fit_is_put_off_not_changed():
     target = TargetReplica(pass_ms=15.0, ranks=4, max_num_seqs=8, kv_slots=150)
     load = FleetLoad(requests_per_s=60, seconds=1, warmup_s=0.2, prompt=[20], output=[40])

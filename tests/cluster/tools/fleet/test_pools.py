@@ -25,7 +25,9 @@ def per_target(fleet, layout):
     return result.tokens_per_s / sum(layout.num_targets)
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "branches", "tree"])
+@pytest.mark.parametrize(
+    "pipeline", ["sync", *(pytest.param(name, marks=pytest.mark.slow) for name in ("branches", "tree"))]
+)
 def test_a_pool_of_one_target_is_the_drafter_of_the_other_simulator(pipeline):
     fleet = small_fleet(pipeline=pipeline, load=LONG)
     scenario = Scenario(
@@ -58,6 +60,7 @@ def test_plain_and_attached_targets_are_those_of_closed_forms():
     assert per_target(fleet, attached) == pytest.approx(tokens / (5 * 1.5e-3 + 15.2e-3), rel=0.04)
 
 
+@pytest.mark.slow
 def test_rows_that_cost_and_hosts_that_are_slow_are_felt():
     fleet = small_fleet(3)
     flat, layout = per_target(fleet, pooled(3)), pooled(3)

@@ -49,6 +49,7 @@ def texts(deep) -> list[KnownText]:
     return written
 
 
+@pytest.mark.slow
 def test_the_table_of_an_ablation(deep, texts):
     found = compare(deep, texts, SAMPLING, INTERVALS[::3], planned=[(1, 4, 1), (3, 3)])
     exact, *fuzzy = found

@@ -64,6 +64,7 @@ def test_recorded_text_is_played_back():
     assert 1.0 < halved.tokens_per_round < 2.0, "no draft token after the first is accepted"
 
 
+@pytest.mark.slow
 def test_the_published_layout_of_swiftspec_comes_out_best():
     costs = read_costs(EXAMPLES / "swiftspec-70b.yaml")
     drafter = ModelDrafterConfig(fan_out=8, ahead_width=16)

@@ -9,6 +9,7 @@ import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate, tuned
+from tests.matrices import in_turn
 
 LONGEST = 8
 CASES = {  # acceptance, draft pass, target pass, what each row of a pass adds, requests
@@ -44,7 +45,7 @@ def plain_decoding(case):
 
 def cases_of_pipelines():
     """Every case in three pipelines; by default each in one."""
-    by_default = [("easy", "branches"), ("hard", "sync"), ("batch", "sync")]
+    by_default = [("easy", "branches"), ("batch", "sync")]
     for case in CASES:
         for pipeline in ("sync", "branches", "tree"):
             yield pytest.param(case, pipeline, marks=[] if (case, pipeline) in by_default else pytest.mark.slow)
@@ -60,10 +61,10 @@ def test_it_comes_close_to_the_best_fixed_length(pipeline, case):
 
 
 def hopeless_cases():
-    """In every pipeline; by default one of the two, in turn."""
+    """Cases in every pipeline; by default one of the two, in turn."""
     for i, pipeline in enumerate(("sync", "pearl", "branches", "tree", "pingpong")):
         for j, case in enumerate(HOPELESS):
-            yield pytest.param(case, pipeline, marks=[] if i % 2 == j else pytest.mark.slow)
+            yield pytest.param(case, pipeline, marks=[] if i < 2 and i == j else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("case", "pipeline"), list(hopeless_cases()))
@@ -77,6 +78,7 @@ def test_speculation_that_does_not_pay_costs_next_to_nothing(pipeline, case):
     assert modes["rest"] > 0.65 * sum(modes.values())
 
 
+@pytest.mark.slow
 def test_drafts_that_nearly_pay_cost_next_to_nothing():
     """Those of half of the target's layers: with one draft token 0.97 of plain decoding, with more less."""
     fixed = scenario("sync", (0.45, 5e-3, 10e-3, 0.0, 1))
@@ -85,15 +87,14 @@ def test_drafts_that_nearly_pay_cost_next_to_nothing():
     assert simulate(replace(fixed, adaptive=True)).tokens_per_s > 0.97 * plain.tokens_per_s
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "branches"])
-@pytest.mark.parametrize("requests", [1, 16, 64])
-def test_a_poor_drafter_rests_after_one_trial_however_short_the_output(pipeline, requests):
-    """From a cold start: a few rounds try drafts, in a batch with a few of its requests."""
-    cold = replace(scenario(pipeline, (0.02, 2e-3, 10e-3, 0.35e-3, requests)), max_tokens=25, adaptive=True)
+@pytest.mark.parametrize(("requests", "pipeline"), list(in_turn([1, 16, 64], ["sync", "branches"])))
+def test_a_poor_drafter_rests_after_a_trial_or_two(pipeline, requests):
+    """The start is cold: a few rounds try drafts, in a batch with a few of its requests."""
+    cold = replace(scenario(pipeline, (0.02, 2e-3, 10e-3, 0.35e-3, requests)), max_tokens=60, adaptive=True)
     result, plain = simulate(cold), simulate(replace(cold, pipeline="plain"))
     assert result.tokens_per_s > 0.95 * plain.tokens_per_s
     assert result.counters["num_by_mode"].keys() == {"catch_up", "trial", "rest"}
-    assert result.counters["num_by_mode"]["trial"] == 1
+    assert 1 <= result.counters["num_by_mode"]["trial"] <= 2
 
 
 @pytest.mark.parametrize("requests", [1, 6])
@@ -102,16 +103,52 @@ def test_a_good_drafter_pays_within_a_short_output(requests):
     assert simulate(cold).tokens_per_s > 1.4 * simulate(replace(cold, pipeline="plain")).tokens_per_s
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "branches", "pingpong"])
-@pytest.mark.parametrize("link_s", [20e-3, 50e-3, 200e-3])
+@pytest.mark.parametrize(
+    ("link_s", "pipeline"), list(in_turn([20e-3, 50e-3, 200e-3], ["sync", "branches", "pingpong"]))
+)
 def test_a_drafter_far_away_costs_next_to_nothing(pipeline, link_s):
     """An exchange takes four passes or more; the first drafts, probes and trials included."""
     far = replace(scenario(pipeline, (0.8, 1.5e-3, 10e-3, 0.0, 1), 500), draft_link_s=link_s, adaptive=True)
     assert simulate(far).tokens_per_s > 0.93 * simulate(replace(far, pipeline="plain")).tokens_per_s
 
 
+@pytest.mark.parametrize("pipeline", in_turn(["pearl", "branches", "tree"], times={"pearl": 0, "tree": 0}))
+def test_a_far_drafter_beside_a_lookup_is_faster_than_either(pipeline):
+    """An exchange of 40 ms beside passes of 10; a pass never waits. The lookup alone is 1.67 times as fast as plain
+    decoding at most."""
+    far = replace(scenario(pipeline, (0.95, 1.5e-3, 10e-3, 0.0, 1), 400), draft_link_s=20e-3)
+    plain = simulate(replace(far, pipeline="plain")).tokens_per_s
+    local = replace(far, local_acceptance=0.4)
+    cold = simulate(replace(local, adaptive=True))
+    assert simulate(far).tokens_per_s < 1.6 * plain
+    assert min(simulate(local).tokens_per_s, cold.tokens_per_s) > 2.0 * plain
+    assert cold.target_busy > 0.98
+
+
+@pytest.mark.parametrize(("link_s", "row_s"), list(in_turn([10e-3, 80e-3], [0.75e-3, 5e-3])))
+def test_a_useless_lookup_beside_a_far_drafter_costs_next_to_nothing(link_s, row_s):
+    far = scenario("branches", (0.6, 1.5e-3, 15e-3, row_s, 1))
+    far = replace(far, draft_link_s=link_s, local_acceptance=0.02)
+    plain = simulate(replace(far, pipeline="plain")).tokens_per_s
+    if link_s > 50e-3:
+        assert simulate(far).tokens_per_s < 0.8 * plain, "a negative control"
+    policy = replace(far, adaptive=True).make_policy()
+    for _ in range(2):
+        assert simulate(replace(far, adaptive=True), policy).tokens_per_s > 0.97 * plain
+
+
+def test_drafts_for_a_large_batch_are_not_taken_for_cheaper_than_they_are():
+    """An exchange of 20 ms beside passes of 15, and rows that are dear: drafts for 16 requests lose a few per cent."""
+    far = scenario("sync", (0.8, 1.5e-3, 15e-3, 0.3e-3, 16))
+    far = replace(far, draft_link_s=10e-3, adaptive=True)
+    plain = simulate(replace(far, adaptive=False, pipeline="plain")).tokens_per_s
+    policy = far.make_policy()
+    for _ in range(2):
+        assert simulate(far, policy).tokens_per_s > 0.97 * plain
+
+
 def test_a_drafter_at_some_distance_is_waited_for():
-    """Where an exchange takes as long as a pass, waiting pays by far."""
+    """An exchange takes as long as a pass: waiting pays by far."""
     near = replace(scenario("branches", (0.8, 1.5e-3, 10e-3, 0.0, 1), 500), draft_link_s=5e-3, adaptive=True)
     assert simulate(near).tokens_per_s > 1.5 * simulate(replace(near, pipeline="plain")).tokens_per_s
 

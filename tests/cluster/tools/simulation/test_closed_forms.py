@@ -1,4 +1,5 @@
-"""Against formulas: wherever theory has a closed form the simulator must find it, from the same pass costs.
+"""The simulator against formulas: wherever theory has a closed form the simulator must find it, from the same pass
+costs.
 
 Acceptance is the text's own relative frequency, which takes the luck of the draw out of both sides.
 """

@@ -40,7 +40,7 @@ def test_ranks_are_as_probable_as_the_drafter_says(unevenness):
 
 
 def test_log_probs_are_calibrated_where_doubt_is_uneven():
-    """Where the drafter is surer it is right more often, and as often as its probabilities state."""
+    """A drafter that is surer is right more often, and as often as its probabilities state."""
     language = Language((0.7,), (0.5,), unevenness=1.5)
     text, sure = language.text(0), []
     for position in range(NUM_POSITIONS):

@@ -40,6 +40,7 @@ CHANGES: dict[str, Any] = {
     "exact": PassCost.flat(4e-3),
     "adaptive": True,
     "disturbances": Disturbances(slowest=0.5),
+    "local_acceptance": 0.4,
 }
 LANGUAGES: dict[str, Any] = {
     "acceptance": (0.75, 0.25),

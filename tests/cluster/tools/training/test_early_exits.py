@@ -42,7 +42,7 @@ def model() -> Any:
 
 
 def batch_of(model: Any) -> TargetBatch:
-    """Of a target of the model's head whose states are random; every token is a label."""
+    """A batch of a target with the model's head, whose states are random; every token is a label."""
     states = torch.randn(3, 10, 32, generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(TOKENS, dtype=torch.bool)
     return TargetBatch(TOKENS, {FINAL: states}, mask, model.lm_head, model.get_input_embeddings())
@@ -173,7 +173,7 @@ def test_each_layer_is_averaged_over_the_ranks_that_trained_it(
     model: Any,
     on_ranks: Callable[[int, Callable[[Group], Any]], list[Any]],  # noqa: F811
 ):
-    """Against the gradients of each rank's own loss, of prefixes of 4 layers, 2 and 1."""
+    """The mean is compared with the gradients of each rank's own loss, of prefixes of 4 layers, 2 and 1."""
     depths, batch = (4, 2, 1), batch_of(model)
 
     def gradients(rank: int) -> DistilledDrafter:

@@ -85,20 +85,19 @@ def test_weights_fit_the_byte_budget():
     assert (pocket.TARGET.parent / "loss.png").stat().st_size < 60_000
 
 
+@pytest.mark.slow
 def test_held_out_perplexity_is_that_of_trained_models(losses: dict[str, float]):
     assert all(math.exp(loss) < WORST_PERPLEXITY[role] for role, loss in losses.items())
     assert losses["target"] == min(losses.values()), "it is better than its drafters"
 
 
-BY_DEFAULT_ONE = ["drafter", pytest.param("deep", marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("role", BY_DEFAULT_ONE)
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["drafter", "deep"])
 def test_drafters_imitate_the_target(role: str, pair: dict[str, LlamaForCausalLM], held_out_rows: torch.Tensor):
     assert agreement_rate(pair["target"], pair[role], held_out_rows) > LOWEST_AGREEMENT
 
 
-@pytest.mark.parametrize("role", BY_DEFAULT_ONE)
+@pytest.mark.parametrize("role", ["drafter", pytest.param("deep", marks=pytest.mark.slow)])
 def test_acceptance_length_of_some_prompts(role: str, pair: dict[str, LlamaForCausalLM]):
     tokenizer = load_tokenizer(pocket.TARGET)
     lines = pocket.PROMPTS.read_text(encoding="utf-8").splitlines()[::24]

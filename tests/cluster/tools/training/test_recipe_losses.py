@@ -26,10 +26,12 @@ from parallel.speculators.config import FINAL
 from parallel.speculators.eagle import training as eagle
 from parallel.speculators.exits import training as exits
 from parallel.speculators.glide import training as glide
+from parallel.speculators.gloeckle import training as gloeckle
 from parallel.speculators.heads import training as heads
 from parallel.speculators.streams import training as streams
 from parallel.training.interface import Speculator, TargetBatch
 from parallel.training.losses import acceptance, cross_entropy, forward_kl
+from tests.matrices import in_turn
 from tests.parallel.conftest import Checkpoint, make_checkpoint  # noqa: F401  a fixture
 from tests.parallel.speculators.nets import make_net, read_text
 
@@ -65,6 +67,12 @@ def of_heads(net: Any, batch: TargetBatch) -> Tensor:
     return drafts
 
 
+def of_later_heads(net: Any, batch: TargetBatch) -> Tensor:
+    drafts = nothing(batch, net.hf["vocab_size"])
+    drafts[:, 1:] = torch.stack([batch.head(read[:, :-1]) for read in net.read(batch)], 2)
+    return drafts
+
+
 def of_chimera(net: Any, batch: TargetBatch) -> Tensor:
     drafts = nothing(batch, net.hf["vocab_size"])
     for depth, (_, read) in enumerate(net.unroll(batch, DEPTHS)):
@@ -73,7 +81,7 @@ def of_chimera(net: Any, batch: TargetBatch) -> Tensor:
 
 
 def of_chain(logits: Tensor, batch: TargetBatch) -> Tensor:
-    """Of drafters whose row of a token does not depend on whether it was drafted."""
+    """The loss of drafters whose row of a token does not depend on whether it was drafted."""
     drafts = nothing(batch, logits.shape[-1])
     for depth in range(DEPTHS):
         drafts[:, : LENGTH - depth, depth] = logits[:, depth:]
@@ -184,6 +192,7 @@ FAMILIES: dict[str, tuple[Any, Any, Any, Any]] = {
         of_chimera,
         decayed,
     ),
+    "gloeckle": (gloeckle.build, gloeckle.GloeckleOptions(heads=DEPTHS, decay=DECAY), of_later_heads, decayed),
     "kangaroo": (
         exits.build,
         exits.ExitOptions("kangaroo", exit=1, depth=DEPTHS),
@@ -246,7 +255,7 @@ def evaluated(net: Speculator, batch: TargetBatch) -> tuple[float, dict[str, flo
 def test_the_loss_is_taken_at_the_labels_of_every_depth(
     name: str, target: Checkpoint, batch: TargetBatch, tmp_path: Path
 ) -> None:
-    """In evaluation, and in training where nothing is drawn at random."""
+    """This holds in evaluation, and in training where nothing is drawn at random."""
     net, (_, _, drafted, defined) = made(name, target, tmp_path), FAMILIES[name]
     if name == "pard":  # an evaluation has masks only where all depths are within the text: without labels at its end
         batch = replace(batch, loss_mask=batch.loss_mask & (torch.arange(LENGTH) < LENGTH - DEPTHS))
@@ -256,8 +265,7 @@ def test_the_loss_is_taken_at_the_labels_of_every_depth(
         assert evaluated(net.train(is_training), batch)[0] == pytest.approx(expected, rel=1e-4), is_training
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "temperature"), list(in_turn(FAMILIES, [0.0, 0.8])))
 def test_held_out_acceptance_is_that_of_the_drafts_by_depth(
     name: str, target: Checkpoint, batch: TargetBatch, tmp_path: Path, temperature: float
 ) -> None:
@@ -283,7 +291,8 @@ def block_net(target: Checkpoint, folder: Path, **options: Any) -> Any:
 def test_the_loss_moves_from_the_plain_block_to_the_corrected_one(
     target: Checkpoint, batch: TargetBatch, tmp_path: Path
 ) -> None:
-    """By a fourth in every step of training, and evaluations take none; a resumed run goes on from its step."""
+    """It moves by a fourth in every step of training, and evaluations take none; a resumed run goes on from its
+    step."""
     net = block_net(target, tmp_path, corrector="gru", base_steps=4)
     anchors = torch.arange(LENGTH).expand(2, -1)
     plain, corrected = batch.head(net.hidden_states(batch, anchors)), net.logits_at(batch, anchors)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.tools.training.speculators import distill, layerskip
+from cluster.tools.training.speculators import distill, layerskip, sdar
 from cluster.tools.training.speculators.recipes import RECIPES
 from docs.recipes_page import page
 from parallel.speculators.block import training as block
@@ -20,6 +20,7 @@ from parallel.speculators.chimera import training as chimera
 from parallel.speculators.eagle import training as eagle
 from parallel.speculators.exits import training as exits
 from parallel.speculators.glide import training as glide
+from parallel.speculators.gloeckle import training as gloeckle
 from parallel.speculators.heads import training as heads
 from parallel.speculators.streams import training as streams
 from parallel.training.interface import TargetBatch
@@ -34,9 +35,11 @@ BASES: dict[str, tuple[Callable[..., Any], Any]] = {
     "p_eagle": (eagle.build, eagle.DraftLayerOptions("p_eagle", **DRAFT_LAYERS)),
     "chimera": (chimera.build, chimera.ChimeraOptions(depths=2)),
     "glide": (glide.build, glide.GlideOptions(depths=2)),
+    "gloeckle": (gloeckle.build, gloeckle.GloeckleOptions(heads=2)),
     "longspec": (glide.build, glide.GlideOptions(depths=2, method="longspec", window=4)),
     "exits": (exits.build, exits.ExitOptions("kangaroo", exit=1, depth=2)),
     "layerskip": (layerskip.build, layerskip.LayerSkipOptions(exit=1, depth=2)),
+    "sdar": (sdar.build, sdar.SdarOptions(mask_token=7)),
     "heads": (heads.build, heads.HeadsOptions("hydra", heads=2)),
     "streams": (streams.build, streams.StreamsOptions(layers=2, start_rank=4, rank=4, heads=2)),
     "block": (block.build, block.BlockOptions(block_size=3, layers=1, taps=2, intermediate_size=40, anchors=8)),
@@ -67,10 +70,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "eagle with features": dict(feature_weight=1.5),
     "p_eagle": dict(keep=0.3, depths=3, layers=2),
     "chimera": dict(intermediate_size=24, depths=3, decay=0.5, divergence="tvd", feature_weight=2.0),
+    "gloeckle": dict(heads=3, intermediate_size=24, decay=0.5, divergence="tvd"),
     "glide": dict(intermediate_size=24, depths=3, divergence="tvd", method="longspec"),
     "longspec": dict(window=3, shift=1, reach=50),
     "exits": dict(method="eesd", exit=2, intermediate_size=24, divergence="tvd", depth=3),
     "layerskip": dict(exit=2, dropout=0.9, exit_scale=0.3, curriculum="gradual", divergence="tvd", repeat=2, depth=3),
+    "sdar": dict(block=3, mask_token=9),
     "heads": dict(
         method="medusa", heads=3, decay=0.5, divergence="tvd", anchors=2, blocks=2, inner=24, head="own",
         own_embedding=True,
@@ -121,14 +126,14 @@ def test_no_setting_is_ignored(base: str, target: Checkpoint, batch: TargetBatch
         assert trace(build, changed, target, batch, tmp_path / name) != as_it_is, f"{name}={value} changes nothing"
 
 
-FILLING = {"pard", "specdiff"}
+FILLING = {"pard", "specdiff", "sdar"}
 
 
 def test_the_settings_of_every_kind_of_recipe_are_changed():
     """A new one needs a value here; those that begin with a model are tested with theirs."""
     kinds: set[Any] = {type(recipe.options) for recipe in RECIPES.values()}
     elsewhere = {"interval", "tied", "linear_skip", "skip", "start"}
-    for kind in kinds - {distill.DistillOptions, *(type(RECIPES[name].options) for name in FILLING)}:
+    for kind in kinds - {distill.DistillOptions, *(type(RECIPES[name].options) for name in ("pard", "specdiff"))}:
         changed = {name for base, (_, options) in BASES.items() if type(options) is kind for name in CHANGES[base]}
         assert {one.name for one in fields(kind)} - changed <= elsewhere, kind.__name__
 
@@ -143,4 +148,7 @@ def test_a_model_that_is_tuned_as_a_whole_learns_slower_than_a_new_module():
     whole = {name for name, pair in rates.items() if pair == (5e-4, 3e-4)}
     assert whole == {"layerskip", "distill", "sorted"} and {rates[name] for name in FILLING} == {(2e-3, 1e-3)}
     assert {rates[name] for name in rates.keys() - whole - FILLING} == {(5e-3, 3e-3)}
-    assert {name: one.writes for name, one in RECIPES.items() if one.writes != "drafter"} == {"layerskip": "target"}
+    assert {name: one.writes for name, one in RECIPES.items() if one.writes != "drafter"} == {
+        "layerskip": "target",
+        "sdar": "target",
+    }

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from cluster.tools.training.models import drafter_config, initialised
+from cluster.tools.training.speculators.pard import MaskRows
 from cluster.tools.training.speculators.specdiff import SpecdiffDrafter, SpecdiffOptions
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
 from parallel.speculators.config import FINAL
-from parallel.speculators.pard import PardRunner, filling_masks
+from parallel.speculators.pard import MUTUAL_FIELD, PardRunner, filling_masks
 from parallel.training.interface import TargetBatch
+from parallel.training.losses import acceptance
 
 DEPTH, LENGTH, MASK = 6, 14, 7
 TOKENS = torch.randint(8, 64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -31,8 +33,9 @@ def net() -> SpecdiffDrafter:
     return made
 
 
-def drafted(net: SpecdiffDrafter, text: list[int], num_steps: int) -> torch.Tensor:
-    """Logits [depth, V] of a draft behind a text, step by step, each a pass over all of it."""
+def drafted(net: SpecdiffDrafter, text: list[int], num_steps: int, start: int | None = None) -> torch.Tensor:
+    """Logits [depth, V] of a draft behind a text, step by step, each a pass over all of it. One of several drafts fills
+    its first token, `start`, after the first pass, and no other."""
     anchor, num_masks = len(text) - 1, DEPTH - 1
     rows = net.rows(torch.full((num_masks,), anchor), torch.arange(1, DEPTH))
     tokens, shown = torch.tensor([[*text, *[MASK] * num_masks]]), torch.zeros(num_masks, dtype=torch.bool)
@@ -41,6 +44,9 @@ def drafted(net: SpecdiffDrafter, text: list[int], num_steps: int) -> torch.Tens
         whole = net.hidden(tokens, rows, shown)[0]
         logits = net.model.lm_head(torch.cat((whole[anchor : anchor + 1], whole[tokens.shape[1] :])))
         found = torch.where(torch.tensor([*shown, False])[:, None], found, logits)
+        if start is not None and not step:
+            tokens[0, len(text)], shown[0] = start, True
+            continue
         num_filled = num_masks * (step + 1) // num_steps
         sure = found[:-1].softmax(-1).max(-1).values.masked_fill(shown, -1)
         for place in sure.topk(num_filled - int(shown.sum())).indices.tolist():
@@ -67,6 +73,41 @@ def test_the_engine_fills_as_was_trained(net: SpecdiffDrafter, tmp_path: Path, n
     for place, text in enumerate(texts.values()):
         expected = drafted(net, text, num_steps)
         assert (torch.stack([row[place] for row in rows]) - expected).abs().max() < 1e-4
+    runner.runner.pool.check()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_steps", [2, 3])
+@pytest.mark.parametrize("is_mutual", [True, False])
+def test_each_of_several_drafts_follows_its_first_token(
+    net: SpecdiffDrafter, tmp_path: Path, num_steps: int, is_mutual: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not is_mutual:  # PARD's masks
+        monkeypatch.setattr(net, "rows", MaskRows)
+        monkeypatch.setattr(net.model.config, MUTUAL_FIELD, False)
+    net.save(tmp_path)
+    runner = filling_masks(open_model(tmp_path), tmp_path, num_steps, num_drafts=2)
+    assert isinstance(runner, PardRunner)
+    texts = {"a": TOKENS[0].tolist(), "b": TOKENS[1, :9].tolist()}
+    for seq_id in texts:
+        runner.open(seq_id)
+    first = runner.forward(
+        [Span(seq_id, len(text)) for seq_id, text in texts.items()], [*texts["a"], *texts["b"]]
+    ).logits
+    likeliest = [row.topk(3).indices.tolist() for row in first]
+    starts = [[row[1], row[0], row[2]] for row in likeliest]  # the third has no draft of its own
+    spans = [Span(seq_id, 3, [len(text) - 1] * 3, 3) for seq_id, text in texts.items()]
+    rows = [runner.forward(spans, [token for row in starts for token in row], fuzzy=True).logits.view(2, 3, -1)]
+    for depth in range(2, DEPTH):
+        above = 3 * depth - 6
+        spans = [Span(seq_id, 3, [len(text) + above + i for i in range(3)], 3) for seq_id, text in texts.items()]
+        rows.append(runner.forward(spans, [9] * 6, fuzzy=True).logits.view(2, 3, -1))
+    for place, text in enumerate(texts.values()):
+        for branch, start in enumerate((likeliest[place][1], likeliest[place][0], likeliest[place][0])):
+            expected = drafted(net, text, num_steps, start)
+            torch.testing.assert_close(
+                torch.stack([row[place, branch] for row in rows]), expected[1:], atol=1e-4, rtol=0
+            )
     runner.runner.pool.check()
 
 
@@ -105,6 +146,51 @@ def test_a_row_whose_label_is_shown_is_not_trained(net: SpecdiffDrafter, monkeyp
     for is_shown in (False, True):
         monkeypatch.setattr(net, "shown_rows", lambda rows, _, one=is_shown: torch.full((len(rows.anchors),), one))
         net.loss(batch, torch.Generator().manual_seed(0))
-    of_text, blocks = 2 * (LENGTH - 1), 2 * 7
+    of_text = blocks = 2 * 7  # rows of text learn where a block begins
     # where all is shown the last depth is left, whose label is behind the block
     assert counted == [of_text + blocks * (DEPTH - 1), of_text + blocks]
+
+
+def test_the_loss_of_streaks_is_the_share_of_a_draft_that_is_rejected(
+    net: SpecdiffDrafter, monkeypatch: pytest.MonkeyPatch
+):
+    """Every block by itself: tokens that are shown count as accepted but for the first, which a row of text predicts;
+    what is behind the labels as rejected."""
+    head = torch.nn.Linear(16, 64, bias=False)
+    hidden = torch.randn(2, LENGTH, 16, generator=torch.Generator().manual_seed(2))
+    is_label = torch.ones(2, LENGTH, dtype=torch.bool)
+    is_label[1, 10:] = False
+    batch = TargetBatch(TOKENS, {FINAL: hidden}, is_label, head, head)
+    rows = net.trained_rows(LENGTH, torch.Generator().manual_seed(3))
+    shown = torch.rand(len(rows.anchors), generator=torch.Generator().manual_seed(4)) < 0.4
+    monkeypatch.setattr(net, "trained_rows", lambda *_: rows)
+    monkeypatch.setattr(net, "shown_rows", lambda *_: shown)
+    losses = list[torch.Tensor]()
+    net.train()
+    for weight in (0.0, 0.5):
+        monkeypatch.setattr(net, "_streak", weight)
+        losses.append(net.loss(batch, torch.Generator())[0])
+    net.eval()
+    with torch.no_grad():
+        drafts = net.model.lm_head(net.hidden(TOKENS, rows, shown))
+        goals, streaks = head(hidden), list[float]()
+        count = len(rows.anchors) // (DEPTH - 1)
+        for text in range(2):
+            for block, anchor in enumerate(rows.anchors[:count].tolist()):
+                streak, chance = 0.0, 1.0
+                for depth in range(DEPTH):
+                    row = LENGTH + (depth - 1) * count + block if depth else anchor
+                    place = anchor + depth
+                    if 0 < depth < DEPTH - 1 and shown[depth * count + block]:
+                        rate = 1.0
+                    elif place + 1 < LENGTH and is_label[text, place + 1]:
+                        rate = float(acceptance(goals[text, place], drafts[text, row], 1.0))
+                    else:
+                        rate = 0.0
+                    chance *= rate
+                    streak += chance / DEPTH
+                streaks.append(1 - streak)
+    assert (losses[1] - losses[0]).item() == pytest.approx(0.5 * sum(streaks) / len(streaks), abs=1e-5)
+    losses[1].backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())
+    net.zero_grad()

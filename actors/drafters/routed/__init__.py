@@ -1,0 +1,1 @@
+"""Several draft models, of which one drafts for a request, by its prompt."""

@@ -1,0 +1,183 @@
+"""`drafter=routed`: several draft models in one role, each of which drafts for the requests that it is given.
+
+The router gives a request to a member by its prompt; a request that names a member gets that one. Only that member
+reads the text and, if it learns, learns from it, so that each becomes the drafter of its own kind of text (Online
+Speculative Decoding, arXiv 2310.07177, which routes by topic). Knows drafters by their contract only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from actors.drafters.auto.members import Member, MembersAhead
+from actors.drafters.config import DraftSetup
+from actors.drafters.interface import Capabilities, Context, Draft, LearnsWhenIdle
+from actors.drafters.routed.router import PromptRouter
+from actors.protocol.messages import Commit, DraftPreview, LearningWork, LevelWork, TokenTree, TopTokens
+
+if TYPE_CHECKING:
+    from actors.drafters.routed.config import RoutedDrafterConfig
+
+
+class RoutedDrafter:
+    """Hands each call on to the member of its request."""
+
+    def __init__(self, members: Sequence[Member], router: PromptRouter) -> None:
+        self.members = members
+        can = [one.drafter.capabilities for one in members]
+        self._member_of: dict[int, int] = {}  # by request
+        self._ahead = RoutedAhead(members, self._member_of)
+        self._learning = [one.learns for one in can if one.learns is not None]
+        self.capabilities = Capabilities(
+            min((one.vocab_size for one in can if one.vocab_size is not None), default=None),
+            prefills=self,
+            works_ahead=self._ahead if any(one.works_ahead is not None for one in can) else None,
+            sends_previews=self if any(one.sends_previews is not None for one in can) else None,
+            has_levels=self,
+            reads_top_tokens=self if any(one.reads_top_tokens is not None for one in can) else None,
+            learns=MembersLearning(self._learning) if self._learning else None,
+        )
+        self._router = router
+        self._work = [LevelWork(one.name) for one in members]
+
+    # --- the contract of drafters -------------------------------------------------------------------------------------
+
+    def open(self, context: Context) -> None:
+        names = [one.name for one in self.members]
+        named = context.drafter is not None and context.drafter in names
+        number = names.index(context.drafter or "") if named else self._router.route(context.prompt)
+        self._member_of[context.request_id] = number
+        self.members[number].drafter.open(context)
+
+    def prefill(self, contexts: Sequence[Context]) -> None:
+        for number, rows in self._by_member(contexts):
+            if (prefills := self.members[number].drafter.capabilities.prefills) is not None:
+                prefills.prefill([contexts[row] for row in rows])
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        drafts: dict[int, Draft] = {}
+        for number, rows in self._by_member(contexts):
+            one = self.members[number]
+            asked = [min(budgets[row], one.longest) for row in rows]
+            started = time.monotonic()
+            found = one.drafter.propose([contexts[row] for row in rows], asked)
+            sizes = [draft.tree.num_draft_tokens for draft in found]
+            work = self._work[number]
+            self._work[number] = replace(
+                work,
+                num_passes=work.num_passes + 1,
+                busy_s=work.busy_s + time.monotonic() - started,
+                num_drafts=work.num_drafts + sum(size > 0 for size in sizes),
+                num_draft_tokens=work.num_draft_tokens + sum(sizes),
+            )
+            for row, draft, size in zip(rows, found, sizes, strict=True):
+                drafts[row] = replace(draft, parts=((one.name, size),)) if size else draft
+        return [drafts[row] for row in range(len(contexts))]
+
+    def observe(self, context: Context, commit: Commit) -> None:
+        number = self._member_of[context.request_id]
+        work = self._work[number]
+        accepted = work.num_accepted_tokens + min(len(commit.path), len(commit.token_ids))
+        self._work[number] = replace(work, num_accepted_tokens=accepted)
+        self.members[number].drafter.observe(context, commit)
+
+    def release(self, request_id: int) -> None:
+        self.members[self._member_of.pop(request_id)].drafter.release(request_id)
+
+    # --- what members can do besides ----------------------------------------------------------------------------------
+
+    def previews(self) -> list[DraftPreview]:
+        return self._ahead.previews()
+
+    def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
+        sends = self.members[self._member_of[context.request_id]].drafter.capabilities.sends_previews
+        assert sends is not None, "a preview is of something prepared"
+        sends.prefetched(context, budget, tree)
+
+    def read_top_tokens(self, top_tokens: TopTokens) -> None:
+        """Every member is shown all of them, and keeps those of its own requests."""
+        for one in self.members:
+            if (reader := one.drafter.capabilities.reads_top_tokens) is not None:
+                reader.read_top_tokens(top_tokens)
+
+    def level_stats(self) -> tuple[LevelWork, ...]:
+        """Work of the members, and acceptance of their drafts."""
+        work, self._work = self._work, [LevelWork(one.name) for one in self.members]
+        return tuple(one for one in work if one.num_passes or one.num_accepted_tokens)
+
+    def _by_member(self, contexts: Sequence[Context]) -> Iterable[tuple[int, list[int]]]:
+        """(member, indices of its requests)."""
+        numbers = [self._member_of[context.request_id] for context in contexts]
+        return [(number, [row for row, own in enumerate(numbers) if own == number]) for number in sorted({*numbers})]
+
+
+class RoutedAhead(MembersAhead):
+    """Draft-ahead of each member for its own requests."""
+
+    def __init__(self, members: Sequence[Member], member_of: Mapping[int, int]) -> None:
+        super().__init__(members)
+        self._member_of = member_of
+
+    def prepared_by(self, context: Context) -> int | None:
+        number = self._member_of[context.request_id]
+        ahead = self._ahead.get(number)
+        return number if ahead is not None and ahead.prepared(context) else None
+
+
+class MembersLearning:
+    """`LearnsWhenIdle` of several drafters, which take turns."""
+
+    def __init__(self, learning: Sequence[LearnsWhenIdle]) -> None:
+        self._turns = list(learning)
+        self.idle_share = max(one.idle_share for one in learning)
+
+    @property
+    def wants_learning(self) -> bool:
+        return any(one.wants_learning for one in self._turns)
+
+    def learn(self) -> None:
+        number = next(i for i, one in enumerate(self._turns) if one.wants_learning)
+        chosen = self._turns.pop(number)
+        self._turns.append(chosen)
+        chosen.learn()
+
+    def save(self) -> None:
+        for one in self._turns:
+            one.save()
+
+    def learning(self) -> LearningWork:
+        """Sums; loss and shares are means over the positions that were learned."""
+        works = [one.learning() for one in self._turns]
+        num_positions = sum(one.num_positions for one in works)
+
+        def mean(name: str) -> float:
+            return sum(getattr(one, name) * one.num_positions for one in works) / max(1, num_positions)
+
+        return LearningWork(
+            version=sum(one.version for one in works),
+            is_served=any(one.is_served for one in works),
+            num_steps=sum(one.num_steps for one in works),
+            num_positions=num_positions,
+            num_held=sum(one.num_held for one in works),
+            num_rollbacks=sum(one.num_rollbacks for one in works),
+            loss=mean("loss"),
+            adapted_share=mean("adapted_share"),
+            shipped_share=mean("shipped_share"),
+        )
+
+
+def build_routed(config: RoutedDrafterConfig, setup: DraftSetup) -> tuple[RoutedDrafter, dict[str, object]]:
+    """All members on this rank; the facts sum up their bytes."""
+    members, facts = [], dict[str, object]()
+    for name, record in zip(config.member_names, config.placed(setup.pipeline), strict=True):
+        drafter, held = record.build(setup)
+        for key, value in held.items():
+            before = facts.get(key)
+            summed = key.endswith("_bytes") and isinstance(before, int) and isinstance(value, int)
+            facts[key] = before + value if summed and isinstance(before, int) and isinstance(value, int) else value
+        longest = min(record.num_draft_tokens, config.num_draft_tokens)
+        members.append(Member(name, drafter, longest, is_shown=False, is_chain=record.is_chain))
+    return RoutedDrafter(members, PromptRouter(len(members))), facts

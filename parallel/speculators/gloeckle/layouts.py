@@ -1,0 +1,122 @@
+"""The record of heads that are whole layers beside the target's last one, and the layouts of their checkpoints: our
+own, and that of `facebook/multi-token-prediction`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel.model.checkpoint import Shape, block_tensors, tensor_headers
+from parallel.model.config import CheckpointNames, DecoderConfig
+from parallel.model.families.fields import HfConfig
+from parallel.model.families.registry import read_config
+from parallel.runtime.model_bytes import kv_bytes_per_slot
+from parallel.speculators.config import SpeculatorConfig, beside
+from parallel.speculators.place import SpeculatorPlace
+
+if TYPE_CHECKING:
+    from parallel.speculators.gloeckle.runner import GloeckleRunner
+
+METHOD = "gloeckle"
+_OWN_HEADS = "heads"
+_PUBLISHED = CheckpointNames(
+    blocks="extra_heads",
+    attention_norm="attention_norm",
+    mlp_norm="ffn_norm",
+    attention="attention",
+    projections=("wq", "wk", "wv"),
+    o="wo",
+    gate="feed_forward.w1",
+    up="feed_forward.w3",
+    down="feed_forward.w2",
+)
+_ANY_LENGTH = 2**20
+"""Positions of a published model, which does not say how many it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GloeckleConfig(SpeculatorConfig):
+    block: DecoderConfig
+    """The shape of the heads, which are its layers."""
+    interleaved: bool = False
+    """The two coordinates of a rotation are neighbours in the checkpoint; here they are the halves of a head."""
+
+    @property
+    def num_drafted(self) -> int:
+        """Draft tokens of a row of text."""
+        return self.block.num_layers
+
+    @property
+    def block_size(self) -> int:
+        """Rows at most that a pass adds to a sequence for a while."""
+        return 0
+
+    @property
+    def drafts_blocks(self) -> bool:
+        return True
+
+    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
+        return kv_bytes_per_slot(self.block, ranks, item_bytes)
+
+    def check_target(self, target: DecoderConfig) -> None:
+        super(GloeckleConfig, self).check_target(target)
+        num_layers = target.num_layers - target.stretch
+        if num_layers and self.taps != (num_layers - 1,):
+            raise ValueError(f"stands behind layer {self.taps[0]}, the target's trunk ends with {num_layers - 1}")
+
+    def tensor_shapes(self) -> dict[str, Shape]:
+        """Every tensor of the checkpoint."""
+        shapes = [(name, shape) for name, shape, _ in block_tensors(self.block)]
+        heads = range(self.num_drafted)
+        return {f"{self.block.names.blocks}.{i}.{name}": shape for i in heads for name, shape in shapes}
+
+
+def open_heads(directory: Path, config: GloeckleConfig, place: SpeculatorPlace) -> GloeckleRunner:
+    """Load the heads beside their target; what runs them is loaded here alone."""
+    from parallel.speculators.gloeckle.runner import GloeckleLayers, GloeckleRunner
+
+    layers = GloeckleLayers(config, place.group, **place.options)
+    place.load(layers, layers.shards, config.tensor_shapes(), directory)
+    return GloeckleRunner(layers, place)
+
+
+def read_own(hf: HfConfig) -> GloeckleConfig:
+    """The record of a checkpoint that `job=train job.recipe=gloeckle` made."""
+    block = read_config(hf)
+    block = replace(block, names=replace(block.names, blocks=_OWN_HEADS))
+    return GloeckleConfig(method=METHOD, **beside(block), taps=tuple(hf["speculator"]["taps"]), block=block)
+
+
+def is_published(hf: HfConfig) -> bool:
+    """Whether it is `params.json` of a model with several heads (`facebook/multi-token-prediction`)."""
+    return "n_future_tokens" in hf
+
+
+def read_published(hf: HfConfig) -> GloeckleConfig:
+    """The record of a file of the authors: the trunk, the next token's layer and the further heads of one model, of
+    which only the last are read here; the rest is the target's."""
+    dim, num_heads, num_extra = hf["dim"], hf["n_heads"], hf["n_future_tokens"] - 1
+    if not 0 < num_extra < hf["n_layers"] or dim % num_heads:
+        raise ValueError(f"n_future_tokens={num_extra + 1}, n_layers={hf['n_layers']}: has no further heads")
+    inner = int(int(8 * dim / 3) * (hf.get("ffn_dim_multiplier") or 1))
+    multiple = hf["multiple_of"]
+    vocab_size = hf.get("vocab_size") or 0
+    if vocab_size <= 0:  # which the authors' code takes from the tokenizer
+        vocab_size, _ = tensor_headers(Path(hf["_name_or_path"]))["output.weight"]
+    fields: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab_size,
+        "hidden_size": dim,
+        "num_hidden_layers": num_extra,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": hf.get("n_kv_heads") or num_heads,
+        "intermediate_size": multiple * -(-inner // multiple),
+        "max_position_embeddings": _ANY_LENGTH,
+        "rms_norm_eps": hf["norm_eps"],
+        "rope_theta": hf.get("rope_theta") or 10000.0,
+        "hidden_act": "silu",
+    }
+    block = replace(read_config(fields), names=_PUBLISHED)
+    taps = (hf["n_layers"] - num_extra - 1,)
+    return GloeckleConfig(method=METHOD, **beside(block), taps=taps, block=block, interleaved=True)

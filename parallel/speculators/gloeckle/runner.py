@@ -1,0 +1,102 @@
+"""Multi-token prediction of Gloeckle et al. (arXiv 2404.19737): whole layers beside the target's last one.
+
+The target without its last layer is the trunk. Every head is a layer as that one, reads the trunk's output and attends
+to its own keys and values of it; behind it stand the target's final norm and head. Head k of a row gives the logits of
+the token k places after the one that the target predicts there, so all depths of a draft come from one row of text: a
+draft token costs a look-up, and has no row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from parallel.comm.group import SINGLE, Group
+from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
+from parallel.kv.pool import SeqId
+from parallel.model.block import Block
+from parallel.model.config import DecoderConfig
+from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.rope import Rope
+from parallel.model.layers.weight import Layer, Shard, TensorOptions
+from parallel.speculators.block.runner import BlockNode, BlockPass, LaterRowsRunner
+from parallel.speculators.gloeckle.layouts import GloeckleConfig
+
+
+class GloeckleLayers(Layer):
+    """Weights are allocated uninitialised."""
+
+    corrector = confidence = None  # which a block drafter may have
+
+    def __init__(self, config: GloeckleConfig, group: Group = SINGLE, **options: Unpack[TensorOptions]) -> None:
+        block = config.block
+        block.check_ranks(group.size)
+        self.config = config
+        self.heads = [Block(block, i, i, group, group, **options) for i in range(config.num_drafted)]
+        assert block.rope is not None
+        self.rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
+
+    def forward(self, trunk: Tensor, plan: PassPlan) -> Tensor:
+        """What the trunk gives, [T, H] -> what every head gives at the rows asked for, [heads, N, H]."""
+        plan.attention.prepare()
+        rope, wanted, given = self.rope(plan.positions), plan.logit_rows, list[Tensor]()
+        for head in self.heads:
+            stream, attended = trunk, head.attend(trunk, rope, plan.attention)
+            if wanted is not None:
+                stream, attended = stream.index_select(0, wanted), attended.index_select(0, wanted)
+            given.append(head.finish(stream, attended))
+        return torch.stack(given)
+
+    def shards(self) -> Iterator[Shard]:
+        block = self.config.block
+        turned = [block.names.in_attention(f"{name}.weight") for name in block.names.projections[:2]]
+        for i, head in enumerate(self.heads):
+            prefix = f"{block.names.blocks}.{i}"
+            for shard in head.shards(prefix):
+                name = shard.name.removeprefix(f"{prefix}.")
+                if self.config.interleaved and name in turned:
+                    assert head.attention is not None
+                    heads = head.attention.heads
+                    count = heads.num_heads if name == turned[0] else heads.num_kv_heads
+                    yield replace(shard, picked=_halves(count, block.head_dim))
+                else:
+                    yield shard
+
+
+def _halves(num_heads: int, head_dim: int) -> tuple[int, ...]:
+    """The rows of interleaved heads, in the order in which the coordinates of a rotation are halves."""
+    order = [*range(0, head_dim, 2), *range(1, head_dim, 2)]
+    return tuple(head * head_dim + row for head in range(num_heads) for row in order)
+
+
+class GloeckleRunner(LaterRowsRunner):
+    """The row before a token is that of the trunk's output, so the token itself is never read."""
+
+    speculator: GloeckleConfig
+    layers: GloeckleLayers
+
+    def _rows_of(self) -> DecoderConfig:
+        return self.speculator.block
+
+    def _start_blocks(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, BlockNode]:  # noqa: ARG002
+        """Write the rows of the text; the newest one of each sequence that asks for logits is read."""
+        fed, features = list[Span](), list[Tensor]()
+        for span in spans:
+            row, num_text = self.pool.cached_len(span.seq_id), span.num_tokens - max(0, span.num_logits - 1)
+            features.append(self._known_rows(span.seq_id, row, num_text))
+            fed.append(Span(span.seq_id, num_text, num_logits=min(1, span.num_logits)))
+        forests = {span.seq_id: PendingRows() for span in fed}
+        plan = self._backend.plan(lay_out(self.pool, forests, fed), logit_rows(fed))
+        given = self.layers.forward(torch.cat(features).to(self.pool.dtype), plan)
+        for span in fed:
+            self.pool.commit(span.seq_id, range(span.num_tokens))
+        started = [span.seq_id for span in fed if span.num_logits]
+        if not started:
+            return {}
+        read = self.decoder.normalize(given.transpose(0, 1).flatten(0, 1))
+        blocks = BlockPass((self.decoder.head(read).float(),))
+        return {seq_id: BlockNode(blocks, i * len(given), 0) for i, seq_id in enumerate(started)}

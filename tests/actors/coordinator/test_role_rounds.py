@@ -1,0 +1,76 @@
+"""How long a round may take: measured, in proportion to its rows, and unlimited before anything is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from actors.coordinator.role_rounds import FACTOR, FLOOR_S, IDLE_S, RoleRounds, num_rows
+from actors.protocol.messages import (
+    Admit,
+    Commit,
+    DraftBatch,
+    DraftOrder,
+    ProposalBatch,
+    VerdictBatch,
+    VerifyBatch,
+    VerifyItem,
+)
+from actors.protocol.sampling_params import SamplingParams
+
+
+def verify(round_: int, rows: int) -> VerifyBatch:
+    return VerifyBatch(round_, items=(VerifyItem(1, rows),))
+
+
+def verdict(round_: int, seconds: float) -> VerdictBatch:
+    return VerdictBatch(round_, (), 10.0, 10.0 + seconds)
+
+
+def test_before_a_round_was_measured_none_is_too_long():
+    pace = RoleRounds()
+    pace.ordered(verify(1, 500), 0.0)
+    assert pace.limit_s == math.inf
+
+
+def test_many_times_the_longest_and_more_for_more_rows():
+    pace = RoleRounds()
+    for round_, rows, seconds in ((1, 10, 2.0), (2, 1, 0.1)):
+        pace.ordered(verify(round_, rows), 0.0)
+        pace.answered(verdict(round_, seconds), 0.0)
+    pace.ordered(verify(3, 5), 0.0)
+    assert pace.limit_s == FLOOR_S + FACTOR * 2.0
+    pace.ordered(verify(4, 40), 0.0)
+    assert pace.limit_s == FLOOR_S + FACTOR * 8.0
+    pace.ordered(verify(5, 1), 0.0)
+    assert pace.limit_s == FLOOR_S + FACTOR * 8.0, "the one before is not answered yet"
+
+
+def test_rows_of_a_drafter_are_what_it_reads_and_what_it_writes():
+    admit, commit = Admit(1, 0, (3, 4, 5), 3, SamplingParams()), Commit(2, 0, 9, (), (7, 8))
+    batch = DraftBatch(1, admits=(admit,), commits=(commit,), orders=(DraftOrder(1, 4), DraftOrder(2, 4)))
+    assert num_rows(batch) == 3 + 2 + 8 and num_rows(DraftBatch(2)) == 1
+    pace = RoleRounds()
+    pace.ordered(batch, 0.0)
+    pace.answered(ProposalBatch(1, (), 0.0, 1.0), 0.0)
+    assert pace.limit_s == FLOOR_S + FACTOR
+
+
+def test_the_first_answer_to_a_batch_tells_how_long_records_travel():
+    rounds = RoleRounds()
+    rounds.ordered(verify(3, 5), 10.0)
+    assert rounds.answered(VerdictBatch(3, (), 50.0, 50.5), 11.0) == 0.5, "clocks of two hosts"
+    assert rounds.answered(VerdictBatch(3, (), 50.0, 50.5), 11.0) is None, "the second part of an answer"
+    rounds.ordered(verify(4, 5), 20.0)
+    assert rounds.answered(VerdictBatch(3, (), 50.0, 50.5), 20.1) is None, "a late answer to another"
+    rounds.ordered(verify(5, 5), 20.0)
+    assert rounds.answered(VerdictBatch(5, (), 50.0, 52.0), 21.0) == 0.0, "no time is below 0"
+
+
+@pytest.mark.parametrize(("idle_s", "is_measured"), [(2 * IDLE_S, True), (IDLE_S / 2, False)])
+def test_an_order_that_waits_for_a_pass_ahead_measures_no_link(idle_s, is_measured):
+    rounds = RoleRounds()
+    rounds.ordered(DraftBatch(1), 5.0)
+    answer = ProposalBatch(1, (), 10.0 + idle_s, 10.5 + idle_s, ahead=((9.0, 10.0, False),))
+    assert (rounds.answered(answer, 6.0) is not None) is is_measured

@@ -1,0 +1,66 @@
+"""The selection of a matrix that the default run touches."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tests import matrices
+from tests.matrices import in_turn
+
+
+@pytest.fixture(autouse=True)
+def whole(monkeypatch):
+    monkeypatch.setattr(matrices, "is_whole", True)
+
+
+def usual(matrix):
+    return [param.values for param in matrix if not param.marks]
+
+
+def test_all_combinations_are_there_once():
+    rows = [param.values for param in in_turn("abc", [1, 2], [True, False])]
+    assert sorted(rows) == sorted(product("abc", [1, 2], [True, False]))
+
+
+@pytest.mark.parametrize("num_rows", [15, 20, 36])
+def test_each_row_comes_once_and_every_pair_of_the_others(num_rows):
+    rows = usual(in_turn(range(num_rows), "abcde", [1, 2, 3]))
+    assert [row[0] for row in rows] == [*range(num_rows)]
+    assert {row[1:] for row in rows} == {*product("abcde", [1, 2, 3])}
+
+
+def test_no_value_is_tied_to_a_part_of_the_first():
+    """Though the last part of the first and the other alternate alike."""
+    rows = usual(in_turn(product("abcd", ["coupled", "rejection"]), [0.0, 1.0]))
+    assert {row[1:] for row in rows} == {*product(["coupled", "rejection"], [0.0, 1.0])}
+
+
+def test_a_row_may_come_beside_every_value_or_not_at_all():
+    rows = usual(in_turn("abc", range(5), "xyz", times={"b": 5, "c": 0}))
+    assert [row[0] for row in rows] == [*"abbbbb"]
+    assert {row[1] for row in rows if row[0] == "b"} == {*range(5)}
+    assert {row[2] for row in rows if row[0] == "b"} == {*"xyz"}
+
+
+def test_slow_rows_are_only_there_where_they_may_be_selected(monkeypatch):
+    rows = usual(in_turn("abc", [1, 2]))
+    monkeypatch.setattr(matrices, "is_whole", False)
+    assert [param.values for param in in_turn("abc", [1, 2])] == rows
+
+
+def test_what_is_denied_is_no_test():
+    matrix = list(in_turn("ab", [1, 2], exists=lambda letter, number: (letter, number) != ("a", 1)))
+    assert [param.values for param in matrix] == [("a", 2), ("b", 1), ("b", 2)]
+    assert ("a", 2) in usual(matrix)
+
+
+def test_a_value_with_a_mark_never_comes_by_default():
+    matrix = list(in_turn("abc", [1, pytest.param(2, marks=pytest.mark.slow)]))
+    assert [param.values for param in matrix] == [*product("abc", [1, 2])]
+    assert {row[1] for row in usual(matrix)} == {1}
+
+
+def test_a_row_that_is_added_changes_no_other():
+    assert usual(in_turn(range(9), "abc", "de")) == usual(in_turn(range(10), "abc", "de"))[:9]
