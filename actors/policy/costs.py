@@ -68,11 +68,13 @@ class MeasuredRound:
     """The mean draft that came, in tokens."""
     served: float = 1.0
     """Share of the batch that the pass served."""
+    arrived: float = 1.0
+    """Share of the ordered draft tokens whose drafts came: a lookup finds none for some requests."""
 
     def at(self, factor: float) -> MeasuredRound:
         """The same on a machine without this slowness."""
         seconds = self.verify_s / factor, self.gap_s / factor, self.draft_s / factor
-        return MeasuredRound(*seconds, self.longest, self.mean, self.served)
+        return MeasuredRound(*seconds, self.longest, self.mean, self.served, self.arrived)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,13 @@ class RoundLines:
     """What one more draft token for every request adds to it."""
     least_pass_s: float
     """A pass over drafts takes at least as long as a plain one, since it reads what that reads."""
+    arrived: float = 1.0
+    """Share of the ordered draft tokens whose drafts come, which the pass has to verify."""
+
+    @property
+    def ordered_s(self) -> float:
+        """What one more token that is ordered for every request adds to the pass."""
+        return self.arrived * self.verify_s
 
     def gap_of(self, longest: int) -> float:
         """Seconds outside of the target's pass in a round whose longest draft has so many tokens."""
@@ -98,9 +107,13 @@ class RoundLines:
         """Seconds of a pass over drafts of `mean` tokens."""
         return max(self.least_pass_s, self.pass_s + mean * self.verify_s)
 
+    def round_of(self, longest: int, mean: float) -> float:
+        """Seconds of a round for which `mean` draft tokens are ordered for a request, and at most `longest`."""
+        return self.gap_of(longest) + self.pass_of(self.arrived * mean)
+
     def seconds(self, longest: int) -> list[float]:
-        """Seconds of a round in which every request gets a draft of 0, 1, ... `longest` tokens."""
-        return [self.gap_of(length) + self.pass_of(length) for length in range(longest + 1)]
+        """Seconds of a round in which 0, 1, ... `longest` draft tokens are ordered for every request."""
+        return [self.round_of(length, length) for length in range(longest + 1)]
 
 
 @dataclass(slots=True)
@@ -117,6 +130,8 @@ class RoundCosts:
     """Drafting for which the target waited: by it a draft token has a price where lengths did not vary."""
     served: Ewma = field(default_factory=lambda: Ewma(mean=1.0))
     """Share of the batch that a pass serves: where two halves take turns about a half."""
+    arrived: Ewma = field(default_factory=lambda: Ewma(mean=1.0))
+    """Share of the ordered draft tokens whose drafts come."""
     rows_s: float = 0.0
     """Seconds that as many rows as there are requests add to a pass without drafts; 0: not known."""
 
@@ -135,10 +150,11 @@ class RoundCosts:
         self.verify.update(times.mean, times.verify_s, self.rows_s)
         self.draft_s.update(times.longest, times.draft_s)
         self.served.update(times.served)
+        self.arrived.update(times.arrived)
 
     def fade(self, share: float) -> None:
-        for line in (self.gap, self.verify, self.draft_s, self.served):
-            line.decay(share)
+        for estimate in (self.gap, self.verify, self.draft_s, self.served, self.arrived):
+            estimate.decay(share)
 
     def scale_pass(self, ratio: float) -> None:
         self.verify.scale(ratio)
@@ -155,7 +171,7 @@ class RoundCosts:
             read = (known * read + _LENGTH_STIFFNESS * self.rows_s) / (known + _LENGTH_STIFFNESS)
         draft_s, verify_s = gap.slope(drafted, _LENGTH_STIFFNESS), verify.slope(read, _LENGTH_STIFFNESS)
         least_s = max(plain_verify_s, _LEAST_VERIFY * verify.mean_y)
-        return RoundLines(gap.at(0, draft_s), draft_s, verify.at(0, verify_s), verify_s, least_s)
+        return RoundLines(gap.at(0, draft_s), draft_s, verify.at(0, verify_s), verify_s, least_s, self.arrived.mean)
 
 
 @dataclass(slots=True)

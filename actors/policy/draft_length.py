@@ -35,8 +35,8 @@ class _Retry:
 
 @dataclass(slots=True)
 class Tradeoff:
-    """What lengths bring and cost: `tokens` and `seconds` of a round with drafts of 0, 1, 2, ... tokens for every
-    request; one more token costs `draft_s` outside of the target's pass and `verify_s` in it."""
+    """What lengths bring and cost: `tokens` and `seconds` of a round with drafts of 0, 1, 2, ... tokens ordered
+    for every request; one more costs `draft_s` outside of the target's pass and `verify_s` in it."""
 
     tokens: Sequence[float]
     seconds: Sequence[float]

@@ -352,8 +352,11 @@ class AdaptivePolicy(Policy):
         num_requests = len(seen.outcomes)
         longest = max([outcome.num_ordered for outcome in seen.outcomes])
         verified = sum([outcome.num_ordered for outcome in seen.outcomes if outcome.num_tokens])  # those that came
+        arrived = 1.0  # of drafts that are late, the next pass may wait for all
+        if drafted and not seen.skipped_drafts:
+            arrived = verified / sum([outcome.num_ordered for outcome in seen.outcomes])
         gap_s, served = max(0.0, seen.seconds - seen.verify_s), num_requests / seen.num_running
-        times = MeasuredRound(seen.verify_s, gap_s, seen.draft_s, longest, verified / num_requests, served)
+        times = MeasuredRound(seen.verify_s, gap_s, seen.draft_s, longest, verified / num_requests, served, arrived)
         choice = self._way if drafted else Decoding.plain
         shown.measure(choice, times, self._speed, is_first=not self._decision.is_settled)
 
@@ -374,7 +377,7 @@ class AdaptivePolicy(Policy):
         tokens = self._acceptance.expected_of(self._text_class, seen.outcomes, self._way)
         lengths = [outcome.num_ordered for outcome in seen.outcomes]
         lines = self._load.by_length(self._way if drafted else Decoding.plain)
-        seconds = lines.gap_of(max(lengths)) + lines.pass_of(sum(lengths) / len(lengths))
+        seconds = lines.round_of(max(lengths), sum(lengths) / len(lengths))
         return tokens * len(lengths) / seen.num_running, seconds - self._given_s
 
     def _estimates(self, tradeoffs: Mapping[Decoding, Tradeoff], request_ids: Collection[int]) -> Estimates:
@@ -430,7 +433,7 @@ class AdaptivePolicy(Policy):
         if self._load.by_choice[way].weight:
             lines = self._load.by_length(way)
             seconds = [one - self._given_s for one in lines.seconds(self.longest_draft)]
-            return Tradeoff(tokens, seconds, lines.draft_s, lines.verify_s, self._shortest)
+            return Tradeoff(tokens, seconds, lines.draft_s, lines.ordered_s, self._shortest)
         ahead, plain_s = self._load.by_choice[Decoding.ahead], self._load.plain.verify.mean_y
         draft_s = ahead.draft_s.mean_y / ahead.draft_s.mean_x if ahead.draft_s.mean_x else 0.0
         pass_s = max((plain_s or ahead.verify.mean_y) - self._given_s, 1e-9)

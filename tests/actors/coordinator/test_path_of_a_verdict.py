@@ -105,8 +105,9 @@ class Rounds:
 
 
 MOST = {("sync", False): (93, 21), ("branches", False): (110, 22)}
-MOST |= {("sync", True): (176, 25), ("branches", True): (186, 27)}
-"""Functions and files of a round in each pipeline, with fixed draft lengths and with the decision."""
+MOST |= {("sync", True): (182, 25), ("branches", True): (190, 27)}
+"""Functions and files of a round in each pipeline, with fixed draft lengths and with the decision, which takes other
+branches where the machine is busy."""
 
 
 @pytest.mark.parametrize(("pipeline", "adaptive"), MOST)
@@ -117,10 +118,13 @@ def test_a_verdict_crosses_few_functions(open_stage, monkeypatch, pipeline, adap
     rounds = Rounds(stage, previews=pipeline == "branches")
     for _ in range(30):
         stage.send("target-0", rounds.verdict())
-    last = rounds.verdict()
-    with Crossed() as crossed:
-        stage.send("target-0", last)
-    counts = len(crossed.functions), len(crossed.files)
+    several = []  # what the decision does in a round depends on how long the ones before took
+    for _ in range(7):
+        verdict = rounds.verdict()
+        with Crossed() as crossed:
+            stage.send("target-0", verdict)
+        several.append((len(crossed.functions), len(crossed.files)))
+    counts = sorted(several)[len(several) // 2]
     print(
         f"{pipeline}, {'with the decision' if adaptive else 'fixed lengths'}: {counts[0]} functions, {counts[1]} files"
     )
