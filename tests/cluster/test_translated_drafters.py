@@ -33,7 +33,7 @@ def launch(tiny_launch, write_prompts, foreign_checkpoint):
         return tiny_launch(
             GenerateConfig(prompts=prompts, trace=False, concurrency=2, limit=0),
             drafter=ModelDrafterConfig(path=str(foreign_checkpoint), num_draft_tokens=3, device="cpu", **keys),
-            sampling=SamplingConfig(max_tokens=24, ignore_eos=True, temperature=temperature),
+            sampling=SamplingConfig(max_tokens=14, ignore_eos=True, temperature=temperature),
             verify=VerifyConfig(rule),
         )
 

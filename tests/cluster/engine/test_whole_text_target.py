@@ -81,6 +81,7 @@ def test_a_rank_that_is_replaced_changes_no_token(open_engine, diffusion, expect
     assert len(passes) > 5
 
 
+@pytest.mark.parametrize("diffusion", ["llada", pytest.param("dream", marks=pytest.mark.slow)], indirect=True)
 def test_the_command_line_runs_it(entered, diffusion, expected, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))

@@ -261,14 +261,21 @@ def test_a_pool_is_an_actor_group_of_its_own(running_ray, open_engine, launch, t
         assert answers(engine) == plain and lines[0] == "1 of 8 leases"
         with pytest.raises(ValueError, match=r"^cluster\.namespace=specdec-pool: another pool runs there; close it"):
             PoolOnRay(config, tmp_path)
-        cluster = replace(config.cluster, namespace="other")
-        with pytest.raises(ValueError, match="^verify=block: a pool's drafts are verified by verify=coupled"):
-            PoolOnRay(replace(config, cluster=cluster, verify=VerifyConfig(VerifyRule.block)), tmp_path)
         os.kill(pid_of("pool", "specdec-pool"), signal.SIGKILL)
         serving.join(WAIT_S)
         assert ends and ends[0].startswith("the pool's process ended: ")
         assert answers(engine) == plain
     assert not ray.util.list_named_actors(all_namespaces=True)
+
+
+@pytest.mark.slow
+def test_what_the_actor_of_a_pool_refuses_is_refused_here(running_ray, launch, tmp_path):
+    """The check is that of a pool without Ray (`test_draft_pools.py`), in a process that loads for seconds."""
+    from cluster.pool_on_ray import PoolOnRay
+
+    config = replace(launch(verify=VerifyConfig(VerifyRule.block)), job=PoolConfig(listen="tcp://127.0.0.1:*"))
+    with pytest.raises(ValueError, match="^verify=block: a pool's drafts are verified by verify=coupled"):
+        PoolOnRay(config, tmp_path)
 
 
 @pytest.mark.parametrize("opener", ["open_engine", pytest.param("open_engine_on_ray", marks=pytest.mark.slow)])
@@ -345,7 +352,9 @@ def test_engines_of_two_namespaces_run_side_by_side(open_engine_on_ray):
     assert first == second and pid_of("target-0", "one") != pid_of("target-0", "two")
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_load_is_one_line(open_engine_on_ray, tmp_path, launch):
+    """As by default one in a thread (`test_failures.py`)."""
     shutil.copytree(launch().target.path, tmp_path, dirs_exist_ok=True)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
@@ -413,10 +422,9 @@ def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
         import os, signal
         import psutil
         from actors.drafters.config import NoDrafterConfig
-        from actors.drafters.pool.config import PoolDrafterConfig
-from actors.options import PipelineConfig, PipelineName, TargetConfig, VerifyConfig, VerifyRule
+        from actors.options import PipelineConfig, TargetConfig, VerifyConfig
         from actors.protocol.sampling_params import SamplingParams
-        from cluster.config.jobs import GenerateConfig, PoolConfig
+        from cluster.config.jobs import GenerateConfig
         from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig
         from cluster.engine import Engine
 

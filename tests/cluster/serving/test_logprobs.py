@@ -13,8 +13,8 @@ PROMPT = "def médian(x):"
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 MESSAGES = [{"role": "user", "content": "Büffel"}]
 BODIES = [
-    {"temperature": 0, "max_tokens": 24},
-    {"temperature": 1.2, "seed": 5, "max_tokens": 30, "n": 2},
+    {"temperature": 0, "max_tokens": 12},
+    {"temperature": 1.2, "seed": 5, "max_tokens": 16, "n": 2},
     {"temperature": 0.9, "seed": 3, "max_tokens": 20, "extra_body": {"min_tokens": 9}, "stop": ["e", "a"]},
 ]
 
