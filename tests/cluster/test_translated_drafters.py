@@ -15,6 +15,7 @@ from cluster.config.compose import checked
 from cluster.config.jobs import GenerateConfig
 from cluster.jobs import generate
 from tests.actors.drafters.vocabulary.small_tokenizers import AWKWARD, save
+from tests.cluster.jobs.conftest import forked_processes as forked_processes  # noqa: PLC0414 (a fixture)
 
 
 @pytest.fixture(scope="module")

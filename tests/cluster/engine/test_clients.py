@@ -73,10 +73,8 @@ def connect_with_own_key(engine):
     return connect(engine.address, other.text)
 
 
-def exchange(engine, start_client, plain):
-    """Requests of the owner, of a client in this process and of one in another, all at the same time."""
-    elsewhere = start_client(engine, GREEDY.max_tokens, times=2)
-    assert elsewhere.stdout.readline() == "connected\n"
+def exchange(engine, plain):
+    """Requests of the owner and of a client in this process at the same time."""
     with connect(engine.address, engine.secret) as client:
         assert client.address == engine.address
         submitted = [one.submit(prompt, GREEDY) for prompt in PROMPTS for one in (engine, client)]
@@ -84,15 +82,18 @@ def exchange(engine, start_client, plain):
         assert tokens_of(completion.result(60) for completion in submitted[1::2]) == plain
         assert submitted[1].text == submitted[0].text
         assert {one.request_id for one in submitted[1::2]} == {1, 2, 3}, "every client counts from one"
-    assert [json.loads(elsewhere.stdout.readline()) for _ in range(2)] == [plain] * 2
-    assert elsewhere.wait(30) == 0
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain
 
 
 def test_each_client_receives_the_tokens_of_plain_decoding(open_engine, start_client):
     with open_engine("none") as engine:
         plain = tokens_of(engine.generate(PROMPTS, GREEDY))
-    exchange(open_engine(), start_client, plain)
+    engine = open_engine()
+    elsewhere = start_client(engine, GREEDY.max_tokens, times=2)
+    assert elsewhere.stdout.readline() == "connected\n"
+    exchange(engine, plain)
+    assert [json.loads(elsewhere.stdout.readline()) for _ in range(2)] == [plain] * 2
+    assert elsewhere.wait(30) == 0
 
 
 @pytest.mark.parametrize("share", Share)

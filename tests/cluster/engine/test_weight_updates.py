@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def open_layout(open_engine, checkpoints, half_agreeing_drafter, speculator):
         if choices["drafter"] == "auto":
             draft_model = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=3, device="cpu")
             choices["drafter"] = AutoDrafterConfig(drafters=[NgramDrafterConfig(min_ngram=1), draft_model])
-        target = TargetConfig(path=str(checkpoints[0]), device="cpu", pace_ms=2.0)
+        target = TargetConfig(path=str(checkpoints[0]), device="cpu", pace_ms=6.0)  # each token is checked
         return open_engine(target=target, **choices, **sections)
 
     return open_
@@ -169,8 +170,9 @@ DAMAGES = {
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_is_refused_changes_nothing_for_the_requests_that_run(open_engine, models, checkpoints, tmp_path, tp):
-    engine = open_engine("ngram", tp=tp, target=TargetConfig(path=str(checkpoints[0]), device="cpu", pace_ms=2.0))
-    completions = [engine.submit(prompt, SAMPLED) for prompt in PROMPTS[:2]]
+    engine = open_engine("ngram", tp=tp, target=TargetConfig(path=str(checkpoints[0]), device="cpu", pace_ms=6.0))
+    sampling = replace(SAMPLED, max_tokens=60)
+    completions = [engine.submit(prompt, sampling) for prompt in PROMPTS[:2]]
     await_tokens(completions, 0, 2)
     for name, (change, line) in DAMAGES.items():
         path = changed(checkpoints[1], tmp_path / name, change)
@@ -185,7 +187,7 @@ def test_what_is_refused_changes_nothing_for_the_requests_that_run(open_engine, 
         engine.update_weights(checkpoints[0])
     for completion in completions:
         check_tokens(completion.result(60), models[:1])
-        assert len(completion.token_ids) == SAMPLED.max_tokens
+        assert len(completion.token_ids) == sampling.max_tokens
 
 
 def bigger(source: Path, path: Path) -> Path:

@@ -36,7 +36,6 @@ from cluster.engine import Engine, EngineError
 from cluster.placement.ranks import Devices, lay_out
 from tests.cluster.engine.test_clients import GREEDY, exchange, tokens_of
 from tests.cluster.engine.test_clients import PROMPTS as CLIENT_PROMPTS
-from tests.cluster.engine.test_clients import start_client as start_client  # noqa: PLC0414 (a fixture)
 
 pytestmark = pytest.mark.ray
 
@@ -184,7 +183,7 @@ def test_the_dashboard_starts_beside_the_ranks_and_asks_for_the_token(running_ra
         urllib.request.urlopen(asked("0" * 64), timeout=WAIT_S)
 
 
-def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch, start_client):
+def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     plain = open_engine("none")
     expected, of_clients = answers(plain), tokens_of(plain.generate(CLIENT_PROMPTS, GREEDY))
     engine = open_engine_on_ray(target=replace(launch().target, tp=2))
@@ -216,7 +215,7 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch, start_
         open_engine_on_ray()
     assert running.result(WAIT_S).finish_reason in ("abort", "length")
     assert answers(engine) == expected, "and is not disturbed by who was refused"
-    exchange(engine, start_client, of_clients)
+    exchange(engine, of_clients)
 
     engine.close()
     assert all(gone(pid) for pid in pids.values())
