@@ -202,7 +202,7 @@ def scrape(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-def test_metrics_count_what_each_engine_was_given(open_engine, open_pool, monkeypatch):
+def test_metrics_count_what_each_engine_was_given(open_engine, open_pool, tmp_path, monkeypatch):
     pytest.importorskip("prometheus_client")
     monkeypatch.setattr("actors.pool.service.WATCH_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -228,6 +228,7 @@ def test_metrics_count_what_each_engine_was_given(open_engine, open_pool, monkey
     pool.end()
     with pytest.raises(OSError, match="refused"):
         scrape(port)
+    check_report(tmp_path, engines[1])
 
 
 @pytest.mark.slow
@@ -257,7 +258,9 @@ def test_the_next_pool_takes_over(open_engine, plain_texts, open_pool, monkeypat
     assert texts(engine) == plain
 
 
+@pytest.mark.slow
 def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, plain_texts, open_pool):
+    """By default the order is checked without pools (`runtime/test_pool_leases.py`)."""
     slow, full, fast = open_pool(), open_pool(max_leases=1), open_pool()
     slow.pool._service._shared.draft_s.update(5.0)
     other = open_engine(lent(full), **sections())
@@ -322,7 +325,9 @@ def test_requests_beyond_the_share_of_kv_rows_decode_plainly(open_engine, plain_
     eventually(only_some_have_drafts)  # on a busy machine a lease may be lost, and ordered again
 
 
+@pytest.mark.slow
 def test_texts_that_are_read_in_parts_are_drafted_for_as_others(open_engine, plain_texts, open_pool, tmp_path):
+    """By default a drafter reads them without an engine (`tests/actors/pool/test_tenant_drafter.py`)."""
     plain = plain_texts()
     found: set[int] = set()
     for read_chunk in (512, 3):
@@ -336,13 +341,18 @@ def test_texts_that_are_read_in_parts_are_drafted_for_as_others(open_engine, pla
             eventually(lambda engine=engine, found=found: accepted(engine) in found)
         assert texts(engine) == plain
         pool.end()
-        report = json.loads((tmp_path / "leases.json").read_text())
-        lease = report["leases"][-1]
-        assert lease["engine"] == engine._backend.address and lease["why"]
-        counts = lease["counts"]
-        assert counts["num_draft_tokens"] > counts["num_accepted_tokens"] > 0
-        assert report["merged"]["num_orders"] > 0 and report["share"] > 0
+        check_report(tmp_path, engine)
         engine.close()
+
+
+def check_report(run_dir: Path, engine: Engine) -> None:
+    """What the pool has written of its last lease, which was this engine's."""
+    report = json.loads((run_dir / "leases.json").read_text())
+    lease = report["leases"][-1]
+    assert lease["engine"] == engine._backend.address and lease["why"]
+    counts = lease["counts"]
+    assert counts["num_draft_tokens"] > counts["num_accepted_tokens"] > 0
+    assert report["merged"]["num_orders"] > 0 and report["share"] > 0
 
 
 def test_requests_that_make_passes_fail_end_the_lease_of_their_engine_alone(
