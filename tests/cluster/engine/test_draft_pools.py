@@ -355,9 +355,11 @@ def check_report(run_dir: Path, engine: Engine) -> None:
     assert report["merged"]["num_orders"] > 0 and report["share"] > 0
 
 
+@pytest.mark.slow
 def test_requests_that_make_passes_fail_end_the_lease_of_their_engine_alone(
     open_engine, plain_texts, open_pool, monkeypatch
 ):
+    """By default passes fail without engines (`tests/actors/pool/test_merged_passes.py`)."""
     plain = plain_texts()
     pool = open_pool(pipeline="sync", lease_s=3)
     good, bad = [open_engine(lent(pool), **sections("sync", max_tokens=length)) for length in (60, 61)]

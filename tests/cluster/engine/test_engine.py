@@ -212,6 +212,7 @@ def test_tokens_are_the_same_on_the_kernels_of_cuda(
     if not runs_on(torch.device(device)):
         pytest.skip("needs triton (pip install triton), and its interpreter (TRITON_INTERPRET=1) or a CUDA device")
     monkeypatch.setattr(runner, "_WARM_ROWS", 2)  # the interpreter would take most of its time for them
+    monkeypatch.setattr(runner, "_WARM_STEPS", 1)
     path, tokens = str(in_fp8(tiny_checkpoint("Llama"), tmp_path / "fp8")), []
     for attention, weights in (("sdpa", "auto"), ("triton", "packed")):
         target = TargetConfig(path=path, device=device, attention=attention, weights=weights)
