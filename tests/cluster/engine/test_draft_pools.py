@@ -60,7 +60,6 @@ def open_pool(
     """Pools in this process, ended with the test. Engines order leases more often than usual, and so sooner again."""
     pools: list[RunningPool] = []
     monkeypatch.setattr("cluster.runtime.pool_leases.RENEW_S", 0.25)
-    monkeypatch.setattr("cluster.runtime.pool_leases.PATIENCE_S", 1.5)
 
     def open_(
         listen: str = "tcp://127.0.0.1:*", pipeline: str = "branches", lookup: Any = None, **job: Any
