@@ -154,7 +154,7 @@ def test_a_poor_drafter_rests_after_a_few_rounds_of_drafts(num_running):
 
 
 def test_a_rest_computes_no_draft_lengths_and_holds_up_no_pass(monkeypatch):
-    """Nobody is drafted for: with 32 requests it took 1 ms of each round of 20."""
+    """No request is drafted for."""
     policy = AdaptivePolicy("sync", 0, LONGEST)
     played(policy, 32, 20, (1.5e-3, 0.0))
     assert policy.mode is Mode.rest and policy.may_learn_later and not policy.may_end
