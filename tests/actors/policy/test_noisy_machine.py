@@ -66,7 +66,7 @@ class Machine:
         return done / clock
 
 
-def shares(machine: Machine, compared: int, seeds: Iterable[int] = range(3)) -> list[float]:
+def shares(machine: Machine, compared: int, seeds: Iterable[int] = range(2)) -> list[float]:
     """Speed of the decision, by seed, over that of drafts of a fixed length; 0 for plain decoding."""
     return [
         machine.tokens_per_s(AdaptivePolicy("sync", 0, LONGEST), seed)

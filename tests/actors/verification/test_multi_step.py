@@ -108,7 +108,7 @@ Q3 = np.array([[0.2, 0.3, 0.5], [0.4, 0.3, 0.3], [0.1, 0.6, 0.3]])
     "rule", ["block", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("rejection", "traversal"))]
 )
 def test_rounds_on_a_chain_emit_the_target_s_joint_law(rule):
-    assert abs(excess(emitted(RULES[rule], IID, (1, 1, 1), P2, Q2, 5000), P2)) < 4
+    assert abs(excess(emitted(RULES[rule], IID, (1, 1, 1), P2, Q2, 2500), P2)) < 4
 
 
 MORE_PAIRS = (("rejection", WOR), ("traversal", IID), ("transport", IID))
@@ -119,12 +119,12 @@ MORE_PAIRS = (("rejection", WOR), ("traversal", IID), ("transport", IID))
     [("traversal", WOR), ("kseq", IID), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)],
 )
 def test_rounds_on_a_tree_emit_the_target_s_joint_law(rule, kind):
-    assert abs(excess(emitted(RULES[rule], kind, (2, 1), P3, Q3, 2500), P3)) < 4
+    assert abs(excess(emitted(RULES[rule], kind, (2, 1), P3, Q3, 1200), P3)) < 4
 
 
 @pytest.mark.parametrize("reuse", ["draft noise", pytest.param("coins", marks=pytest.mark.slow)])
 def test_a_number_met_twice_biases_block_verification_and_is_found(reuse):
-    assert excess(emitted(RULES["block"], IID, (1, 1, 1), P2, Q2, 5000, reuse), P2) > 6
+    assert excess(emitted(RULES["block"], IID, (1, 1, 1), P2, Q2, 2500, reuse), P2) > 6
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_large_distributions(size, num_draws, seed):
     refused = 0.0 if residual is p else residual.sum()
     assert refused == pytest.approx((inside[1] ** num_draws - inside[0]).max(), abs=1e-9)
     rng = np.random.default_rng(seed)
-    counts, num_samples = np.zeros(size), 3000
+    counts, num_samples = np.zeros(size), 1000
     for drafts in rng.choice(size, (num_samples, num_draws), p=q):
         chances = selection.accepted(drafts.tolist())
         assert min(chances) >= 0 and sum(chances) <= 1 + EXACT

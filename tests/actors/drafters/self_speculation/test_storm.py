@@ -33,7 +33,7 @@ WAYS = {
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_row_is_left_behind(open_room, make_requests, way, seed):
     choose, clock = random.Random(seed), itertools.count()
-    requests = make_requests(14, max_tokens=30, temperature=1.0)
+    requests = make_requests(10, max_tokens=24, temperature=1.0)
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(WAYS[way], limits=LIMITS, slots=SLOTS, attached=True)
     pool, num_draft_tokens = room.target.runner.pool, WAYS[way].num_draft_tokens
