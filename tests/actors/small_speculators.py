@@ -19,8 +19,8 @@ from parallel.training.interface import TargetBatch, TargetShape
 
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.module.startswith("parallel.speculators.")]
 """Recipes of modules that read a target."""
-_STEPS = 10
-_LATE_STEPS = 30
+_STEPS = 15
+_LATE_STEPS = 40
 """A block, and a head with the state of an LSTM, are right about a token of random text late; with fewer steps some
 never are."""
 _ROWS, _LENGTH = 12, 32

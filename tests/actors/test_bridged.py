@@ -109,11 +109,11 @@ def test_drafts_are_those_of_an_attached_drafter(open_room, make_requests, confi
 
 @pytest.mark.parametrize("pipeline", ["sync", pytest.param("branches", marks=pytest.mark.slow)])
 def test_chunked_prompts_and_preempted_requests(open_room, make_requests, config, sent, models, pipeline):
-    requests = make_requests(5, max_tokens=30)
+    requests = make_requests(6, max_tokens=40)
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=40, prefill_chunk=16)
     plain = open_room(pipeline="plain").serve(requests)
     reading = Reading()
-    room = open_room(config, pipeline=pipeline, limits=limits, slots=170, wrap=reading.wrap).serve(requests)
+    room = open_room(config, pipeline=pipeline, limits=limits, slots=190, wrap=reading.wrap).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.stats.num_preemptions and room.stats.num_draft_tokens
     reading.check(room, requests, models["reference"], sent)

@@ -14,12 +14,13 @@ from actors.options import SchedulerConfig
 from actors.protocol.grammar import Grammar
 from actors.protocol.messages import PLAIN_DECODING, TokenTree
 from actors.sampling.logits import LogitRows, choose_batch
+from tests import matrices
 from tests.actors.test_contract import DRAFTED, DRAFTERS, ON_TARGET, SPECULATORS
 from tests.matrices import in_turn
 
 EOS, VOCAB_SIZE = 1, 97
-LEAST, MOST = 4, 8
-MAX_TOKENS = 18
+LEAST = 4
+MOST, MAX_TOKENS, NUM_REQUESTS = (14, 30, 6) if matrices.is_whole else (8, 18, 4)
 UNIT = r"([!#-`n-~]|[a-m][!#-@\[-~])"
 GRAMMAR, LONG = (Grammar("regex", f"{UNIT}{{{LEAST},{most}}}") for most in (MOST, 14))
 """Over tokens of one character, the first of which is "!": a letter up to m is not followed by a capital one."""
@@ -43,7 +44,7 @@ def allowed_after(generated):
 def mixed(make_requests):
     """Requests of which every third has no grammar."""
 
-    def make(count=4, max_tokens=MAX_TOKENS, **sampling):
+    def make(count=NUM_REQUESTS, max_tokens=MAX_TOKENS, **sampling):
         requests = make_requests(count, max_tokens=max_tokens, **sampling)
         return [replace(one, grammar=GRAMMAR if i % 3 else None) for i, one in enumerate(requests)]
 

@@ -16,6 +16,7 @@ from actors.protocol.messages import Admit, SamplingParams
 from actors.verification.features import FeatureReader
 from parallel.kv.pool import KVPool
 from parallel.kv.prefix_tree import PrefixTree, Text
+from tests import matrices
 from tests.actors.test_contract import DRAFTERS, FEW_ON_TARGET, ON_ITS_LAYERS, ON_TARGET, OTHERS, ROWS, SPECULATORS
 from tests.matrices import in_turn
 
@@ -31,7 +32,7 @@ def plain_rooms():
 @pytest.fixture
 def waves(make_requests):
     """Five prompts; then again as they were, and with other ends."""
-    first = make_requests(5, max_tokens=8, temperature=1.0, longest=60)
+    first = make_requests(5, max_tokens=16 if matrices.is_whole else 8, temperature=1.0, longest=60)
     again = [replace(one, request_id=5 + i) for i, one in enumerate(first)]
     other = [replace(one, request_id=10 + i, prompt=(*one.prompt[:-2], 50 + i, 60)) for i, one in enumerate(first)]
     return [*first, *again, *other]
