@@ -10,6 +10,7 @@ from parallel.kv.pass_plan import TableRead, table_read
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads
 from parallel.model.layers.backends import make_backend
+from tests.matrices import in_turn
 from tests.parallel.backends import BACKENDS, HAS_TRITON
 
 GROUP, KV_HEADS, SIZE, LAYERS = 3, 2, 16, 2
@@ -53,8 +54,10 @@ def expected(pool: KVPool, read: TableRead, queries: Tensor, shape: AttentionSha
     return torch.einsum("nkgl,lkd->nkgd", scores.softmax(-1), values).flatten(1)
 
 
-@pytest.mark.parametrize("shape", [AttentionShape(GROUP, window=7), AttentionShape(GROUP, scale=0.5, softcap=2.0)])
-@pytest.mark.parametrize("name", READERS)
+SHAPES = [AttentionShape(GROUP, scale=0.5, softcap=2.0), AttentionShape(GROUP, window=7)]
+
+
+@pytest.mark.parametrize(("name", "shape"), list(in_turn(READERS, SHAPES, times=dict.fromkeys(BACKENDS, 2))))
 def test_queries_see_all_rows_of_their_tables(name: str, shape: AttentionShape) -> None:
     """Whatever window the layer has, and none of the pending rows behind them."""
     pool = filled_pool()
