@@ -47,7 +47,7 @@ CASES = {
     "a window over a tree": Case([(90, random_tree(3, 8)), (2, 3)], window=6),
     "a window over a prompt": Case([(0, 40)], window=9, group=1),
     "softcap and scale": Case([(30, random_tree(4, 5))], softcap=2.0, scale=0.7, window=50),
-    "a prompt": Case([(10, 60)], group=2),
+    "a prompt": Case([(10, 40)], group=2),
     "rows that see each other": Case([(20, 6), (130, 6)], mutual=True),
     "rounded up": Case([(140, random_tree(5, 3)), (5, 2)], bucketed=True, kv_heads=2),
     "head of 96": Case([(70, 2)], head_dim=96),

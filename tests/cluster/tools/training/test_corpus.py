@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.tools.training.corpus import HELD_OUT, Corpus, is_test, load_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus() -> Corpus:
-    return load_corpus(seed=0, test_megabytes=0.5)
+from cluster.tools.training.corpus import HELD_OUT, is_test, load_corpus
 
 
 def write_library(root: Path) -> None:
@@ -50,7 +45,10 @@ def test_another_seed_gives_another_order_of_the_same_library(library: Path):
     }
 
 
-def test_held_out_modules_and_their_tests_are_never_trained_on(corpus: Corpus):
+@pytest.mark.parametrize("kind", ["small", pytest.param("whole", marks=pytest.mark.slow)])
+def test_held_out_modules_and_their_tests_are_never_trained_on(kind: str, library: Path):
+    """Of a library of a few files, or of this Python's."""
+    corpus = load_corpus(seed=0, test_megabytes=0.5, root=library) if kind == "small" else load_corpus(0, 0.5)
     assert [source.path for source in corpus.held_out] == list(HELD_OUT)
     trained = {source.path for source in corpus.training}
     assert not trained & set(HELD_OUT)
