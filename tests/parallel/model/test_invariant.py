@@ -15,7 +15,7 @@ from parallel.kv.pass_plan import Span
 from parallel.model.layers import split_kv
 from parallel.runtime.runner import open_model
 
-SHAPE = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=1)
+SHAPE = dict(hidden_size=48, num_attention_heads=3, num_key_value_heads=1, num_hidden_layers=1)
 TEXT = [5, 17, 3, 88, 41, 2, 9, 60, 33, 71, 8, 19, 54, 90, 26, 13]
 NUM_PROMPT = 14
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")

@@ -234,7 +234,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
             raise Killed
         return loss(self, *arguments)
 
-    config = small(target, text, data="mixed", options=f"{{start: {start}}}")
+    config = small(target, text, data="mixed", continuation_length=16, options=f"{{start: {start}}}")
     whole = train.run(config, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(DistilledDrafter, "loss", dies_at_step_six)
