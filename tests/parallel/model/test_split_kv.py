@@ -52,13 +52,14 @@ def rounds(runners, seed, num_rounds):
                 runner.commit(name, rows)
 
 
+@pytest.mark.slow  # a prompt and steps of a model are in test_experts.py, trees in test_triton_attention.py
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
         ("Mistral", {"sliding_window": 9, "num_hidden_layers": 1}),
-        pytest.param("Mistral", {"sliding_window": 9}, marks=pytest.mark.slow),
-        pytest.param("Qwen3", {}, marks=pytest.mark.slow),
-        pytest.param("Gemma2", {"sliding_window": 9}, marks=pytest.mark.slow),
+        ("Mistral", {"sliding_window": 9}),
+        ("Qwen3", {}),
+        ("Gemma2", {"sliding_window": 9}),
     ],
 )
 def test_triton_computes_what_pytorch_does(make_checkpoint, family, overrides, device):
