@@ -91,6 +91,17 @@ def half_agreeing_drafter(tiny_checkpoint: Callable[..., Path], tmp_path_factory
     return path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_ends() -> Iterator[None]:
+    """Threads of engines in this process look more often whether they are to end, which else takes half a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("actors.worker.heartbeat.HEARTBEAT_S", 0.05)
+        patch.setattr("actors.coordinator.membership.HEARTBEAT_S", 0.05)  # which takes their number for a time
+        patch.setattr("cluster.runtime.supervisor._POLL_S", 0.02)
+        patch.setattr("cluster.client._POLL_S", 0.02)
+        yield
+
+
 @pytest.fixture
 def one_free_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks neither pin themselves nor start threads for their tensors: a busy machine would stall them for seconds."""

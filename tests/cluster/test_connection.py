@@ -164,10 +164,10 @@ def test_the_defaults_of_a_client_are_those_it_was_given(engine, tiny_checkpoint
 
 def test_a_client_fails_after_the_same_time_without_a_heartbeat(engine, monkeypatch):
     monkeypatch.setattr(module, "_POLL_S", 0.01)
-    with connect(engine.address, KEY.text, timeout_s=2.0) as client:
+    with connect(engine.address, KEY.text, timeout_s=1.0) as client:
         engine.falls_silent = True
         completion = client.submit((3,))
-        with pytest.raises(EngineError, match=": no heartbeat of the engine for 2 s$"):
+        with pytest.raises(EngineError, match=": no heartbeat of the engine for 1 s$"):
             completion.result(20)
 
 

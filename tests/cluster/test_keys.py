@@ -107,8 +107,10 @@ def test_the_file_is_sent_again_and_again_unless_it_cannot_be_read(file, tmp_pat
 
 
 def until(ends, work):
-    """What `work` returns, once it raises an EngineError, or raises none, as wanted."""
+    """What `work` returns, once it raises an EngineError, or raises none, as wanted; tried seldom, as an address that
+    connects too often is not served for seconds."""
     while True:
+        time.sleep(0.3)
         try:
             result = work()
         except EngineError as error:
@@ -118,7 +120,6 @@ def until(ends, work):
             if ends is None:
                 return result
             result.close()
-        time.sleep(0.05)
 
 
 def test_clients_of_a_running_engine_are_added_and_taken_away(open_engine, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from cluster.config.compose import checked
 from cluster.config.jobs import GenerateConfig
 from cluster.jobs import generate
 from tests.actors.drafters.vocabulary.small_tokenizers import AWKWARD, save
+from tests.cluster.jobs.conftest import forked_processes as forked_processes  # noqa: PLC0414 (a fixture)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def launch(tiny_launch, write_prompts, foreign_checkpoint):
         return tiny_launch(
             GenerateConfig(prompts=prompts, trace=False, concurrency=2, limit=0),
             drafter=ModelDrafterConfig(path=str(foreign_checkpoint), num_draft_tokens=3, device="cpu", **keys),
-            sampling=SamplingConfig(max_tokens=24, ignore_eos=True, temperature=temperature),
+            sampling=SamplingConfig(max_tokens=14, ignore_eos=True, temperature=temperature),
             verify=VerifyConfig(rule),
         )
 

@@ -15,7 +15,7 @@ from actors.roles.bridge import FeatureReceiver, FeatureSender
 from actors.roles.target import TargetRole
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
-LONG = SamplingParams(max_tokens=80, ignore_eos=True)
+LONG = SamplingParams(max_tokens=50, ignore_eos=True)
 
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

@@ -143,7 +143,7 @@ class Look:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("pipeline", "adaptive", "rounds"),
-    [("tree", True, 480)]
+    [("tree", True, 360)]
     + [pytest.param(name, adaptive, 1_800, marks=pytest.mark.slow) for name in PIPELINES for adaptive in (False, True)]
     + [pytest.param("branches", False, 10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
 )

@@ -160,7 +160,9 @@ def test_a_server_reads_prompts_by_the_encoder(reference):
         assert status == 400 and "prompt_logprobs" in answer["error"]["message"]
 
 
-def test_the_command_line_runs_it_and_names_the_jobs_that_cannot(entered, reference, tmp_path):
+@pytest.mark.slow
+def test_the_command_line_runs_it(entered, reference, tmp_path):
+    """By default the engine does (above), and another target's on the command line (`test_whole_text_target.py`)."""
     path, expected = reference("Marian", "rules")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": source}) for source in SOURCES))
@@ -173,7 +175,11 @@ def test_the_command_line_runs_it_and_names_the_jobs_that_cannot(entered, refere
     )
     assert [line["token_ids"] for line in lines] == expected
     assert json.loads((tmp_path / "run/report.json").read_text())["tokens_equal_plain"] is True
-    code, _, error = entered("job=certify", *options[:3])
+
+
+def test_a_job_that_cannot_run_it_says_so(entered, reference):
+    options = ["target=hf", f"target.path={reference('Marian', 'rules')[0]}", "drafter=copy"]
+    code, _, error = entered("job=certify", *options)
     assert code == 2 and "job=certify: is for targets without an encoder" in error
 
 

@@ -19,6 +19,7 @@ from actors.verification.verifier import Verifier
 from actors.worker import factory
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import EngineError, connect
+from tests.matrices import in_turn
 
 LONG = SamplingParams(max_tokens=450, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8)
@@ -66,7 +67,7 @@ def broken_target(tiny_checkpoint, tmp_path):
     return TargetConfig(path=str(path), device="cpu")
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_rank_that_cannot_load_ends_the_start(open_engine, broken_target, tp):
     with pytest.raises(EngineError, match=r"^target-\d: .*broken.* tensor model.norm.weight holds NaN") as caught:
         open_engine(target=broken_target, tp=tp)
@@ -110,8 +111,7 @@ def test_a_role_that_fails_ends_what_is_in_flight_and_what_comes(open_engine, br
         assert str(caught.value) == line and "raise error" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("rule", "temperature"), list(in_turn(["coupled", "rejection"], [0.0, 1.0])))
 def test_logits_that_are_no_numbers_fail_their_request_alone(open_engine, monkeypatch, rule, temperature):
     engine = open_engine(verify=VerifyConfig(VerifyRule(rule)))
     sampling = replace(LONG, temperature=temperature, top_p=0.9)

@@ -97,7 +97,7 @@ def test_where_no_token_can_follow_the_request_ends_and_no_role_is_lost(open_eng
     assert not engine.supervisor.incidents and not counters["num_role_losses"] and not counters["num_unreadable"]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(open_engine, monkeypatch, tp):
     """Whatever it is that the checks let through: one death in company, one alone."""
     verify_input = TargetRole._verify_input

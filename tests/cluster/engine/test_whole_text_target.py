@@ -27,6 +27,12 @@ def diffusion(request, tiny_checkpoint, tmp_path_factory):
     return WholeTextDiffusion(path, model, mask=model.config.vocab_size - 1)
 
 
+usually_llada = pytest.mark.parametrize(
+    "diffusion", ["llada", pytest.param("dream", marks=pytest.mark.slow)], indirect=True
+)
+"""For what does not depend on the family, of which both have the tokens of every decoder."""
+
+
 @pytest.fixture(scope="module")
 def expected(diffusion):
     tokenizer = load_tokenizer(diffusion.path)
@@ -56,6 +62,7 @@ def test_tokens_are_those_of_the_decoder(open_engine, diffusion, expected, decod
         assert tokens_of(engine, PROMPTS[:1]) == texts[:1], "alone as in a batch"
 
 
+@usually_llada
 def test_requests_wait_for_rows_of_their_whole_text(open_engine, diffusion, expected):
     """The pool has those of one."""
     scheduler = SchedulerConfig(max_num_seqs=4, prefill_chunk=2)
@@ -64,6 +71,7 @@ def test_requests_wait_for_rows_of_their_whole_text(open_engine, diffusion, expe
         assert engine.report().counters["num_preemptions"] == 0
 
 
+@usually_llada
 @pytest.mark.parametrize("decoder", ["static", "dual"])
 def test_a_rank_that_is_replaced_changes_no_token(open_engine, diffusion, expected, decoder, monkeypatch):
     """It dies in the middle of blocks; the requests come again with what their clients have."""
@@ -81,6 +89,7 @@ def test_a_rank_that_is_replaced_changes_no_token(open_engine, diffusion, expect
     assert len(passes) > 5
 
 
+@usually_llada
 def test_the_command_line_runs_it(entered, diffusion, expected, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))

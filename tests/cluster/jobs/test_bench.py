@@ -28,7 +28,7 @@ def test_times_every_setting_against_plain_decoding_and_peers(tiny_launch, promp
     job = BenchConfig(
         prompts=prompts,
         repeats=2,
-        warmup=1,
+        warmup=0,
         drafters=["model", "ngram"],
         batches=[1, 2],
         draft_lengths=[3],

@@ -84,7 +84,7 @@ def test_every_rule_is_certified(run_certify, rule, tmp_path, capsys):
 def test_lookups_and_trees_are_certified(run_certify, drafter, half_agreeing_drafter):
     if not isinstance(drafter, NgramDrafterConfig):
         drafter = drafter(path=str(half_agreeing_drafter), device="cpu")
-    certificate, error = run_certify("rejection", drafter)
+    certificate, error = run_certify("rejection", drafter, draws=300)
     assert error is None and certificate["passed"]
 
 

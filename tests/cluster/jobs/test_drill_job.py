@@ -124,7 +124,7 @@ def test_a_drill_under_a_rule_that_accepts_whatever_was_drafted_fails(run_drill,
         pytest.param(lambda tokens: [*tokens[:-1], tokens[-1] + 1], id="the last token"),
         pytest.param(lambda tokens: tokens[:-1], id="one missing", marks=pytest.mark.slow),
         pytest.param(lambda tokens: [*tokens, tokens[-1]], id="one more", marks=pytest.mark.slow),
-        pytest.param(lambda tokens: tokens[::-1], id="their order"),
+        pytest.param(lambda tokens: tokens[::-1], id="their order", marks=pytest.mark.slow),
     ],
 )
 def test_a_drill_fails_if_the_tokens_of_a_single_request_differ(run_drill, monkeypatch, edit):
@@ -151,7 +151,10 @@ def test_a_drill_fails_if_the_tokens_of_a_single_request_differ(run_drill, monke
     assert f"1 of {report['num_requests']} have other tokens than plain decoding; see drill.json" in line
 
 
-@pytest.mark.parametrize("error", [EngineError("the target ended"), KeyError("a defect of the client")])
+@pytest.mark.parametrize(
+    "error",
+    [pytest.param(EngineError("the target ended"), marks=pytest.mark.slow), KeyError("a defect of the client")],
+)
 def test_a_drill_fails_if_a_request_fails(run_drill, monkeypatch, error):
     submit, raised = Engine.submit, []
 

@@ -36,7 +36,6 @@ from cluster.engine import Engine, EngineError
 from cluster.placement.ranks import Devices, lay_out
 from tests.cluster.engine.test_clients import GREEDY, exchange, tokens_of
 from tests.cluster.engine.test_clients import PROMPTS as CLIENT_PROMPTS
-from tests.cluster.engine.test_clients import start_client as start_client  # noqa: PLC0414 (a fixture)
 
 pytestmark = pytest.mark.ray
 
@@ -184,7 +183,7 @@ def test_the_dashboard_starts_beside_the_ranks_and_asks_for_the_token(running_ra
         urllib.request.urlopen(asked("0" * 64), timeout=WAIT_S)
 
 
-def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch, start_client):
+def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     plain = open_engine("none")
     expected, of_clients = answers(plain), tokens_of(plain.generate(CLIENT_PROMPTS, GREEDY))
     engine = open_engine_on_ray(target=replace(launch().target, tp=2))
@@ -216,7 +215,7 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch, start_
         open_engine_on_ray()
     assert running.result(WAIT_S).finish_reason in ("abort", "length")
     assert answers(engine) == expected, "and is not disturbed by who was refused"
-    exchange(engine, start_client, of_clients)
+    exchange(engine, of_clients)
 
     engine.close()
     assert all(gone(pid) for pid in pids.values())
@@ -261,14 +260,21 @@ def test_a_pool_is_an_actor_group_of_its_own(running_ray, open_engine, launch, t
         assert answers(engine) == plain and lines[0] == "1 of 8 leases"
         with pytest.raises(ValueError, match=r"^cluster\.namespace=specdec-pool: another pool runs there; close it"):
             PoolOnRay(config, tmp_path)
-        cluster = replace(config.cluster, namespace="other")
-        with pytest.raises(ValueError, match="^verify=block: a pool's drafts are verified by verify=coupled"):
-            PoolOnRay(replace(config, cluster=cluster, verify=VerifyConfig(VerifyRule.block)), tmp_path)
         os.kill(pid_of("pool", "specdec-pool"), signal.SIGKILL)
         serving.join(WAIT_S)
         assert ends and ends[0].startswith("the pool's process ended: ")
         assert answers(engine) == plain
     assert not ray.util.list_named_actors(all_namespaces=True)
+
+
+@pytest.mark.slow
+def test_what_the_actor_of_a_pool_refuses_is_refused_here(running_ray, launch, tmp_path):
+    """The check is that of a pool without Ray (`test_draft_pools.py`), in a process that loads for seconds."""
+    from cluster.pool_on_ray import PoolOnRay
+
+    config = replace(launch(verify=VerifyConfig(VerifyRule.block)), job=PoolConfig(listen="tcp://127.0.0.1:*"))
+    with pytest.raises(ValueError, match="^verify=block: a pool's drafts are verified by verify=coupled"):
+        PoolOnRay(config, tmp_path)
 
 
 @pytest.mark.parametrize("opener", ["open_engine", pytest.param("open_engine_on_ray", marks=pytest.mark.slow)])
@@ -345,7 +351,9 @@ def test_engines_of_two_namespaces_run_side_by_side(open_engine_on_ray):
     assert first == second and pid_of("target-0", "one") != pid_of("target-0", "two")
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_load_is_one_line(open_engine_on_ray, tmp_path, launch):
+    """As by default one in a thread (`test_failures.py`)."""
     shutil.copytree(launch().target.path, tmp_path, dirs_exist_ok=True)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
@@ -413,10 +421,9 @@ def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
         import os, signal
         import psutil
         from actors.drafters.config import NoDrafterConfig
-        from actors.drafters.pool.config import PoolDrafterConfig
-from actors.options import PipelineConfig, PipelineName, TargetConfig, VerifyConfig, VerifyRule
+        from actors.options import PipelineConfig, TargetConfig, VerifyConfig
         from actors.protocol.sampling_params import SamplingParams
-        from cluster.config.jobs import GenerateConfig, PoolConfig
+        from cluster.config.jobs import GenerateConfig
         from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig
         from cluster.engine import Engine
 

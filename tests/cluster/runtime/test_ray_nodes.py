@@ -59,12 +59,13 @@ def test_nodes_that_are_enough_are_not_waited_for():
     assert waiting.now == 0.0 and not waiting.reported
 
 
-def test_a_head_that_comes_late_is_waited_for_and_one_that_never_comes_is_named_soon():
+def test_a_head_that_comes_late_is_waited_for_and_one_that_never_comes_is_named_soon(monkeypatch):
+    monkeypatch.setattr("cluster.runtime.ray_nodes._HEAD_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         existing = ClusterConfig(ClusterName.existing, address=f"127.0.0.1:{port}", wait_s=10_000)
         await_head(existing, print)
-    line = rf"^cluster\.address=127\.0\.0\.1:{port}: no Ray listens there \(Connection refused\); gave up after 3 s$"
+    line = rf"^cluster\.address=127\.0\.0\.1:{port}: no Ray listens there \(Connection refused\); gave up after 1 s$"
     with pytest.raises(ValueError, match=line):
         await_head(existing, print)
     late = threading.Timer(0.3, lambda: arrived.append(socket.create_server(("127.0.0.1", port))))

@@ -100,6 +100,11 @@ class Cluster:
         return set(self.lost)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_ends() -> None:
+    """In place of that of `tests/cluster/conftest.py`: each look of the supervisor moves a clock of this file."""
+
+
 @pytest.fixture
 def open_cluster(monkeypatch):
     return lambda **options: Cluster(monkeypatch, **options)

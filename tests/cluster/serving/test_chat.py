@@ -55,7 +55,9 @@ def test_streams_join_to_the_whole_reply(client):
 
 
 def test_a_chat_runs_to_the_end_of_the_context(client):
-    reply = client.chat.completions.create(**{**BODY, "temperature": 0, "extra_body": {"ignore_eos": True}})
+    long = [{"role": "user", "content": "a" * 400}]
+    options = {"temperature": 0, "messages": long, "extra_body": {"ignore_eos": True}}
+    reply = client.chat.completions.create(**{**BODY, **options})
     assert reply.choices[0].finish_reason == "length" and reply.usage.total_tokens == 512
 
 

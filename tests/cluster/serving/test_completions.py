@@ -11,7 +11,7 @@ from actors.protocol.messages import SamplingParams
 from tests.cluster.serving.conftest import NUM_DRAFT_TOKENS, RunningServer
 
 PROMPT = "def médian(x):"
-SAMPLED = {"temperature": 0.8, "seed": 7, "max_tokens": 40}
+SAMPLED = {"temperature": 0.8, "seed": 7, "max_tokens": 24}
 
 
 def streamed(client: openai.OpenAI, **body) -> tuple[dict[int, str], dict[int, str], list]:
@@ -64,8 +64,8 @@ def test_a_request_may_bound_its_drafts(client):
 
 def test_every_stream_joins_to_the_reply_that_is_not_streamed(client):
     """Random weights write bytes that make no character, characters of several bytes, and text cut within one."""
-    for seed in range(12):
-        body = {"prompt": PROMPT, "temperature": 1.2, "seed": seed, "max_tokens": 20 + seed, "n": 2}
+    for seed in range(4):
+        body = {"prompt": PROMPT, "temperature": 1.2, "seed": seed, "max_tokens": 20 + 3 * seed, "n": 2}
         whole = client.completions.create(model="tiny-chat", **body)
         texts, reasons, chunks = streamed(client, **body, stream_options={"include_usage": True})
         assert texts == {choice.index: choice.text for choice in whole.choices}
@@ -78,7 +78,7 @@ def test_usage_can_come_with_every_chunk(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     texts, _, chunks = streamed(client, prompt=PROMPT, **SAMPLED, stream_options=options)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
-    assert counts == sorted(counts) and 0 < counts[0] < 40 and counts[-1] == counts[-2] == 40 and texts
+    assert counts == sorted(counts) and 0 < counts[0] < 24 and counts[-1] == counts[-2] == 24 and texts
 
 
 def test_usage_says_how_much_of_the_prompt_was_known(client):
@@ -142,7 +142,7 @@ def test_each_choice_has_a_seed_of_its_own_that_gives_it_again(client):
 
 def test_a_stop_string_ends_the_text_wherever_drafts_end(client, server: RunningServer):
     text = client.completions.create(model="tiny-chat", prompt=PROMPT, **SAMPLED).choices[0].text
-    for start in range(2, len(text) - 4, 3):
+    for start in range(2, len(text) - 4, 7):
         stop = text[start : start + 3]
         body = {"prompt": PROMPT, **SAMPLED, "stop": [stop]}
         whole = client.completions.create(model="tiny-chat", **body).choices[0]

@@ -29,7 +29,7 @@ BODY: dict[str, Any] = {"model": "tiny-chat", "max_tokens": 250, "seed": 3}
 MESSAGES: list[Any] = [{"role": "user", "content": "a thing"}]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_a_chat_follows_its_schema_streamed_or_not(client, temperature):
     body = {**BODY, "messages": MESSAGES, "temperature": temperature, "response_format": FORMAT}
     (choice,) = client.chat.completions.create(**body).choices
@@ -137,11 +137,12 @@ def random_schema(choose: random.Random, depth: int) -> dict[str, Any]:
     return {"anyOf": [inner() for _ in range(low + 1)]} if kind == "anyOf" else choose.choice(leaves)
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 40))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 41))])
 def test_every_reply_that_ended_is_valid_for_its_random_schema(server: RunningServer, part):
-    """25 schemas each, 1,000 in all; drafted and not, and every request of a batch under another one."""
+    """25 schemas each, by default 8, 1,000 in all; drafted and not, and every request of a batch under another one."""
+    num_schemas = 25 if part else 8
     choose, running, num_ended = random.Random(part), [], 0
-    for i in range(25):
+    for i in range(num_schemas):
         schema = random_schema(choose, 3)
         sampling = SamplingParams(max_tokens=120, temperature=choose.choice([0.0, 1.0]), seed=i)
         options: dict[str, Any] = {"grammar": Grammar("json_schema", json.dumps(schema))}
@@ -153,4 +154,4 @@ def test_every_reply_that_ended_is_valid_for_its_random_schema(server: RunningSe
         if drafted.finish_reason == "stop":
             num_ended += 1
             jsonschema.validate(json.loads(drafted.text), schema)
-    assert num_ended >= 13, f"only {num_ended} of 25 ended"
+    assert num_ended > num_schemas / 2, f"only {num_ended} of {num_schemas} ended"

@@ -8,13 +8,14 @@ import pytest
 
 from actors.protocol.messages import SamplingParams
 from parallel.kernels.attention import has_attention
+from tests.matrices import in_turn
 
 PROMPT = "def médian(x):"
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 MESSAGES = [{"role": "user", "content": "Büffel"}]
 BODIES = [
-    {"temperature": 0, "max_tokens": 24},
-    {"temperature": 1.2, "seed": 5, "max_tokens": 30, "n": 2},
+    {"temperature": 0, "max_tokens": 12},
+    {"temperature": 1.2, "seed": 5, "max_tokens": 16, "n": 2},
     {"temperature": 0.9, "seed": 3, "max_tokens": 20, "extra_body": {"min_tokens": 9}, "stop": ["e", "a"]},
 ]
 
@@ -25,8 +26,7 @@ def same(values):
     return [value if value is None else pytest.approx(value, **tolerance) for value in values]
 
 
-@pytest.mark.parametrize("enabled", [True, False], ids=["speculation", "plain"])
-@pytest.mark.parametrize("sampling", BODIES)
+@pytest.mark.parametrize(("enabled", "sampling"), list(in_turn([True, False], BODIES, times={True: 3})))
 def test_a_completion_lists_what_the_engine_says_of_each_token(client, server, sampling, enabled):
     extra = {"speculative": {"enabled": enabled}, **sampling.get("extra_body", {})}
     body = {**sampling, "extra_body": extra}
@@ -44,8 +44,7 @@ def test_a_completion_lists_what_the_engine_says_of_each_token(client, server, s
             assert top[token] == value and len(top) in (3, 4) and [*top.values()] == sorted(top.values(), reverse=True)
 
 
-@pytest.mark.parametrize("sampling", BODIES)
-@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize(("echo", "sampling"), list(in_turn([False, True], BODIES, times={False: 2, True: 2})))
 def test_the_chunks_of_a_completion_list_what_its_whole_reply_lists(client, sampling, echo):
     body = {"model": "tiny-chat", "prompt": PROMPT, "logprobs": 2, "echo": echo, "seed": 1, **sampling}
     whole = client.completions.create(**body)
@@ -87,8 +86,7 @@ def test_a_prompt_may_be_scored_alone(client, server):
         assert [one["logprob"] for one in said.values()] == same(row[int(i)].logprob for i in said)
 
 
-@pytest.mark.parametrize("sampling", BODIES)
-@pytest.mark.parametrize("top", [0, 3])
+@pytest.mark.parametrize(("top", "sampling"), list(in_turn([0, 3], BODIES, times={3: 3})))
 def test_a_chat_lists_bytes_that_join_to_its_text_streamed_or_not(client, sampling, top):
     body = {"model": "tiny-chat", "messages": MESSAGES, "logprobs": True, "top_logprobs": top, "seed": 1, **sampling}
     whole = client.chat.completions.create(**body)

@@ -1,4 +1,7 @@
-"""The server over an engine on Ray: real requests, and the death of a role in the middle of a streamed reply."""
+"""The server over an engine on Ray: real requests, and the death of a role in the middle of a streamed reply.
+
+By default the server has engines in this process, and those on Ray have clients (`runtime/test_ray_backend.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from actors.options import PipelineConfig
 from cluster.config.schema import ClusterConfig, ClusterName
 from tests.cluster.serving.conftest import RunningServer, serving
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 pytest.importorskip("ray")
 
 ON_RAY = ClusterConfig(ClusterName.local, dashboard=False, num_cpus=4, oversubscribe=True)
@@ -44,7 +47,6 @@ def test_a_request_is_answered(client: openai.OpenAI, wanted):
 
 
 @pytest.mark.parametrize("role", ["target-0", "draft-0", "coordinator"])
-@pytest.mark.slow
 def test_a_reply_goes_on_after_the_death_of_a_role(server: RunningServer, client: openai.OpenAI, wanted, role):
     known = len(server.engine.supervisor.incidents)
     text, usage, reason, killed = "", None, None, False

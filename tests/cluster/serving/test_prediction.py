@@ -16,7 +16,7 @@ from actors.protocol.messages import SamplingParams
 from tests.cluster.serving.conftest import RunningServer, serving
 
 PROMPT = list(range(40, 60))
-NUM = 40
+NUM = 30
 
 
 @pytest.fixture(scope="module")

@@ -219,6 +219,13 @@ def test_a_quantised_checkpoint_is_the_model_of_its_numbers(pair):
     assert find_tensors(ours, tensor_shapes(read_config(ours)))
 
 
+RANKS = "fp8 per channel", "fp8 blocks", "int4 of compressed-tensors", "awq", "gptq, act order"
+"""Layouts of each kind of share; the others' are slow."""
+
+
+@pytest.mark.parametrize(
+    "pair", [pytest.param(name, marks=[] if name in RANKS else pytest.mark.slow) for name in LAYOUTS], indirect=True
+)
 def test_two_ranks_hold_the_parts_of_its_numbers(pair, on_ranks):
     """Shares of 12 key rows and 24 inputs, which fill neither words of 8 nor groups and blocks of 16. Codes are kept
     but of inputs in an order of their own, and of a share that begins within a group."""

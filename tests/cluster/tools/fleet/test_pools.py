@@ -44,7 +44,7 @@ def test_a_pool_of_one_target_is_the_drafter_of_the_other_simulator(pipeline):
 
 
 def test_merged_passes_feed_three_targets_as_one_and_turns_do_not():
-    fleet = small_fleet(3)
+    fleet = small_fleet(3, load=structs.replace(STEADY, seconds=0.6))
     alone = per_target(fleet, pooled(3, pools=(3,), share=1))
     speeds = {merging: per_target(fleet, replace(pooled(3), merging=merging)) for merging in Merging}
     assert speeds[Merging.passes] > 0.95 * alone and speeds[Merging.calls] > 0.93 * alone
