@@ -116,9 +116,9 @@ def distance(rule: VerifyRule, kinds: tuple[SamplingKind, ...], traits: frozense
 
 
 def pairs():
-    """The coupled rule looks at no kind: by default it has three."""
+    """The coupled rule looks at no kind: by default it has two; `test_coupled.py` has draws at random."""
     for rule, kinds in itertools.product(EXACT_FOR, KINDS):
-        is_more = rule == "coupled" and kinds not in [(DET,), (COUPLED,), (IID,)]
+        is_more = rule == "coupled" and kinds not in [(DET,), (COUPLED,)]
         name = f"{'+'.join(kind.name for kind in kinds)}-{rule}"
         yield pytest.param(rule, kinds, id=name, marks=[pytest.mark.slow] if is_more else [])
 

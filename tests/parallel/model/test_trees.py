@@ -73,7 +73,13 @@ def test_every_family_verifies_trees(make_checkpoint, family, backend):
     check_tree(checkpoint, open_model(checkpoint.path, num_slots=64, backend=backend), Tree(1), [4, 8])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(one, marks=[] if one in ("Llama", "Gemma3", "OPT", "Qwen3Moe") else pytest.mark.slow)
+        for one in FAMILIES
+    ],
+)
 def test_ranks_verify_a_tree_together(make_checkpoint, on_ranks, family):
     checkpoint = make_checkpoint(family, **FAMILIES[family])
     on_ranks(2, lambda group: check_tree(checkpoint, open_model(checkpoint.path, group, num_slots=64), Tree(4), [6, 6]))
