@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from actors import heap
 from actors.coordinator.service import CoordinatorService
 from actors.worker import factory
-from actors.worker.spec import RankSpec
 
 
 @pytest.fixture
@@ -31,16 +29,13 @@ def test_what_was_imported_is_left_out_once():
     assert gc.get_freeze_count() <= frozen and of_an_engine
 
 
-@pytest.mark.parametrize("process", ["rank", "coordinator"])
-def test_ranks_and_coordinators_begin_with_it(monkeypatch, process):
+@pytest.mark.parametrize(
+    ("module", "begin"), [("worker.factory", factory.serve), ("coordinator.service", CoordinatorService.run)]
+)
+def test_ranks_and_coordinators_begin_with_it(monkeypatch, module, begin):
     def began() -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(
-        f"actors.{'worker.factory' if process == 'rank' else 'coordinator.service'}.freeze_libraries", began
-    )
+    monkeypatch.setattr(f"actors.{module}.freeze_libraries", began)
     with pytest.raises(InterruptedError):
-        if process == "rank":
-            factory.serve(cast("RankSpec", SimpleNamespace()))
-        else:
-            CoordinatorService.run(cast("CoordinatorService", SimpleNamespace()))
+        begin(SimpleNamespace())
