@@ -99,7 +99,7 @@ class RoundTimes:
         return self.rest_s + num_rows / len(picks) * self.per_row_s + drafting_s
 
     def seconds_of_one(self, drafter: int, length: int) -> float:
-        """Of a round of one request with such a draft."""
+        """Seconds of a round of one request with such a draft."""
         return self.rest_s + length * self.per_row_s + self.draft_s(drafter, length)
 
     def token_s(self, drafter: int) -> float:

@@ -240,7 +240,7 @@ class AdaptivePolicy(Policy):
     @property
     def may_learn_later(self) -> bool:
         """While a choice goes on that may go on for long. Of a trial or a probe, each round counts."""
-        return self.mode in (Mode.speculate, Mode.rest) and self._decision.is_settled
+        return self.mode is Mode.speculate and self._decision.is_settled
 
     def findings(self) -> dict[str, str | float | None] | None:
         if not self.weighs_waiting:

@@ -153,11 +153,10 @@ def test_a_poor_drafter_rests_after_a_few_rounds_of_drafts(num_running):
     assert policy._decision.budget > -1.5
 
 
-def test_a_rest_computes_no_draft_lengths_and_holds_up_no_pass(monkeypatch):
-    """No request is drafted for."""
+def test_a_rest_computes_no_draft_lengths(monkeypatch):
     policy = AdaptivePolicy("sync", 0, LONGEST)
     played(policy, 32, 20, (1.5e-3, 0.0))
-    assert policy.mode is Mode.rest and policy.may_learn_later and not policy.may_end
+    assert policy.mode is Mode.rest
     monkeypatch.setattr(DraftLengths, "choose", lambda *_: pytest.fail("no draft is ordered"))
     assert {*played(policy, 32, 20, (1.5e-3, 0.0))} == {Mode.rest}
 
