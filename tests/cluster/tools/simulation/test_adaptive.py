@@ -113,7 +113,7 @@ def test_a_drafter_far_away_costs_next_to_nothing(pipeline, link_s):
     assert simulate(far).tokens_per_s > 0.93 * simulate(replace(far, pipeline="plain")).tokens_per_s
 
 
-@pytest.mark.parametrize("pipeline", in_turn(["pearl", "branches", "tree"], times={"pearl": 0, "tree": 0}))
+@pytest.mark.parametrize("pipeline", list(in_turn(["pearl", "branches", "tree"], times={"pearl": 0, "tree": 0})))
 def test_a_far_drafter_beside_a_lookup_is_faster_than_either(pipeline):
     """An exchange of 40 ms beside passes of 10; a pass never waits. The lookup alone is 1.67 times as fast as plain
     decoding at most."""
