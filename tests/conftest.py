@@ -79,6 +79,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         option.numprocesses = 0 if is_selection else min(num_cores + 1, MAX_WORKERS)
     if option.numprocesses and option.dist == "no":
         option.dist = "loadfile"
+    if option.maxworkerrestart is None:
+        option.maxworkerrestart = "1"  # the test that ended a worker is the first that the next one runs
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,10 +22,14 @@ def session():
     return module
 
 
-def test_every_step_measures_something_and_the_report_shows_it(session, tmp_path):
-    """All but those that import every library, start an engine or run tests."""
+LEFT_OUT = ("environment", "kernels", "engine", "tests-kernels", "tests-parallel", "tests-actors")
+"""Steps that import every library, start an engine or run tests."""
+
+
+@pytest.mark.parametrize("left_out", [(*LEFT_OUT, "gemm"), pytest.param(LEFT_OUT, marks=pytest.mark.slow)], ids=len)
+def test_every_step_measures_something_and_the_report_shows_it(session, tmp_path, left_out):
+    """By default without the products of codes, which take the interpreter longest."""
     machine = session.Machine("cpu", tiny=True)
-    left_out = ("environment", "kernels", "engine", "tests-kernels", "tests-parallel", "tests-actors")
     steps = [name for name in session.STEPS if name not in left_out]
     for name in steps:
         session.run_step(name, tmp_path, machine)

@@ -24,6 +24,7 @@ from actors.coordinator.role_rounds import RoleRounds
 from actors.coordinator.scheduler import Capacity, Load, Scheduler
 from actors.coordinator.state_machine import Answer, Coordinator
 from actors.coordinator.stats import CoordinatorStats
+from actors.heap import freeze_libraries
 from actors.options import SchedulerConfig
 from actors.policy.policy import make_policy
 from actors.protocol.grammar import MOST_GRAMMAR_CHARACTERS
@@ -170,6 +171,7 @@ class CoordinatorService:
 
     def run(self) -> str:
         """Serve until a `Stop` arrives; returns its reason. If this raises, the ranks wait for a successor."""
+        freeze_libraries()
         heartbeat = LoopHeartbeat(self._send_heartbeat)
         try:
             self._hub.serve_near(self._take_near)

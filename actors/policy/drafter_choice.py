@@ -14,7 +14,8 @@ bandits over drafters: BanditSpec (2505.15141).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, combinations
 from math import exp
@@ -88,10 +89,22 @@ class RoundTimes:
 
     def seconds(self, picks: Sequence[tuple[int, int]]) -> float:
         longest: dict[int, int] = {}
+        num_rows = 0
         for drafter, length in picks:
-            longest[drafter] = max(length, longest.get(drafter, 0))
-        rows = sum(length for _, length in picks) / len(picks)
-        return self.rest_s + rows * self.per_row_s + sum(self.draft_s(*used) for used in longest.items() if used[1])
+            if length:
+                num_rows += length
+                if length > longest.get(drafter, 0):
+                    longest[drafter] = length
+        drafting_s = sum([self.draft_s(*used) for used in longest.items()])
+        return self.rest_s + num_rows / len(picks) * self.per_row_s + drafting_s
+
+    def seconds_of_one(self, drafter: int, length: int) -> float:
+        """Seconds of a round of one request with such a draft."""
+        return self.rest_s + length * self.per_row_s + self.draft_s(drafter, length)
+
+    def token_s(self, drafter: int) -> float:
+        """What a draft token more costs a round in which all requests get one."""
+        return self.per_row_s + self.draft_s(drafter, 2) - self.draft_s(drafter, 1)
 
 
 def assign(offers: Sequence[Sequence[Offer]], times: RoundTimes) -> Assignment:
@@ -101,33 +114,59 @@ def assign(offers: Sequence[Sequence[Offer]], times: RoundTimes) -> Assignment:
     request takes the length that brings the most tokens beyond what its time brings elsewhere, which follows from the
     speed of the batch (Dinkelbach's iteration for a ratio).
     """
-    drafters = sorted({offer.drafter for request in offers for offer in request})
-    best = _within([[] for _ in offers], 0.0, times)
-    for used in _subsets(drafters):
-        held = [[offer for offer in request if offer.drafter in used] for request in offers]
-        price = 0.0
+    if len(offers) == 1:
+        return _alone(offers[0], times)
+    curves = [[_Curve.of(offer) for offer in request] for request in offers]
+    token_s = {drafter: times.token_s(drafter) for drafter in {one.drafter for request in curves for one in request}}
+    best = _within([[] for _ in offers], {}, times)
+    for used in _subsets(sorted(token_s)):
+        held = [[one for one in request if one.drafter in used] for request in curves]
+        price, picks = 0.0, None
         for _ in range(_ITERATIONS):
-            found = _within(held, price, times)
-            price = found.speed / len(offers)
+            found = _within(held, {drafter: price * token_s[drafter] for drafter in used}, times)
+            if found.picks == picks:
+                break
             if found.speed > best.speed:
                 best = found
+            price, picks = found.speed / len(offers), found.picks
     return best
 
 
-def _within(held: Sequence[Sequence[Offer]], price: float, times: RoundTimes) -> Assignment:
-    """Every request takes its best offer, or none, where a second of one request is worth `price` tokens."""
-    per_token = {
-        drafter: price * (times.per_row_s + times.draft_s(drafter, 2) - times.draft_s(drafter, 1))
-        for drafter in {offer.drafter for request in held for offer in request}
-    }
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """The lengths of an offer that are the best at some price of a token, with what they bring: the upper hull, whose
+    slopes fall from length to length. They are kept negated, in ascending order, to be searched."""
+
+    drafter: int
+    points: list[tuple[int, float]]
+    descents: list[float]
+
+    @classmethod
+    def of(cls, offer: Offer) -> _Curve:
+        points, descents = [(0, 0.0)], list[float]()
+        for length, expected in zip(offer.lengths, offer.expected, strict=True):
+            while True:
+                last_length, last = points[-1]
+                descent = (last - expected) / (length - last_length)
+                if not descents or descent > descents[-1]:
+                    break
+                points.pop()
+                descents.pop()
+            points.append((length, expected))
+            descents.append(descent)
+        return cls(offer.drafter, points, descents)
+
+
+def _within(held: Sequence[Sequence[_Curve]], costs: Mapping[int, float], times: RoundTimes) -> Assignment:
+    """Every request takes its best offer, or none, where a draft token of a drafter is worth so many tokens."""
     picks, tokens = [], float(len(held))
     for request in held:
         pick, value, most = (NO_DRAFTER, 0), 0.0, 0.0
-        for offer in request:
-            cost = per_token[offer.drafter]
-            for length, expected in zip(offer.lengths, offer.expected, strict=True):
-                if expected - length * cost > most:
-                    pick, value, most = (offer.drafter, length), expected, expected - length * cost
+        for curve in request:
+            cost = costs[curve.drafter]
+            length, expected = curve.points[bisect_left(curve.descents, -cost)]
+            if expected - length * cost > most:
+                pick, value, most = (curve.drafter, length), expected, expected - length * cost
         picks.append(pick)
         tokens += value
     return Assignment(picks, tokens, times.seconds(picks))
@@ -191,10 +230,13 @@ def saved_s(others: Sequence[Offer], offer: Offer, times: RoundTimes) -> tuple[f
 
 def _alone(offers: Sequence[Offer], times: RoundTimes) -> Assignment:
     """The best of all offers for one request; also that of a batch of requests that are all like it."""
-    picks = [(NO_DRAFTER, 0, 0.0)]
-    picks += [(one.drafter, *pair) for one in offers for pair in zip(one.lengths, one.expected, strict=True)]
-    options = [Assignment([(i, k)], 1 + expected, times.seconds([(i, k)])) for i, k, expected in picks]
-    return max(options, key=lambda option: option.speed)
+    pick, tokens, seconds = (NO_DRAFTER, 0), 1.0, times.rest_s
+    for offer in offers:
+        for length, expected in zip(offer.lengths, offer.expected, strict=True):
+            took = times.seconds_of_one(offer.drafter, length)
+            if (1 + expected) * seconds > tokens * took:
+                pick, tokens, seconds = (offer.drafter, length), 1 + expected, took
+    return Assignment([pick], tokens, seconds)
 
 
 class ReadingValue:

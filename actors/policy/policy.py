@@ -406,7 +406,7 @@ class AdaptivePolicy(Policy):
         self._tries_all = is_trial and self._should_try_all(tradeoffs[way], estimates)
         if self._decision.choice.drafts and not drafted:
             self.wait.clear_delays()
-        if not self._load.by_choice[way].weight:
+        if not self._load.by_choice[way].weight or not (is_trial or self._decision.choice.drafts):
             return
         chances = self._acceptance.of_class(self._text_class).chances
         self._lengths.choose(tradeoffs[way], request_ids, self._acceptance, chances, self._decision.spend)

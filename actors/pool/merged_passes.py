@@ -56,19 +56,19 @@ class _OrderedDrafts:
     contexts: Sequence[Context]
     budgets: Sequence[int]
     history: OrderHistory
-    drafts: Future[list[Draft] | None] = field(default_factory=Future)
+    answer: Future[list[Draft] | None] = field(default_factory=Future)
 
 
 @dataclass(slots=True, eq=False)
 class _WantedReading:
     contexts: Sequence[Context]
-    done: Future[None] = field(default_factory=Future)
+    answer: Future[None] = field(default_factory=Future)
 
 
 @dataclass(slots=True, eq=False)
 class _WantedStep:
     width: int
-    done: Future[Step] = field(default_factory=Future)
+    answer: Future[Step] = field(default_factory=Future)
 
 
 class MergedPasses:
@@ -121,19 +121,19 @@ class MergedPasses:
                 return drafter.propose(contexts, budgets)  # runs no pass
             order = _OrderedDrafts(contexts, budgets, history)
             self._ask(self._orders, order)  # before the turn ends, so that the next pass is of this order
-        return order.drafts.result()
+        return order.answer.result()
 
     def prefill(self, contexts: Sequence[Context]) -> None:
         """Lets the drafter read these texts, and waits until it has."""
         reading = _WantedReading(contexts)
         self._ask(self._readings, reading)
-        reading.done.result()
+        reading.answer.result()
 
     def step(self, width: int) -> Step:
         """One step of draft-ahead for the requests of all threads: the next one that is taken."""
         step = _WantedStep(width)
         self._ask(self._steps, step)
-        return step.done.result()
+        return step.answer.result()
 
     @property
     def takes_steps(self) -> bool:
@@ -164,20 +164,34 @@ class MergedPasses:
         self._cost.by_pass = by_pass is not None
         while (asked := self._next()) is not None:
             with self._turn, self.time.passing():
-                match asked[0] if asked else by_pass:
-                    case _OrderedDrafts() if by_pass is not None:
-                        self._begin(drafter, by_pass, asked)
-                    case _OrderedDrafts():
-                        self._propose(drafter, asked)
-                    case _WantedReading(contexts, done):
-                        self._called(1)
-                        _fulfil([done], partial(_read, drafter, contexts))
-                    case _WantedStep() if self._active and by_pass is not None:
-                        self._advance(drafter, by_pass, asked)
-                    case _WantedStep():
-                        self._work(drafter, asked)
-                    case _ if by_pass is not None:
-                        self._advance(drafter, by_pass, [])
+                try:
+                    self._serve(drafter, by_pass, asked)
+                except Exception as error:  # else the thread would end, and nobody would be answered any more
+                    self._failed("call", error)
+                    self._refuse([*asked, *self._active], error)
+
+    def _serve(self, drafter: Drafter, by_pass: DraftsByPass | None, asked: list) -> None:
+        match asked[0] if asked else by_pass:
+            case _OrderedDrafts() if by_pass is not None:
+                self._begin(drafter, by_pass, asked)
+            case _OrderedDrafts():
+                self._propose(drafter, asked)
+            case _WantedReading(contexts, answer):
+                self._called(1)
+                _fulfil([answer], partial(_read, drafter, contexts))
+            case _WantedStep() if self._active and by_pass is not None:
+                self._advance(drafter, by_pass, asked)
+            case _WantedStep():
+                self._work(drafter, asked)
+            case _ if by_pass is not None:
+                self._advance(drafter, by_pass, [])
+
+    def _refuse(self, asked: Sequence[_OrderedDrafts | _WantedReading | _WantedStep], error: Exception) -> None:
+        """Of what was asked for, all that has no answer fails with the error."""
+        self._active = []
+        for one in asked:
+            if not one.answer.done():
+                one.answer.set_exception(error)
 
     def _next(self) -> list | None:
         """Everything of the first kind that waits, of readings one; an empty list for the next pass of drafts that are
@@ -211,7 +225,7 @@ class MergedPasses:
             order.history.num_left_out = 0
         for order in left_out:
             order.history.num_left_out += 1
-            order.drafts.set_result(None)
+            order.answer.set_result(None)
         counts = self.counts
         self.counts = replace(
             counts,
@@ -232,17 +246,17 @@ class MergedPasses:
         except Exception as error:
             self._failed("draft", error)
             if len(orders) == 1:
-                orders[0].drafts.set_exception(error)
+                orders[0].answer.set_exception(error)
                 return
             self.restart([context.request_id for context in contexts])
             for order in orders:
-                _fulfil([order.drafts], partial(_propose_alone, drafter, order))
+                _fulfil([order.answer], partial(_propose_alone, drafter, order))
             return
         self._cost.update(len(contexts), max(budgets), self._clock() - started)
         self._called(len(orders))
         for order in orders:
             order.history.took_part(len(orders))
-            order.drafts.set_result([next(made) for _ in order.contexts])
+            order.answer.set_result([next(made) for _ in order.contexts])
 
     def _begin(self, drafter: Drafter, by_pass: DraftsByPass, orders: list[_OrderedDrafts]) -> None:
         for order in self._chosen(orders):
@@ -250,7 +264,7 @@ class MergedPasses:
                 by_pass.begin(order.contexts, order.budgets)
             except Exception as error:
                 self._failed("draft", error)
-                order.drafts.set_exception(error)
+                order.answer.set_exception(error)
             else:
                 self._active.append(order)
         self._finish(drafter, by_pass)
@@ -280,7 +294,7 @@ class MergedPasses:
             self.restart(None)  # their drafts end with it, and `propose` makes them order by order
         self._finish(drafter, by_pass)
         for step in steps:
-            step.done.set_result(done)
+            step.answer.set_result(done)
 
     def _finish(self, drafter: Drafter, by_pass: DraftsByPass) -> None:
         """Answer the orders whose drafts are made."""
@@ -289,7 +303,7 @@ class MergedPasses:
             if any(by_pass.is_drafting(context.request_id) for context in order.contexts):
                 self._active.append(order)
             else:
-                _fulfil([order.drafts], partial(_propose_alone, drafter, order))
+                _fulfil([order.answer], partial(_propose_alone, drafter, order))
 
     def _called(self, num_leases: int) -> None:
         """A call had work of so many leases; of none if it ran no pass."""
@@ -318,7 +332,7 @@ class MergedPasses:
             self.restart(None)
             done = Step(0)
         for step in steps:
-            step.done.set_result(done)
+            step.answer.set_result(done)
 
 
 def _propose_alone(drafter: Drafter, order: _OrderedDrafts) -> Iterator[list[Draft]]:

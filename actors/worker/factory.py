@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from actors.heap import freeze_libraries
 from actors.logs import log_event, logger_of
 from actors.protocol.membership import Join
 from actors.transport.channel import heart_of, link_name, open_link
@@ -46,6 +47,7 @@ def serve(
 ) -> None:
     """Serve one rank until `Stop`, or until `cancelled`, which is called about twice a second, returns True."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    freeze_libraries()
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
     openmp.set_num_threads(max(1, spec.num_threads))

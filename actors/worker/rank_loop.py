@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from actors.roles.bridge import BridgeEnd, FeatureReceiver
 
 CHECK_S = 0.5
-"""Seconds between two calls of `cancelled` while no record arrives."""
+"""Seconds between two calls of `cancelled` while no record arrives; before each record it is called too."""
 _NOT_ABORTABLE = "target.all_reduce=symmetric: a process does not outlive its epoch"
 _RECORD = -1
 """Stands for the width of a step where a record has arrived, so that there is no step."""
@@ -277,12 +277,13 @@ class RankLoop:
             self.link.send(preview)
 
     def _receive(self, timeout_s: float) -> Join | Recall | Stop | VerifyBatch | DraftBatch | None:
-        """The next record that is not outdated, or None after `timeout_s`; `Stop` if the rank is cancelled."""
-        while True:
+        """The next record that is not outdated, or None after `timeout_s`; `Stop` if the rank is cancelled, also where
+        records never cease."""
+        while not self.cancelled():
             record = self.link.receive(timeout_s=timeout_s)
             match record:
                 case None:
-                    return Stop() if self.cancelled() else None
+                    return None
                 case Join() if record.epoch == self.status.epoch:
                     self._send_ready()  # the first one was lost on the way
                 case Bridge():
@@ -296,3 +297,4 @@ class RankLoop:
                         return record
                 case Stop():
                     return record
+        return Stop()

@@ -41,7 +41,6 @@ from parallel.comm.rendezvous import host_store
 from parallel.model.layers.backends import default_backend
 from parallel.runtime.runner import open_model
 from tests.actors.service_harness import KEYS, Stage, link_to
-from tests.actors.small_speculators import train_speculator
 
 EOS, QUOTE = 1, 94
 VOCAB_SIZE = 97
@@ -287,6 +286,8 @@ def with_paths(config, models, path=None):
 @pytest.fixture(scope="session")
 def speculator(models, made_once):
     """Directory of a speculator of the target, by the name of its recipe."""
+    from tests.actors.small_speculators import train_speculator  # loads transformers
+
     return lambda recipe: made_once(
         f"speculator-{recipe}", lambda folder: train_speculator(recipe, models["reference"], models["drafter"], folder)
     )

@@ -79,7 +79,7 @@ class Reading:
 
 @pytest.mark.parametrize(("pipeline", "temperature"), list(in_turn(DRAFTED, [0.0, 1.0])))
 def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, sent, models, pipeline, temperature):
-    requests = make_requests(4, max_tokens=20, temperature=temperature)
+    requests = make_requests(3, max_tokens=14, temperature=temperature)
     plain = open_room(pipeline="plain").serve(requests)
     reading = Reading()
     room = open_room(config, pipeline=pipeline, wrap=reading.wrap).serve(requests)
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, se
     assert ("target", "export") in names
 
 
-LIKE_EAGLE3 = {"eagle3.1": 0, "p_eagle": 0}
+LIKE_EAGLE3 = {"eagle3.1": 0, "p_eagle": 0, "mtp": 0}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ LIKE_EAGLE3 = {"eagle3.1": 0, "p_eagle": 0}
 )
 def test_drafts_are_those_of_an_attached_drafter(open_room, make_requests, config, method):
     """Which reads the taps themselves, whether or not they are fused on their way to the other."""
-    requests, config = make_requests(4, max_tokens=20, temperature=1.0), replace(config, path=method)
+    requests, config = make_requests(3, max_tokens=14, temperature=1.0), replace(config, path=method)
     separate = open_room(config).serve(requests)
     attached = open_room(config, attached=True).serve(requests)
     assert separate.stats.num_accepted_per_pos == attached.stats.num_accepted_per_pos
@@ -121,7 +121,7 @@ def test_chunked_prompts_and_preempted_requests(open_room, make_requests, config
 
 @pytest.mark.parametrize("strategy", [Strategy.tree, Strategy.best_first])
 def test_trees(open_room, make_requests, config, sent, models, strategy):
-    requests = make_requests(4, max_tokens=20)
+    requests = make_requests(3, max_tokens=14)
     config = replace(config, strategy=strategy, num_draft_tokens=9, depth=4, width=3)
     reading = Reading()
     room = open_room(config, wrap=reading.wrap).serve(requests)

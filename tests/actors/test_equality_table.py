@@ -86,7 +86,7 @@ def requests(make_requests):
     """One for each column, in their order."""
     made = []
     for one, (sampling, asked) in zip(make_requests(len(COLUMNS), longest=40), COLUMNS, strict=True):
-        most = 48 if "grammar" in ASKED[asked] else 24
+        most = 48 if "grammar" in ASKED[asked] else 12
         params = replace(one.sampling, max_tokens=most, **SAMPLINGS[sampling])
         made.append(replace(one, prompt=prompt_of(one), sampling=params, **ASKED[asked]))
     return made

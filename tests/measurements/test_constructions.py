@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from actors.drafters.adjacency.config import AdedDrafterConfig
 from cluster import pocket
 from cluster.io.prompts import read_prompts
@@ -24,6 +26,7 @@ def test_the_targets_distributions_bring_tokens():
     assert len(found[True]) < 0.9 * len(found[False])
 
 
+@pytest.mark.slow
 def test_a_small_run(capsys):
     constructions.main(["--prompts", "1", "--tokens", "4"])
     printed = capsys.readouterr().out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -25,9 +27,13 @@ def test_the_pair_is_the_bundled_one_with_more_positions(pair: Path) -> None:
         assert (pair / name / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
-def test_a_text_is_the_beginning_of_any_longer_one(pair: Path) -> None:
-    long = text_of(pair, 5000)
-    assert len(long) == 5000 and text_of(pair, 700) == long[:700]
+def test_a_text_is_the_beginning_of_any_longer_one(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a library of two modules, of which the first is too short."""
+    for name in ("bisect.py", "cmd.py"):
+        shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / name, tmp_path)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    long = text_of(pair, 2500)
+    assert len(long) == 2500 and text_of(pair, 700) == long[:700]
     with pytest.raises(ValueError, match="lower --lengths"):
         text_of(pair, 10**9)
 

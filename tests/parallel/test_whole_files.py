@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,10 @@ def unguarded(tree):
             yield call.lineno
 
 
+NAMES = re.compile(rf"\b({'|'.join(WRITING)}|open)\b")
+"""What a file that writes has in its text; of the others no syntax tree is built."""
+
+
 def test_every_result_is_written_whole():
     """A file that is written by other means would be lost halfway without its name."""
     for code in ("path.write_text('a')", "with path.open('w') as file: pass", "open(path, 'wb')", "save_file(x, path)"):
@@ -109,6 +114,7 @@ def test_every_result_is_written_whole():
         f"{name}:{line}"
         for path in files
         if (name := str(path.relative_to(ROOT))) not in BY_OTHER_MEANS
-        for line in unguarded(ast.parse(path.read_text()))
+        if NAMES.search(text := path.read_text())
+        for line in unguarded(ast.parse(text))
     ]
     assert not found, found

@@ -19,9 +19,9 @@ from tests.damage import damaged_json, tried
 NUM_DAMAGES = 150
 
 
-def damages(content, name):
+def damages(content, name, count=NUM_DAMAGES):
     rng = random.Random(name)
-    return (damaged_json(content, rng) for _ in range(NUM_DAMAGES))
+    return (damaged_json(content, rng) for _ in range(count))
 
 
 def refused_of(path, read, use):
@@ -62,7 +62,10 @@ def test_tokenizers(tmp_path, kind):
         (folder / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "text.txt").write_text("a text")
     num_refused = 0
-    for what, damaged in [("nothing", json.dumps(content).encode()), *damages(json.dumps(content), kind)]:
+    for what, damaged in [
+        ("nothing", json.dumps(content).encode()),
+        *damages(json.dumps(content), kind, NUM_DAMAGES // 3),
+    ]:
         (tmp_path / "tokenizer.json").write_bytes(damaged)
         uses = {
             "digest": lambda: tokenizer_digest(tmp_path),
@@ -74,4 +77,4 @@ def test_tokenizers(tmp_path, kind):
         assert all("tokenizer.json" in line for line in refusals.values()), what
         assert what != "nothing" or not refusals
         num_refused += bool(refusals)
-    assert num_refused > 30
+    assert num_refused > 10

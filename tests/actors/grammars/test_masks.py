@@ -203,8 +203,11 @@ MULTIPLES = [{"type": "integer", "multipleOf": step} for step in (9973, 9967)]
     "grammar",
     [
         Grammar("json_schema", json.dumps({"allOf": PATTERNS})),
-        Grammar("json_schema", json.dumps({"allOf": MULTIPLES})),
-        Grammar("lark", f"start: %json {json.dumps({'allOf': MULTIPLES}).replace('m', chr(92) + 'u006d')}"),
+        pytest.param(Grammar("json_schema", json.dumps({"allOf": MULTIPLES})), marks=pytest.mark.slow),
+        pytest.param(
+            Grammar("lark", f"start: %json {json.dumps({'allOf': MULTIPLES}).replace('m', chr(92) + 'u006d')}"),
+            marks=pytest.mark.slow,
+        ),
         Grammar("lark", "start: A\nA: " + " & ".join(f"/(.*a.{{{i}}}b.*)/" for i in range(20))),
     ],
 )

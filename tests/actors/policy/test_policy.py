@@ -11,6 +11,7 @@ import pytest
 from actors.policy.acceptance import DraftOutcome
 from actors.policy.costs import LoadCosts
 from actors.policy.decision import Decoding, Mode
+from actors.policy.draft_length import DraftLengths
 from actors.policy.policy import LATE_ROUNDS, PIPELINES, AdaptivePolicy, Policy, RoundObservation, make_policy
 
 LONGEST = 6
@@ -150,6 +151,14 @@ def test_a_poor_drafter_rests_after_a_few_rounds_of_drafts(num_running):
     modes = played(policy, num_running, 16, (1.5e-3, 0.02), samples=True)
     assert 1 <= modes.count(Mode.trial) <= 5 and Mode.speculate not in modes and modes[-1] is Mode.rest
     assert policy._decision.budget > -1.5
+
+
+def test_a_rest_computes_no_draft_lengths(monkeypatch):
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    played(policy, 32, 20, (1.5e-3, 0.0))
+    assert policy.mode is Mode.rest
+    monkeypatch.setattr(DraftLengths, "choose", lambda *_: pytest.fail("no draft is ordered"))
+    assert {*played(policy, 32, 20, (1.5e-3, 0.0))} == {Mode.rest}
 
 
 @pytest.mark.parametrize("num_running", [1, 16, 64])

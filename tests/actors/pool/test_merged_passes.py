@@ -325,6 +325,30 @@ def test_after_a_step_that_fails_there_is_none_for_a_while():
     merged.close()
 
 
+@pytest.mark.parametrize("ask", ["step", "orders"])
+def test_an_error_beside_the_drafters_is_raised_for_what_was_asked_and_the_others_are_answered(passes, ask):
+    """As of the restart after a pass that failed: the thread of the passes does not end with it."""
+    drafter: Any = passes.drafter
+
+    def restart(_: Any) -> None:
+        raise KeyError("no such request")
+
+    passes.restart = restart
+    with ThreadPoolExecutor(2) as threads:
+        if ask == "step":
+            asked = [threads.submit(passes.step, 13)]
+        else:
+            with passes.turn():
+                asked = [threads.submit(passes.propose, [context(number)], [13], OrderHistory()) for number in (1, 2)]
+                waiting(passes, 3)
+        drafter.gate.set()
+        for one in asked:
+            with pytest.raises((KeyError, RuntimeError), match="no such request|a bad pass"):
+                one.result(10)
+    passes.prefill([context(3)])
+    assert drafter.calls[-1] == ("prefill", [3])
+
+
 def test_nothing_is_asked_for_after_the_end(passes):
     passes.close()
     with pytest.raises(RuntimeError, match="the draft pool ends"):

@@ -43,7 +43,7 @@ def test_the_law_is_the_renormalised_top_m(draw):
 
 
 def test_without_replacement_follows_the_sequential_law():
-    n = 20_000
+    n = 8_000
     drawn = many(draw_without_replacement, n, width=2, top_m=4)
     q = dict(zip(drawn[0].distribution.token_ids, drawn[0].distribution.probs, strict=False))
     expected = {(a, b): q[a] * q[b] / (1 - q[a]) for a in q for b in q if a != b}
@@ -52,7 +52,7 @@ def test_without_replacement_follows_the_sequential_law():
 
 
 def test_independent_draws_follow_the_product_law_and_keep_duplicates():
-    n = 20_000
+    n = 8_000
     drawn = many(draw_iid, n, width=2, top_m=3)
     q = dict(zip(drawn[0].distribution.token_ids, drawn[0].distribution.probs, strict=False))
     value, limit = chi_square(count(drawn), {(a, b): q[a] * q[b] for a in q for b in q}, n)

@@ -182,10 +182,17 @@ def test_a_link_needs_the_key_of_its_peer(hub, folder, name, key):
     link = LocalLink(path_of(hub, folder), name, key)
     link.send(Stop("foreign"))
     assert hub.receive(0.2) is None and hub.identities() == []
-    refused = threading.Thread(target=lambda: hub.receive(2.0))
-    refused.start()
+    done = threading.Event()
+
+    def receive():
+        while not done.is_set():
+            assert hub.receive(0.02) is None
+
+    refusing = threading.Thread(target=receive)
+    refusing.start()
     assert link.is_refused(10.0)
-    refused.join()
+    done.set()
+    refusing.join()
     own = link_of(hub, folder)
     assert serves(hub, own) and not own.is_refused(0.05)
     own.close()

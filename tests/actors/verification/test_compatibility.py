@@ -115,8 +115,15 @@ def distance(rule: VerifyRule, kinds: tuple[SamplingKind, ...], traits: frozense
     return total_variation(emission(function, drafts, p, 3, outcomes), p, 3)
 
 
-@pytest.mark.parametrize("rule", EXACT_FOR)
-@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kind.name for kind in kinds))
+def pairs():
+    """The coupled rule looks at no kind: by default it has two; `test_coupled.py` has draws at random."""
+    for rule, kinds in itertools.product(EXACT_FOR, KINDS):
+        is_more = rule == "coupled" and kinds not in [(DET,), (COUPLED,)]
+        name = f"{'+'.join(kind.name for kind in kinds)}-{rule}"
+        yield pytest.param(rule, kinds, id=name, marks=[pytest.mark.slow] if is_more else [])
+
+
+@pytest.mark.parametrize(("rule", "kinds"), list(pairs()))
 def test_every_pair_that_the_table_allows_is_exact(rule, kinds):
     for traits in TRAITS:
         if {EDITED, REPEATED} <= traits:

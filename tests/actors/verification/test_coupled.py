@@ -67,8 +67,16 @@ def test_the_path_is_the_longest_that_agrees_with_the_target():
         assert next_token == choices[path[-1] if path else 0]
 
 
-@pytest.mark.parametrize("kind", [SamplingKind.DETERMINISTIC, SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT])
-@pytest.mark.parametrize("pruned", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "pruned"),
+    list(
+        in_turn(
+            [SamplingKind.DETERMINISTIC, SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT],
+            [True, False],
+            times={SamplingKind.DETERMINISTIC: 2},
+        )
+    ),
+)
 def test_the_emitted_law_is_exact_for_any_tree_even_one_pruned_after_the_draw(random_law, kind, pruned):
     """Marginalised over the noise: the draws after nodes of one context agree, others are independent."""
     p, q = random_law(3, seed=1), random_law(3, seed=2)
@@ -111,7 +119,7 @@ def keep_one_token_more(tree: TokenTree, choices) -> tuple[tuple[int, ...], int]
 @pytest.mark.parametrize("mistake", [None, accept_first_child, repeat_first_choice, keep_one_token_more])
 def test_a_walk_that_keeps_what_the_target_did_not_choose_is_found(random_law, mistake):
     p, q = random_law(3, seed=1), random_law(3, seed=2)
-    drafts = enumerate_drafts(q, [(SamplingKind.IID, SamplingKind.IID), (SamplingKind.IID,)])
+    drafts = enumerate_drafts(q, [(SamplingKind.IID,), (SamplingKind.IID,)])
     distance = total_variation(emission(mistake or verify_coupled, drafts, p, 3, coupled_outcomes), p, 3)
     assert distance > 0.1 if mistake else distance < 1e-12
 
@@ -202,7 +210,7 @@ def test_any_drafter_yields_the_tokens_of_plain_decoding(case, seed):
 def test_shared_noise_is_what_makes_sampled_drafts_match():
     """Noise of the wrong position stays lossless, but acceptance collapses."""
     params = SamplingParams(temperature=1.0, seed=7)
-    right, matched = decode(params, coupled_chain(params, 0.5), length=150)
-    shifted, unmatched = decode(params, coupled_chain(params, 0.5, shift=1), length=150)
+    right, matched = decode(params, coupled_chain(params, 0.5), length=80)
+    shifted, unmatched = decode(params, coupled_chain(params, 0.5, shift=1), length=80)
     assert right == shifted
     assert matched > 1.0 and unmatched < 0.5

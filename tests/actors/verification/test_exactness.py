@@ -48,7 +48,9 @@ def check(rule, p, q, levels, vocab_size: int, drafts=None):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "block"])
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.endswith("(3, 2)") else []) for name in SCHEMES]
+)
 def test_rejection_traversal_and_block_are_exact(random_law, rule, name):
     levels = SCHEMES[name]
     if rule == "block" and any(len(level) > 1 for level in levels):
@@ -77,7 +79,7 @@ def test_larger_enumerations(random_law, rule, vocab_size, kind, widths):
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("target, draft", [("sparse", "sparse"), ("one-hot", "dense"), ("dense", "one-hot")])
 def test_zeros_and_disjoint_supports(random_law, rule, seed, target, draft):
     p, q = random_law(3, seed, target), random_law(3, seed + 100, draft)
@@ -88,7 +90,7 @@ def test_zeros_and_disjoint_supports(random_law, rule, seed, target, draft):
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_texts_end_where_no_token_can_follow_as_often_as_without_drafts(random_law, rule, seed):
     """An impossible distribution is one whose mass is on a token that no draft names: here the last of four."""
     possible, draft = random_law(3, seed), random_law(3, seed + 100)
@@ -136,7 +138,7 @@ def test_rules_of_independent_draws_are_exact(random_law, rule, widths):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_adaptive_growth_is_exact(random_law, rule, seed):
     """Whether a sibling or a level is added may depend on what was drawn, as long as nothing drawn is taken back."""
     p, q = random_law(3, seed), random_law(3, seed + 50)
@@ -178,7 +180,7 @@ def test_a_truncated_law_that_was_really_sampled_is_exact(random_law, rule, kind
     assert check(RULES[rule], p, top_two, scheme(kind, *widths), 4) < EXACT
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("kind", [IID, DET])
 def test_block_and_traversal_are_one_rule_on_a_chain(random_law, seed, depth, kind):

@@ -14,8 +14,10 @@ from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree
 from actors.sampling.draft_sampling import draw_iid, draw_without_replacement
 from actors.verification.random_source import HashRandomSource
 from actors.verification.rules import RULES
+from tests import matrices
 
 LENGTH = 4
+NUM_CHAINS, NUM_TREES = (5000, 2500) if matrices.is_whole else (2500, 1200)
 IID, WOR = SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT
 DRAW = {IID: draw_iid, WOR: draw_without_replacement}
 
@@ -108,7 +110,7 @@ Q3 = np.array([[0.2, 0.3, 0.5], [0.4, 0.3, 0.3], [0.1, 0.6, 0.3]])
     "rule", ["block", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("rejection", "traversal"))]
 )
 def test_rounds_on_a_chain_emit_the_target_s_joint_law(rule):
-    assert abs(excess(emitted(RULES[rule], IID, (1, 1, 1), P2, Q2, 5000), P2)) < 4
+    assert abs(excess(emitted(RULES[rule], IID, (1, 1, 1), P2, Q2, NUM_CHAINS), P2)) < 4
 
 
 MORE_PAIRS = (("rejection", WOR), ("traversal", IID), ("transport", IID))
@@ -119,12 +121,12 @@ MORE_PAIRS = (("rejection", WOR), ("traversal", IID), ("transport", IID))
     [("traversal", WOR), ("kseq", IID), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)],
 )
 def test_rounds_on_a_tree_emit_the_target_s_joint_law(rule, kind):
-    assert abs(excess(emitted(RULES[rule], kind, (2, 1), P3, Q3, 2500), P3)) < 4
+    assert abs(excess(emitted(RULES[rule], kind, (2, 1), P3, Q3, NUM_TREES), P3)) < 4
 
 
 @pytest.mark.parametrize("reuse", ["draft noise", pytest.param("coins", marks=pytest.mark.slow)])
 def test_a_number_met_twice_biases_block_verification_and_is_found(reuse):
-    assert excess(emitted(RULES["block"], IID, (1, 1, 1), P2, Q2, 5000, reuse), P2) > 6
+    assert excess(emitted(RULES["block"], IID, (1, 1, 1), P2, Q2, NUM_CHAINS, reuse), P2) > 6
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """The enumeration can fail: every classic mistake of drafting or testing, made on purpose, is found by it.
 
-Eight random models over four tokens, two children and one below each, as in the exactness tests. Each mistake has a
+A few random models over four tokens, two children and one below each, as in the exactness tests. Each mistake has a
 floor for the mean distance over the models. The small ones (duplicates dropped, no renormalisation) are the dangerous
 ones, as no benchmark sees them.
 """
@@ -25,8 +25,9 @@ from tests.actors.verification.rule_enumeration import (
     enumerate_drafts,
     total_variation,
 )
+from tests.matrices import in_turn
 
-VOCAB, LENGTH = 4, 3
+VOCAB, LENGTH, MODELS = 4, 3, 3
 DET, IID, WOR = SamplingKind.DETERMINISTIC, SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT
 
 
@@ -35,7 +36,7 @@ def drafts_of(kind: SamplingKind, q) -> Iterator[WeightedDraft]:
 
 
 def distances(
-    random_law, rule, kind: SamplingKind, mistake: Callable = lambda draft, q: draft, models: int = 8
+    random_law, rule, kind: SamplingKind, mistake: Callable = lambda draft, q: draft, models: int = MODELS
 ) -> np.ndarray:
     """Total variation of each model after `mistake` was made on every draft; both laws are four-token Dirichlet."""
     found = []
@@ -82,7 +83,7 @@ def probability(q, draft: WeightedDraft, node: int) -> float:
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 @pytest.mark.parametrize("kind", [IID, WOR])
 def test_without_a_mistake_the_distance_is_zero(random_law, rule, kind):
-    assert distances(random_law, RULES[rule], kind, models=3).max() < 1e-12
+    assert distances(random_law, RULES[rule], kind).max() < 1e-12
 
 
 # --- mistakes of the drafter -----------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ def test_a_trimmed_vocabulary_whose_law_was_recorded_whole_is_found(random_law, 
         return lambda context: np.append(q(context)[:-1] / q(context)[:-1].sum(), 0.0)
 
     found, right = [], []
-    for seed in range(8):
+    for seed in range(MODELS):
         p, q = random_law(VOCAB, seed), random_law(VOCAB, seed + 500)
         for distances_of, mistake in ((found, record_the_untrimmed_law), (right, lambda draft, q: draft)):
             drafts = (mistake(draft, q) for draft in enumerate_drafts(trimmed(q), [(IID, IID), (IID,)]))
@@ -285,21 +286,22 @@ def sharing_numbers(rule: str, shared: Callable[[TokenTree, int], int]):
     return verify
 
 
-BRANCH = pytest.param(lambda tree, node: tree.children()[0].index(tree.path_to(node)[0]) if node else 0, id="branch")
-DEPTH = pytest.param(lambda tree, node: len(tree.path_to(node)), id="depth")
-ALL = pytest.param(lambda tree, node: 0, id="all")
+SHARED = {
+    "branch": lambda tree, node: tree.children()[0].index(tree.path_to(node)[0]) if node else 0,
+    "depth": lambda tree, node: len(tree.path_to(node)),
+    "all": lambda tree, node: 0,
+}
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "block"])
-@pytest.mark.parametrize("shared", [BRANCH, DEPTH, ALL])
+@pytest.mark.parametrize(("rule", "shared"), list(in_turn([rule for rule in RULES if rule != "block"], SHARED)))
 def test_a_random_number_that_nodes_share_is_found(random_law, rule, shared):
-    found = distances(random_law, sharing_numbers(rule, shared), IID if rule in INDEPENDENT_ONLY else WOR, models=3)
+    found = distances(random_law, sharing_numbers(rule, SHARED[shared]), IID if rule in INDEPENDENT_ONLY else WOR)
     assert found.mean() > 1e-4
 
 
 def shared_by_all(random_law, rule: str, levels: list[tuple[SamplingKind, ...]]) -> float:
     found, shared = [], sharing_numbers(rule, lambda tree, node: 0)
-    for seed in range(8):
+    for seed in range(MODELS):
         p, q = random_law(VOCAB, seed), random_law(VOCAB, seed + 500)
         emitted = emission(shared, enumerate_drafts(q, levels), p, len(levels) + 1)
         found.append(total_variation(emitted, p, len(levels) + 1))
@@ -386,7 +388,7 @@ def test_mistakes_of_block_verification_are_found(random_law, mistake, floor):
     decoding (2601.05724); `padded`: a ragged batch whose chains end early."""
     rule = block_with(**({mistake: True} if mistake else {}))
     found = []
-    for seed in range(8):
+    for seed in range(MODELS):
         p, q = random_law(3, seed), random_law(3, seed + 500)
         emitted = emission(rule, enumerate_drafts(q, [(IID,)] * 3), p, 4)
         found.append(total_variation(emitted, p, 4))
@@ -425,7 +427,7 @@ def test_dropping_duplicates_is_right_if_the_rest_is_read_as_without_replacement
     def mend(draft: WeightedDraft, q) -> WeightedDraft:
         return relabelled(drop_duplicates(draft, q), WOR)
 
-    assert distances(random_law, RULES["rejection"], IID, mend, models=3).max() < 1e-12
+    assert distances(random_law, RULES["rejection"], IID, mend).max() < 1e-12
 
 
 def test_two_tokens_cannot_see_a_dropped_duplicate_and_three_can(random_law):

@@ -38,6 +38,7 @@ from actors.worker.factory import build_role, serve
 from parallel.comm.group import SINGLE
 from parallel.comm.rendezvous import host_store
 from tests.actors.service_harness import KEYS
+from tests.matrices import in_turn
 from tests.parallel.cuda_twin import CudaTwin
 from tests.parallel.fake_accelerator import FakeAccelerator
 
@@ -163,7 +164,7 @@ def test_ranks_of_a_role_work_together_and_the_lead_alone_answers(open_ranks, sp
     assert ranks.receive(0.2) is None, "one answer a round"
 
 
-def drafted_rounds(ranks, first_round, count=4):
+def drafted_rounds(ranks, first_round, count=3):
     """(path, next token, draft) of rounds in which an attached drafter drafts 3 tokens for the next."""
     ranks.send(VerifyBatch(first_round, (ADMIT,), items=(VerifyItem(1, len(PROMPT), None, 3),), after=first_round - 1))
     length, seen = len(PROMPT), list[tuple[tuple[int, ...], tuple[int, ...], TokenTree]]()
@@ -182,7 +183,7 @@ def drafted_rounds(ranks, first_round, count=4):
     return seen
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model", "eagle3", "exit", "skip"])
+@pytest.mark.parametrize("drafter", ["ngram", "model", "eagle3", "exit", pytest.param("skip", marks=pytest.mark.slow)])
 def test_an_attached_drafter_drafts_alike_on_one_rank_and_on_two(open_ranks, spec, speculator, drafter):
     attached = {
         "ngram": NgramDrafterConfig(placement=Placement.attached, min_ngram=1),
@@ -312,8 +313,9 @@ def device_only(monkeypatch):
     monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("rule", "temperature"), list(in_turn(["coupled", "rejection", "traversal"], [0.9, 0.0], times={"coupled": 2}))
+)
 def test_roles_on_a_device_answer_what_they_answer_on_a_cpu(spec, device_only, rule, temperature):
     """Passes, drawing, drafts and verification; a tensor of the host among those of the device raises there."""
     params = SamplingParams(temperature=temperature, top_p=0.9, seed=3)
@@ -361,7 +363,14 @@ def test_a_step_of_draft_ahead_waits_for_the_device_once(spec, device_only, pipe
     assert waits and set(waits) <= {0, 1} and sum(waits), "0: a step that found nothing worth a pass"
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 0.9}, marks=pytest.mark.slow),
+        {"temperature": 0.9, "top_k": 20, "top_p": 0.9},
+    ],
+)
 def test_the_host_waits_for_the_device_twice_a_round(spec, device_only, sampling):
     """Once for drafted chains, whatever their lengths, and once for the verdicts."""
     admits = [replace(ADMIT, request_id=i, sampling=SamplingParams(seed=i, **sampling)) for i in (1, 2)]

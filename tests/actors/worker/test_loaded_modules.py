@@ -90,7 +90,10 @@ SHARED = {"config", "interface", "draft_ahead", "by_request"}
 """The port of all drafters: records, the contract, how far ahead of a verdict to draft, requests one by one."""
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "jacobi")), "suffix", "recycling", "model"],
+)
 def test_a_draft_rank_loads_no_other_method(loaded, spec, models, name):
     drafter, own = DRAFTERS[name]
     drafter = replace(drafter, path=str(models["drafter"])) if isinstance(drafter, ModelDrafterConfig) else drafter

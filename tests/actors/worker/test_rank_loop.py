@@ -194,9 +194,19 @@ def test_a_rank_that_raises_reports_the_batch_and_ends():
 
 def test_a_rank_that_was_cancelled_ends():
     for records in ([None], [Join(1, 0), None]):
-        answers = iter([False] * (len(records) - 1) + [True] * 9)
+        answers = iter([False] * len(records) + [True] * 9)
         log, _ = run([*records, Join(2, 0)], cancelled=lambda answers=answers: next(answers))
         assert ("ready", 0, 2) not in log
+
+
+@pytest.mark.parametrize("kind", ["batches", "outdated"])
+def test_a_rank_whose_records_never_cease_can_be_cancelled(kind):
+    """A pool ends its leases so, whatever their engines send."""
+    rounds = range(1, 100) if kind == "batches" else [1] * 99
+    records = [Join(1, 0), *(VerifyBatch(round_, after=round_ - 1) for round_ in rounds)]
+    answers = iter([False] * 10 + [True] * 9)
+    _, status = run(records, cancelled=lambda: next(answers))
+    assert status.round == (9 if kind == "batches" else 1)
 
 
 class Drafter(DraftRole):

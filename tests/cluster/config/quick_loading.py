@@ -1,4 +1,4 @@
-"""Configurations for tests of what is checked after Hydra has composed them: each combination of choices once."""
+"""Configurations for tests of what is checked after Hydra has composed them: Hydra composes the default ones alone."""
 
 from __future__ import annotations
 
@@ -7,24 +7,43 @@ from functools import cache
 
 import yaml
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from cluster.config.compose import register, typed_config
-from cluster.config.schema import LaunchConfig
+from cluster.config.compose import _schema, register, typed_config
+from cluster.config.errors import describe
+from cluster.config.schema import CHOICES, LaunchConfig
 
 
-@cache
-def composed(choices: tuple[str, ...]) -> DictConfig:
+def composed_by_hydra(choices: Sequence[str]) -> DictConfig:
     register()
     with initialize_config_module("conf", version_base="1.3"):
         return compose("config", overrides=list(choices))
 
 
+@cache
+def composed(choices: tuple[str, ...]) -> DictConfig:
+    """The default configuration with the records that Hydra's store keeps for these choices of groups.
+
+    That Hydra composes the same, `test_hydra_composes_the_record_of_every_choice` shows.
+    """
+    if not choices:
+        return composed_by_hydra(choices)
+    config = composed(()).copy()
+    with open_dict(config):
+        for group, name in (choice.split("=") for choice in choices):
+            config[group] = _schema(CHOICES[group][name])
+    return config
+
+
 def load_quickly(overrides: Sequence[str]) -> LaunchConfig:
-    """Does what `load_config` does with one composition per combination of choices: most of its time is Hydra's."""
+    """Does what `load_config` does without composing anew: most of its time is Hydra's."""
     keys = [override for override in overrides if "." in override.partition("=")[0]]
     config = composed(tuple(override for override in overrides if override not in keys)).copy()
-    for override in keys:
-        key, _, value = override.partition("=")
-        OmegaConf.update(config, key, yaml.safe_load(value))
+    try:
+        for override in keys:
+            key, _, value = override.partition("=")
+            OmegaConf.update(config, key, yaml.safe_load(value))
+    except OmegaConfBaseException as error:
+        raise ValueError(describe(error)) from error
     return typed_config(config)

@@ -12,7 +12,6 @@ from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from cluster import pocket
-from cluster.config.compose import load_config
 from cluster.engine import Engine
 from cluster.placement.memory import footprints
 from cluster.placement.ranks import Devices, lay_out
@@ -158,7 +157,7 @@ def test_an_engine_holds_drafters_of_every_kind(ranks):
     drafters = "drafter.drafters=[ngram,model,speculator,self]"
     prompts = ["def median(values):", "class Stack:\n    def push(self"] * 3
     always = ["cluster=inprocess", "sampling.max_tokens=12", "pipeline.min_draft_tokens=1"]
-    with Engine(load_config(["drafter=auto", drafters, *always, *ranks])) as engine:
+    with Engine(load_quickly(["drafter=auto", drafters, *always, *ranks])) as engine:
         plain = engine.generate(prompts, drafter="none")
         names = [*engine.drafters, "none", None]
         requests = [engine.submit(prompt, drafter=name) for prompt, name in zip(prompts, names, strict=True)]

@@ -13,7 +13,6 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
 from cluster import pocket
-from cluster.config.compose import load_config
 from cluster.engine import Engine
 from cluster.placement.memory import footprints
 from cluster.placement.ranks import Devices, lay_out
@@ -237,7 +236,7 @@ def test_an_engine_goes_on_without_a_level_that_died(monkeypatch):
     monkeypatch.setattr(ModelDrafter, "propose", fail_later)
     common = ["drafter=cascade", "drafter.levels=[model,model]", "drafter.placement=separate", "sampling.max_tokens=40"]
     common += ["cluster=inprocess", "cluster.oversubscribe=true", "pipeline.adaptive=false"]
-    with Engine(load_config(common)) as engine:
+    with Engine(load_quickly(common)) as engine:
         drafted = engine.generate(["def median(values):"])
         accepted = engine.report().counters["num_accepted_tokens"]
         plain = engine.generate(["def median(values):"], drafter="none")

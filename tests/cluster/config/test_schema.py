@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import FrozenInstanceError, fields
 from functools import cache
-from itertools import product
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -31,7 +31,7 @@ from cluster.config.schema import CHOICES, LaunchConfig, PlacementName
 from cluster.observability.report import Circumstances, RunFigures
 from cluster.tools.bench.plan import expand
 from parallel.ranges import check_ranges
-from tests.cluster.config.quick_loading import load_quickly
+from tests.cluster.config.quick_loading import composed, composed_by_hydra, load_quickly
 from tests.matrices import in_turn
 
 PUBLIC_CHOICES = {
@@ -207,6 +207,19 @@ def test_every_choice_composes(group: str, choice: str):
     )
 
 
+TOGETHER = list(zip_longest(*([f"{group}={choice}" for choice in choices] for group, choices in CHOICES.items())))
+"""A choice of each group, as long as it has any left."""
+
+
+@pytest.mark.parametrize(
+    "choices", [pytest.param(row, marks=pytest.mark.slow if i > 5 else []) for i, row in enumerate(TOGETHER)], ids=str
+)
+def test_hydra_composes_the_record_of_every_choice(choices: tuple[str | None, ...]):
+    """By default of every group but drafters and jobs: their stores are of one class."""
+    chosen = tuple(choice for choice in choices if choice is not None)
+    assert composed_by_hydra(chosen) == composed(chosen)
+
+
 def test_report_fields_are_the_public_ones():
     assert RunFigures.__annotations__.keys() | Circumstances.__annotations__.keys() >= set(PUBLIC_FIGURES.split())
 
@@ -265,20 +278,20 @@ def test_defaults(bundled: SimpleNamespace):
     assert config.placement.name is PlacementName.separate
     assert (config.cluster.name, config.job.name) == ("local", "generate")
     assert config.job.prompts == str(bundled.PROMPTS)
-    assert load_config(["drafter.path=pocket-deep"]).drafter.models() == [str(bundled.DEEP_DRAFTER)]
+    assert load_quickly(["drafter.path=pocket-deep"]).drafter.models() == [str(bundled.DEEP_DRAFTER)]
     assert (config.sampling.temperature, config.sampling.max_tokens) == (0.0, 128)
 
 
 def test_a_choice_brings_its_own_type():
-    assert isinstance(load_config(["drafter=ngram", "drafter.max_ngram=3"]).drafter, NgramDrafterConfig)
-    assert isinstance(load_config(["drafter=none"]).drafter, NoDrafterConfig)
-    assert isinstance(load_config(["job=train"]).job, TrainConfig)
-    bench = load_config(["job=bench", "job.temperatures=[0,0.7]", "job.drafters=[model,ngram]"]).job
+    assert isinstance(load_quickly(["drafter=ngram", "drafter.max_ngram=3"]).drafter, NgramDrafterConfig)
+    assert isinstance(load_quickly(["drafter=none"]).drafter, NoDrafterConfig)
+    assert isinstance(load_quickly(["job=train"]).job, TrainConfig)
+    bench = load_quickly(["job=bench", "job.temperatures=[0,0.7]", "job.drafters=[model,ngram]"]).job
     assert bench == BenchConfig(prompts=bench.prompts, temperatures=[0.0, 0.7], drafters=["model", "ngram"])
 
 
 def test_records_are_frozen():
-    target: Any = load_config().target
+    target: Any = load_quickly([]).target
     with pytest.raises(FrozenInstanceError):
         target.tp = 2
 
@@ -291,7 +304,7 @@ def test_loading_twice_is_independent():
 
 def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    config = load_config(["target=hf", "target.path=target", "job.prompts=prompts.jsonl"])
+    config = load_quickly(["target=hf", "target.path=target", "job.prompts=prompts.jsonl"])
     assert config.target.path == str(tmp_path / "target")
     assert config.job.prompts == str(tmp_path / "prompts.jsonl")
 
@@ -317,7 +330,7 @@ def test_sampling_reaches_the_engine_in_its_words():
 def test_bad_words_are_banned_with_and_without_a_space_before():
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "foo": 1, "▁foo": 2, "bar": 3}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
-    assert load_config(["sampling.bad_words=[foo]"]).sampling_params(tokenizer).bad_words == ((1,), (2,))
+    assert load_quickly(["sampling.bad_words=[foo]"]).sampling_params(tokenizer).bad_words == ((1,), (2,))
 
 
 @pytest.mark.parametrize(
@@ -333,7 +346,7 @@ def test_bad_words_are_banned_with_and_without_a_space_before():
 def test_a_spaced_word_is_banned_where_the_space_is_part_of_its_first_token(plain, spaced, banned):
     ids = {"foo": plain, " foo": spaced}
     tokenizer: Any = SimpleNamespace(encode=lambda text, add_special_tokens: SimpleNamespace(ids=ids[text]))
-    config = load_config(["sampling.bad_words=[foo]"])
+    config = load_quickly(["sampling.bad_words=[foo]"])
     assert config.sampling_params(tokenizer).bad_words == banned
 
 
@@ -364,6 +377,18 @@ def test_a_spaced_word_is_banned_where_the_space_is_part_of_its_first_token(plai
         (["sampling.stop=end"], "sampling.stop: invalid value assigned: str is not a ListConfig"),
         (["sampling.logit_bias={x:1}"], "sampling.logit_bias.x: Key x (str) is incompatible with (int)"),
         (["sampling=3"], "sampling: is a section, not a value; set its keys"),
+        (["scheduler=${target}"], "scheduler: must be object, got TargetConfig; set its keys"),
+        (["nonsense"], "nonsense: is no override; write key=value"),
+        (["sampling.stop=[a"], "sampling.stop=[a: is no override; write key=value"),
+    ],
+)
+def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
+    assert refusal(overrides).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
         (["target.path=???"], "target.path: has no value; give target.path=..."),
         (["target.path=${nope}"], "target.path: Interpolation key 'nope' not found"),
         (
@@ -385,25 +410,22 @@ def test_a_spaced_word_is_banned_where_the_space_is_part_of_its_first_token(plai
             "job.layer_groups: must be array, got str; the default is [2, 3, 4]",
         ),
         (["sampling.stop=${target}"], "sampling.stop: must be array, got TargetConfig; the default is []"),
-        (["sampling.stop=[${target}]"], "sampling.stop[0]: "),
-        (["scheduler=${target}"], "scheduler: must be object, got TargetConfig; set its keys"),
+        (["sampling.stop=['${target}']"], "sampling.stop[0]: "),
         (
-            ["job=plan", "job.layer_groups=[{a:1}]"],
+            ["job=plan", "job.layer_groups=[{a: 1}]"],
             "job.layer_groups[0]={'a': 1}: must be int; the default is [2, 3, 4]",
         ),
         (["sampling.logit_bias=${target}"], "sampling.logit_bias: must be object, got TargetConfig; the default is {}"),
-        (["sampling.logit_bias={1:{a:1}}"], "sampling.logit_bias[...]: must be float, got object; the default is {}"),
+        (["sampling.logit_bias={1: {a: 1}}"], "sampling.logit_bias[...]: must be float, got object; the default is {}"),
         (
-            ["drafter=cascade", "drafter.levels=[{name:model,branching:[{a:1}]},ngram]"],
+            ["drafter=cascade", "drafter.levels=[{name: model, branching: [{a: 1}]},ngram]"],
             "drafter.levels[0].branching[0]={'a': 1}: must be int; the default is []",
         ),
-        (["drafter=cascade", "drafter.levels=[{name:model,branching:{a:1}},ngram]"], "drafter.levels[0]: "),
-        (["nonsense"], "nonsense: is no override; write key=value"),
-        (["sampling.stop=[a"], "sampling.stop=[a: is no override; write key=value"),
+        (["drafter=cascade", "drafter.levels=[{name: model, branching: {a: 1}},ngram]"], "drafter.levels[0]: "),
     ],
 )
-def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
-    assert refusal(overrides).startswith(line)
+def test_what_hydra_composes_may_be_of_a_wrong_type(overrides: list[str], line: str):
+    assert refusal(overrides, load_quickly).startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -611,21 +633,30 @@ def test_values_that_make_no_sense(overrides: list[str], line: str):
 
 
 def test_no_value_of_another_type_gets_into_a_list_or_a_mapping():
-    """A value has the right type, or there is one line: in every such field of every choice whose items have a type."""
+    """A value has the right type, or there is one line: in every such field of every choice whose items have a type.
+
+    Fields of one name and type are tried in one choice; beside the first of a type, with every third value.
+    """
     values = [{"a": 1}, [{"a": 1}], [[[1]]], [None], {1: {"a": 1}}, [1.5], [10**30], [math.nan]]
+    tried, types = set[tuple[str, str]](), set[str]()
     for group, choices in CHOICES.items():
         for record in choices.values():
-            kinds = {name: kind for name, kind in get_type_hints(type(record)).items() if get_args(kind)}
-            for name, value in product([name for name in kinds if Any not in get_args(kinds[name])], values):
-                with suppress(ValueError):
-                    check_ranges(typed_record(record, {name: value}, group), group)
+            kinds = {name: str(kind) for name, kind in get_type_hints(type(record)).items() if get_args(kind)}
+            fresh = [name for name, kind in kinds.items() if "Any" not in kind and (name, kind) not in tried]
+            for name in fresh:
+                some = values[len(tried) % 3 :: 3] if kinds[name] in types else values
+                tried.add((name, kinds[name]))
+                types.add(kinds[name])
+                for value in some:
+                    with suppress(ValueError):
+                        check_ranges(typed_record(record, {name: value}, group), group)
 
 
 @pytest.mark.parametrize(
     ("value", "where"),
     list(
         in_turn(
-            ["[{a:1}]", "[[1],[2]]", "[null,null]", "[{name:[1]}]", "[${target},1.5]", "[[[a]]]"],
+            ["[{a: 1}]", "[[1],[2]]", "[null,null]", "[{name: [1]}]", "['${target}',1.5]", "[[[a]]]"],
             ["cascade levels", "auto drafters", "self skip", "model layer_partition"],
         )
     ),
@@ -633,7 +664,7 @@ def test_no_value_of_another_type_gets_into_a_list_or_a_mapping():
 def test_lists_of_several_types_are_understood_or_refused(value: str, where: str):
     choice, key = (f"drafter{mark}{word}" for mark, word in zip("=.", where.split(), strict=True))
     with pytest.raises(ValueError, match=key.partition(".")[2]):
-        load_config([choice, f"{key}={value}"])
+        load_quickly([choice, f"{key}={value}"])
 
 
 @pytest.mark.parametrize(
@@ -641,13 +672,13 @@ def test_lists_of_several_types_are_understood_or_refused(value: str, where: str
     list(
         in_turn(
             ["stop", "stop_token_ids", "logit_bias", "temperature"],
-            ["${target}", "[${target}]", "${scheduler.max_num_seqs}"],
+            ["${target}", "['${target}']", "${scheduler.max_num_seqs}"],
         )
     ),
 )
 def test_an_interpolation_is_of_the_right_type_or_refused(key: str, value: str):
     with suppress(ValueError):
-        load_config([f"sampling.{key}={value}"])
+        load_quickly([f"sampling.{key}={value}"])
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path):

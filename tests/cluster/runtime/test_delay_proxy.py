@@ -81,7 +81,7 @@ def test_a_drafter_behind_a_slow_line_is_not_waited_for(open_engine, monkeypatch
 
 @pytest.mark.parametrize("pipeline", [PipelineName.sync, PipelineName.branches])
 def test_an_engine_with_a_slow_line_commits_the_same_tokens_later(open_engine, pipeline):
-    prompts, sampling = ["def median(values):", "x"], SamplingParams(max_tokens=10, ignore_eos=True)
+    prompts, sampling = ["def median(values):", "x"], SamplingParams(max_tokens=16, ignore_eos=True)
     expected = [completion.token_ids for completion in open_engine("none").generate(prompts, sampling)]
     cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True, link_delay_ms=DELAY_S * 1e3)
     engine = open_engine("model", pipeline=PipelineConfig(pipeline, adaptive=False), cluster=cluster)

@@ -12,7 +12,6 @@ import pytest
 from actors.drafters.model.chain_rules import GapRule, ThompsonRule
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.options import SamplingConfig
-from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig
 from docs.measurements.lengths import run as lengths
 from docs.measurements.lengths.chain_lengths import (
@@ -23,6 +22,7 @@ from docs.measurements.lengths.chain_lengths import (
     replay_ordered,
     replay_rule,
 )
+from tests.cluster.config.quick_loading import load_quickly
 from tests.cluster.conftest import one_free_thread as one_free_thread  # noqa: PLC0414 (a fixture)
 from tests.cluster.conftest import tiny_launch as tiny_launch  # noqa: PLC0414 (a fixture)
 from tests.cluster.conftest import write_prompts as write_prompts  # noqa: PLC0414 (a fixture)
@@ -109,4 +109,4 @@ def test_a_drafter_is_measured_after_every_token(
 )
 def test_what_has_no_length_is_refused(keys, error):
     with pytest.raises(ValueError, match=error):
-        lengths.check(load_config(keys))
+        lengths.check(load_quickly(keys))

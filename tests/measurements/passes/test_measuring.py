@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
+from cluster.tools.planning.ranks import RoleWork
+from docs.measurements.passes import measuring
 from docs.measurements.passes.measuring import PassTask, Sharing, measure_passes
 from parallel.model.families.registry import read_config
 
@@ -24,7 +30,15 @@ SINGLE, TENSOR, LAYER = Sharing(), Sharing(2), Sharing(2, 2, "tensor")
 def times():
     sharings = (SINGLE, TENSOR, LAYER, Sharing(1, 2))
     task = PassTask(read_config(SHAPE), sharings, num_rows=(1, 3), context=8, repeats=1, weights=torch.int8)
-    return measure_passes(task)
+    with pytest.MonkeyPatch.context() as patch:  # ranks as processes: tests/cluster/tools/planning/test_rounds.py
+        patch.setattr(measuring, "run_on_ranks", partial(on_threads, measuring.run_on_ranks))
+        return measure_passes(task)
+
+
+def on_threads(run: Callable[..., list[Any]], roles: list[RoleWork], *, as_threads: bool) -> list[Any]:
+    """What they return where ranks were asked for as processes."""
+    assert not as_threads
+    return run(roles, as_threads=True)
 
 
 def test_every_sharing_is_measured_in_every_kind_of_pass(times):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from cluster.tools.training.models import continue_text, drafter_config, grouped
+from cluster.tools.training.models import continue_text, grouped, llama_config
 from cluster.tools.training.token_stream import spread_rows
 from docs.measurements.pocket.batches import DistillationSet
 from docs.measurements.pocket.evaluation import (
@@ -27,7 +27,7 @@ VOCABULARY = 64
 def model(seed: int) -> LlamaForCausalLM:
     """A tiny random model whose greedy text varies."""
     torch.manual_seed(seed)
-    config = drafter_config(VOCABULARY)
+    config = llama_config(VOCABULARY, hidden=48, layers=2, heads=2, kv_heads=1, intermediate=64)
     config.initializer_range = 0.2
     return LlamaForCausalLM(config).eval()
 

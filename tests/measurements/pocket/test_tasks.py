@@ -40,6 +40,7 @@ def test_functions_lose_their_docstring_alone():
         assert prompt.endswith(f"# What {function.name} does, in one line:\n#")
 
 
+@pytest.mark.slow  # it reads the whole library
 def test_all_files_are_written(tmp_path):
     main(tmp_path)
     assert {path.stem for path in tmp_path.iterdir()} == set(TASKS)

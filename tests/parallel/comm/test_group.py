@@ -80,8 +80,9 @@ def _process_main(places, results):
         group.close()
 
 
+@pytest.mark.slow
 def test_collectives_between_processes(tmp_path):
-    """Which meet in a file, then over the network."""
+    """Which meet in a file, then over the network; by default ranks of engines over Ray do."""
     stores = store_in_file(tmp_path), store_on_network("127.0.0.1")
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -100,12 +100,12 @@ def compile_products(dtype: str, packing: Packing, block_m: int, *, is_cut: bool
     compile_kernel(triton_products.multiply_packed, dtype, constants, types, num_warps=4, num_stages=stages)
 
 
-def compile_fixed_product(dtype: str, *, is_cut: bool) -> None:
+def compile_fixed_product(dtype: str, capabilities: Iterable[int], *, is_cut: bool) -> None:
     constants = dict(BLOCK_K=64, BLOCK_N=64, BLOCK_M=64, HAS_BIAS=not is_cut, WIDEN=False)
     constants |= dict(PRECISION="ieee" if dtype == "fp32" else "tf32")
     types = TYPES | ({"out": "*fp32"} if is_cut else {})
     stages = 2 if dtype == "fp32" else 3
-    for capability in SHARED:
+    for capability in capabilities:
         kernel = triton_products.multiply_plain
         compile_kernel(kernel, dtype, constants, types, capability=capability, num_warps=4, num_stages=stages)
 
@@ -135,15 +135,15 @@ def compile_noise() -> None:
 
 def main(which: str) -> None:
     compile_attention("bf16", 64, 16, masks=True, fp8=True)
-    compile_attention("bf16", 256, 64, masks=True, capability=89)  # the most shared memory of those with the least
+    # the most shared memory of those with the least
+    compile_attention("bf16", 256, 64, masks=True, paths=True, capability=89)
     compile_products("bf16", Packing("int4", 128, has_zeros=True, scale_bytes=2), 16, is_cut=True)
     compile_products("bf16", Packing("fp8", 128), 16, is_cut=False)
     compile_noise()
-    compile_experts("bf16", normalize=True)
-    compile_attention("bf16", 128, 64, masks=False, paths=True)
-    compile_fixed_product("bf16", is_cut=True)
+    compile_fixed_product("bf16", SHARED if which == "all" else [90], is_cut=True)
     if which == "all":
         compile_attention("bf16", 64, 16, masks=True)
+        compile_attention("bf16", 128, 64, masks=False, paths=True)
         for head_dim in (64, 96, 128, 256):
             compile_attention("bf16", head_dim, 64, masks=False, fp8=True)
         for dtype in ("bf16", "fp16", "fp32"):
@@ -154,12 +154,12 @@ def main(which: str) -> None:
                     for capability in (80, 89):
                         compile_attention(dtype, head_dim, block_m, masks=True, capability=capability)
             compile_attention(dtype, 256, 64, masks=True, paths=True, capability=89)
-            compile_fixed_product(dtype, is_cut=False)
+            compile_fixed_product(dtype, SHARED, is_cut=False)
             for packing in (Packing("int4", 32), Packing("int4"), Packing("int8"), Packing("fp8"), Packing("fp8", 64)):
                 for block_m in (16, 32, 64):
                     compile_products(dtype, packing, block_m, is_cut=block_m == 32)
     compile_kernel(truncation_kernels.truncate_rows, "fp32", dict(BLOCK=4096), num_warps=16)
-    for dtype, on in (("bf16", True), ("fp32", False)):
+    for dtype, on in [("bf16", True), ("fp32", False)][: 2 if which == "all" else 1]:
         compile_experts(dtype, normalize=on)
         compile_kernel(triton_rows.normalize_rows, dtype, dict(ADDS=on, PLUS_ONE=on, BLOCK=4096), num_warps=8)
         compile_kernel(triton_rows.gate_rows, dtype, dict(BLOCK=1024))

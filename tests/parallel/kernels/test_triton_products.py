@@ -12,6 +12,7 @@ from parallel.kernels import packed_products
 from parallel.kernels.packed_products import MOST_ROWS, Codes, PackedMatrix, PackedRows
 from parallel.kernels.packing import Packing
 from parallel.kernels.triton_launch import has_triton
+from tests.matrices import in_turn
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
 EPSILON = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -51,20 +52,19 @@ def packed(codes: Codes, packing: Packing, cut: int, device: torch.device) -> Pa
     return matrix
 
 
-@pytest.mark.parametrize("packing", KINDS, ids=str)
-def test_products_are_those_of_the_numbers(packing, device):
+@pytest.mark.parametrize(("packing", "dtype"), list(in_turn(KINDS, EPSILON)), ids=str)
+def test_products_are_those_of_the_numbers(packing, dtype, device):
     """Products have any shape, type and number of rows, and their inputs are split over programs or not."""
-    draw = random.Random(str(packing))
+    draw = random.Random(f"{packing} {dtype}")
     torch.manual_seed(draw.randrange(1000))
-    for dtype, epsilon in EPSILON.items():
-        outputs, inputs = draw.randrange(20, 90), draw.choice([96, 7 * 48 + 5, 1100])
-        codes = random_codes(packing, outputs, inputs)
-        matrix = packed(codes, packing, draw.randrange(outputs), device)
-        x, bias = torch.randn(draw.choice([1, 3, 20]), inputs).to(dtype), torch.randn(outputs).to(dtype)
-        expected = x.double() @ codes.numbers().double().T + bias.double()
-        found = matrix.multiply(x.to(device), bias.to(device)).cpu().double()
-        error = (found - expected).abs().max() / expected.abs().max()
-        assert error < epsilon, (outputs, inputs, len(x), dtype)
+    outputs, inputs = draw.randrange(20, 90), draw.choice([96, 7 * 48 + 5, 1100])
+    codes = random_codes(packing, outputs, inputs)
+    matrix = packed(codes, packing, draw.randrange(outputs), device)
+    x, bias = torch.randn(draw.choice([1, 3, 20]), inputs).to(dtype), torch.randn(outputs).to(dtype)
+    expected = x.double() @ codes.numbers().double().T + bias.double()
+    found = matrix.multiply(x.to(device), bias.to(device)).cpu().double()
+    error = (found - expected).abs().max() / expected.abs().max()
+    assert error < EPSILON[dtype], (outputs, inputs, len(x))
     assert torch.equal(matrix.unpacked(torch.float32).cpu(), codes.numbers())
     assert matrix.num_parts > 1 or inputs < 1100
 

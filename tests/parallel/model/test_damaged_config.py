@@ -16,7 +16,7 @@ from parallel.runtime.runner import open_model
 from tests.damage import damaged_json
 from tests.families import FAMILIES
 
-NUM_DAMAGES = 50
+NUM_DAMAGES = 20
 
 
 @pytest.fixture

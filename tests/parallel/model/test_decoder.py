@@ -71,7 +71,7 @@ def test_logits_are_those_of_transformers(make_checkpoint, name, backend):
     model = open_model(checkpoint.path, num_slots=64, backend=backend)
     expected = checkpoint.logits(TOKENS)
     assert expected.std() > 0.5, "weights too weak for the comparison to mean anything"
-    for chunks in ([40], [7, 20, 13], [1] * 40):
+    for chunks in ([40], [7, 20, 13], [30] + [1] * 10):
         torch.testing.assert_close(feed(model, chunks), expected, atol=1e-4, rtol=0)
 
 
@@ -101,11 +101,11 @@ def test_greedy_tokens_are_those_of_transformers(make_checkpoint, family):
     model.open(0)
     tokens = TOKENS[:20]
     logits = model.forward([Span(0, 20)], tokens).logits
-    for _ in range(20):
+    for _ in range(10):
         tokens = [*tokens, int(logits.argmax(-1))]
         logits = model.forward([Span(0, 1)], tokens[-1:]).logits
     expected = checkpoint.model.generate(
-        torch.tensor([TOKENS[:20]]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+        torch.tensor([TOKENS[:20]]), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     assert tokens == expected[0].tolist()
 

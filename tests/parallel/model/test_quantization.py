@@ -219,6 +219,13 @@ def test_a_quantised_checkpoint_is_the_model_of_its_numbers(pair):
     assert find_tensors(ours, tensor_shapes(read_config(ours)))
 
 
+RANKS = "fp8 per channel", "fp8 blocks", "int4 of compressed-tensors", "awq", "gptq, act order"
+"""Layouts of each kind of share; the others' are slow."""
+
+
+@pytest.mark.parametrize(
+    "pair", [pytest.param(name, marks=[] if name in RANKS else pytest.mark.slow) for name in LAYOUTS], indirect=True
+)
 def test_two_ranks_hold_the_parts_of_its_numbers(pair, on_ranks):
     """Shares of 12 key rows and 24 inputs, which fill neither words of 8 nor groups and blocks of 16. Codes are kept
     but of inputs in an order of their own, and of a share that begins within a group."""
@@ -243,11 +250,14 @@ def test_two_ranks_hold_the_parts_of_its_numbers(pair, on_ranks):
                 assert are_codes == [of_qkv, of_rest, of_rest]
 
 
+@pytest.mark.parametrize(
+    "pair",
+    ["fp8 per channel", "awq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8 blocks", "int8"))],
+    indirect=True,
+)
 def test_products_of_codes_give_the_same_tokens(pair, device):
     """Numbers are float32, where only sums have another order; one layout of each kind."""
     name, ours, _ = pair
-    if name not in ("fp8 per channel", "fp8 blocks", "int8", "awq"):
-        return
     model = open_model(ours, device=device, num_slots=32, weights="packed")
     model.open(0)
     found, expected = model.forward([Span(0, 20, num_logits=20)], TOKENS).logits.cpu(), logits(ours)

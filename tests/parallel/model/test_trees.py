@@ -55,7 +55,12 @@ def backend(request):
     return request.param
 
 
-@pytest.mark.parametrize("seed", range(4))
+def seeds(count):
+    """So many random trees; by default the first and the last."""
+    return [pytest.param(n, marks=[] if n in (0, count - 1) else pytest.mark.slow) for n in range(count)]
+
+
+@pytest.mark.parametrize("seed", seeds(4))
 def test_every_node_is_a_plain_pass_over_its_path(llama, backend, seed):
     model = open_model(llama.path, num_slots=64, backend=backend)
     check_tree(llama, model, Tree(seed, prefix_len=9 * (seed != 2)), [[12], [1] * 12, [5, 7], [1, 4, 4, 3]][seed])
@@ -68,13 +73,19 @@ def test_every_family_verifies_trees(make_checkpoint, family, backend):
     check_tree(checkpoint, open_model(checkpoint.path, num_slots=64, backend=backend), Tree(1), [4, 8])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(one, marks=[] if one in ("Llama", "Gemma3", "OPT", "Qwen3Moe") else pytest.mark.slow)
+        for one in FAMILIES
+    ],
+)
 def test_ranks_verify_a_tree_together(make_checkpoint, on_ranks, family):
     checkpoint = make_checkpoint(family, **FAMILIES[family])
     on_ranks(2, lambda group: check_tree(checkpoint, open_model(checkpoint.path, group, num_slots=64), Tree(4), [6, 6]))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_after_a_commit_all_is_as_after_a_fresh_prefill(llama, backend, seed):
     tree, model = Tree(seed), open_model(llama.path, num_slots=64, backend=backend)
     check_tree(llama, model, tree, [12])

@@ -8,6 +8,7 @@ import torch
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
+from tests.matrices import in_turn
 from tests.parallel.fake_accelerator import FakeAccelerator, MixedDevices
 
 TOKENS = list(range(30))
@@ -29,8 +30,7 @@ def walk(model, accelerator=None):
     return torch.cat([output.logits for output in outputs]).to("cpu"), waited
 
 
-@pytest.mark.parametrize("backend", ["padded", "sdpa"])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize(("family", "backend"), list(in_turn(FAMILIES, ["padded", "sdpa"])))
 def test_a_pass_stays_on_its_device(make_checkpoint, monkeypatch, family, backend):
     monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
     monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)

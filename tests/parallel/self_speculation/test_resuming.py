@@ -109,15 +109,14 @@ def check_equal(path, plan, seed, *, to_the_bit, **options):
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_resumed_pass_is_a_pass_from_the_start(checkpoint, name, backend):
-    for seed in range(4):
+    for seed in range(2):
         check_equal(checkpoint.path, PLANS[name], seed, to_the_bit=backend == "ragged", backend=backend)
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "Mixtral", "OPT"])
 def test_of_other_families_too(make_checkpoint, family):
     one = make_checkpoint(family, **FAMILIES[family] | {"num_hidden_layers": NUM_LAYERS})
-    for seed in range(3):
-        check_equal(one.path, PLANS["exit"], seed, to_the_bit=False)
+    check_equal(one.path, PLANS["exit"], 0, to_the_bit=False)
 
 
 @pytest.mark.slow

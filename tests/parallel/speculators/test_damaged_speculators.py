@@ -109,7 +109,7 @@ def test_a_damaged_config_is_one_line_or_drafts(copied, target, layout):
     path = copied(layout)
     assert not refusal(path, target)
     assert still_drafts(path, target)
-    assert try_damages(path, target, random.Random(layout), 25) > 3
+    assert try_damages(path, target, random.Random(layout), 8) > 0
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_what_loading_would_refuse_is_refused_before(copied, target, layout):
     path = copied(layout)
     (file,) = path.glob("*.safetensors")
     tensors, rng, num_refused = load_file(file), random.Random(layout), 0
-    for name in rng.sample([*tensors], min(4, len(tensors))):
+    for name in rng.sample([*tensors], min(2, len(tensors))):
         others = {key: tensor for key, tensor in tensors.items() if key != name}
         wider = torch.cat((tensors[name], tensors[name]), -1) if tensors[name].dim() else tensors[name][None]
         for damaged in (others | {name: wider}, others):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.config.compose import load_config
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
@@ -22,6 +21,7 @@ from parallel.speculators.exits.training import ExitNet, ExitOptions, build
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from parallel.training.interface import TargetBatch
+from tests.cluster.config.quick_loading import load_quickly
 from tests.parallel.backends import BACKENDS
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics
@@ -151,7 +151,7 @@ def test_it_learns(one: Trained) -> None:
 
 def test_a_launch_refuses_ranks_of_its_own(one: Trained) -> None:
     words = ["drafter=speculator", f"drafter.path={one.path}", f"target.path={one.target.path}"]
-    assert load_config([*words, "pipeline=sync"]).drafter.is_attached("sync")
+    assert load_quickly([*words, "pipeline=sync"]).drafter.is_attached("sync")
     for other in ("drafter.placement=separate", "pipeline=pearl"):
         with pytest.raises(ValueError, match=r"^drafter\.path=.* drafts with the target's own layers.*pipeline=sync"):
-            load_config([*words, other])
+            load_quickly([*words, other])

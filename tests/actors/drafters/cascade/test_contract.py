@@ -18,6 +18,7 @@ from actors.drafters.model.config import DraftRows, ModelDrafterConfig, Strategy
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.options import INDEPENDENT_ONLY, SchedulerConfig
 from parallel.runtime.runner import Span, open_model
+from tests import matrices
 from tests.matrices import in_turn
 
 NGRAM = NgramDrafterConfig(num_draft_tokens=3, min_ngram=1)
@@ -106,7 +107,7 @@ def plain_tokens():
 
 @pytest.mark.parametrize("levels, sampling, pipeline", QUICK + REST)
 def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_tokens, levels, sampling, pipeline):
-    requests = make_requests(4, max_tokens=24, **SAMPLINGS[sampling])
+    requests = make_requests(4, max_tokens=24 if matrices.is_whole else 16, **SAMPLINGS[sampling])
     if sampling not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
         plain_tokens[sampling] = plain.tokens, plain.ends
@@ -129,12 +130,13 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
 def test_the_target_with_fewer_layers_is_a_level(open_room, make_requests, plain_tokens, levels, sampling, rule):
     """It borrows rows of the pool, which may be short."""
     config = TRIFORCE if levels == "triforce" else SELVES[levels]
-    requests = make_requests(5, max_tokens=30, **SAMPLINGS[sampling])
+    count, max_tokens, slots = (5, 30, 130) if matrices.is_whole else (5, 20, 105)
+    requests = make_requests(count, max_tokens=max_tokens, **SAMPLINGS[sampling])
     if levels not in plain_tokens:
         plain = open_room(pipeline="plain").serve(requests)
         plain_tokens[levels] = plain.tokens, plain.ends
-    for limits, slots in ((None, 4096), (SchedulerConfig(3, 40, 16), 130)):
-        room = open_room(config, attached=True, rule=rule, limits=limits, slots=slots).serve(requests)
+    for limits, num_slots in ((None, 4096), (SchedulerConfig(3, 40, 16), slots)):
+        room = open_room(config, attached=True, rule=rule, limits=limits, slots=num_slots).serve(requests)
         if rule == "coupled" or sampling == "greedy":
             assert (room.tokens, room.ends) == plain_tokens[levels]
         assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
@@ -152,9 +154,10 @@ def test_the_target_with_fewer_layers_is_a_level(open_room, make_requests, plain
     ],
 )
 def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests, levels, temperature):
-    requests = make_requests(6, max_tokens=40, temperature=temperature)
+    count, max_tokens, slots = (6, 40, 150) if matrices.is_whole else (5, 30, 130)
+    requests = make_requests(count, max_tokens=max_tokens, temperature=temperature)
     plain = open_room(pipeline="plain").serve(requests)
-    room = open_room(CASCADES[levels], limits=SchedulerConfig(3, 40, 16), slots=150, pipeline="branches")
+    room = open_room(CASCADES[levels], limits=SchedulerConfig(3, 40, 16), slots=slots, pipeline="branches")
     room.serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
@@ -170,7 +173,7 @@ def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests
 )
 @pytest.mark.parametrize("levels", ["horizontal", pytest.param("maxgram-model-model", marks=pytest.mark.slow)])
 def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, rule, levels):
-    requests = make_requests(3, max_tokens=20)
+    requests = make_requests(3, max_tokens=20) if matrices.is_whole else make_requests(2, max_tokens=12)
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(CASCADES[levels], rule=rule, pipeline="branches").serve(requests)
     assert room.tokens == plain.tokens and room.stats.num_accepted_tokens > 0
@@ -189,8 +192,9 @@ def test_ratio_rules_serve_sampled_requests(open_room, make_requests, rule):
     for pipeline in ("sync", "branches"):
         levels = "maxgram-model-model" if rule in INDEPENDENT_ONLY else "horizontal"
         room = open_room(CASCADES[levels], rule=rule, pipeline=pipeline)
-        room.serve(make_requests(3, max_tokens=20, temperature=0.3, ignore_eos=True))
-        assert all(len(tokens) == 20 for tokens in room.tokens.values())
+        count, max_tokens = (3, 20) if matrices.is_whole else (2, 10)
+        room.serve(make_requests(count, max_tokens=max_tokens, temperature=0.3, ignore_eos=True))
+        assert all(len(tokens) == max_tokens for tokens in room.tokens.values())
         assert room.stats.num_accepted_tokens > 0 or pipeline == "branches", "ahead, a miss may not be worth the wait"
 
 
@@ -204,7 +208,7 @@ def test_the_target_as_a_level_is_always_right(open_room, make_requests, models)
 
 def test_a_better_base_saves_passes(open_room, make_requests, models):
     """The level above a perfect child reviews once per draft instead of once per token."""
-    requests = make_requests(2, max_tokens=40)
+    requests = make_requests(2, max_tokens=25)
     passes = {}
     useless = NgramDrafterConfig(num_draft_tokens=5, max_ngram=9, min_ngram=9)
     for name, base in (("perfect", model("drafter", 5)), ("useless", useless)):
@@ -263,7 +267,7 @@ def test_chunks_that_hold_the_whole_text_are_accepted_whole(open_room, make_requ
     whole = SelfDrafterConfig(num_draft_tokens=5, rows=DraftRows.chunks, chunk_size=8, num_chunks=64)
     config = cascade(TRIFORCE.levels[0], whole)
     for sampling in ({}, {"temperature": 1.0}):
-        room = open_room(config, attached=True).serve(make_requests(3, max_tokens=24, **sampling))
+        room = open_room(config, attached=True).serve(make_requests(3, max_tokens=18, **sampling))
         work = room.stats.levels["1-self"]
         assert work["num_accepted_tokens"] == work["num_draft_tokens"] > 20
         below = room.stats.levels["0-model"]

@@ -15,6 +15,7 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.policy.cascade_model import CascadeCosts, best_lengths
 from actors.protocol.messages import LevelWork, TokenTree
+from tests import matrices
 
 BOUNDS = (5, 4, 5)
 
@@ -91,12 +92,12 @@ def test_it_finds_the_best_of_all_cascades_of_its_levels(name):
     world = World(rates)
     assert tuple(int(length > 0) for length in world.best()) == used
     world.run(3_000.0)
-    found = world.run(60_000.0)
+    found = world.run(20_000.0)
     assert world.used.most_common(1)[0][0] == tuple(map(bool, used))
     alone = World(rates)
     alone.control.choose = alone.best
     alone.run(3_000.0)
-    assert found > 0.95 * alone.run(60_000.0)
+    assert found > 0.95 * alone.run(20_000.0)
 
 
 def test_it_notices_when_a_level_that_was_left_out_has_become_useful():
@@ -160,7 +161,7 @@ def test_tokens_are_those_of_plain_decoding_while_lengths_change(
 ):
     chosen = [(0, 2, 3), (3, 0, 0), (3, 4, 6), (0, 3, 0), (1, 0, 1), (2, 3, 0), (0, 0, 5)]
     changing(monkeypatch, *chosen)
-    requests = make_requests(4, max_tokens=50, temperature=temperature)
+    requests = make_requests(4, max_tokens=50 if matrices.is_whole else 24, temperature=temperature)
     plain = open_room(pipeline="plain").serve(requests)
     levels = NGRAM, ModelDrafterConfig(path="small", num_draft_tokens=4), ModelDrafterConfig(path="drafter")
     room = open_room(auto(*levels), rule=rule).serve(requests)

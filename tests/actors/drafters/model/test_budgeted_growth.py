@@ -144,14 +144,14 @@ def test_values_given_the_noise_tell_better_whom_the_target_draws():
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(("pipeline", "config"), RUNS, ids=["own budgets", "shared budget", "branches"])
 def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, sampling, pipeline):
-    requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
+    requests = make_requests(4, max_tokens=14, **SAMPLINGS[sampling])
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(config, pipeline=pipeline).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends) and room.stats.num_accepted_tokens > 0
 
 
 def test_a_dynamic_tree_may_be_the_base_of_a_cascade(open_room, make_requests):
-    requests = make_requests(4, max_tokens=24, temperature=1.0)
+    requests = make_requests(3, max_tokens=16, temperature=1.0)
     plain = open_room(pipeline="plain").serve(requests)
     base = ModelDrafterConfig(path="small", strategy=Strategy.dynamic, num_draft_tokens=8, depth=3, width=3)
     levels = (base, ModelDrafterConfig(path="drafter", num_draft_tokens=5))

@@ -69,7 +69,7 @@ def rounds(drafter, budgets_of_rounds, sampling):
     "sampling", [CHAIN, *(pytest.param(one, marks=pytest.mark.slow) for one in (CHAIN[1:2], [SamplingParams()] * 2))]
 )
 def test_a_chain_is_one_graph_and_drafts_what_single_passes_draft(models, twin, sampling):
-    budgets = [[LENGTH] * len(sampling)] * 3 + [[2, 5, 6][: len(sampling)], [1] * len(sampling), [4] * len(sampling)]
+    budgets = [[LENGTH] * len(sampling)] * 2 + [[2, 5, 6][: len(sampling)], [1] * len(sampling), [4] * len(sampling)]
     eager, eager_runner, _ = open_drafter(models, graphs=False)
     expected = rounds(eager, budgets, sampling)
     captured, runner, facts = open_drafter(models, graphs=True)
@@ -149,7 +149,7 @@ def test_only_drafters_of_plain_chains_capture_them():
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_tokens_of_graphs_are_the_engines(open_room, make_requests, twin, monkeypatch, temperature):
     """Target and drafter, with several requests that come and go."""
-    requests = make_requests(4, max_tokens=12, temperature=temperature)
+    requests = make_requests(4, max_tokens=10, temperature=temperature)
     plain = open_room(pipeline="plain").serve(requests)
     eager = open_room(CONFIG).serve(requests)
     init, opened = ModelRunner.__init__, []

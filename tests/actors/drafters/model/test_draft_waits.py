@@ -96,7 +96,7 @@ def test_truncation_adds_no_wait_and_one_launch_a_pass(accelerator, spec, pipeli
     for one in (GREEDY, SAMPLED, CUT):
         counted, steps = Counted(accelerator, spec, pipeline), []
         steps.append(counted.draft(one, one))
-        while counted.role.wants_work and len(steps) < 4:
+        while counted.role.wants_work and len(steps) < 3:
             steps.append(counted.costs(lambda: counted.role.work(4, 9)))  # noqa: B023  called at once
         assert all(waits == 1 for waits, num_passes, _ in steps[1:] if num_passes), "one a step, of however many passes"
         longest = max(steps[pipeline != "sync" :], key=lambda step: step[1])
@@ -106,7 +106,7 @@ def test_truncation_adds_no_wait_and_one_launch_a_pass(accelerator, spec, pipeli
     assert len({waits for (waits, *_), _ in found}) == 1, "after a miss, too"
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "branches"])
+@pytest.mark.parametrize("pipeline", [pytest.param("sync", marks=pytest.mark.slow), "branches"])
 def test_launches_do_not_grow_with_requests_each_cut_by_its_own_limits(accelerator, spec, pipeline):
     found = []
     for sampling in ((CUT,), (CUT, replace(CUT, top_k=3), GREEDY, SAMPLED)):

@@ -23,7 +23,12 @@ SHAPES = {
 BUDGETS = {1: 5, 2: 3, 3: 4}
 
 
-@pytest.fixture(params=[(pipeline, shape) for pipeline in ("branches", "sync") for shape in SHAPES], ids="-".join)
+PLACES = [("branches", "tree"), ("branches", "best"), ("sync", "chain"), ("sync", "best")]
+REST = [(pipeline, shape) for pipeline in ("branches", "sync") for shape in SHAPES]
+REST = [pytest.param(place, marks=pytest.mark.slow) for place in REST if place not in PLACES]
+
+
+@pytest.fixture(params=[*PLACES, *REST], ids="-".join)
 def open_any(request, open_drafter_of):
     return partial(open_drafter_of, *request.param)
 

@@ -24,6 +24,7 @@ from actors.verification.rules import RULES
 from parallel.model.adapted import AdaptedDecoder
 from parallel.model.families.registry import read_config
 from parallel.speculators.adapted import AdaptedDraftLayers
+from tests import matrices
 from tests.actors.verification.rule_enumeration import emission, enumerate_drafts, total_variation
 
 ONLINE = ModelDrafterConfig(num_draft_tokens=5, online=True, online_rate=1e-2)
@@ -193,14 +194,14 @@ def windows_from(models, *, count=12, seed=0, teacher="reference", length=24):
 
 
 def test_acceptance_rises_on_text_that_repeats(open_room, make_requests, models, makes_steps, monkeypatch):
-    """The same requests again; what was learned from the first times counts the last time."""
+    """The same requests again; what was learned from the first time counts the second time."""
     monkeypatch.setattr(windows_module, "POSITIONS", 32)
     monkeypatch.setattr(windows_module, "READ_BEFORE", 200)  # random models attend to everything
-    monkeypatch.setattr(windows_module, "USES", 25)
+    monkeypatch.setattr(windows_module, "USES", 20)
     room = open_room(replace(ONLINE, online_rate=3e-3), path=models["tiny"])  # at 1e-2 some orders of windows diverge
-    requests = make_requests(4, max_tokens=40)
+    requests = make_requests(3, max_tokens=40)
     shares = []
-    for _ in range(3):
+    for _ in range(2):
         room.tokens.clear()
         room.serve(requests)
         shares.append(room.stats.num_accepted_tokens / room.stats.num_draft_tokens)
@@ -211,7 +212,7 @@ def test_acceptance_rises_on_text_that_repeats(open_room, make_requests, models,
         role.forget()
     frozen = open_room(replace(ONLINE, online=False), path=models["tiny"]).serve(requests).stats
     shipped = frozen.num_accepted_tokens / frozen.num_draft_tokens
-    assert shares[2] > shipped + 0.1, (shares, shipped, role.drafter.learning())
+    assert shares[1] > shipped + 0.1, (shares, shipped, role.drafter.learning())
     assert role.drafter.learner.version > 3
 
 
@@ -219,7 +220,7 @@ def test_acceptance_rises_on_text_that_repeats(open_room, make_requests, models,
 def test_weights_that_change_in_mid_request_change_no_token(
     open_room, make_requests, models, makes_steps, pipeline, temperature
 ):
-    requests = make_requests(4, max_tokens=40, temperature=temperature)
+    requests = make_requests(4, max_tokens=36, temperature=temperature)
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(ONLINE, path=models["small"], pipeline=pipeline).serve(requests, after_round=learn_once)
     assert room.tokens == plain.tokens
@@ -238,7 +239,7 @@ def learning_speculators():
 def test_a_speculator_that_learns_in_mid_request_changes_no_token(
     open_room, make_requests, makes_steps, path, pipeline, temperature
 ):
-    requests = make_requests(4, max_tokens=40, temperature=temperature)
+    requests = make_requests(4, max_tokens=40 if matrices.is_whole else 24, temperature=temperature)
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(replace(SPECULATOR, path=path), pipeline=pipeline).serve(requests, after_round=learn_once)
     assert room.tokens == plain.tokens
@@ -273,7 +274,7 @@ def test_no_draft_mixes_versions_of_the_weights(
     monkeypatch.setattr(
         drafter.runner, "forward", lambda *a, **k: (passes.append(first.multiply(x)), forward(*a, **k))[1]
     )
-    room.serve(make_requests(4, max_tokens=40, temperature=1.0), after_round=learn_once)
+    room.serve(make_requests(3, max_tokens=20, temperature=1.0), after_round=learn_once)
     assert drafter.learner.version > 3, "no weights were replaced: the test shows nothing"
 
 
@@ -451,7 +452,7 @@ def test_a_speculator_learns_what_features_tell_and_tokens_do_not(speculator_win
     for tells in (True, False):
         learner.roll_back()
         learner.loss = type(learner.loss)(0.97)
-        for i, window in enumerate(windows(40, seed=1, always=5)):
+        for i, window in enumerate(windows(28, seed=1, always=5)):
             sign = 1.0 if (i if tells else i // 2) % 2 else -1.0
             features = sign * direction.expand(len(window.token_ids), -1)
             likely = torch.full_like(window.likely, 5 if i % 2 else 9)
@@ -544,14 +545,14 @@ def test_state_is_continued_and_another_model_s_is_refused(models, makes_steps, 
 
 def test_a_rank_that_ends_keeps_what_was_learned(open_room, make_requests, models, makes_steps, tmp_path):
     config = replace(ONLINE, online_state=str(tmp_path / "state"))
-    room = open_room(config, path=models["small"]).serve(make_requests(2, max_tokens=24))
+    room = open_room(config, path=models["small"]).serve(make_requests(2, max_tokens=16))
     room.draft.close()
     fresh = open_room(config, path=models["small"])
     assert fresh.draft.drafter.learner.num_steps == room.draft.drafter.learner.num_steps > 0
 
 
 def test_the_report_says_what_was_learned(open_room, make_requests, models, makes_steps):
-    room = open_room(ONLINE, path=models["small"]).serve(make_requests(3, max_tokens=40))
+    room = open_room(ONLINE, path=models["small"]).serve(make_requests(2, max_tokens=20))
     learning = room.stats.report(1.0).counters["learning"]
     assert learning["num_steps"] > 0
     assert learning["version"] > 0

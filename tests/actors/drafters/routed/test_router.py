@@ -51,7 +51,7 @@ def test_short_and_empty_prompts_have_members_too() -> None:
     assert {router.route(tokens) for tokens in ([], [5], [], [5, 5], [10**6])} <= {0, 1, 2}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_code_and_sql_have_members_of_their_own(seed: int) -> None:
     """The prompts of `docs/online.md`; the first ten may go anywhere."""
     tokenizer, source = load_tokenizer(pocket.TARGET), random.Random(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from itertools import product
 from statistics import NormalDist
@@ -104,9 +103,7 @@ def test_an_exhausted_space_is_searched_on():
 
 
 def covariance(masks, others, scale):
-    return np.array(
-        [[math.exp(-sum(a != b for a, b in zip(x, y, strict=True)) / scale) for y in others] for x in masks]
-    )
+    return np.exp(-(np.array(masks)[:, None] != np.array(others)[None]).sum(-1) / scale)
 
 
 def improvements(known, values, candidates):

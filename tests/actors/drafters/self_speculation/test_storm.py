@@ -18,6 +18,7 @@ from actors.options import SchedulerConfig
 from actors.policy.policy import Policy
 from actors.protocol.membership import RoleBack, RoleLost
 from actors.protocol.messages import Abort, VerifyBatch
+from tests import matrices
 
 SLOTS = 130
 LIMITS = SchedulerConfig(4, 40, 16, prefix_cache=False)  # which keeps rows by design
@@ -33,7 +34,8 @@ WAYS = {
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_row_is_left_behind(open_room, make_requests, way, seed):
     choose, clock = random.Random(seed), itertools.count()
-    requests = make_requests(14, max_tokens=30, temperature=1.0)
+    count, max_tokens = (14, 30) if matrices.is_whole else (10, 24)
+    requests = make_requests(count, max_tokens=max_tokens, temperature=1.0)
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(WAYS[way], limits=LIMITS, slots=SLOTS, attached=True)
     pool, num_draft_tokens = room.target.runner.pool, WAYS[way].num_draft_tokens

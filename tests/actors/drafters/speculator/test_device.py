@@ -18,8 +18,11 @@ PROMPT = (3, 4, 5, 3, 4)
 @pytest.mark.parametrize(
     "recipe",
     [
-        *("eagle3", "chimera", "dspark", "medusa", "mtp", "streaming", "kangaroo"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("p_eagle", "glide", "gloeckle", "s3d")),
+        *("eagle3", "dspark", "medusa", "streaming", "kangaroo"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("chimera", "mtp", "p_eagle", "glide", "gloeckle", "s3d")
+        ),
     ],
 )
 def test_a_target_with_a_speculator_drafts_what_it_drafts_on_a_cpu(spec, speculator, monkeypatch, recipe):

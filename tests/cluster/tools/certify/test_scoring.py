@@ -165,7 +165,7 @@ def fits_of(readers, rule, kind, *, lookup=False, width=2, num_draws=600):
 def test_counted_draws_of_a_right_rule_fit(readers, rule, kind):
     lookup = kind == SamplingKind.DETERMINISTIC
     width = 1 if lookup or rule == "block" else 2
-    for fit in fits_of(readers, rule, SamplingKind(kind), lookup=lookup, width=width, num_draws=250):
+    for fit in fits_of(readers, rule, SamplingKind(kind), lookup=lookup, width=width, num_draws=150):
         assert fit.p_value > 1e-4 and fit.num_draws
 
 

@@ -164,14 +164,18 @@ def dealt(count: int, pairs: float = 0.0) -> Callable[[list[str]], list[tuple[St
     return lambda identities: plan_faults(identities, SIGNALS, count, random.Random(0), pairs=pairs)
 
 
+FEW = [(("coordinator", "SIGKILL"), ("draft-0", "SIGSTOP")), (("target-0", "SIGKILL"),)]
+EVERY = [
+    FEW[0],
+    (("coordinator", "SIGSTOP"), ("target-0", "SIGKILL")),
+    (("draft-0", "SIGKILL"), ("target-0", "SIGSTOP")),
+]
+
+
 @pytest.mark.ray
-def test_a_handful_of_faults(launch, tmp_path):
-    """Every kind of process with every signal, two at once: no coordinator sees a freeze during which it dies."""
-    plan = [
-        (("coordinator", "SIGKILL"), ("draft-0", "SIGSTOP")),
-        (("coordinator", "SIGSTOP"), ("target-0", "SIGKILL")),
-        (("draft-0", "SIGKILL"), ("target-0", "SIGSTOP")),
-    ]
+@pytest.mark.parametrize("plan", [FEW, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["few", "every"])
+def test_a_handful_of_faults(launch, tmp_path, plan):
+    """Every kind of process, two at once: no coordinator sees a freeze during which it dies."""
     drill = run_drill(launch, tmp_path, lambda identities: plan, "branches", tp=1, spacing_s=0.1, silence_s=1.0)
     causes = {(one.identity, one.cause == "hung and was ended") for one in drill.engine.supervisor.incidents}
     assert causes >= {(identity, name == "SIGSTOP") for strikes in plan for identity, name in strikes}, (
@@ -225,6 +229,7 @@ def test_a_level_that_dies_too_often_is_left_out(launch, tmp_path, half_agreeing
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_dead_driver_leaves_no_rank_and_no_coordinator(launch):
     pytest.importorskip("ray")
     script = f"""

@@ -14,6 +14,7 @@ from cluster.tools.fleet.simulation import simulate_fleet
 from cluster.tools.fleet.traffic import Traffic
 from tests.cluster.tools.fleet.fleets import BAD_LUCK, LOCAL, pooled, two_regions
 
+BRIEF = FleetLoad(requests_per_s=12, seconds=1.5, warmup_s=0.2, prompt=[20, 40], output=[20, 40])
 HARDER = Losses(drafters_per_minute=40, recovery_s=0.3, detect_s=0.05)
 
 
@@ -56,7 +57,7 @@ def test_a_token_that_a_client_gets_wrong_is_counted(monkeypatch):
             stream.tokens[0] += 1
 
     monkeypatch.setattr(Traffic, "_deliver", wrong)
-    assert simulate_fleet(two_regions(), LOCAL).num_different == 1
+    assert simulate_fleet(two_regions(load=BRIEF), LOCAL).num_different == 1
 
 
 @pytest.mark.slow
@@ -103,7 +104,7 @@ def test_lengths_come_from_a_file(tmp_path):
 
 
 def test_money():
-    fleet = two_regions()
+    fleet = two_regions(load=BRIEF)
     result = simulate_fleet(fleet, LOCAL)
     assert result.dollars_per_hour == pytest.approx(2 * 4 * 2.0 + 2.0 + 2 * 4 * 1.0 + 0.5)
     assert result.num_devices == 18

@@ -17,6 +17,7 @@ from tests.cluster.tools.fleet.fleets import STEADY, pooled, small_fleet
 
 LONG = structs.replace(STEADY, requests_per_s=30, seconds=7.3)
 """Speeds to three per cent."""
+BRIEF = structs.replace(STEADY, seconds=0.6)
 
 
 def per_target(fleet, layout):
@@ -44,7 +45,7 @@ def test_a_pool_of_one_target_is_the_drafter_of_the_other_simulator(pipeline):
 
 
 def test_merged_passes_feed_three_targets_as_one_and_turns_do_not():
-    fleet = small_fleet(3)
+    fleet = small_fleet(3, load=BRIEF)
     alone = per_target(fleet, pooled(3, pools=(3,), share=1))
     speeds = {merging: per_target(fleet, replace(pooled(3), merging=merging)) for merging in Merging}
     assert speeds[Merging.passes] > 0.95 * alone and speeds[Merging.calls] > 0.93 * alone
@@ -72,7 +73,7 @@ def test_rows_that_cost_and_hosts_that_are_slow_are_felt():
 
 
 def test_a_pass_has_the_rows_of_all_its_targets():
-    one, three = (simulate_fleet(small_fleet(count), pooled(count)) for count in (1, 3))
+    one, three = (simulate_fleet(small_fleet(count, load=BRIEF), pooled(count)) for count in (1, 3))
     assert three.rows_per_draft_pass > 2 * one.rows_per_draft_pass
     assert 0.5 < one.pool_busy < three.pool_busy <= 1.0
 

@@ -131,7 +131,7 @@ def test_invalid_costs_are_refused_in_one_line(write, text: str, complaint: str)
 def test_damaged_files_are_one_line_or_costs(tmp_path: Path):
     rng, path = random.Random(0), tmp_path / "costs.yaml"
     good = [yaml.safe_load(example.read_text()) for example in EXAMPLES]
-    for _ in range(80):
+    for _ in range(30):
         text = json.dumps({str(key): value for key, value in rng.choice(good).items()}, default=str)
         kind, content = damaged_json(text, rng)
         path.write_bytes(content[:5000])
@@ -140,9 +140,7 @@ def test_damaged_files_are_one_line_or_costs(tmp_path: Path):
         assert costs is None or all(math.isfinite(cost.passes(3)) for cost in costs.target), kind
 
 
-@pytest.mark.parametrize(
-    "text", ["target: [{ranks: .inf, pass_ms: 1}]", "link_ms: 2001-99-99", "'a\nb': 1", "[" * 5000]
-)
+@pytest.mark.parametrize("text", ["target: [{ranks: .inf, pass_ms: 1}]", "link_ms: 2001-99-99", "'a\nb': 1", "[" * 500])
 def test_what_the_library_does_not_refuse_by_itself(write, text: str):
     _, refusal = tried(lambda: read_costs(write(text)))
     assert refusal.startswith("job.costs=")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config.compose import load_config
 from cluster.tools.planning.layouts import (
     Layout,
     Shape,
@@ -139,7 +138,7 @@ def test_a_drafter_on_several_cores_may_leave_them_to_others(tiny_checkpoint):
 )
 def test_the_line_to_paste_is_the_layout_that_was_planned(layout: Layout, tiny_checkpoint):
     pair = [f"target.path={tiny_checkpoint('Llama')}", f"drafter.path={tiny_checkpoint('Llama', num_hidden_layers=5)}"]
-    pasted = load_config([*layout.overrides(4), *pair[: 2 if layout.shape else 1]])
+    pasted = load_quickly([*layout.overrides(4), *pair[: 2 if layout.shape else 1]])
     planned = layout.configure(load_quickly(["job=plan", *pair]), 4)
     assert pasted.target == planned.target and pasted.pipeline == planned.pipeline
     assert pasted.drafter == planned.drafter

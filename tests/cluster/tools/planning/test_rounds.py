@@ -44,9 +44,15 @@ SAMPLING = SamplingParams(max_tokens=48, ignore_eos=True)
 LENGTH = 4
 
 
+PAIRS = []
+"""The one pair of all tests here, once it is made: its fixtures are each test's own."""
+
+
 @pytest.fixture
 def pair(tiny_launch, half_agreeing_drafter, one_free_thread):
     """A target, a drafter that is right about half of the time, and what the target writes."""
+    if PAIRS:
+        return PAIRS[0]
     drafter = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=LENGTH, device="cpu")
     config = tiny_launch(PlanConfig(draft_lengths=[1, LENGTH], seconds=0.1), drafter=drafter)
     with Engine(config) as engine:
@@ -54,7 +60,8 @@ def pair(tiny_launch, half_agreeing_drafter, one_free_thread):
         answers = engine.generate(prompts, SAMPLING)
         texts = tuple(KnownText((*p, *a.token_ids), len(p)) for p, a in zip(prompts, answers, strict=True))
         counters = engine.report().counters
-    return config, texts, counters
+    PAIRS.append((config, texts, counters))
+    return PAIRS[0]
 
 
 def role_of(config, name: str):

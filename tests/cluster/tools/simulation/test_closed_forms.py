@@ -15,8 +15,11 @@ from actors.drafters.model.config import DraftRows, ModelDrafterConfig, Strategy
 from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree
 from actors.policy.policy import Policy
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate
+from tests.matrices import in_turn
 
-NUM_TOKENS = 1600
+NUM_TOKENS = 800
+LONG = {"max_tokens": 1600}
+"""What the luck of a draw needs where few rounds decide."""
 TP8, TP4, DRAFT = PassCost.flat(11.22e-3), PassCost.flat(11.86e-3), PassCost.flat(2.61e-3)
 TARGET_S, DRAFT_S = 11.86e-3, 2.61e-3
 BRANCHES = ModelDrafterConfig(num_draft_tokens=3, fan_out=4, ahead_width=16)
@@ -26,7 +29,7 @@ TREE = ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=6, dept
 def scenario(pipeline, alpha, drafter=None, verify=TP4, draft=DRAFT, **options):
     drafter = drafter or ModelDrafterConfig(num_draft_tokens=4)
     language = Language(alpha if isinstance(alpha, tuple) else (alpha,), power_law(1.0))
-    return Scenario(pipeline, verify, draft, drafter, language, max_tokens=NUM_TOKENS, **options)
+    return Scenario(pipeline, verify, draft, drafter, language, **{"max_tokens": NUM_TOKENS} | options)
 
 
 def frequency(case, rank=0):
@@ -64,11 +67,12 @@ def test_plain_is_one_pass_a_token_and_two_hops():
     assert result.tokens_per_pass == 1 and result.mean_acceptance_length is None and result.branch_hit_rate is None
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.8, 0.95])
-@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize(("alpha", "length"), list(in_turn([0.5, 0.8, 0.95], [5, 1])))
 def test_synchronous_chain(alpha, length):
     """E tokens in K draft passes, one target pass and four hops."""
-    case = scenario("sync", alpha, ModelDrafterConfig(num_draft_tokens=length), target_link_s=2e-4, draft_link_s=1e-4)
+    case = scenario(
+        "sync", alpha, ModelDrafterConfig(num_draft_tokens=length), target_link_s=2e-4, draft_link_s=1e-4, **LONG
+    )
     result, expected = simulate(case), expected_tokens(frequency(case), length)
     assert result.tokens_per_pass == pytest.approx(expected, rel=0.015)
     assert result.round_ms == pytest.approx(1e3 * (length * DRAFT_S + TARGET_S + 2 * 2e-4 + 2 * 1e-4), rel=1e-3)
@@ -124,7 +128,7 @@ def test_pearl(alpha):
     """Tokens a step of pre- and post-verification: (1 - a^g) / ((1 - a)(1 + a - a^g)) at window g = t_v / t_d."""
     window = 4
     drafter = ModelDrafterConfig(num_draft_tokens=window - 1, fan_out=1, ahead_width=1)
-    case = scenario("pearl", alpha, drafter, draft=PassCost.flat(0.98 * TARGET_S / window))
+    case = scenario("pearl", alpha, drafter, draft=PassCost.flat(0.98 * TARGET_S / window), **LONG)
     alpha = frequency(case)
     expected = (1 - alpha**window) / ((1 - alpha) * (1 + alpha - alpha**window))
     assert simulate(case, NeverWaits("pearl", window - 1)).tokens_per_pass == pytest.approx(expected, rel=0.015)
@@ -133,7 +137,7 @@ def test_pearl(alpha):
 @pytest.mark.parametrize(("alpha", "redraft"), [pytest.param(0.6, 1, marks=pytest.mark.slow), (0.9, 3)])
 def test_enumerated_outcomes_at_their_own_hit_rate(alpha, redraft):
     """(h E_K + (1 - h) E_K') / (C + (1 - h) K' t_d): on a miss K' tokens are drafted while the target waits."""
-    case = scenario("branches", alpha, BRANCHES)
+    case = scenario("branches", alpha, BRANCHES, **LONG)
     result, alpha = simulate(case), frequency(case)
     hit, length = result.branch_hit_rate, BRANCHES.num_draft_tokens
     tokens = hit * expected_tokens(alpha, length) + (1 - hit) * expected_tokens(alpha, redraft)
@@ -155,7 +159,7 @@ def test_ping_pong_halves_overlap():
     """Two halves of the batch: a round of each takes the longer of draft and verify."""
     language = Language((0.8,))
     drafter = ModelDrafterConfig(num_draft_tokens=4)
-    case = Scenario("pingpong", TP4, PassCost.flat(2e-3), drafter, language, num_requests=4, max_tokens=800)
+    case = Scenario("pingpong", TP4, PassCost.flat(2e-3), drafter, language, num_requests=4, max_tokens=300)
     result = simulate(case)
     assert result.round_ms == pytest.approx(11.86, rel=0.01) and result.target_busy == pytest.approx(1, abs=0.01)
     slow = simulate(replace(case, draft=PassCost.flat(4e-3)))
@@ -175,9 +179,9 @@ TP8; draft length and tokens/s of enumeration on TP4 at hit rates 0.8 and 0.9.""
 @pytest.mark.parametrize("alpha", [0.8, *(pytest.param(alpha, marks=pytest.mark.slow) for alpha in (0.6, 0.7, 0.9))])
 def test_worked_table(alpha):
     sync_length, sync_speed, length, (at_80, at_90) = WORKED_TABLE[alpha]
-    sync = simulate(scenario("sync", alpha, ModelDrafterConfig(num_draft_tokens=sync_length), verify=TP8))
+    sync = simulate(scenario("sync", alpha, ModelDrafterConfig(num_draft_tokens=sync_length), verify=TP8, **LONG))
     assert sync.tokens_per_s == pytest.approx(sync_speed, rel=0.015)
-    ahead = simulate(scenario("branches", alpha, replace(BRANCHES, num_draft_tokens=length)))
+    ahead = simulate(scenario("branches", alpha, replace(BRANCHES, num_draft_tokens=length), **LONG))
     expected = at_80 + (ahead.branch_hit_rate - 0.8) / 0.1 * (at_90 - at_80)
     # The table drafts the whole length on a miss; the engine stops where that is worth no more.
     assert 0.985 * expected < ahead.tokens_per_s < 1.035 * expected

@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.tools.training.corpus import HELD_OUT, Corpus, is_test, load_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus() -> Corpus:
-    return load_corpus(seed=0, test_megabytes=0.5)
+from cluster.tools.training.corpus import HELD_OUT, is_test, load_corpus
 
 
 def write_library(root: Path) -> None:
@@ -28,19 +23,32 @@ def write_library(root: Path) -> None:
     (root / "empty.py").write_text("\n")
 
 
-def test_same_seed_gives_same_corpus(corpus: Corpus):
-    assert load_corpus(seed=0, test_megabytes=0.5).fingerprint() == corpus.fingerprint()
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """One of enough files for two orders."""
+    write_library(tmp_path)
+    for number in range(20):
+        (tmp_path / f"module_{number}.py").write_text(f"NUMBER = {number}\n")
+    return tmp_path
 
 
-def test_another_seed_gives_another_order_of_the_same_library(corpus: Corpus):
-    other = load_corpus(seed=1, test_megabytes=0.5)
+def test_same_seed_gives_same_corpus(library: Path):
+    first, second = (load_corpus(seed=0, test_megabytes=0.5, root=library).fingerprint() for _ in range(2))
+    assert first == second
+
+
+def test_another_seed_gives_another_order_of_the_same_library(library: Path):
+    corpus, other = (load_corpus(seed=seed, test_megabytes=0.5, root=library) for seed in (0, 1))
     assert other.fingerprint() != corpus.fingerprint()
     assert {s.path for s in other.training if not is_test(s.path)} == {
         s.path for s in corpus.training if not is_test(s.path)
     }
 
 
-def test_held_out_modules_and_their_tests_are_never_trained_on(corpus: Corpus):
+@pytest.mark.parametrize("kind", ["small", pytest.param("whole", marks=pytest.mark.slow)])
+def test_held_out_modules_and_their_tests_are_never_trained_on(kind: str, library: Path):
+    """Of a library of a few files, or of this Python's."""
+    corpus = load_corpus(seed=0, test_megabytes=0.5, root=library) if kind == "small" else load_corpus(0, 0.5)
     assert [source.path for source in corpus.held_out] == list(HELD_OUT)
     trained = {source.path for source in corpus.training}
     assert not trained & set(HELD_OUT)

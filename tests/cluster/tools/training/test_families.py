@@ -92,7 +92,7 @@ def held_out_rows(target: Path) -> TextRows:
     return min((load_rows(file) for file in (target / "work" / "continuations").glob("*/0.pt")), key=len)
 
 
-UNLIKE = dict.fromkeys(FAMILIES, 0) | {"Llama": 1, "Gemma2": 1, "OPT": 1}
+UNLIKE = dict.fromkeys(FAMILIES, 0) | {"Gemma2": 1, "OPT": 1}
 """Embeddings that are scaled, or have positions of their own: what training reads of each family is compared below."""
 
 
@@ -151,10 +151,9 @@ def is_near(rows: torch.Tensor, expected: torch.Tensor) -> bool:
     return float((apart < 0.1).float().mean()) > 0.5
 
 
-QUICK = [("OPT", "layerskip"), ("OPT", "glide"), ("OPT", "dflash")]
+QUICK = [("OPT", "layerskip"), ("OPT", "dflash")]
 QUICK += [
     ("Gemma3", "eesd"),
-    ("OPT", "medusa"),
     ("Gemma3", "chimera"),
     ("Llama", "sdar"),
     ("OPT", "sdar"),

@@ -12,7 +12,6 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from cluster import pocket
-from cluster.config.compose import load_config
 from cluster.io.text import load_tokenizer
 from cluster.jobs import generate
 from cluster.tools.training.corpus import load_corpus
@@ -24,6 +23,7 @@ from docs.measurements.pocket.evaluation import (
     greedy_matches,
     mean_loss,
 )
+from tests.cluster.config.quick_loading import load_quickly
 
 FOLDERS = {"target": pocket.TARGET, "drafter": pocket.DRAFTER, "deep": pocket.DEEP_DRAFTER}
 SHAPES = {
@@ -102,14 +102,14 @@ def test_acceptance_length_of_some_prompts(role: str, pair: dict[str, LlamaForCa
     tokenizer = load_tokenizer(pocket.TARGET)
     lines = pocket.PROMPTS.read_text(encoding="utf-8").splitlines()[::24]
     prompts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
-    matches = [greedy_matches(pair["target"], pair[role], prompt, 64) for prompt in prompts]
+    matches = [greedy_matches(pair["target"], pair[role], prompt, 32) for prompt in prompts]
     assert acceptance_length(matches, 5) > LOWEST_ACCEPTANCE_LENGTH
 
 
 def test_the_bundled_speculator_drafts_what_the_target_writes(tmp_path: Path):
     """The default of `drafter=speculator`, on the target's ranks."""
     options = ["cluster=inprocess", "drafter=speculator", "pipeline.adaptive=false", "job.baseline=false"]
-    config = load_config([*options, "cluster.oversubscribe=true", "job.limit=1", "sampling.max_tokens=32"])
+    config = load_quickly([*options, "cluster.oversubscribe=true", "job.limit=1", "sampling.max_tokens=32"])
     generate.run(config, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["mean_acceptance_length"] > LOWEST_ACCEPTANCE_LENGTH

@@ -214,12 +214,17 @@ class Killed(BaseException):
     """Passes every handler, as a kill does."""
 
 
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run draws, `test_distillation_brings_the_drafter_nearer` sees."""
+    monkeypatch.setattr(training, "draw_curves", lambda folder, path: None)
+
+
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    target: Path, text: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, text: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_picture: None
 ):
     monkeypatch.setattr(training, "Recipe", partial(Recipe, checkpoint_minutes=0.0, log_steps=1))
     monkeypatch.setattr(training, "REFRESH_STEPS", 4)
-    monkeypatch.setattr(training, "draw_curves", lambda folder, path: None)  # what a run draws, the other tests see
     loss, steps = DistilledDrafter.loss, 0
 
     def dies_at_step_six(self: DistilledDrafter, *arguments: Any) -> Any:
@@ -229,7 +234,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
             raise Killed
         return loss(self, *arguments)
 
-    config = small(target, text, data="mixed", options=f"{{start: {start}}}")
+    config = small(target, text, data="mixed", continuation_length=16, options=f"{{start: {start}}}")
     whole = train.run(config, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(DistilledDrafter, "loss", dies_at_step_six)
@@ -255,7 +260,7 @@ def whole_log(folder: Path) -> Path:
     return folder / "whole" / "work" / "distill" / "loss.jsonl"
 
 
-def test_a_tuned_target_is_a_target(text: Path, tmp_path: Path):
+def test_a_tuned_target_is_a_target(text: Path, tmp_path: Path, no_picture: None):
     """LayerSkip: its exit agrees more with its last layer, and the target it came from is as it was."""
     target = small_target(tmp_path / "untuned", 3)
     before = (target / "model.safetensors").read_bytes()
@@ -269,7 +274,9 @@ def test_a_tuned_target_is_a_target(text: Path, tmp_path: Path):
     assert (target / "model.safetensors").read_bytes() == before
 
 
-def test_prefixes_of_a_draft_model_learn_together(target: Path, text: Path, start: Path, tmp_path: Path):
+def test_prefixes_of_a_draft_model_learn_together(
+    target: Path, text: Path, start: Path, tmp_path: Path, no_picture: None
+):
     config = small(target, text, recipe="sorted", options=f"{{start: {start}, prefixes: [1]}}", rate=10)
     outcome = train.run(replace(config, job=replace(config.job, steps=16)), tmp_path)
     before, after = outcome["held_out_before"], outcome["held_out"]
