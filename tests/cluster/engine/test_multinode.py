@@ -1,8 +1,4 @@
-"""One engine over two hosts with addresses of their own: the same tokens, the layout that was asked for.
-
-By default a job of Slurm has two such hosts (`slurm/test_job.py`), and nodes are waited for on a clock of the tests'
-own (`runtime/test_ray_nodes.py`).
-"""
+"""One engine over two hosts with addresses of their own: the same tokens, the layout that was asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ import pytest
 from tests.cluster.across_hosts import answer
 from tests.cluster.hosts import PRIVATE_TMP, Host, network
 
-pytestmark = [pytest.mark.multinode, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multinode, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[3]
 RAY = Path(sys.executable).with_name("ray")
@@ -142,7 +138,7 @@ def ask(driver) -> Ask:
     return driver.ask
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "branches"])
+@pytest.mark.parametrize("pipeline", [pytest.param("sync", marks=pytest.mark.slow), "branches"])
 def test_target_and_drafter_on_hosts_of_their_own(ask: Ask, hosts, drafter, expected, pipeline):
     said = ask(*drafter, f"pipeline={pipeline}", "placement.nodes={target:[n2],draft:[n1]}", "cluster.interface=eth0")
     assert said.get("error") is None and said["tokens"] == expected
@@ -150,6 +146,7 @@ def test_target_and_drafter_on_hosts_of_their_own(ask: Ask, hosts, drafter, expe
     assert f"target-0: {hosts[1].address} cpu" in next(line for line in said["said"] if line.startswith("layout"))
 
 
+@pytest.mark.slow
 def test_a_target_whose_ranks_meet_over_the_network(ask: Ask, hosts, expected):
     said = ask("target.tp=2", "drafter=none")
     assert said.get("error") is None and said["tokens"] == expected
@@ -168,6 +165,7 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(ask: Ask):
     assert said["error"].endswith("it has eth0, lo")
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_cut_off_is_done_without_until_it_is_back(driver: Driver, hosts, drafter, expected):
     """The cable of its host is pulled and put in again: no token changes, no request fails, and speculation returns."""
     answers = driver.keep_on(*drafter, "placement.nodes={target:[n1],draft:[n2]}", "cluster.silence_s=1")

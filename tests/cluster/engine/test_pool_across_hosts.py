@@ -1,9 +1,5 @@
 """A draft pool and two engines on hosts of their own: one is cut off and comes back, and what an earlier lease has
-drafted is sent again.
-
-By default leases are lost in one process (`test_draft_pools.py`), and records come late and twice on a line that loses
-some (`test_lossy_line.py`).
-"""
+drafted is sent again."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ import pytest
 from tests.cluster.across_hosts import PROMPTS, answer
 from tests.cluster.hosts import Host, network
 
-pytestmark = [pytest.mark.multinode, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multinode, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
