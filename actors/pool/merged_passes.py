@@ -166,7 +166,7 @@ class MergedPasses:
             with self._turn, self.time.passing():
                 try:
                     self._serve(drafter, by_pass, asked)
-                except Exception as error:  # else the thread would end, and nobody would be answered any more
+                except Exception as error:  # else the thread would end, and no later call be answered
                     self._failed("call", error)
                     self._refuse([*asked, *self._active], error)
 
@@ -187,7 +187,7 @@ class MergedPasses:
                 self._advance(drafter, by_pass, [])
 
     def _refuse(self, asked: Sequence[_OrderedDrafts | _WantedReading | _WantedStep], error: Exception) -> None:
-        """Of what was asked for, all that has no answer fails with the error."""
+        """What was asked for and has no answer fails with the error."""
         self._active = []
         for one in asked:
             if not one.answer.done():
