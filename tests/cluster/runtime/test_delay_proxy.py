@@ -22,8 +22,8 @@ ANY_PORT = "tcp://127.0.0.1:*"
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_ends() -> None:
-    """In place of that of `tests/cluster/conftest.py`: a rank that sends several heartbeats while a record is on its way
-    seems to have missed it."""
+    """In place of that of `tests/cluster/conftest.py`: a rank that sends several heartbeats while a record is on its
+    way seems to have missed it."""
 
 
 @pytest.fixture
