@@ -14,6 +14,7 @@ at its port and under its own names alone (`admission.py`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import threading
@@ -49,6 +50,7 @@ GIVE_UP_MS = 3000
 """Both ends close a connection without traffic for so long: a host that is cut off sends no FIN."""
 LONGEST_OF_CLIENT = 1 << 20
 """Bytes of a client's record, until `limit_clients` says what the longest request takes."""
+_MONITORS = itertools.count()
 _REFUSAL_POLL_MS = 20
 """ZeroMQ does not say when a socket has given its connection up: it is asked so often."""
 _SELECT_BELOW_S = 0.01
@@ -474,7 +476,8 @@ class Link(_Endpoint):
         deadline = time.monotonic() + timeout_s
         failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         failures |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        with self._socket.get_monitor_socket(failures) as monitor:
+        # an address of its own: that of the monitor before may still be in use
+        with self._socket.get_monitor_socket(failures, f"inproc://refusals-{next(_MONITORS)}") as monitor:
             try:
                 while num_times:
                     if monitor.poll(_REFUSAL_POLL_MS):
