@@ -5,6 +5,6 @@ from __future__ import annotations
 from hypothesis import settings
 
 
-def examples(most: int) -> int:
-    """All under `HYPOTHESIS_PROFILE=explore`; a quarter in the default run, whose examples are always the same."""
-    return most if settings.get_current_profile_name() == "explore" else most // 4
+def examples(most: int, share: int = 4) -> int:
+    """All under `HYPOTHESIS_PROFILE=explore`; one in `share` in the default run, whose examples are always the same."""
+    return most if settings.get_current_profile_name() == "explore" else most // share

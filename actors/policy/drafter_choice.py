@@ -114,7 +114,7 @@ def assign(offers: Sequence[Sequence[Offer]], times: RoundTimes) -> Assignment:
     request takes the length that brings the most tokens beyond what its time brings elsewhere, which follows from the
     speed of the batch (Dinkelbach's iteration for a ratio).
     """
-    if len(offers) == 1:
+    if len(offers) == 1:  # every choice is tried
         return _alone(offers[0], times)
     curves = [[_Curve.of(offer) for offer in request] for request in offers]
     token_s = {drafter: times.token_s(drafter) for drafter in {one.drafter for request in curves for one in request}}

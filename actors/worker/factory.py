@@ -45,7 +45,7 @@ recalled, so this is less than the time after which one that ignores its recall 
 def serve(
     spec: RankSpec, observe: Callable[[str], None] = lambda _: None, cancelled: Callable[[], bool] = lambda: False
 ) -> None:
-    """Serve one rank until `Stop`, or until `cancelled`, which is called about twice a second, returns True."""
+    """Serve one rank until `Stop`, or until `cancelled`, called before each record and twice a second, returns True."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     freeze_libraries()
     if spec.cores:

@@ -55,7 +55,7 @@ def corrupted(choose, answer):
     return replace(answer, round=answer.round + choose.choice((-1, 1, 1_000_000)))
 
 
-@settings(max_examples=examples(150) // 2, deadline=None)
+@settings(max_examples=examples(150, share=8), deadline=None)
 @given(
     choose=st.randoms(use_true_random=False),
     pipeline=st.sampled_from(sorted(set(PIPELINES) - {"plain"})),

@@ -66,6 +66,13 @@ def test_a_batch_comes_close_to_the_best_of_all_assignments(seed):
     assert found.speed > 0.97 * best_by_trying(offers, TIMES)
 
 
+def test_lengths_that_bring_nothing_hide_no_longer_one():
+    """Those are the best at no price of a token, so a batch is offered only what lies on the hull."""
+    offers = [[Offer(MODEL, range(1, 4), (0.0, 0.0, 3.0))]] * 2
+    assert assign(offers, TIMES).picks == [(MODEL, 3)] * 2
+    assert assign([[Offer(MODEL, range(1, 4), (1.0, 1.0, 1.1))]] * 2, TIMES).picks == [(MODEL, 1)] * 2
+
+
 def test_a_tree_is_taken_whole_or_not_at_all():
     tree = Offer(LOOKUP, (9,), (2.0,))
     assert assign([[tree]], TIMES).picks == [(LOOKUP, 9)]

@@ -360,7 +360,7 @@ def test_requests_that_make_passes_fail_end_the_lease_of_their_engine_alone(
 ):
     """By default passes fail without engines (`tests/actors/pool/test_merged_passes.py`)."""
     plain = plain_texts()
-    pool = open_pool(pipeline="sync", lease_s=3)
+    pool = open_pool(pipeline="sync", lease_s=5)
     good, bad = [open_engine(lent(pool), **sections("sync", max_tokens=length)) for length in (60, 61)]
     for engine in (good, bad):
         eventually(lambda engine=engine: accepted(engine) > 0)

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.options import PipelineConfig, PipelineName
 from cluster.config.server import ServerConfig
-from cluster.jobs.serve import first_signal, read_keys
+from cluster.io.console import Terminal
+from cluster.jobs.serve import _describe, first_signal, read_keys
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,7 +60,8 @@ def test_it_says_what_it_serves_and_ends_in_order(started):
     found = re.fullmatch(r"serving \S+ at (http://\S+/v1), without a key", lines[-1])
     assert found is not None
     url = found[1]
-    assert any(line.startswith("layout: target-0 on cpu") for line in lines)
+    (layout,) = (line for line in lines if line.startswith("layout: target-0 on cpu"))
+    assert layout.endswith("; drafter ngram")
     assert any(re.fullmatch(r"target: [\d.]+ MiB of weights, [\d.]+ MiB of KV", line) for line in lines)
     answers: list[dict] = []
     body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "speculative": {"enabled": False}}
@@ -124,3 +127,10 @@ def test_a_port_that_is_taken_is_one_line(entered, tiny_checkpoint):
             "job=serve", "cluster=inprocess", f"server.port={port}", f"target.path={path}", "drafter=ngram"
         )
     assert code == 2 and err.startswith(f"error: server.port={port}: cannot be had on 127.0.0.1")
+
+
+def test_it_names_no_drafter_where_none_drafts(open_engine, capsys):
+    """As beside a target that fills masks, whose pipeline is plain whatever the drafter."""
+    engine = open_engine("ngram", pipeline=PipelineConfig(PipelineName.plain))
+    _describe(Terminal(), "http://host", "m", engine, [])
+    assert "; drafter none\n" in capsys.readouterr().out
