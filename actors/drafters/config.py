@@ -64,6 +64,8 @@ class DraftSetup:
     """One of `DrafterConfig.roles()`."""
     mailbox: Mailbox | None = None
     """The rank's, for a drafter whose drafts come from ranks of another role."""
+    adaptive: bool = True
+    """The value of `pipeline.adaptive`."""
 
     @property
     def model_options(self) -> ModelOptions:

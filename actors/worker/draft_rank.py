@@ -41,4 +41,5 @@ def draft_setup(spec: RankSpec, group: Group) -> DraftSetup:
         spec.eos_token_ids,
         target=spec.target,
         sharing=device_share(spec),
+        adaptive=spec.adaptive,
     )

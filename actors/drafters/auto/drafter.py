@@ -8,9 +8,9 @@ agrees with all of them is scored when later tokens have reached its end.
 A model reads a few tokens that others drafted with its next draft, whose cost is fitted against them. More text, as a
 prompt, it reads only if that is expected to pay: as the request arrives, or else before its first draft.
 
-A request that names a drafter is drafted for by that one alone. The choice follows from earlier verdicts and from
-drafts that are no random draws, never from a token that was drawn, so it is exact under every rule that is exact for
-each of the drafters. It knows drafters by their contract only.
+A request that names a drafter is drafted for by that one alone, with `pipeline.adaptive=false` in every round. The
+choice follows from earlier verdicts and from drafts that are no random draws, never from a token that was drawn, so it
+is exact under every rule that is exact for each of the drafters. It knows drafters by their contract only.
 """
 
 from __future__ import annotations
@@ -93,15 +93,19 @@ class _Request:
 
 
 class AutoDrafter:
-    """Chooses among `members`; `agree` returns rank 0's choice on every rank, because their clocks differ."""
+    """Chooses among `members`; `agree` returns rank 0's choice on every rank, because their clocks differ. With
+    `keeps_lengths` a request that names a drafter gets its longest draft, whatever that costs."""
 
     def __init__(
         self,
         members: Sequence[Member],
         agree: Callable[[Picks], Picks] = lambda picks: picks,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        keeps_lengths: bool = False,
     ) -> None:
         self.members = members
+        self._keeps_lengths = keeps_lengths
         can = [one.drafter.capabilities for one in members]
         vocab_sizes = [one.vocab_size for one in can if one.vocab_size is not None]
         readers = [one.reads_features for one in can if one.reads_features is not None]
@@ -265,7 +269,12 @@ class AutoDrafter:
         if times is not UNMEASURED:
             request_ids = [context.request_id for context in contexts]
             offers = self.choice.weigh_reading(request_ids, [_num_generated(one) for one in contexts], offers, times)
-        return self._agree(self.choice.choose(offers, times).picks)
+        picks = self.choice.choose(offers, times).picks
+        if self._keeps_lengths:
+            for row, (context, own) in enumerate(zip(contexts, offers, strict=True)):
+                if context.drafter is not None and own and own[0].lengths:
+                    picks[row] = own[0].drafter, own[0].lengths[-1]
+        return self._agree(picks)
 
     def _named(self, number: int, draft: Draft) -> Draft:
         """The draft, with this drafter as the one that made it, or its levels where it has any."""
@@ -517,7 +526,8 @@ def build_auto(config: AutoDrafterConfig, setup: DraftSetup) -> tuple[AutoDrafte
         longest = min(record.num_draft_tokens, config.num_draft_tokens)
         is_shown = not record.runs_passes
         members.append(Member(config.member_names[i], drafter, longest, is_shown, record.is_chain))
-    return AutoDrafter(members, _agreement(setup.group, setup.device)), facts | {k: v for k, v in sums.items() if v}
+    agree, keeps_lengths = _agreement(setup.group, setup.device), not setup.adaptive
+    return AutoDrafter(members, agree, keeps_lengths=keeps_lengths), facts | {k: v for k, v in sums.items() if v}
 
 
 def _agreement(group: Group, device: str) -> Callable[[Picks], Picks]:

@@ -54,7 +54,7 @@ def test_several_drafters_are_named(chat_checkpoint, half_agreeing_drafter):
         ],
         num_draft_tokens=NUM_DRAFT_TOKENS,
     )
-    with serving(chat_checkpoint, drafter, pace_ms=10) as server:  # beside such passes drafts of both pay
+    with serving(chat_checkpoint, drafter) as server:
         client, named = server.client(), {}
         repetitive = {"logit_bias": {"65": 20}}  # which a lookup needs
         for name, more in (("ngram", repetitive), ("model", {})):

@@ -191,6 +191,16 @@ def test_a_request_that_names_a_drafter_gets_drafts_of_no_other(clock, name, num
     assert number in table.used and {*table.used} <= {number, NO_DRAFTER}
 
 
+@pytest.mark.parametrize("keeps_lengths", [False, True])
+def test_a_drafter_that_was_named_is_weighed_unless_lengths_are_kept(clock, keeps_lengths):
+    """Each of its drafts takes as long as eight passes of the target."""
+    table = Table(
+        Scripted(clock, 1, 4), Scripted(clock, 4, 4, call_s=0.08), clock, name="model", keeps_lengths=keeps_lengths
+    )
+    sizes = [table.round(budget).tree.num_draft_tokens for budget in (4, 3, 4, 4, 4, 4, 4, 4)]
+    assert (sizes == [4, 3, 4, 4, 4, 4, 4, 4]) is keeps_lengths
+
+
 def test_the_one_with_the_most_tokens_per_second_drafts(clock):
     cheap, good = Scripted(clock, 1, 4), Scripted(clock, 4, 4, call_s=0.001)
     table = Table(cheap, good, clock)
