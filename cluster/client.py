@@ -167,6 +167,7 @@ class Client:
         num_draft_tokens: int | None = None,
         reference: Sequence[int] = (),
         priority: int = 0,
+        expected_tokens: int = 0,
         grammar: Grammar | None = None,
         cache_salt: str = "",
         logprobs: int | None = None,
@@ -178,12 +179,13 @@ class Client:
         `drafter` names one of `drafters`, or is "none" for plain decoding; None leaves the choice to the engine.
         `num_draft_tokens` bounds every draft. `reference` are tokens of a text that the output may follow, such as the
         file that it edits: `drafter=copy` drafts from it. Of the requests of this client that wait, one of lower
-        `priority` comes first; 10 s of waiting make up for 1. The text follows `grammar`, which is compiled here first,
-        if it is new. KV rows of texts that begin alike are shared between this client's requests with the same
-        `cache_salt`, and so is what drafters remember of ended ones. `logprobs` asks for the log-probability of each
-        generated token and of so many of the likeliest ones there, `prompt_logprobs` for the same at the prompt's
-        tokens: `Completion.logprobs` and `Completion.prompt_logprobs`, log-softmax of the target's logits before
-        sampling parameters and grammars apply.
+        `priority` comes first; 10 s of waiting make up for 1. So does one that is longer by its `expected_tokens`, an
+        estimate of what it will generate, at most its `max_tokens`; 10 ms make up for one token. The text follows
+        `grammar`, which is compiled here first, if it is new. KV rows of texts that begin alike are shared between this
+        client's requests with the same `cache_salt`, and so is what drafters remember of ended ones. `logprobs` asks
+        for the log-probability of each generated token and of so many of the likeliest ones there, `prompt_logprobs`
+        for the same at the prompt's tokens: `Completion.logprobs` and `Completion.prompt_logprobs`, log-softmax of the
+        target's logits before sampling parameters and grammars apply.
         Raises ValueError for an invalid token, sampling parameter, name, bound or grammar, EngineError once the engine
         has failed. A prompt that does not fit the target's context is not sent: its completion has failed.
         """
@@ -193,6 +195,7 @@ class Client:
             "num_draft_tokens": num_draft_tokens,
             "reference": tuple(reference),
             "priority": priority,
+            "expected_tokens": expected_tokens,
             "grammar": grammar,
             "cache_salt": cache_salt,
             "logprobs": logprobs,

@@ -33,6 +33,8 @@ ENTRIES_PER_PLACE = 64
 """Biases and bad words whose cost, in every role and pass, is about that of one more request."""
 AGEING_S = 10.0
 """Seconds of waiting that make up for a priority that is worse by one: none waits without end."""
+LONGER_S = 0.01
+"""Seconds of waiting that make up for one expected token less, about what a token of a batch takes."""
 BLOCK = 64
 """Tokens with a digest of their own, about as many rows as a pass costs by itself."""
 PROBATION = 3
@@ -136,7 +138,8 @@ class Sequence:
     @property
     def due(self) -> float:
         """The time as whose arrival it is served among the requests of its client."""
-        return self.arrived_at + AGEING_S * self.request.priority
+        expected = min(self.request.expected_tokens, self.request.sampling.max_tokens)
+        return self.arrived_at + AGEING_S * self.request.priority - LONGER_S * expected
 
     @property
     def source_len(self) -> int:

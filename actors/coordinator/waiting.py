@@ -1,9 +1,9 @@
 """Requests that wait for a place in the batch: clients take turns, and within a client the first due is first served.
 
-A request is due at its arrival, later or earlier by its priority (`Sequence.due`), so that those that wait overtake in
-the end whatever comes after them. A client with many waiting requests delays another's by at most one of its own for
-each of the other's. Requests that lost their place come before all that never had one, the oldest first. Knows nothing
-of places.
+A request is due at its arrival, later or earlier by its priority and its expected length (`Sequence.due`), so that
+those that wait overtake in the end whatever comes after them. A client with many waiting requests delays another's by
+at most one of its own for each of the other's. Requests that lost their place come before all that never had one, the
+oldest first. Knows nothing of places.
 """
 
 from __future__ import annotations

@@ -232,6 +232,9 @@ class Request:
     """A text that the output may follow, from which drafters that copy may draft."""
     priority: int = 0
     """While requests of a client wait, those of lower priority come first."""
+    expected_tokens: int = 0
+    """Tokens that will be generated, by estimate; 0: not known. While requests of a client wait, longer ones come
+    first, since a batch ends with its longest text."""
     grammar: Grammar | None = None
     """What is generated follows it, up to the end token with which it ends."""
     cache_salt: str = ""
@@ -273,6 +276,9 @@ class Request:
             raise ValueError(f"num_draft_tokens: {self.num_draft_tokens} {remedy}")
         if abs(self.priority) > MOST_PRIORITY:
             raise ValueError(f"priority: {self.priority} must be between {-MOST_PRIORITY} and {MOST_PRIORITY}")
+        if not 0 <= self.expected_tokens <= LARGEST:
+            remedy = f"must be 0 (not known) or above, at most {LARGEST}"
+            raise ValueError(f"expected_tokens: {self.expected_tokens} {remedy}")
         if len(self.cache_salt) > LONGEST_SALT:
             raise ValueError(f"cache_salt: has {len(self.cache_salt)} characters; give at most {LONGEST_SALT}")
         self._check_logprobs()

@@ -9,9 +9,9 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.coordinator.sequence import AGEING_S, Sequence
+from actors.coordinator.sequence import AGEING_S, LONGER_S, Sequence
 from actors.coordinator.waiting import WaitingQueue
-from actors.protocol.messages import Request
+from actors.protocol.messages import Request, SamplingParams
 
 
 def sequence_of(number: int, scope: int) -> Sequence:
@@ -166,6 +166,29 @@ def test_a_priority_is_no_claim_on_the_turns_of_another_client():
     for number in (2, 3):
         queue.add(arrived(number, scope=2, priority=-100))
     assert drained(queue) == [1, 2, 3]
+
+
+def long_of(number: int, expected_tokens: int, at: float = 0.0, scope: int = 0) -> Sequence:
+    sampling = SamplingParams(max_tokens=200)
+    request = Request(number, (5,), sampling, scope=scope, expected_tokens=expected_tokens)
+    sequence = Sequence.start(request, 64)
+    sequence.arrived_at = at
+    return sequence
+
+
+def test_the_longest_comes_first_and_none_for_more_than_it_may_have():
+    queue = WaitingQueue()
+    for number, expected in enumerate((0, 30, 10**6, 200, 31), start=1):
+        queue.add(long_of(number, expected))
+    assert drained(queue) == [3, 4, 5, 2, 1]
+
+
+def test_waiting_makes_up_for_a_length_and_a_length_is_no_claim_on_the_turns_of_another_client():
+    queue = WaitingQueue()
+    for number, (expected, at) in enumerate(((0, 0.0), (100, 100 * LONGER_S + 0.1), (100, 100 * LONGER_S - 0.1)), 1):
+        queue.add(long_of(number, expected, at))
+    queue.add(long_of(4, 0, scope=1))
+    assert drained(queue) == [3, 4, 1, 2]
 
 
 @given(st.integers(-100, 100), st.integers(-100, 100))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
-from actors.options import PipelineConfig, PipelineName, SamplingConfig, TargetConfig
+from actors.options import PipelineConfig, PipelineName, SamplingConfig, SchedulerConfig, TargetConfig
 from actors.protocol.membership import Ready
 from actors.protocol.messages import Outputs, SamplingParams, VerdictBatch, VerifyBatch
 from actors.transport.channel import CODEC, Link
@@ -417,6 +417,15 @@ def test_two_engines_side_by_side(open_engine):
     assert all(isinstance(engine._connection._receiver, NearLink) for engine in engines), "no network"
     engines[0].close()
     assert tokens_of(engines[1].generate(PROMPTS, GREEDY)) == tokens_of(first)
+
+
+def test_of_the_requests_that_wait_the_longest_begins_first(open_engine):
+    engine = open_engine("none", scheduler=SchedulerConfig(max_num_seqs=1))
+    running = engine.submit("a", LONG)
+    known = {tokens: engine.submit("b", SamplingParams(max_tokens=3), expected_tokens=tokens) for tokens in (0, 1, 3)}
+    running.abort()
+    began = {tokens: completion.result().first_token_at for tokens, completion in known.items()}
+    assert sorted(began, key=began.__getitem__) == [3, 1, 0]
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
