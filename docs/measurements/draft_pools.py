@@ -4,10 +4,10 @@ Real engines, each a process with paced passes of the bundled target (`target.pa
 are paced too, so that shared cores decide less; beside them the same engines with a drafter each, and without one. All
 engines of a setting complete the same prompts at the same time. A line for each setting: tokens per second of each
 target, how many draft tokens were accepted, and whether all tokens equal those of plain decoding. `--table` prints the
-file; `--simulated` also what the simulator of fleets gives for plain decoding and for the pool, at the same costs of
-passes, with and without the host time that the pool measured, and with the acceptance by distance that the engines of a
-pool had with the fewest targets: drafts are cut shorter with more of them, and tokens that were not drafted look like
-rejected ones.
+file; `--simulated` also what the simulator of fleets gives for plain decoding and for the pool, on the very texts and
+with the draft model's own choices at each of their tokens: at the costs of passes that were set, and at those that were
+measured, which are a round of plain decoding beside as many other targets, a pass of the pool, and the pool's host time
+outside its passes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,26 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise, zip_longest
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from actors.drafters.model.config import ModelDrafterConfig
+from cluster.config import load_config
 from cluster.tools.fleet.description import Fleet, FleetLoad, PoolDrafter, Region, TargetReplica
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
 from cluster.tools.fleet.merging import Merging
 from cluster.tools.fleet.simulation import simulate_fleet
+from cluster.tools.offline import open_alone, read_task
+from cluster.tools.simulation.language import RequestText
+from parallel.kv.pass_plan import Span
 
 COMMON = ("cluster=inprocess", "pipeline.adaptive=false", "sampling.max_tokens=96", "job.baseline=false")
+NUM_CHOICES = 16
+"""Of the draft model at a token, more than any branches need."""
 MODEL = ("drafter=model", "drafter.num_draft_tokens=5", "verify=coupled")
 
 
@@ -83,17 +90,19 @@ def run(options: argparse.Namespace, drafter: Sequence[str], num_targets: int, f
     reports = [json.loads((place / "report.json").read_text()) for place in runs]
     texts = [[json.loads(line)["token_ids"] for line in (place / "completions.jsonl").open()] for place in runs]
     speeds = [report["tokens_per_s"] for report in reports]
-    histograms = [report["acceptance_histogram"] or [] for report in reports]
-    accepted = [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
-    return {"tokens_per_s": speeds, "mean": mean(speeds), "accepted": accepted, "texts": texts}
+    decode_ms = mean(report["decode_ms_per_token"] for report in reports)
+    return {"tokens_per_s": speeds, "mean": mean(speeds), "decode_ms": decode_ms, "texts": texts}
 
 
-def host_ms(report: Path, pass_ms: float) -> float:
-    """Milliseconds that a pass of this pool took more than `pass_ms` for each target in it: calls of the drafter that
-    took longer, and the time outside them in which a target's lease had something to do."""
+def pool_costs(report: Path) -> dict[str, float]:
+    """Milliseconds of a call of the drafter, and for each target in it those outside calls in which a target's lease
+    had something to do."""
     pool = json.loads(report.read_text(encoding="utf-8"))
-    calls = pool["merged"]["num_calls"]
-    return (1e3 * (pool["pass_s"] + pool["host_s"]) - pass_ms * calls) / pool["merged"]["num_in_calls"]
+    merged = pool["merged"]
+    return {
+        "draft_ms": 1e3 * pool["pass_s"] / merged["num_calls"],
+        "host_ms": 1e3 * pool["host_s"] / merged["num_in_calls"],
+    }
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -107,7 +116,7 @@ def measure(options: argparse.Namespace) -> None:
                     if name == "pool":
                         with pool(options, folder) as drafter:
                             found = run(options, drafter, num_targets, folder)
-                        found["host_ms"] = host_ms(folder / "run" / "leases.json", options.draft_ms)
+                        found |= pool_costs(folder / "run" / "leases.json")
                     else:
                         found = run(options, own if name == "own" else (), num_targets, folder)
                 texts = found.pop("texts")
@@ -119,48 +128,114 @@ def measure(options: argparse.Namespace) -> None:
                 sys.stderr.write(f"{line}\n")
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The texts of the engines, for the simulator: request i has text i of them, in turn.
+
+    The prompts of the simulator have one length, and tokens of their own, which no draft is compared with.
+    """
+
+    texts: Sequence[RecordedText]
+
+    def text(self, request_id: int, prompt: tuple[int, ...] = ()) -> RequestText:
+        return replace(self.texts[request_id % len(self.texts)], prompt=prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedText:
+    """A completion, and at each of its tokens and behind the last one the drafter's choices after the true text."""
+
+    token_ids: Sequence[int]
+    choices: Sequence[tuple[list[int], list[float]]]
+    prompt: tuple[int, ...] = ()
+
+    def token(self, position: int) -> int:
+        place = position - len(self.prompt)
+        return self.prompt[position] if place < 0 else self.token_ids[min(place, len(self.token_ids) - 1)]
+
+    def children(self, position: int, distance: int, count: int) -> tuple[list[int], list[float]]:  # noqa: ARG002
+        token_ids, log_probs = self.choices[min(position - len(self.prompt), len(self.choices) - 1)]
+        return token_ids[:count], log_probs[:count]
+
+
+def recorded(options: argparse.Namespace) -> Recorded:
+    """What the target writes after each prompt, with one pass of the draft model over it."""
+    config = load_config([*COMMON, *MODEL, f"job.limit={options.limit}"])
+    assert isinstance(config.drafter, ModelDrafterConfig)
+    prompts, length = read_task(config).prompts, config.sampling.max_tokens
+    room = max(map(len, prompts)) + length + 1
+    target, drafter = (open_alone(model, room, "cpu") for model in (config.target, config.drafter))
+    texts = []
+    for prompt in prompts:
+        text = [*prompt]
+        for runner in (target, drafter):
+            runner.open(0)
+        cached_len = 0
+        for _ in range(length):
+            rows = text[cached_len:]
+            span = Span(0, len(rows), num_logits=1)
+            text.append(int(target.forward([span], rows).logits.argmax()))
+            target.commit(0, range(len(rows)))
+            cached_len += len(rows)
+        span = Span(0, len(text), num_logits=length + 1)
+        scores = drafter.forward([span], text).logits.log_softmax(-1).topk(NUM_CHOICES)
+        for runner in (target, drafter):
+            runner.close(0)
+        choices = zip(scores.indices.tolist(), scores.values.tolist(), strict=True)
+        texts.append(RecordedText(text[len(prompt) :], [*choices]))
+    return Recorded(texts)
+
+
 def simulated(
-    options: argparse.Namespace, name: str, num_targets: int, rows: Sequence[dict[str, Any]], host_ms: float
+    options: argparse.Namespace,
+    name: str,
+    num_targets: int,
+    costs: Mapping[str, float],
+    texts: Recorded,
+    seconds: float = 60,
 ) -> float:
-    """Tokens per second of a target, on the virtual clock; `rows` are those whose acceptance it has."""
-    counts = [sum(one) for one in zip_longest(*(row["accepted"] for row in rows), fillvalue=0)]
-    at_least = [sum(counts[length:]) for length in range(len(counts))]  # rounds that accepted so many
-    acceptance = [more / fewer for fewer, more in pairwise(at_least)] or [0.0]
+    """Tokens per second of a target, on the virtual clock."""
     fleet = Fleet(
         regions=[Region(name="here", devices=2 * num_targets, price=1.0)],
-        target=TargetReplica(pass_ms=options.target_ms, max_num_seqs=1),
-        drafter=PoolDrafter(pass_ms=options.draft_ms, host_ms=host_ms, longest_draft=5, fan_out=6, ahead_width=8),
-        load=FleetLoad(requests_per_s=10 * num_targets, seconds=30, warmup_s=3, prompt=[64], output=[96]),
-        acceptance=acceptance,
+        target=TargetReplica(pass_ms=costs["target_ms"], max_num_seqs=1),
+        drafter=PoolDrafter(
+            pass_ms=costs["draft_ms"], host_ms=costs["host_ms"], longest_draft=5, fan_out=6, ahead_width=8
+        ),
+        load=FleetLoad(requests_per_s=10 * num_targets, seconds=seconds, warmup_s=3, prompt=[64], output=[96]),
         pipeline=options.pipeline,
         adaptive=False,
     )
     drafting, pools = (Drafting.plain, (0,)) if name == "plain" else (Drafting.pools, (1,))
     layout = FleetLayout(name, drafting, (num_targets,), pools, num_targets, Merging.passes)
-    return simulate_fleet(fleet, layout).tokens_per_s / num_targets
+    return simulate_fleet(fleet, layout, texts=texts).tokens_per_s / num_targets
 
 
 def table(options: argparse.Namespace) -> str:
-    file = options.file
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in options.file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         groups.setdefault((row["setting"], row["targets"]), []).append(row)
     rows = [
-        "| drafter | targets | tokens/s of each target, median of starts (range) | host of the pool, ms for each target"
-        " in a pass | simulated with it | without | tokens equal |",
+        "| drafter | targets | tokens/s of each target, median of starts (range) | simulated, costs as set |"
+        " as measured | round of plain decoding, pass of the pool, its host for each target: ms | tokens equal |",
         "|---|---|---|---|---|---|---|",
     ]
-    fewest = next(lines for key, lines in sorted(groups.items()) if key[0] == "pool")
+    texts = recorded(options) if options.simulated else Recorded([])
     for (name, targets), lines in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
         means = [line["mean"] for line in lines]
         spread = f"{median(means):.1f} ({min(means):.1f} to {max(means):.1f})"
-        measured = median(line.get("host_ms", 0.0) for line in lines)
-        host = measured if options.host_ms is None else options.host_ms
-        is_simulated = options.simulated and name != "own"
-        models = [f"{simulated(options, name, targets, fewest, ms):.1f}" if is_simulated else "" for ms in (host, 0.0)]
-        equal = "yes" if all(line["equal"] for line in lines) else "NO"
-        cells = [name, f"{targets}", spread, f"{measured:.2f}" if name == "pool" else "", *models, equal]
+        paces = {"target_ms": options.target_ms, "draft_ms": options.draft_ms, "host_ms": 0.0}
+        plain = groups.get(("plain", targets), lines)
+        measured = paces | {"target_ms": median(line["decode_ms"] for line in plain)}
+        if name == "pool":
+            measured |= {key: median(line[key] for line in lines) for key in ("draft_ms", "host_ms")}
+        models = ["", ""]
+        if options.simulated and name != "own":
+            speeds = [simulated(options, name, targets, costs, texts) for costs in (paces, measured)]
+            models = [f"{speed:.1f} ({speed / median(means):.2f})" for speed in speeds]
+        shown = {"plain": ("target_ms",), "pool": ("target_ms", "draft_ms", "host_ms")}.get(name, ())
+        costs = ", ".join(f"{measured[key]:.2f}" for key in shown)
+        cells = [name, f"{targets}", spread, *models, costs, "yes" if all(line["equal"] for line in lines) else "NO"]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -173,9 +248,6 @@ def main() -> None:
     parser.add_argument("--pipeline", default="branches")
     parser.add_argument("--target-ms", type=float, default=30)
     parser.add_argument("--draft-ms", type=float, default=3)
-    parser.add_argument(
-        "--host-ms", type=float, help="of a simulated pass of the pool, for each target in it; default: as measured"
-    )
     parser.add_argument("--limit", type=int, default=4, help="prompts of each engine")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--table", action="store_true", help="print what the file has")

@@ -20,6 +20,7 @@ from cluster.tools.fleet.layouts import Drafting, FleetLayout
 from cluster.tools.fleet.leasing import Leasing, PoolSite
 from cluster.tools.fleet.traffic import Traffic
 from cluster.tools.simulation.clock import ARRIVAL, VirtualClock
+from cluster.tools.simulation.language import TextSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +70,30 @@ class FleetResult:
 
 
 def simulate_fleet(
-    fleet: Fleet, layout: FleetLayout, progress: Callable[[float], None] = lambda _: None
+    fleet: Fleet,
+    layout: FleetLayout,
+    progress: Callable[[float], None] = lambda _: None,
+    texts: TextSource | None = None,
 ) -> FleetResult:
-    """Run a layout for `load.seconds`; `progress` gets the virtual seconds, about once each."""
+    """Run a layout for `load.seconds`; `progress` gets the virtual seconds, about once each. The requests' texts are
+    those of the fleet's language, if no others are given."""
     collects = gc.isenabled()
     gc.disable()  # half of the time goes to looking for cycles among texts and trees, which have none
     try:
-        return _FleetSimulation(fleet, layout, progress).result()
+        return _FleetSimulation(fleet, layout, progress, texts or fleet.language).result()
     finally:
         if collects:
             gc.enable()
 
 
 class _FleetSimulation:
-    def __init__(self, fleet: Fleet, layout: FleetLayout, progress: Callable[[float], None]) -> None:
+    def __init__(
+        self, fleet: Fleet, layout: FleetLayout, progress: Callable[[float], None], texts: TextSource
+    ) -> None:
         self._fleet, self._layout, self._progress = fleet, layout, progress
         self._clock = VirtualClock()
         self._cells: list[Cell] = []
-        self._traffic = Traffic(fleet, self._clock, self._cells)
+        self._traffic = Traffic(fleet, self._clock, self._cells, texts)
         share = layout.targets_per_pool or 1
         self._leasing = Leasing(fleet, self._clock, self._traffic.text_of, self._cells, share, layout.merging)
         self._random = {name: random.Random(f"{fleet.seed} {name}") for name in ("drafters", "targets")}

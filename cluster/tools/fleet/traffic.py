@@ -17,7 +17,7 @@ from actors.protocol.messages import Request, SamplingParams, Tokens
 from cluster.tools.fleet.cell import Cell
 from cluster.tools.fleet.description import Fleet
 from cluster.tools.simulation.clock import ARRIVAL, VirtualClock
-from cluster.tools.simulation.language import RequestText
+from cluster.tools.simulation.language import RequestText, TextSource
 
 _TEXTS_KEPT = 2048
 """Texts in memory; one that is read later is drawn again, the same."""
@@ -89,7 +89,7 @@ class ClientCounts:
 class Traffic:
     """Sends requests to `cells`, which others change, and keeps what comes back."""
 
-    def __init__(self, fleet: Fleet, clock: VirtualClock, cells: Collection[Cell]) -> None:
+    def __init__(self, fleet: Fleet, clock: VirtualClock, cells: Collection[Cell], texts: TextSource) -> None:
         self.served = ClientCounts()
         self._fleet = fleet
         self._clock = clock
@@ -100,11 +100,11 @@ class Traffic:
         self._sizes: list[int] = []  # prompt tokens of every request so far
         self._loads: Counter[Cell] = Counter()
         self._homeless: list[Stream] = []  # while no cell is there
-        self._language = fleet.language
+        self._texts = texts
         self.text_of = lru_cache(_TEXTS_KEPT)(self._text)
 
     def _text(self, number: int) -> RequestText:
-        return self._language.text(number, prompt_of(number, self._sizes[number]))
+        return self._texts.text(number, prompt_of(number, self._sizes[number]))
 
     def schedule_arrival(self) -> None:
         """The next request comes, and after it others."""
