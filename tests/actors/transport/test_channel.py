@@ -338,7 +338,7 @@ def test_waiting_ends_with_the_time_or_with_a_record(hub, open_end):
     thread = threading.Thread(target=lambda: arrived.append(hub.receive()))
     thread.start()
     link.send(Hello())
-    thread.join(5.0)
+    thread.join(30.0)
     assert arrived == [("client", Hello())]
 
 
@@ -390,7 +390,7 @@ def test_an_identity_counts_as_connected_until_a_record_for_it_is_lost(hub, open
     greet(hub, link)
     assert hub.identities() == ["client:1"]
     link.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while hub.identities():
         assert time.monotonic() < deadline
         hub.send(["client:1"], Hello())
