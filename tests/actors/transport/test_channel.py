@@ -480,6 +480,18 @@ def test_a_hub_is_closed_once_the_thread_that_receives_is_back():
     assert received[:1] == [None], "the call that was under way ended as if no record had come"
 
 
+def test_a_thread_that_receives_again_does_not_keep_a_hub_from_closing():
+    hub = Hub(ANY_PORT, KEYS)
+    closing = threading.Thread(target=hub.close)
+    with hub._in_use:  # as while a record is waited for
+        closing.start()
+        while not hub._is_closing:
+            assert closing.is_alive()
+        with pytest.raises(zmq.ZMQError):
+            hub.receive(0.0)
+    closing.join()
+
+
 LOSE_A_LINK = """
 import gc
 from actors.transport.channel import Hub, Link
