@@ -95,13 +95,13 @@ def half_agreeing_drafter(tiny_checkpoint: Callable[..., Path], tmp_path_factory
 def quick_ends() -> Iterator[None]:
     """Threads of engines in this process look more often whether they are to end, which else takes half a second.
 
-    What they hand over cannot be lost: a thread that a busy machine lets wait for three such heartbeats, and no longer,
-    has not missed its batch. A role that is gathered again for it would have no drafts meanwhile.
+    A thread that a busy machine lets wait for three such heartbeats has not missed its batch, which threads hand over
+    in memory: it is given more time. A role that is gathered again for it would have no drafts meanwhile.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("actors.worker.heartbeat.HEARTBEAT_S", 0.05)
         patch.setattr("actors.coordinator.membership.HEARTBEAT_S", 0.05)  # which takes their number for a time
-        patch.setattr("actors.coordinator.membership.MISSED_BEATS", 200)
+        patch.setattr("actors.coordinator.membership.MISSED_BEATS", 40)
         patch.setattr("cluster.runtime.supervisor._POLL_S", 0.02)
         patch.setattr("cluster.client._POLL_S", 0.02)
         yield
