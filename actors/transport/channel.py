@@ -182,6 +182,7 @@ class Hub(_Endpoint):
             end.setblocking(False)
         self._also_watched = [self._woken.fileno()]
         self._is_called = False
+        self._is_closing = False
         self._near: Exchange | None = None
         self._local: LocalServer | None = None
         self._taken: tuple[str, Any] | None = None  # from another process of this machine
@@ -225,6 +226,7 @@ class Hub(_Endpoint):
         """Waits for a thread that receives or sends: to close a socket that another thread uses ends the process. What
         that thread calls next raises ZMQError."""
         _NEAR_HUBS.pop((os.getpid(), self.address), None)
+        self._is_closing = True  # or a thread that calls again and again would have the sockets again before this one
         with self._in_use:
             if self._local is not None:
                 self._local.close(records.LINGER_MS)
@@ -364,6 +366,8 @@ class Hub(_Endpoint):
 
     def _next_message(self, timeout_s: float | None) -> tuple[zmq.Socket[bytes], list[zmq.Frame]] | None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._is_closing:
+            raise zmq.ZMQError(zmq.ENOTSOCK)
         while True:
             message = super()._next_message(timeout_s)
             if message is None and self._woken.fileno() in self._ended_by:

@@ -92,7 +92,7 @@ def test_a_process_that_hangs_shows_its_stacks_and_goes_on(tmp_path):
         for _ in range(2):
             process.send_signal(signal.SIGUSR1)
             log = tmp_path / "target-0.log"
-            for _ in range(200):
+            for _ in range(1200):
                 if log.exists() and "hang_here" in log.read_text():
                     break
                 time.sleep(0.05)

@@ -93,10 +93,15 @@ def half_agreeing_drafter(tiny_checkpoint: Callable[..., Path], tmp_path_factory
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_ends() -> Iterator[None]:
-    """Threads of engines in this process look more often whether they are to end, which else takes half a second."""
+    """Threads of engines in this process look more often whether they are to end, which else takes half a second.
+
+    A thread that a busy machine lets wait for three such heartbeats has not missed its batch, which threads hand over
+    in memory: it is given more time. A role that is gathered again for it would have no drafts meanwhile.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("actors.worker.heartbeat.HEARTBEAT_S", 0.05)
         patch.setattr("actors.coordinator.membership.HEARTBEAT_S", 0.05)  # which takes their number for a time
+        patch.setattr("actors.coordinator.membership.MISSED_BEATS", 40)
         patch.setattr("cluster.runtime.supervisor._POLL_S", 0.02)
         patch.setattr("cluster.client._POLL_S", 0.02)
         yield
@@ -115,7 +120,11 @@ def one_free_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def open_engine(
     tiny_launch: Callable[..., LaunchConfig], half_agreeing_drafter: Path, one_free_thread: None
 ) -> Iterator[Callable[..., Engine]]:
-    """Engines in this process; `drafter` is "model", "ngram", "none", or a configuration. Closed with the test."""
+    """Engines in this process; `drafter` is "model", "ngram", "none", or a configuration. Closed with the test.
+
+    With `pace_ms` a pass of the target takes so long: a long request still runs when a test does the next thing, late
+    as that may be on a busy machine.
+    """
     drafters = {
         "model": ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu"),
         "ngram": NgramDrafterConfig(min_ngram=1, placement=Placement.separate),
@@ -123,12 +132,15 @@ def open_engine(
     }
     engines: list[Engine] = []
 
-    def open_(drafter: str | DrafterConfig = "model", *, tp: int = 1, **sections: object) -> Engine:
+    def open_(
+        drafter: str | DrafterConfig = "model", *, tp: int = 1, pace_ms: float | None = None, **sections: object
+    ) -> Engine:
         cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True)  # two ranks fit a machine of one core, too
         drafting = drafters[drafter] if isinstance(drafter, str) else drafter
         chosen = {"cluster": cluster, "drafter": drafting} | sections
         config = tiny_launch(GenerateConfig(), **chosen)
-        engines.append(Engine(replace(config, target=replace(config.target, tp=tp))))
+        pace_ms = config.target.pace_ms if pace_ms is None else pace_ms
+        engines.append(Engine(replace(config, target=replace(config.target, tp=tp, pace_ms=pace_ms))))
         return engines[-1]
 
     yield open_

@@ -41,11 +41,11 @@ class Coordinator:
         while not self._ended.is_set():
             if (received := self._hub.receive(0.01)) is not None:
                 link, record = received
-                for answer in () if self.falls_silent else self._answer(record):
-                    self._hub.send([link], answer)
-                with self._changed:
+                with self._changed:  # before it is answered: who has the answer finds it here
                     self.heard.append((link, record))
                     self._changed.notify_all()
+                for answer in () if self.falls_silent else self._answer(record):
+                    self._hub.send([link], answer)
 
     def wait_for(self, *records: tuple[str, Any]) -> None:
         with self._changed:
@@ -94,9 +94,9 @@ def test_a_hub_that_is_silent_is_greeted_again(serve, monkeypatch):
     while [record for _, record in coordinator.heard].count(Hello()) < 4:
         assert connection.receive(0.01) is None
     monkeypatch.setattr(module, "_GREET_S", 1e9)
-    assert connection.receive(0.1) is None
-    number = len(coordinator.heard)
-    assert connection.receive(0.3) is None and len(coordinator.heard) == number, "not before that time"
+    sent: list[Any] = []
+    monkeypatch.setattr(connection._receiver, "send", sent.append)
+    assert connection.receive(0.3) is None and not sent, "not before that time"
 
 
 def test_a_connection_follows_the_hub_to_its_new_address(serve):
@@ -164,8 +164,9 @@ def test_the_defaults_of_a_client_are_those_it_was_given(engine, tiny_checkpoint
 
 def test_a_client_fails_after_the_same_time_without_a_heartbeat(engine, monkeypatch):
     monkeypatch.setattr(module, "_POLL_S", 0.01)
-    with connect(engine.address, KEY.text, timeout_s=1.0) as client:
-        engine.falls_silent = True
+    with connect(engine.address, KEY.text, timeout_s=20.0) as client:
+        assert client._silence_s == 20.0
+        engine.falls_silent, client._silence_s = True, 1.0
         completion = client.submit((3,))
         with pytest.raises(EngineError, match=": no heartbeat of the engine for 1 s$"):
             completion.result(20)

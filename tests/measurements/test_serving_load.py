@@ -35,7 +35,7 @@ def test_a_quantile_is_a_value_that_was_measured(share, wanted):
 def test_every_body_is_served_though_some_are_refused(tiny_checkpoint):
     """Four places and none to wait in: the others are refused, and come again."""
     path = tiny_checkpoint("Llama")
-    with serving(path, path, pace_ms=5, keys=(), max_waiting=0) as server:
+    with serving(path, path, pace_ms=60, keys=(), max_waiting=0) as server:
         answers = asyncio.run(drive(server.url, [BODY] * 10, 10, retry_s=0.05))
         once = asyncio.run(drive(server.url, [BODY], 1))
     served = [one for one in answers if one.status == 200]

@@ -54,10 +54,10 @@ def test_a_silent_rank_is_reported_and_its_role_goes_on_without_it(open_stage):
     stage.get_ready()
     started = time.monotonic()
     stage.send_heartbeat("target-0", epoch=1, waiting=False)
-    while not isinstance(record := stage.receive(CLIENT, 0.1), Silent):
+    while stage.receive(CLIENT, 0.1) != Silent("draft", 0, 0, 7):  # the target too, if this thread stands still
         assert time.monotonic() < started + WAIT_S
         stage.send_heartbeat("target-0", epoch=1, waiting=False)
-    assert record == Silent("draft", 0, 0, 7) and time.monotonic() - started > 0.7
+    assert time.monotonic() - started > 0.7
 
 
 def test_a_rank_that_froze_before_the_coordinator_was_replaced_is_reported_repeatedly(open_stage):
@@ -66,7 +66,7 @@ def test_a_rank_that_froze_before_the_coordinator_was_replaced_is_reported_repea
     while len(heard) < 2 and time.monotonic() - started < WAIT_S:
         stage.send_heartbeat("target-0")
         record = stage.receive(CLIENT, 0.1)
-        heard += [record] if isinstance(record, Silent) else []
+        heard += [record] if isinstance(record, Silent) and record.role == "draft" else []
     assert heard == [Silent("draft", 0)] * 2
 
 

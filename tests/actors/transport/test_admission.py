@@ -84,6 +84,13 @@ def test_whether_it_is_refused_may_be_asked_again_at_once():
     link.close()
 
 
+def await_refusals(hub, count):
+    """Waits until so many records were refused; no other comes."""
+    deadline = time.monotonic() + 30
+    while hub.num_unreadable < count:
+        assert hub.receive(0.05) is None and time.monotonic() < deadline
+
+
 @pytest.mark.parametrize(
     ("peer", "names"),
     [
@@ -97,7 +104,8 @@ def test_records_under_the_name_of_another_peer_are_refused(hub, open_as, peer, 
     links = [open_as(name, peer, address) for name in names]
     for link in links:
         link.send(Stop("not mine"))
-    assert hub.receive(0.5) is None and hub.num_unreadable == len(names) and hub.identities() == []
+    await_refusals(hub, len(names))
+    assert hub.num_unreadable == len(names) and hub.identities() == []
     own = open_as(peer, peer, address)
     greet(hub, own)
 
@@ -118,7 +126,7 @@ def test_refused_records_under_another_name_cost_their_sender(hub, open_link, op
     thief = open_as("client:2", "client:1", hub.client_address)
     for _ in range(1000):
         thief.send(Hello())
-    assert hub.receive(0.5) is None
+    await_refusals(hub, 1000)
     greet(hub, open_link("client:2/out"))
     open_link("client:1").send(Hello())
     assert hub.receive(0.2) is None, "the thief has used up what it may send"
@@ -153,7 +161,7 @@ def test_clients_are_added_and_taken_away_while_the_hub_runs(hub, open_link):
     assert hub.receive(0.2) is None
     hub.send(["client:1", "client:alice"], Stop("arrived"))
     assert alice.receive(5.0) == Stop("arrived") and first.receive(0.1) is None
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while "client:1" in hub.identities():
         assert time.monotonic() < deadline, "it counts as connected"
         hub.send(["client:1"], Hello())

@@ -82,7 +82,7 @@ for number in range(20_000):
 time.sleep(1.0)
 line.reset(line.link_end)
 time.sleep(0.3)
-assert link.receive(1.0) == Abort(0)
+assert link.receive(20.0) == Abort(0)
 """
 
 

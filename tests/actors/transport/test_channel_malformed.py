@@ -115,7 +115,7 @@ def test_without_a_key_nothing_is_received_in_either_direction(hub, open_link, m
 @pytest.mark.parametrize("secret", [bytes(32), KEYS.secret], ids=["another hub", "a key that is not admitted"])
 def test_a_link_knows_that_it_is_refused(hub, open_link, secret):
     link = Link(hub.address, "target-9", HubKeys(secret).of("target-9"))
-    assert link.is_refused(2.0) and not open_link("another").is_refused(0.2)
+    assert link.is_refused(20.0) and not open_link("another").is_refused(0.2)
     link.close()
 
 
@@ -151,7 +151,8 @@ def test_a_peer_that_reads_nothing_delays_no_other_and_fills_no_memory(hub, open
         received += 1
     assert 100 < received < 50_000, "what exceeded the queue is lost"
     hub.send(["target-0"], Stop("again"))
-    assert stopped.receive(5.0) == Stop("again")
+    while (record := stopped.receive(20.0)) != Stop("again"):
+        assert isinstance(record, Report), "what came late on a busy machine"
 
 
 def test_a_peer_that_sends_without_pause_delays_no_other(hub, open_link):

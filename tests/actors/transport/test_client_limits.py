@@ -90,8 +90,10 @@ def test_connections_of_one_key_may_have_so_much_waiting_together(hub, open_link
     monitors = [link._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) for link in links]
     for link in links:
         send_unread(link)
-    time.sleep(0.5)
-    assert any(monitor.poll(0) for monitor in monitors) == is_too_much
+    deadline = time.monotonic() + (30 if is_too_much else 0.5)
+    while not (is_closed := any(monitor.poll(10) for monitor in monitors)) and time.monotonic() < deadline:
+        pass
+    assert is_closed == is_too_much
     for link, monitor in zip(links, monitors, strict=True):
         link._socket.disable_monitor()
         monitor.close()
@@ -153,7 +155,7 @@ def test_a_client_that_sends_too_much_is_not_read_until_it_sends_less(hub, open_
     while num_read + hub.num_unreadable < 1000:
         assert time.monotonic() < deadline
         num_read += hub.receive(0.05) is not None
-    assert 0 < num_read < 500
+    assert 0 < num_read < 900, "as many as its share of the time so far allows"
     greet(hub, other)
     while hub.receive(0.05) != ("client:1", Hello()):
         assert time.monotonic() < deadline
@@ -164,7 +166,10 @@ def test_both_links_of_a_client_share_what_it_may_send(hub, open_link, monkeypat
     spend_all_on_the_first_record(monkeypatch)
     greet(hub, open_link("client:1"))
     open_link("client:1/out").send(Hello())
-    assert hub.receive(0.3) is None and hub.num_unreadable == 1
+    deadline = time.monotonic() + 20
+    while not hub.num_unreadable:
+        assert hub.receive(0.05) is None and time.monotonic() < deadline
+    assert hub.num_unreadable == 1
 
 
 def test_refused_records_cost_time_too_and_ranks_may_send_anything(hub, open_link, monkeypatch):
@@ -227,6 +232,7 @@ def test_ranks_are_read_before_clients(hub, open_link):
     for number in range(2000):
         flood.send(Abort(number))
     rank.send(Hello())
+    assert hub._socket.poll(20_000)
     time.sleep(0.2)  # let what is read ahead arrive
     assert hub.receive(5.0) == ("target-0", Hello())
 
@@ -246,12 +252,14 @@ def test_bytes_wait_for_a_client_that_reads_nothing_only_up_to_a_limit(hub, open
         hub.send([name], record)
     hub.send(["client:2"], Stop("arrived"))
     assert other.receive(5.0) == Stop("arrived")
-    received = len(list(iter(lambda: stopped.receive(0.5), None)))
-    assert received < count if name == "client:1" else received == count
-    deadline = time.monotonic() + 10
-    while (answer := stopped.receive(0.1)) is None and time.monotonic() < deadline:
+    received, is_limited = 0, name == "client:1"
+    while received < count and stopped.receive(0.5 if is_limited else 20.0) is not None:
+        received += 1
+    assert (received < count) == is_limited
+    deadline = time.monotonic() + 20
+    while stopped.receive(0.1) != Stop("again"):
+        assert time.monotonic() < deadline
         hub.send([name], Stop("again"))
-    assert answer == Stop("again")
 
 
 def test_the_size_of_a_frame_on_its_way_has_two_lengths_of_header():

@@ -3,7 +3,9 @@ either side and is built again, and the tokens are those of plain decoding throu
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from actors.roles.target import TargetRole
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
+WAIT_S = 60
 
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -100,17 +103,16 @@ def test_a_bridge_that_dies_is_built_again_and_the_tokens_are_the_same(
     assert counters["num_draft_tokens"] and counters["exported_bytes"] and not counters["num_role_losses"]
     break_once(monkeypatch, owner, method, 9, error)
     assert tokens_of(engine) == plain
-    for _ in range(10):  # the next bridge may stand during any of them
-        if engine.report(reset=True).counters["num_role_losses"].get("draft"):
-            break
+    deadline = time.monotonic() + WAIT_S
+    # the next bridge may stand during any of them
+    while not engine.report(reset=True).counters["num_role_losses"].get("draft"):
         assert tokens_of(engine) == plain
-    for _ in range(10):
+        assert time.monotonic() < deadline, "it never died"
+    counters = dict[str, Any]()
+    while not (counters.get("num_draft_tokens") and counters["exported_bytes"]):
+        assert time.monotonic() < deadline, f"hidden states were never sent again: {counters}"
         assert tokens_of(engine) == plain
         counters = engine.report(reset=True).counters
-        if counters["num_draft_tokens"] and counters["exported_bytes"]:
-            break
-    else:
-        pytest.fail(f"hidden states were never sent again: {counters}")
     assert [incident.identity for incident in engine.supervisor.incidents] == replaced
 
 

@@ -126,7 +126,7 @@ def test_a_client_that_dies_does_not_disturb_the_others(open_engine, start_clien
 
 
 def test_a_client_outlives_neither_the_engine_nor_its_own_end(open_engine):
-    engine = open_engine("ngram")
+    engine = open_engine("none", pace_ms=10)
     client, other = connect(engine.address, engine.secret), connect(engine.address, engine.secret, sampling=GREEDY)
     completion = client.submit(PROMPTS[0], LONG)
     client.close()

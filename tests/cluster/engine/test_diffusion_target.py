@@ -74,8 +74,12 @@ def test_preempted_requests_fill_their_blocks_again(open_engine, diffusion, expe
     """Also where passes have no room for the states of all requests."""
     scheduler = SchedulerConfig(4, max_num_batched_tokens, prefill_chunk=2)
     with open_target(open_engine, diffusion, num_states=2, kv_slots=33, scheduler=scheduler) as engine:
-        assert tokens_of(engine) == expected
-        assert engine.report().counters["num_preemptions"] > 0
+        for _ in range(10):  # on a busy machine one request may end before the next one comes
+            assert tokens_of(engine) == expected
+            if engine.report().counters["num_preemptions"]:
+                break
+        else:
+            pytest.fail("no request lost its place")
 
 
 def test_a_rank_that_is_replaced_changes_no_token(open_engine, diffusion, expected, monkeypatch):

@@ -290,7 +290,7 @@ def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(open_e
     eventually(lambda: all_draft(pools[0]))
     again = open_pool(listen=pools[1].pool.address)
     eventually(lambda: all_draft(pools[0], again))
-    assert [pool.pool.num_leases for pool in (pools[0], again)] == [1, 1]
+    eventually(lambda: [pool.pool.num_leases for pool in (pools[0], again)] == [1, 1])
     pools[0].end()
     eventually(lambda: all_draft(again))
 

@@ -114,8 +114,12 @@ def test_ranks_share_both_stacks_and_preempted_requests_read_their_source_again(
     target = TargetConfig(path=str(path), device="cpu", kv_slots=70)
     config = drafters(path, path)[name]
     with open_engine(config, tp=2, target=target, scheduler=SchedulerConfig(max_num_seqs=8)) as engine:
-        assert tokens_of(engine) == expected
-        assert engine.report().counters["num_preemptions"] > 0
+        for _ in range(10):  # on a busy machine one request may end before the next one comes
+            assert tokens_of(engine) == expected
+            if engine.report().counters["num_preemptions"]:
+                break
+        else:
+            pytest.fail("no request lost its place")
 
 
 @pytest.mark.parametrize("name", list(in_turn(["none", "copy"], times={"none": 0})))

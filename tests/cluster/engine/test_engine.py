@@ -419,10 +419,12 @@ def test_two_engines_side_by_side(open_engine):
     assert tokens_of(engines[1].generate(PROMPTS, GREEDY)) == tokens_of(first)
 
 
-def test_of_the_requests_that_wait_the_longest_begins_first(open_engine):
-    engine = open_engine("none", scheduler=SchedulerConfig(max_num_seqs=1))
+def test_of_the_requests_that_wait_the_longest_begins_first(open_engine, monkeypatch):
+    monkeypatch.setattr("actors.coordinator.sequence.LONGER_S", 1000.0)  # whenever they come
+    engine = open_engine("none", scheduler=SchedulerConfig(max_num_seqs=1), pace_ms=30)
     running = engine.submit("a", LONG)
     known = {tokens: engine.submit("b", SamplingParams(max_tokens=3), expected_tokens=tokens) for tokens in (0, 1, 3)}
+    engine.report()  # which is sent behind them
     running.abort()
     began = {tokens: completion.result().first_token_at for tokens, completion in known.items()}
     assert sorted(began, key=began.__getitem__) == [3, 1, 0]

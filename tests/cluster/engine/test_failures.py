@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from actors.verification.verifier import Verifier
 from actors.worker import factory
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import EngineError, connect
+from cluster.runtime.inprocess import InprocessBackend
 from tests.matrices import in_turn
 
 LONG = SamplingParams(max_tokens=450, ignore_eos=True)
@@ -76,12 +78,18 @@ def test_a_rank_that_cannot_load_ends_the_start(open_engine, broken_target, tp):
 
 def test_a_start_that_takes_too_long_names_who_is_missing(open_engine, monkeypatch):
     cluster, build_role = ClusterConfig(ClusterName.inprocess, startup_timeout_s=1e-9), factory.build_role
+    is_given_up, right = threading.Event(), InprocessBackend.close
+
+    def close(backend, **options):
+        is_given_up.set()
+        right(backend, **options)
 
     def build_late(*args, **options):
-        time.sleep(1.5)  # the thread that starts the engine may be late by much of it
+        assert is_given_up.wait(WAIT_S)
         return build_role(*args, **options)
 
     monkeypatch.setattr(factory, "build_role", build_late)
+    monkeypatch.setattr(InprocessBackend, "close", close)
     with pytest.raises(
         EngineError, match=r"^cluster\.startup_timeout_s=1e-09: .*(target|draft)-0.* not ready by then; see"
     ):
@@ -171,9 +179,10 @@ def test_every_client_learns_why_the_engine_failed_for_good(open_engine, break_a
 
 def test_where_the_coordinator_failed_for_good_the_others_notice_its_silence(open_engine, break_after):
     engine = open_engine(cluster=FINAL)
-    with connect(engine.address, engine.secret, timeout_s=2.0) as client:
+    with connect(engine.address, engine.secret) as client:
         break_after(Coordinator, "on", 3, RuntimeError("broken"))
         submitted = [one.submit("x", LONG) for one in (engine, client)]
+        client._silence_s = 2.0
         with pytest.raises(EngineError, match=r"^coordinator: RuntimeError: broken$"):
             submitted[0].result(WAIT_S)
         with pytest.raises(EngineError, match=r"^tcp://127.*: no heartbeat of the engine for \d+ s$"):
@@ -181,7 +190,7 @@ def test_where_the_coordinator_failed_for_good_the_others_notice_its_silence(ope
 
 
 def test_closing_ends_what_is_in_flight_with_an_error_and_keeps_its_tokens(open_engine):
-    engine = open_engine()
+    engine = open_engine(pace_ms=50)
     completions = [engine.submit(prompt, LONG) for prompt in ("one", "two")]
     while not all(completion.token_ids for completion in completions):
         time.sleep(0.001)
@@ -213,7 +222,7 @@ def test_an_error_inside_the_block_closes_the_engine(open_engine):
 
 def test_a_failed_request_shows_the_text_it_had_held_back(open_engine):
     """The last characters wait for a stop string; an error ends the waiting."""
-    engine = open_engine()
+    engine = open_engine(pace_ms=50)
     completion = engine.submit("one", replace(LONG, stop=("a stop string that is never seen",)))
     while len(completion.token_ids) < 10:
         time.sleep(0.001)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from parallel.runtime.layer_parallel_runner import LayerParallelRunner
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
 SAMPLING = SamplingParams(max_tokens=20, temperature=0.7, seed=5)
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+WAIT_S = 60
 
 LAYOUTS = {  # pipeline, target ranks, placement, choices of the drafter
     "sync-colocated": ("sync", 2, "colocated", dict(ranks=2)),
@@ -116,7 +118,10 @@ def test_tokens_are_those_of_plain_decoding_in_any_layout(complete, open_engine,
         plain_tokens["all"] = [completion.token_ids for completion in plain.generate(PROMPTS, SAMPLING)]
     tokens, engine = complete(layout)
     assert tokens == plain_tokens["all"]
-    assert engine.report().counters["num_accepted_tokens"] > 0, "nothing was ever accepted: the test shows nothing"
+    deadline = time.monotonic() + WAIT_S
+    while engine.report().counters["num_accepted_tokens"] == 0:  # one that works ahead may be late for whole texts
+        assert time.monotonic() < deadline, "nothing was ever accepted: the test shows nothing"
+        assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLING)] == plain_tokens["all"]
     names = {(lane, name) for lane, name, *_ in engine.report().spans}
     assert ("target", "commit") in names
     choices = LAYOUTS[layout][3]
@@ -131,7 +136,7 @@ def test_tokens_are_those_of_plain_decoding_in_any_layout(complete, open_engine,
 
 def test_a_rank_that_is_replaced_is_given_its_rows(complete, open_engine, monkeypatch):
     """Rank 0 alone reads the text again under `broadcast`: its successor's rows are those of rank 0, to the bit."""
-    longer = replace(LONG, max_tokens=100)  # so that it is there before the end
+    longer = replace(LONG, max_tokens=100)
     with open_engine("none", pipeline=PipelineConfig(PipelineName.plain)) as engine:
         expected = [completion.token_ids for completion in engine.generate(PROMPTS, longer)]
     forward, drop_fuzzy = LayerParallelRunner.forward, LayerParallelRunner.drop_fuzzy
@@ -157,7 +162,16 @@ def test_a_rank_that_is_replaced_is_given_its_rows(complete, open_engine, monkey
     tokens, engine = complete("sync-broadcast", longer)
     assert tokens == expected
     assert [incident.identity for incident in engine.supervisor.incidents] == ["draft-1"]
-    lead, _, successor, _ = sorted(rows, key=lambda runner: runner.decoder.group.rank)  # in order of appearance
+
+    def by_rank():
+        return sorted([*rows], key=lambda runner: runner.decoder.group.rank)  # those of a rank as they appeared
+
+    deadline = time.monotonic() + WAIT_S
+    while len(rows) < 4 or len(rows[by_rank()[2]]) < 3:  # the successor may come after the end
+        assert time.monotonic() < deadline
+        assert [one.token_ids for one in engine.generate(PROMPTS, longer)] == expected
+    engine.close()
+    lead, _, successor, _ = by_rank()
     assert 0 < len(successor.decoder.held) < len(lead.decoder.held) == 6 and len(rows[successor]) > 2
     for at, held in rows[successor].items():
         for layer, keys in held.items():

@@ -87,6 +87,7 @@ def lossy(monkeypatch):
     monkeypatch.setattr(channel.Link, "send", link_send)
     monkeypatch.setattr(channel.Hub, "send", hub_send)
     monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.03)
+    monkeypatch.setattr("actors.coordinator.membership.MISSED_BEATS", 3)  # as usual
     monkeypatch.setattr(client_module, "_RESUME_S", 0.5)
     return lossy
 

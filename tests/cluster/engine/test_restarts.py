@@ -97,17 +97,20 @@ def test_what_dies_is_replaced_and_the_tokens_are_the_same(open_engine, break_at
     layout, owner, method, calls, identity = FAULTS[fault]
     engine = open_engine(**layout)
     break_at(owner, method, *calls)
-    for sampling in (LONG, SAMPLED):
-        assert [one.token_ids for one in engine.generate(PROMPTS, sampling)] == plain[sampling.temperature]
-    incidents = engine.supervisor.incidents
+    incidents, deadline = engine.supervisor.incidents, time.monotonic() + WAIT_S
+    while len(incidents) < len(calls):  # texts may end before a drafter, or its successor, gets so far
+        for sampling in (LONG, SAMPLED):
+            assert [one.token_ids for one in engine.generate(PROMPTS, sampling)] == plain[sampling.temperature]
+        assert time.monotonic() < deadline
     assert [incident.identity for incident in incidents] == [identity] * len(calls)
     assert f"{method} broke at call" in incidents[0].cause
     if identity != "coordinator":
-        role, deadline = identity[:-2], time.monotonic() + WAIT_S
-        while role not in (counters := engine.report().counters)["resume_s"]:  # the last text may end before it is back
-            assert time.monotonic() < deadline
+        role, counters, deadline = identity[:-2], engine.report().counters, time.monotonic() + WAIT_S
+        # the last text may end before the loss is counted, and before it is back
+        while role not in counters["resume_s"] or counters["num_role_losses"] != {role: len(calls)}:
+            assert time.monotonic() < deadline, counters["num_role_losses"]
             time.sleep(0.05)
-        assert counters["num_role_losses"] == {role: len(calls)}
+            counters = engine.report().counters
         assert all(0 < seconds < WAIT_S for seconds in counters["resume_s"][role])
 
 
@@ -137,14 +140,13 @@ def test_a_level_of_a_cascade_that_dies_is_replaced_and_used_again(
     engine = open_engine(cascade, pipeline=PipelineConfig(pipeline, adaptive=False))
     break_at(owner, "_with_room", 6, only=lambda drafter: level is None or drafter._spec.number == level)
     assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
-    for _ in range(10):  # its successor may join during any of them
+    worked, deadline = {}, time.monotonic() + WAIT_S
+    # its successor may join during any of them
+    while not (engine.supervisor.incidents and all(worked.get(name, {}).get("num_drafts") for name in NAMES)):
+        assert time.monotonic() < deadline, f"a level was never used again: {worked}"
         engine.report(reset=True)
         assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLED)] == plain[0.8]
         worked = engine.report().counters["levels"]
-        if all(worked.get(name, {}).get("num_drafts") for name in NAMES):
-            break
-    else:
-        pytest.fail(f"a level was never used again: {worked}")
     assert [incident.identity for incident in engine.supervisor.incidents] == [identity]
 
 
@@ -223,33 +225,41 @@ def test_a_rank_whose_pass_never_returns_is_replaced_and_the_tokens_are_the_same
         return right(self, *arguments)
 
     monkeypatch.setattr(owner, method, stick)
-    monkeypatch.setattr(role_rounds, "FLOOR_S", 1.0)
+    monkeypatch.setattr(role_rounds, "FLOOR_S", 2.0)
     monkeypatch.setattr(InprocessBackend, "can_kill", True)
     monkeypatch.setattr(InprocessBackend, "kill", lambda backend, who, pid: ended.set() if who == identity else None)
     cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True, silence_s=1000.0)
     engine = open_engine(cluster=cluster, **sections)
     assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
     until = time.monotonic() + WAIT_S
-    while not engine.supervisor.incidents and time.monotonic() < until:
+    while not engine.supervisor.incidents and time.monotonic() < until:  # a drafter may be asked less than nine times
+        assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
         time.sleep(0.05)
     assert [(one.identity, one.cause) for one in engine.supervisor.incidents] == [(identity, "hung and was ended")]
 
 
-def test_requests_that_come_or_are_aborted_during_an_outage_are_answered(open_engine, break_at, plain):
-    engine = open_engine()
+def test_requests_that_come_or_are_aborted_during_an_outage_are_answered(open_engine, break_at, plain, monkeypatch):
+    engine, answer, is_aborted = open_engine(), TargetRole.answer, threading.Event()
+
+    def answer_afterwards(role, batch):
+        assert not engine.supervisor.incidents or is_aborted.wait(WAIT_S)
+        return answer(role, batch)
+
+    monkeypatch.setattr(TargetRole, "answer", answer_afterwards)  # or the successor may end them all before
     break_at(Scheduler, "plan", 8)
     first = engine.submit(PROMPTS[0], LONG)
     while not engine.supervisor.incidents:
         time.sleep(0.001)
     second, third = engine.submit(PROMPTS[1], LONG), engine.submit(PROMPTS[2], LONG)
     third.abort()
+    is_aborted.set()
     assert [first.result(WAIT_S).token_ids, second.result(WAIT_S).token_ids] == plain[0.0][:2]
     assert third.result(WAIT_S).finish_reason == "abort"
     engine.close()
 
 
 def test_an_engine_may_be_closed_while_a_role_is_away(open_engine, break_at):
-    engine = open_engine()
+    engine = open_engine(pace_ms=20)
     break_at(TargetRole, "answer", 5)
     too_long = replace(LONG, max_tokens=480)  # for the successor to end it before `close`
     completion = engine.submit(PROMPTS[0], too_long)
@@ -266,8 +276,8 @@ def test_an_engine_may_be_closed_while_a_role_is_away(open_engine, break_at):
 )
 def test_an_engine_that_winds_down_waits_for_no_successor(open_engine, break_at, owner, method, within_s, reason):
     """Ctrl-C or a batch system may end the rest of the cluster too: what there is must be written, and soon."""
-    engine = open_engine()
-    completion = engine.submit(PROMPTS[0], LONG)
+    engine = open_engine(pace_ms=20)
+    completion = engine.submit(PROMPTS[0], replace(LONG, max_tokens=480))
     engine.wind_down(within_s)
     break_at(owner, method, 2)
     with pytest.raises(EngineError, match=reason):

@@ -36,8 +36,8 @@ from tests.matrices import in_turn
 PROMPTS = ["def median(values):", "x = x + 1\nx = x + ", "for i in range(10): é😀"]
 NUM_AFTER = 9
 """Tokens of the new weights that are waited for."""
-GREEDY = SamplingParams(max_tokens=180, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=180, ignore_eos=True, temperature=0.9, seed=5)
+GREEDY = SamplingParams(max_tokens=450, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=450, ignore_eos=True, temperature=0.9, seed=5)
 
 
 def pipeline(name: PipelineName) -> PipelineConfig:
@@ -83,7 +83,8 @@ def open_layout(open_engine, checkpoints, half_agreeing_drafter, speculator):
         if choices["drafter"] == "auto":
             draft_model = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=3, device="cpu")
             choices["drafter"] = AutoDrafterConfig(drafters=[NgramDrafterConfig(min_ngram=1), draft_model])
-        target = TargetConfig(path=str(checkpoints[0]), device="cpu", pace_ms=6.0)  # each token is checked
+        # each token is checked, and requests that end before the update show nothing
+        target = TargetConfig(path=str(checkpoints[0]), device="cpu", pace_ms=15.0)
         return open_engine(target=target, **choices, **sections)
 
     return open_

@@ -79,7 +79,7 @@ class Interrupts(io.StringIO):
 def test_ctrl_c_ends_the_answer_and_not_the_chat(launch, monkeypatch):
     shown = Interrupts()
     before = signal.getsignal(signal.SIGINT)
-    with Engine(launch(pace_ms=20, max_tokens=150)) as engine:
+    with Engine(launch(pace_ms=50, max_tokens=150)) as engine:
         chat = Chat(engine, ChatTemplate(SOURCE, {}))
         shown.sent = True  # not by the line that is read
         typed(monkeypatch, "a", "b")

@@ -56,7 +56,7 @@ def ask(url: str, body: dict, into: list) -> None:
 
 
 def test_it_says_what_it_serves_and_ends_in_order(started):
-    process, lines = started("target.pace_ms=10", "target.max_model_len=400")
+    process, lines = started("target.pace_ms=25", "target.max_model_len=400")
     found = re.fullmatch(r"serving \S+ at (http://\S+/v1), without a key", lines[-1])
     assert found is not None
     url = found[1]
@@ -67,10 +67,10 @@ def test_it_says_what_it_serves_and_ends_in_order(started):
     body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "speculative": {"enabled": False}}
     asking = threading.Thread(target=ask, args=(f"{url}/completions", body, answers))
     asking.start()
-    with urllib.request.urlopen(url.removesuffix("/v1") + "/health", timeout=10) as reply:
+    with urllib.request.urlopen(url.removesuffix("/v1") + "/health", timeout=60) as reply:
         assert reply.status == 200
     while True:  # until the request runs
-        with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=60) as reply:
             if re.search(rb"num_requests_running\{.*\} 1\.0", reply.read()):
                 break
         time.sleep(0.05)

@@ -15,8 +15,8 @@ import pytest
 from tests.cluster.serving.conftest import KEY, RunningServer, serving
 
 LONG = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
-PACE_MS = 15.0
-"""Seconds of a pass: a long request takes over two seconds, so that it still runs when the next thing happens."""
+PACE_MS = 30.0
+"""Time of a pass: a long request takes over four seconds, so that it still runs when the next thing happens."""
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,8 @@ def slow(chat_checkpoint, half_agreeing_drafter) -> Iterator[RunningServer]:
         yield running
 
 
-def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -87,7 +87,7 @@ def test_a_client_that_disconnects_frees_its_request(slow: RunningServer, stream
     if stream:
         assert connection.recv(10)
     connection.close()
-    until(lambda: slow.num_running() == 0, within_s=2.0)
+    until(lambda: slow.num_running() == 0)
     assert num_aborted(slow) == aborted + 2
     until(lambda: slow.service.num_in_flight == 0)
 
@@ -142,9 +142,9 @@ def test_an_engine_that_fails_is_no_longer_healthy(chat_checkpoint, half_agreein
         running = [pool.submit(server.ask, "/v1/completions", {**LONG, "stream": stream}) for stream in (False, True)]
         until(lambda: server.num_running() == 2)
         server.engine._fail("the target is lost")
-        status, _, content = running[0].result(10)
+        status, _, content = running[0].result(30)
         assert (status, content["error"]["message"]) == (500, "the target is lost")
-        assert "the target is lost" in running[1].result(10)[2].split("\n\n")[-2]
+        assert "the target is lost" in running[1].result(30)[2].split("\n\n")[-2]
         for path in ("/health", "/ready"):
             assert server.ask(path)[0] == 503
 
@@ -160,7 +160,7 @@ def test_shutting_down_lets_running_requests_end(slow: RunningServer):
         assert (status, headers["retry-after"], content["error"]["code"]) == (503, "1", "shutting_down")
         assert not draining.done() and slow.ask("/health")[0] == 200
         assert running.result(30)[2]["usage"]["completion_tokens"] == 120
-        assert draining.result(5)
+        assert draining.result(30)
     slow.http.close()
     with pytest.raises(OSError):
         slow.ask("/health")
