@@ -131,6 +131,7 @@ def test_a_text_that_was_read_for_a_trial_that_succeeds_is_not_charged():
         budgets = []
         for unpaid in (0.0, 10 * ROUND_S):
             world = World(Decision(PLAIN, awaited=IN_TURN), in_turn=cost)
+            world.decision._has_drafted = True  # a later trial
             world.decision.charge(unpaid)
             budgets.append(world.run(20).decision.budget)
         assert (budgets[1] < budgets[0] - 4) is charged
@@ -263,14 +264,17 @@ def test_drafts_that_are_late_end_speculation_until_the_budget_allows_a_trial():
     assert {choice for _, choice in rested} == {PLAIN}
 
 
-def test_what_is_read_for_a_trial_delays_the_next_one_and_ends_none():
-    """The drafter reads the text before the first trial, which takes as long as ten plain rounds."""
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_read_for_a_trial_but_the_first_delays_the_next_one_and_ends_none(is_first):
+    """The drafter reads the text before the trial, which takes as long as ten plain rounds."""
     trials = []
     for unpaid in (0.0, 10 * ROUND_S):
         world = World(Decision(PLAIN, awaited=IN_TURN), in_turn=2.3)
+        world.decision._has_drafted = not is_first
         world.decision.charge(unpaid)
         trials.append([count for mode, count in world.run(400).modes if mode is Mode.trial])
-    assert trials[0][0] == trials[1][0] and len(trials[1]) == 1 < len(trials[0])
+    assert trials[0][0] == trials[1][0] and len(trials[0]) > 1
+    assert trials[0] == trials[1] if is_first else len(trials[1]) == 1
 
 
 def test_drafts_made_behind_the_verdict_that_ended_speculation_are_not_charged():
