@@ -313,9 +313,7 @@ def device_only(monkeypatch):
     monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
 
 
-@pytest.mark.parametrize(
-    ("rule", "temperature"), list(in_turn(["coupled", "rejection", "traversal"], [0.9, 0.0], times={"coupled": 2}))
-)
+@pytest.mark.parametrize(("rule", "temperature"), list(in_turn(["coupled", "rejection", "traversal"], [0.9, 0.0])))
 def test_roles_on_a_device_answer_what_they_answer_on_a_cpu(spec, device_only, rule, temperature):
     """Passes, drawing, drafts and verification; a tensor of the host among those of the device raises there."""
     params = SamplingParams(temperature=temperature, top_p=0.9, seed=3)

@@ -216,7 +216,7 @@ def test_masks_do_not_see_later_text(trained: Callable[..., Trained]) -> None:
     assert not torch.equal(after[0], net.net.rows(net.batch, net.features[None] + 1, rows)[-1][0])
 
 
-@pytest.mark.parametrize("method", ["eagle3", "p_eagle"])
+@pytest.mark.parametrize("method", [pytest.param("eagle3", marks=pytest.mark.slow), "p_eagle"])
 def test_several_rows_learn(trained: Callable[..., Trained], method: str) -> None:
     one = trained(method, layers=2)
     check_it_learns(one.net, one.batch, num_steps=12)
