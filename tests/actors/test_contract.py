@@ -424,7 +424,7 @@ def test_tokens_with_a_drafter_on_the_target(open_room, make_requests, plain_tok
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "T=1-processed"])
+@pytest.mark.parametrize("sampling", [pytest.param("greedy", marks=pytest.mark.slow), "T=1-processed"])
 def test_nodes_that_the_target_gives_up_change_no_token(open_room, make_requests, plain_tokens, sampling, monkeypatch):
     requests = make_requests(NUM_REQUESTS, max_tokens=MAX_TOKENS, **SAMPLINGS[sampling])
     if sampling not in plain_tokens:
@@ -515,8 +515,8 @@ def test_drafters_on_the_target_survive_preemption_and_chunked_prefill(
 
 
 def rows_in_bfloat16():
-    """Every drafter in a pipeline or on the target's ranks; by default no lookups, which compute nothing, and of
-    several drafters that run one module's passes in one place, one."""
+    """Every drafter in a pipeline or on the target's ranks; by default no lookups, which compute nothing, and of the
+    others those whose passes differ most."""
     few = "tree", "layer", "chosen-rows"
     attached = "eagle", "glide", "streaming", "exit", "dflash"
     yield from in_turn(DRAFTERS, DRAFTED, USUAL, times=OTHERS | dict.fromkeys(few, 1))

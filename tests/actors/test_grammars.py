@@ -88,7 +88,7 @@ def test_plain_decoding_draws_from_the_masked_distribution(open_room, mixed, mod
 FEW = dict.fromkeys([*DRAFTERS, *ON_TARGET], 0) | dict.fromkeys(
     ["ngram", "chain", "tree", "eagle", "exit", "every-kind"], 1
 )
-"""By default, since masks are the target's; `test_equality_table.py` has requests with a grammar for every method."""
+"""By default, since masks are the target's; `test_equality_table.py` has them for a method of each kind."""
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def is_place(name, attached):
 LIKE_OTHERS = "newest-rows-tree", "own-chosen", "every-kind", "medusa"
 """Rows of which others run the code that keeps rows, or that keep none."""
 TIMES = FEW_ON_TARGET | OTHERS | dict.fromkeys(ROWS, 1) | dict.fromkeys(LIKE_OTHERS, 0)
-"""By default; `test_equality_table.py` has a request that comes again for every method."""
+"""By default; `test_equality_table.py` has a request that comes again for some."""
 
 
 @pytest.mark.parametrize(

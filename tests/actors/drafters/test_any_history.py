@@ -496,9 +496,9 @@ class Parent:
 
 
 LIKE_OTHERS = {
-    *("branching", "beam", "cape", "graph", "opt", "thompson-below", "threshold-rejection", "layer-below"),
-    *("best_first-below", "best_first-tree", "chain-rejection", "routed-branches", "auto-rejection", "two"),
-    *("two-below", "two-branches-rejection", "two-remote", "three", "three-pearl"),
+    *("branching", "beam", "graph", "threshold-rejection", "best_first-below", "best_first-tree", "chain-rejection"),
+    *("routed-branches", "auto-rejection", "two", "two-below", "two-branches-rejection", "two-remote", "three"),
+    "three-pearl",
 }
 """Cases whose drafter, rule and pipeline other cases have, in another combination."""
 
