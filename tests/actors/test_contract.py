@@ -258,8 +258,9 @@ DRAFTED = [pipeline for pipeline in PIPELINES if pipeline != "plain"]
 
 
 def several_drafters():
-    """Drafters on ranks of their own in every pipeline, some with hidden states, and all kinds on the target's."""
-    yield from in_turn(DRAFTED, USUAL, [DRAFTERS["auto"]])
+    """Drafters on ranks of their own in every pipeline, by default in three, some with hidden states, and all kinds on
+    the target's."""
+    yield from in_turn(DRAFTED, USUAL, [DRAFTERS["auto"]], times={"pearl": 0, "pingpong": 0})
     for sampling, pipeline in zip(USUAL, ("pearl", "branches", "tree"), strict=True):
         marks = [] if pipeline == "branches" else [pytest.mark.slow]
         yield pytest.param("sync", sampling, EVERY_KIND, marks=marks)
