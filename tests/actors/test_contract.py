@@ -364,7 +364,11 @@ def test_tokens_with_a_far_drafter_and_a_lookup(
         assert room.proposers[lookup] > 0, "no draft of the lookup was of use"
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), list(in_turn(DRAFTERS, USUAL, times=PASSED_ON)))
+SAME_PLACEMENT = dict.fromkeys(("suffix", "copy", "aded", "rest", "lookahead", "maxgram", "best_first"), 0)
+"""Rows of other methods that are placed as one which runs by default: a lookup, guesses, or a draft model."""
+
+
+@pytest.mark.parametrize(("drafter", "sampling"), list(in_turn(DRAFTERS, USUAL, times=PASSED_ON | SAME_PLACEMENT)))
 def test_tokens_with_an_attached_drafter_are_those_of_plain_decoding(
     open_room, make_requests, plain_tokens, drafter, sampling
 ):

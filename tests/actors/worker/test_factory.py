@@ -183,7 +183,9 @@ def drafted_rounds(ranks, first_round, count=3):
     return seen
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model", "eagle3", "exit", pytest.param("skip", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "drafter", ["model", "eagle3", "exit", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ngram", "skip"))]
+)
 def test_an_attached_drafter_drafts_alike_on_one_rank_and_on_two(open_ranks, spec, speculator, drafter):
     attached = {
         "ngram": NgramDrafterConfig(placement=Placement.attached, min_ngram=1),

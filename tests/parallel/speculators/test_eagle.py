@@ -20,6 +20,7 @@ from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from parallel.training.interface import TargetShape
 from parallel.training.losses import forward_kl
+from tests.matrices import in_turn
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics
@@ -80,8 +81,7 @@ def drafted(runner: DraftLayerRunner, one: Trained, anchor: int) -> Tensor:
     return draft_chain(runner, one.tokens[0].tolist(), one.features, anchor + 1, STEPS)
 
 
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "backend"), list(in_turn(METHODS, EVERY_BACKEND, times=dict.fromkeys(METHODS, 2))))
 def test_passes_equal_the_training_forward(trained: Callable[..., Trained], method: str, backend: str) -> None:
     one = trained(method)
     runner, expected = one.open(backend=backend), one.expected()

@@ -199,7 +199,7 @@ def test_acceptance_rises_on_text_that_repeats(open_room, make_requests, models,
     monkeypatch.setattr(windows_module, "READ_BEFORE", 200)  # random models attend to everything
     monkeypatch.setattr(windows_module, "USES", 20)
     room = open_room(replace(ONLINE, online_rate=3e-3), path=models["tiny"])  # at 1e-2 some orders of windows diverge
-    requests = make_requests(3, max_tokens=40)
+    requests = make_requests(2, max_tokens=40)
     shares = []
     for _ in range(2):
         room.tokens.clear()
