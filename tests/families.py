@@ -47,6 +47,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Family, as transformers names it -> what differs from the shape that a test gives all of them. Sliding windows are
 shorter than the tests' prompts."""
+LIKE_OTHERS = dict.fromkeys(("Mistral", "Mixtral", "Qwen2", "Gemma2"), 0)
+"""For matrices of `tests/matrices.py`: families whose layers others have too. By default, they are compared with
+transformers and in passes of trees, and that is enough."""
 
 
 _STACKS = {

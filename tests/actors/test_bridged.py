@@ -12,6 +12,7 @@ from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import SchedulerConfig
 from actors.policy.policy import PIPELINES
 from parallel.speculators.config import FINAL
+from tests import matrices
 from tests.matrices import in_turn
 
 DRAFTED = [pipeline for pipeline in PIPELINES if pipeline != "plain"]
@@ -109,11 +110,12 @@ def test_drafts_are_those_of_an_attached_drafter(open_room, make_requests, confi
 
 @pytest.mark.parametrize("pipeline", ["sync", pytest.param("branches", marks=pytest.mark.slow)])
 def test_chunked_prompts_and_preempted_requests(open_room, make_requests, config, sent, models, pipeline):
-    requests = make_requests(6, max_tokens=40)
+    count, max_tokens, slots = (6, 40, 190) if matrices.is_whole else (5, 24, 130)
+    requests = make_requests(count, max_tokens=max_tokens)
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=40, prefill_chunk=16)
     plain = open_room(pipeline="plain").serve(requests)
     reading = Reading()
-    room = open_room(config, pipeline=pipeline, limits=limits, slots=190, wrap=reading.wrap).serve(requests)
+    room = open_room(config, pipeline=pipeline, limits=limits, slots=slots, wrap=reading.wrap).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.stats.num_preemptions and room.stats.num_draft_tokens
     reading.check(room, requests, models["reference"], sent)

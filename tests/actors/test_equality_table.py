@@ -74,6 +74,8 @@ MIXED = {"mixed": DRAFTERS["auto"], "mixed-attached": EVERY_KIND}
 SINGLE = {name: config for name, config in (DRAFTERS | ON_TARGET).items() if config.name != "auto"}
 USUAL = {config.name: name for name, config in reversed(SINGLE.items())}.values()
 """The first of each method."""
+LIKE_OTHERS = "suffix", "copy", "aded", "rest", "lookahead", "maxgram", "routed"
+"""Rows of USUAL whose drafts are lookups, guesses or a draft model's, as those of rows that run by default."""
 
 
 def prompt_of(request):
@@ -144,9 +146,9 @@ def differing(room, alone, first=0):
     return {column for i, column in enumerate(COLUMNS) if said(room, first + i) != said(alone[column], i)}
 
 
-TIMES = dict.fromkeys(SINGLE, 0) | dict.fromkeys(USUAL, 1) | {"chain": 3}
-"""Each method with one state of the rows, the draft model with all: `test_prefix_contract.py` has hits of each, and
-`test_contract.py` preemption."""
+TIMES = dict.fromkeys(SINGLE, 0) | dict.fromkeys(USUAL, 1) | dict.fromkeys(LIKE_OTHERS, 0) | {"chain": 3}
+"""A method of each kind with one state of the rows, the draft model with all: `test_prefix_contract.py` has hits, and
+`test_contract.py` preemption, of others."""
 
 
 @pytest.mark.parametrize(("drafter", "rows"), list(in_turn(("off", *SINGLE, *MIXED), ROWS, times=TIMES)))

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from parallel.model.layers.backends import make_backend
 from parallel.model.layers.rope import Rope
 from parallel.runtime.cuda_graphs import CapturedPasses
+from tests.parallel.fake_accelerator import leaves_of
 
 _WAIT_FOR_HOST = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
 _FROM_HOST = {"lift_fresh"}
@@ -90,14 +90,14 @@ class _Recorder(TorchDispatchMode):
         if name in _WAIT_FOR_HOST | _FROM_HOST:
             raise NotWhileCapturing(f"{name}: operation not permitted when stream is capturing")
         result = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        read = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
+        made = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
+        read = {leaf.untyped_storage().data_ptr() for leaf in leaves_of((args, kwargs)) if _is_tensor(leaf)}
         if func._schema.is_mutable:
             self.steps.append(lambda: func(*args, **kwargs))
         elif fresh := [i for i, one in enumerate(made) if one.untyped_storage().data_ptr() not in read]:
 
             def compute_again() -> None:
-                again = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+                again = [leaf for leaf in leaves_of(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
                 for i in fresh:
                     made[i].copy_(again[i])
 

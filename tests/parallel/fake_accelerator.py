@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "toy"
@@ -51,6 +52,7 @@ VIEWS = {
 _SOURCES = tuple(str(Path(__file__).parents[2] / package) for package in ("actors", "parallel"))
 
 
+@cache
 def toy_device() -> torch.device:
     """The device, which the first call makes known to PyTorch. Skips the test where there is a GPU: a process has one
     accelerator, whose pinned memory the tests beside this one need."""
@@ -143,10 +145,11 @@ class FakeAccelerator(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        name = func._schema.name.partition("::")[2]
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        name, is_mutable = _facts(func)
+        leaves = leaves_of((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         ours = [leaf for leaf in given if isinstance(leaf, DeviceTensor)]
-        asked = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]  # by name or by place
+        asked = [leaf for leaf in leaves if isinstance(leaf, torch.device)]  # by name or by place
         target = asked[0] if asked else None
         to_device = bool(ours) if target is None else target.type == NAME
         if (ours or to_device) and name not in VIEWS:
@@ -161,16 +164,16 @@ class FakeAccelerator(TorchDispatchMode):
         if ours and (name in _READS or reads_mask):
             self.syncs.append(_line())
         is_pinned = kwargs.pop("pin_memory", None)
-        result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+        result = func(*_mapped(_unwrap, args), **_mapped(_unwrap, kwargs))
         if is_pinned:
             self._pinned[result.untyped_storage().data_ptr()] = result
-        if func._schema.is_mutable:  # returns what it was given
+        if is_mutable:  # returns what it was given
             same = {id(_unwrap(leaf)): leaf for leaf in given}
-            return tree_map(lambda leaf: same.get(id(leaf), leaf), result)
+            return _mapped(lambda leaf: same.get(id(leaf), leaf), result)
         if name == "copy_" or not to_device:
             return result
         with torch.inference_mode(False):  # views of weights, which are no inference tensors, must be none either
-            return tree_map(lambda leaf: DeviceTensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+            return _mapped(lambda leaf: DeviceTensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
 
     def _count(self, name, args, kwargs, ours, *, to_device) -> None:
         into, source = args[:2] if name == "copy_" else (None, args[0])
@@ -188,6 +191,35 @@ class FakeAccelerator(TorchDispatchMode):
             if not isinstance(leaf, DeviceTensor) and leaf.dim():  # a number may be on the host
                 shapes = [f"{tuple(one.shape)} on {one.device}" for one in given]
                 raise MixedDevices(f"{func}: {', '.join(shapes)}")
+
+
+@cache
+def _facts(func) -> tuple[str, bool]:
+    """Its name, and whether it writes to an argument."""
+    return func._schema.name.partition("::")[2], func._schema.is_mutable
+
+
+def leaves_of(values) -> list[Any]:
+    """What tuples, lists and values of dictionaries hold; arguments and results of operations hold nothing else."""
+    found, left = [], [values]
+    while left:
+        match left.pop():
+            case dict() as some:
+                left.extend(some.values())
+            case tuple() | list() as some:
+                left.extend(some)
+            case leaf:
+                found.append(leaf)
+    return found[::-1]
+
+
+def _mapped(call, value):
+    match value:
+        case dict():
+            return {key: _mapped(call, one) for key, one in value.items()}
+        case tuple() | list() if type(value) in (tuple, list):
+            return type(value)([_mapped(call, one) for one in value])
+    return call(value)
 
 
 def _unwrap(leaf):

@@ -107,7 +107,7 @@ class Books(World):
             self.times.append(RequestTimes(news.finish_reason, *since, latency, len(self.tokens[request_id])))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] * (i >= 10)) for i in range(24)])
 def test_the_books_agree(seed):
     choose = random.Random(seed)
     pipeline = choose.choice(["plain", "sync", "pearl", "tree"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.coordinator import clients
+from actors.coordinator import clients, loop_heartbeat, service
 from actors.coordinator.clients import CLIENT
 from actors.protocol.grammar import Grammar
 from actors.protocol.membership import Alive, ClientKeys, Hello, Ready, Stop
@@ -32,7 +32,9 @@ FIRST, SECOND = 1, 2
 
 
 @pytest.fixture
-def stage():
+def stage(monkeypatch):
+    for module in (loop_heartbeat, service):
+        monkeypatch.setattr(module, "HEARTBEAT_S", 0.05)
     stage = Stage(draft_ranks=0)
     stage.get_ready()
     for name in (OTHER, f"{OTHER}/out"):

@@ -98,7 +98,7 @@ def test_losses_at_any_moment_change_no_token(
     assert storm.coordinator.stats.num_tokens == sum(map(len, storm.tokens.values()))
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80, share=8), deadline=None)
 @given(choose=st.randoms(use_true_random=False), pipeline=st.sampled_from(sorted(PIPELINES)))
 def test_a_dead_coordinator_is_replaced_by_what_its_client_holds(choose, pipeline):
     """Every request is asked again, with the tokens its client got; the last of them may have been lost on the way."""

@@ -138,7 +138,7 @@ class Listened(World):
         assert (seen.unused_s, seen.serves_drafts) == (0.0, False), "of attached drafters"
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] * (i % 2)) for i in range(16)])
 def test_a_policy_hears_of_every_load_delay_round_and_end(seed):
     choose = random.Random(seed)
     pipeline = choose.choice(["sync", "pearl", "tree", "plain"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ from actors.drafters.registry import DRAFTERS
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from parallel.runtime import pacing
+from tests.matrices import in_turn
 
 LOOKUP = NgramDrafterConfig(min_ngram=1)
 PACE_MS = 500.0
@@ -60,7 +60,8 @@ def serve(open_room, make_requests, config=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "pipeline"), [*product(PACED, ["sync"]), *product(sorted(PACED.keys() - {"strings"}), ["branches"])]
+    ("drafter", "pipeline"),
+    list(in_turn(PACED, ["sync", "branches"], exists=lambda *of: of != ("strings", "branches"))),
 )
 def test_a_draft_model_waits_in_its_own_role(open_room, make_requests, sleeps, drafter, pipeline):
     plain = serve(open_room, make_requests, pipeline="plain")

@@ -20,9 +20,11 @@ from tests.matrices import in_turn
 PROMPTS = [[5, 9, 33], [7, 11, 4, 60], [8, 3, 90, 44, 21, 17, 2, 60, 5]]
 NUM_TOKENS = 3 * BLOCK - 1
 LAYOUTS = ("llada", "dream")
+in_every_layout = pytest.mark.parametrize("target", LAYOUTS, indirect=True)
+"""By default; they differ in configuration, in names of weights and in a shift, and the other tests have the first."""
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=["llada", pytest.param("dream", marks=pytest.mark.slow)])
 def target(request, tmp_path_factory):
     return WholeTextDiffusion.made(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -54,6 +56,7 @@ def served(target, decoder, prompts=PROMPTS, sampling=None, **options):
 BACKENDS = ["sdpa", "padded", *(["ragged"] if has_attention() else [])]
 
 
+@in_every_layout
 @pytest.mark.parametrize(("decoder", "backend"), list(in_turn(DECODERS, BACKENDS)))
 def test_it_writes_what_its_decoder_writes(target, decoder, backend):
     expected = expected_of(target, decoder)
@@ -161,6 +164,7 @@ class TestWrongDecoders:
 
         assert self.differs(target, decoder, Eager, num_states=4) == (decoder == "prefix")
 
+    @in_every_layout
     @pytest.mark.parametrize("decoder", DECODERS)
     def test_a_shift_that_the_model_has_not(self, target, decoder):
         """Dream without its shift, LLaDA with one."""

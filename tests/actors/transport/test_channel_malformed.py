@@ -142,14 +142,14 @@ def test_a_peer_that_reads_nothing_delays_no_other_and_fills_no_memory(hub, open
     stopped, link = open_link("target-0"), open_link("target-1")
     assert serves(hub, stopped) and serves(hub, link)
     stopped._socket.rcvhwm = 1
-    for _ in range(50_000):
+    for _ in range(30_000):
         hub.send(["target-0"], Report({"x": "y" * 1000}, ()))
     hub.send(["target-0", "target-1"], Stop("arrived"))
     assert link.receive(60.0) == Stop("arrived")
     received = 0
     while stopped.receive(1.0) is not None:
         received += 1
-    assert 100 < received < 50_000, "what exceeded the queue is lost"
+    assert 100 < received < 30_000, "what exceeded the queue is lost"
     hub.send(["target-0"], Stop("again"))
     while (record := stopped.receive(20.0)) != Stop("again"):
         assert isinstance(record, Report), "what came late on a busy machine"

@@ -188,6 +188,13 @@ def test_a_refusal_names_the_draws_and_the_rules_that_fit():
     assert EXACT_FOR.keys() == {"coupled", *RULES} == set(VerifyRule) - {VerifyRule.auto}
 
 
+@cache
+def accepted_of_chains(seed: int) -> dict[str, float]:
+    """Mean number of accepted tokens of three that were drawn independently, by rule."""
+    p, q = random_law(VOCAB, seed), random_law(VOCAB, seed + 30)
+    return {name: emission(RULES[name], enumerate_drafts(q, [(IID,)] * 3), p, 4).mean_accepted for name in RULES}
+
+
 @pytest.mark.parametrize("kinds", [set(), *map(set, KINDS)])
 @pytest.mark.parametrize("branches", [False, True])
 def test_auto_takes_a_rule_that_is_exact_and_the_longest_of_chains(kinds, branches):
@@ -199,10 +206,7 @@ def test_auto_takes_a_rule_that_is_exact_and_the_longest_of_chains(kinds, branch
         assert rule is (VerifyRule.block if drawn_chain and not is_greedy else VerifyRule.coupled)
     if drawn_chain:
         for seed in range(3):
-            p, q = random_law(VOCAB, seed), random_law(VOCAB, seed + 30)
-            accepted = {
-                name: emission(RULES[name], enumerate_drafts(q, [(IID,)] * 3), p, 4).mean_accepted for name in RULES
-            }
+            accepted = accepted_of_chains(seed)
             assert accepted[rule] == pytest.approx(max(accepted.values())) and accepted[rule] > accepted["rejection"]
 
 

@@ -23,6 +23,7 @@ from actors.protocol.messages import SamplingKind, SamplingParams, SparseDistrib
 from actors.sampling.draft_sampling import draw_beam, draw_without_replacement
 from actors.verification.rules import RULES
 from tests.actors.verification.rule_enumeration import WeightedDraft, emission, total_variation
+from tests.matrices import in_turn
 
 VOCAB = 3
 EXACT = 1e-12
@@ -171,17 +172,21 @@ def last_leads(tree, nodes, length):
     return {node: found[node] for node in nodes}
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
-@pytest.mark.parametrize("leader", [leaders, last_leads])
+@pytest.mark.parametrize(("leader", "rule"), list(in_turn([leaders, last_leads], ["rejection", "traversal"])))
 def test_merged_paths_are_exact_with_draws_of_their_own(rule, leader):
     """Whichever of them is fed."""
     assert max(distances_of_merged(rule, leader=leader)) < EXACT
 
 
 @pytest.mark.parametrize(
-    ("mistake", "biased"), [("tells_own_law", {"rejection", "traversal"}), ("shares_draws", {"traversal"})]
+    ("mistake", "biased", "rule"),
+    [
+        ("tells_own_law", {"rejection", "traversal"}, "rejection"),
+        pytest.param("tells_own_law", {"rejection", "traversal"}, "traversal", marks=pytest.mark.slow),
+        pytest.param("shares_draws", {"traversal"}, "rejection", marks=pytest.mark.slow),
+        ("shares_draws", {"traversal"}, "traversal"),
+    ],
 )
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_mistakes_with_merged_paths_are_found(rule, mistake, biased):
     """One draw in two places, as in GSD, hurts the rule that works bottom-up; another law than was used hurts all."""
     found = distances_of_merged(rule, **{mistake: True})

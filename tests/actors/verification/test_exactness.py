@@ -21,6 +21,9 @@ from tests.actors.verification.rule_enumeration import (
 
 ROOT, DET, _, IID, WOR = SamplingKind
 EXACT = 1e-12
+SEEDS = [0, pytest.param(1, marks=pytest.mark.slow)]
+LARGE = "(3, 2)", "(2, 2)", "(2, 1, 1)"
+"""Trees whose enumeration takes a third of a second, and over which a rule loops as over the smaller ones."""
 RATIO_RULES = [VerifyRule(name) for name in RULES]
 
 CHAINS = ((1,), (1, 1), (1, 1, 1))
@@ -41,6 +44,9 @@ SCHEMES = {
     "two kinds of sampling": [(IID, WOR, WOR), (WOR,)],
 }
 
+KEPT = "WITHOUT_REPLACEMENT (2, 1, 1)"
+"""The deepest tree that is enumerated by default."""
+
 
 def check(rule, p, q, levels, vocab_size: int, drafts=None):
     length = len(levels) + 1
@@ -49,7 +55,8 @@ def check(rule, p, q, levels, vocab_size: int, drafts=None):
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "block"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.endswith("(3, 2)") else []) for name in SCHEMES]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name.endswith(LARGE) and name != KEPT else []) for name in SCHEMES],
 )
 def test_rejection_traversal_and_block_are_exact(random_law, rule, name):
     levels = SCHEMES[name]
@@ -79,7 +86,7 @@ def test_larger_enumerations(random_law, rule, vocab_size, kind, widths):
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("target, draft", [("sparse", "sparse"), ("one-hot", "dense"), ("dense", "one-hot")])
 def test_zeros_and_disjoint_supports(random_law, rule, seed, target, draft):
     p, q = random_law(3, seed, target), random_law(3, seed + 100, draft)
@@ -138,7 +145,7 @@ def test_rules_of_independent_draws_are_exact(random_law, rule, widths):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [*SEEDS, pytest.param(2, marks=pytest.mark.slow)])
 def test_adaptive_growth_is_exact(random_law, rule, seed):
     """Whether a sibling or a level is added may depend on what was drawn, as long as nothing drawn is taken back."""
     p, q = random_law(3, seed), random_law(3, seed + 50)
@@ -180,7 +187,7 @@ def test_a_truncated_law_that_was_really_sampled_is_exact(random_law, rule, kind
     assert check(RULES[rule], p, top_two, scheme(kind, *widths), 4) < EXACT
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("kind", [IID, DET])
 def test_block_and_traversal_are_one_rule_on_a_chain(random_law, seed, depth, kind):
@@ -220,7 +227,7 @@ def outcomes_of(rule, draft: WeightedDraft, p):
 
 
 @pytest.mark.parametrize("kind", [IID, WOR])
-@pytest.mark.parametrize("widths", [(2,), (3,), (2, 1), (2, 2), (2, 1, 1)])
+@pytest.mark.parametrize("widths", [(2,), (3,), (2, 1), (2, 2), pytest.param((2, 1, 1), marks=pytest.mark.slow)])
 def test_traversal_is_never_shorter_and_equal_on_one_level(random_law, kind, widths):
     p, q = random_law(3, seed=10), random_law(3, seed=11)
     bottom_up, top_down = (

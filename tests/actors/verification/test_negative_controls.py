@@ -170,19 +170,23 @@ def record_the_untrimmed_law(draft: WeightedDraft, q) -> WeightedDraft:
 
 
 @pytest.mark.parametrize(
-    "kind, mistake, floor",
-    [
-        (IID, drop_duplicates, 0.002),
-        (DET, read_top_k_as_its_own_softmax, 0.1),
-        (DET, read_top_k_as_independent, 0.2),
-        (WOR, read_without_replacement_as_independent, 0.004),
-        (DET, read_top_k_as_sampled, 0.2),
-        (WOR, prune_after_the_draw, 0.05),
-        (WOR, sort_siblings, 0.05),
-        (WOR, record_another_temperature, 0.05),
-    ],
+    ("kind", "mistake", "floor", "rule"),
+    list(
+        in_turn(
+            [
+                (IID, drop_duplicates, 0.002),
+                (DET, read_top_k_as_its_own_softmax, 0.1),
+                (DET, read_top_k_as_independent, 0.2),
+                (WOR, read_without_replacement_as_independent, 0.004),
+                (DET, read_top_k_as_sampled, 0.2),
+                (WOR, prune_after_the_draw, 0.05),
+                (WOR, sort_siblings, 0.05),
+                (WOR, record_another_temperature, 0.05),
+            ],
+            ["rejection", "traversal"],
+        )
+    ),
 )
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_mistakes_of_the_drafter_are_found(random_law, rule, kind, mistake, floor):
     found = distances(random_law, RULES[rule], kind, mistake)
     assert found.mean() > floor
@@ -338,7 +342,7 @@ def threshold(level: float):
     return verify
 
 
-@pytest.mark.parametrize("level, floor", [(0.3, 0.01), (0.9, 0.0)])
+@pytest.mark.parametrize("level, floor", [(0.3, 0.01), pytest.param(0.9, 0.0, marks=pytest.mark.slow)])
 def test_a_threshold_of_acceptance_is_found_where_it_does_anything(random_law, level, floor):
     assert distances(random_law, threshold(level), WOR).mean() > floor
 
@@ -438,7 +442,7 @@ def test_two_tokens_cannot_see_a_dropped_duplicate_and_three_can(random_law):
         assert (total_variation(emission(RULES["rejection"], drafts, p, 2), p, 2) > 1e-4) == seen
 
 
-@pytest.mark.parametrize("off", [0.95, 1.05])
+@pytest.mark.parametrize("off", [0.95, pytest.param(1.05, marks=pytest.mark.slow)])
 def test_a_wrong_discount_of_kseq_is_found(random_law, monkeypatch, off):
     """A smaller one leaves a negative residual; a larger one is merely slower, and stays exact."""
     right = kseq.discount

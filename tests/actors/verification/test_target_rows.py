@@ -15,6 +15,7 @@ from actors.verification.random_source import HashRandomSource
 from actors.verification.rules import RULES
 from actors.verification.verifier import Verifier, VerifyInput
 from tests.actors.sampling.test_launches import Launches
+from tests.matrices import in_turn
 from tests.parallel.fake_accelerator import FakeAccelerator
 
 VOCAB = 60
@@ -74,8 +75,7 @@ def spoil(rng: random.Random, row: torch.Tensor) -> None:
             row[:] = -torch.inf
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "ahead"), list(in_turn(RULES, [False, True])))
 def test_a_rule_on_named_tokens_decides_as_on_whole_rows(monkeypatch, rule, ahead):
     monkeypatch.setattr(target_rows, "_reads_ahead", lambda _: ahead)
     monkeypatch.setattr(target_rows, "_ROWS_AT_ONCE", 7)  # several chunks

@@ -183,7 +183,9 @@ def drafted_rounds(ranks, first_round, count=3):
     return seen
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model", "eagle3", "exit", pytest.param("skip", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "drafter", ["model", "eagle3", "exit", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ngram", "skip"))]
+)
 def test_an_attached_drafter_drafts_alike_on_one_rank_and_on_two(open_ranks, spec, speculator, drafter):
     attached = {
         "ngram": NgramDrafterConfig(placement=Placement.attached, min_ngram=1),
@@ -313,9 +315,7 @@ def device_only(monkeypatch):
     monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
 
 
-@pytest.mark.parametrize(
-    ("rule", "temperature"), list(in_turn(["coupled", "rejection", "traversal"], [0.9, 0.0], times={"coupled": 2}))
-)
+@pytest.mark.parametrize(("rule", "temperature"), list(in_turn(["coupled", "rejection", "traversal"], [0.9, 0.0])))
 def test_roles_on_a_device_answer_what_they_answer_on_a_cpu(spec, device_only, rule, temperature):
     """Passes, drawing, drafts and verification; a tensor of the host among those of the device raises there."""
     params = SamplingParams(temperature=temperature, top_p=0.9, seed=3)

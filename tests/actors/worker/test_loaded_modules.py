@@ -121,7 +121,7 @@ def test_a_speculator_loads_no_other_familys_runner(loaded, spec, speculator):
     assert rooms(modules) <= SHARED | {"speculator", "model", "vocabulary", "online"}
 
 
-@pytest.mark.parametrize("name", ["ngram", "jacobi"])
+@pytest.mark.parametrize("name", [pytest.param("ngram", marks=pytest.mark.slow), "jacobi"])
 def test_an_engine_loads_the_record_of_its_drafter_alone(loaded, name):
     _, own = DRAFTERS[name]
     found = rooms(loaded(DRIVER, name))

@@ -7,7 +7,7 @@ from parallel.kv.pass_plan import Span
 from parallel.model.families import registry
 from parallel.model.families.registry import read_config
 from parallel.runtime.runner import open_model
-from tests.families import FAMILIES
+from tests.families import FAMILIES, LIKE_OTHERS
 from tests.matrices import in_turn
 from tests.parallel.backends import BACKENDS, EVERY_BACKEND
 
@@ -76,7 +76,12 @@ def test_logits_are_those_of_transformers(make_checkpoint, name, backend):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [*((family, 2) for family in FAMILIES), ("Llama, biases", 4), ("Mistral", 4), ("Qwen3Moe", 4)]
+    ("name", "size"),
+    [
+        *in_turn(FAMILIES, [2], times=LIKE_OTHERS),
+        ("Llama, biases", 4),
+        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("Mistral", "Qwen3Moe")),
+    ],
 )
 def test_ranks_share_a_model(make_checkpoint, on_ranks, name, size):
     """97 tokens of vocabulary are odd for every size, and 4 ranks share 2 KV heads."""
@@ -94,7 +99,7 @@ def test_ranks_share_a_model(make_checkpoint, on_ranks, name, size):
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", list(in_turn(FAMILIES, times=LIKE_OTHERS)))
 def test_greedy_tokens_are_those_of_transformers(make_checkpoint, family):
     checkpoint = make_checkpoint(family, **FAMILIES[family])
     model = open_model(checkpoint.path, num_slots=64)

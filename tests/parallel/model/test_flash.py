@@ -80,7 +80,7 @@ MIXED = [(0, 6), (20, 1), (36, 5), (9, TREE), (20, 7), (40, 3)]
     [
         ([(0, 6)], SHAPE, (), [0], torch.float32),
         ([(37, 5)], AttentionShape(GROUP, scale=0.4), (), [0], torch.float32),
-        (MIXED, SHAPE, (), [0, 2, 4], torch.float32),
+        pytest.param(MIXED, SHAPE, (), [0, 2, 4], torch.float32, marks=pytest.mark.slow),
         (MIXED, SHAPE, (), [0, 2, 4], torch.bfloat16),
         (MIXED, SHAPE, (2,), [0, 4], torch.float32),
         pytest.param(MIXED, AttentionShape(GROUP, window=33), (), [0, 4], torch.float32, marks=pytest.mark.slow),

@@ -9,6 +9,7 @@ from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
+from tests.matrices import in_turn
 from tests.parallel.backends import BACKENDS
 
 TOKENS = torch.randint(0, 97, (20,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -57,8 +58,7 @@ def pairs():
     return [(family, name) for family in MODELS for name in PLANS if family != "OPT" or "sublayer" not in name]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("family", "name"), pairs())
+@pytest.mark.parametrize(("family", "name", "backend"), list(in_turn(pairs(), BACKENDS)))
 def test_a_plan_is_the_model_without_those_sublayers(make_checkpoint, family, name, backend):
     one, plan = make_checkpoint(family, **MODELS[family]), PLANS[name]
     ours = logits_of(open_model(one.path, num_slots=64, backend=backend), plan).logits

@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from parallel.model.families.registry import read_config
 from parallel.model.layers.rope import Rope, rotate
+from tests.examples import examples
 
 MAX_POSITIONS = 256
 lengths = st.sampled_from([16, 32, 64, 128, MAX_POSITIONS])
@@ -52,7 +53,7 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_turns_as_transformers_does(name, data):
     parameters, head_dim = data.draw(SCALINGS[name]), data.draw(st.sampled_from([6, 16, 48]))

@@ -7,7 +7,7 @@ import torch
 
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
-from tests.families import FAMILIES
+from tests.families import FAMILIES, LIKE_OTHERS
 from tests.matrices import in_turn
 from tests.parallel.fake_accelerator import FakeAccelerator, MixedDevices
 
@@ -30,7 +30,7 @@ def walk(model, accelerator=None):
     return torch.cat([output.logits for output in outputs]).to("cpu"), waited
 
 
-@pytest.mark.parametrize(("family", "backend"), list(in_turn(FAMILIES, ["padded", "sdpa"])))
+@pytest.mark.parametrize(("family", "backend"), list(in_turn(FAMILIES, ["padded", "sdpa"], times=LIKE_OTHERS)))
 def test_a_pass_stays_on_its_device(make_checkpoint, monkeypatch, family, backend):
     monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
     monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)

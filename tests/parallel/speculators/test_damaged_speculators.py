@@ -55,6 +55,11 @@ def speculators(target, tmp_path_factory):
 PUBLISHED = [*test_head_layouts.LAYOUTS, "EAGLE-1", "MiMo MTP", "speculators MTP"]
 
 
+def every_second(layouts, first):
+    """The others are slow: by default a layout has one of the two kinds of damages."""
+    return [pytest.param(one, marks=[pytest.mark.slow] * ((i + first) % 2)) for i, one in enumerate(layouts)]
+
+
 @pytest.fixture
 def copied(speculators, tmp_path):
     return lambda layout: shutil.copytree(speculators(layout), tmp_path / layout)
@@ -104,7 +109,7 @@ def try_damages(path, target, rng, num_damages):
     return num_refused
 
 
-@pytest.mark.parametrize("layout", TRAINED + PUBLISHED)
+@pytest.mark.parametrize("layout", every_second(TRAINED + PUBLISHED, 0))
 def test_a_damaged_config_is_one_line_or_drafts(copied, target, layout):
     path = copied(layout)
     assert not refusal(path, target)
@@ -118,7 +123,9 @@ def test_many_damaged_configs(copied, target, layout):
     assert try_damages(copied(layout), target, random.Random(f"many {layout}"), 300) > 50
 
 
-@pytest.mark.parametrize("layout", [layout for layout in TRAINED + PUBLISHED if layout != "Medusa, pickled"])
+@pytest.mark.parametrize(
+    "layout", [one for one in every_second(TRAINED + PUBLISHED, 1) if one.values != ("Medusa, pickled",)]
+)
 def test_what_loading_would_refuse_is_refused_before(copied, target, layout):
     path = copied(layout)
     (file,) = path.glob("*.safetensors")

@@ -20,6 +20,7 @@ from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from parallel.training.interface import TargetShape
 from parallel.training.losses import forward_kl
+from tests.matrices import in_turn
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics
@@ -80,8 +81,7 @@ def drafted(runner: DraftLayerRunner, one: Trained, anchor: int) -> Tensor:
     return draft_chain(runner, one.tokens[0].tolist(), one.features, anchor + 1, STEPS)
 
 
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "backend"), list(in_turn(METHODS, EVERY_BACKEND, times=dict.fromkeys(METHODS, 2))))
 def test_passes_equal_the_training_forward(trained: Callable[..., Trained], method: str, backend: str) -> None:
     one = trained(method)
     runner, expected = one.open(backend=backend), one.expected()
@@ -216,7 +216,7 @@ def test_masks_do_not_see_later_text(trained: Callable[..., Trained]) -> None:
     assert not torch.equal(after[0], net.net.rows(net.batch, net.features[None] + 1, rows)[-1][0])
 
 
-@pytest.mark.parametrize("method", ["eagle3", "p_eagle"])
+@pytest.mark.parametrize("method", [pytest.param("eagle3", marks=pytest.mark.slow), "p_eagle"])
 def test_several_rows_learn(trained: Callable[..., Trained], method: str) -> None:
     one = trained(method, layers=2)
     check_it_learns(one.net, one.batch, num_steps=12)

@@ -45,6 +45,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "lstm": {},
     "lstm own": {"method": "lstm", "own_embedding": True, "inner": 24, "head": "shared"},
 }
+
+
+def every_second(first):
+    """The others are slow: they run the same cells in other tests."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * ((i + first) % 2)) for i, name in enumerate(METHODS)]
+
+
 assert {options.get("method", name) for name, options in METHODS.items()} == CELLS.keys(), "a row for every cell"
 READING_TOKENS = [name for name in METHODS if not name.startswith(("medusa", "blockwise"))]
 
@@ -119,7 +126,7 @@ def test_training_begins_with_what_the_target_would_say(llama: Checkpoint, tmp_p
         torch.testing.assert_close(logits, batch.head(batch.taps[FINAL][0, anchors - 1]), atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", every_second(0))
 def test_two_ranks_compute_what_one_does(
     trained: Callable[[str], TrainedHeads], on_ranks: Callable[..., list[Any]], name: str
 ) -> None:
@@ -129,7 +136,7 @@ def test_two_ranks_compute_what_one_does(
         torch.testing.assert_close(logits, alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", every_second(1))
 def test_a_tree_in_company_has_the_logits_of_its_paths_alone(trained: Callable[[str], TrainedHeads], name: str) -> None:
     """Nodes of unequal depths in one pass, and text and nodes in one pass."""
     one = trained(name)

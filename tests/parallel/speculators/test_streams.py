@@ -24,6 +24,7 @@ from parallel.speculators.streams.layers import StreamLayers
 from parallel.speculators.streams.target_pass import StreamingRunner
 from parallel.speculators.streams.training import StreamsNet, StreamsOptions, build
 from parallel.training.interface import TargetBatch
+from tests.matrices import in_turn
 from tests.parallel.backends import BACKENDS
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics
@@ -108,8 +109,7 @@ def drafted(target: ModelRunner, one: Streamed, anchor: int) -> Tensor:
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, *DRAFT_PASSES])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "backend"), list(in_turn([*VARIANTS, *DRAFT_PASSES], BACKENDS)))
 def test_passes_equal_the_training_forward(streamed: Callable[[str], Streamed], name: str, backend: str) -> None:
     """T5."""
     one = streamed(name)

@@ -102,17 +102,17 @@ def test_it_finds_the_best_of_all_cascades_of_its_levels(name):
 
 def test_it_notices_when_a_level_that_was_left_out_has_become_useful():
     world = World(MODEL)
-    world.run(20_000.0)
+    world.run(8_000.0)
     world.rates[0, TARGET] = 0.9
-    world.run(20_000.0)
-    world.used.clear()
     world.run(10_000.0)
+    world.used.clear()
+    world.run(4_000.0)
     assert world.used.most_common(1)[0][0] == (True, False, False)
 
 
 def test_idle_time_is_not_the_targets():
     world = World(MODEL)
-    world.run(20_000.0)
+    world.run(6_000.0)
     chosen = world.control.choose()
     world.now += 60_000.0  # no request, and then one
     world.control.request_opened()

@@ -78,7 +78,9 @@ def accelerator(monkeypatch, goes_on):
         yield accelerator
 
 
-@pytest.mark.parametrize("sampling", [(GREEDY,), (CUT,), (GREEDY, CUT, SAMPLED)])
+@pytest.mark.parametrize(
+    "sampling", [*(pytest.param(one, marks=pytest.mark.slow) for one in ((GREEDY,), (CUT,))), (GREEDY, CUT, SAMPLED)]
+)
 def test_a_chain_is_one_wait_for_any_sampling(accelerator, spec, sampling):
     waits, num_passes, _ = Counted(accelerator, spec, "sync").draft(*sampling)
     assert (waits, num_passes) == (1, LENGTH)

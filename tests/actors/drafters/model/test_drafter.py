@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -71,16 +72,22 @@ def judge(drafter, context, tree, num_accepted, next_token) -> None:
     context.token_ids += tokens
 
 
+@cache
+def reading_anew(path):
+    return open_model(path, num_slots=MAX_LEN)
+
+
 def check_kv(runner, path, context) -> None:
     """The rows that are kept are those of reading the text from scratch."""
     cached_len = runner.cached_len(context.request_id)
     assert runner.pool.pending_len(context.request_id) == 0
-    fresh = open_model(path, num_slots=MAX_LEN)
+    fresh = reading_anew(path)
     fresh.open("fresh")
     fresh.forward([Span("fresh", cached_len)], context.token_ids[:cached_len])
     ours, theirs = runner.pool.slots(context.request_id)[:cached_len], fresh.pool.slots("fresh")
     for kept, read in ((runner.pool.keys, fresh.pool.keys), (runner.pool.values, fresh.pool.values)):
         torch.testing.assert_close(kept[:, ours], read[:, theirs], atol=2e-5, rtol=1e-4)
+    fresh.close("fresh")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ SHAPES = {
 BUDGETS = {1: 5, 2: 3, 3: 4}
 
 
-PLACES = [("branches", "tree"), ("branches", "best"), ("sync", "chain"), ("sync", "best")]
+PLACES = [("branches", "best"), ("sync", "chain"), ("sync", "tree")]
 REST = [(pipeline, shape) for pipeline in ("branches", "sync") for shape in SHAPES]
 REST = [pytest.param(place, marks=pytest.mark.slow) for place in REST if place not in PLACES]
 

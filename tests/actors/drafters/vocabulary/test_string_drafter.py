@@ -59,7 +59,10 @@ def check_rows(runner, path, token_ids, seq_id):
         torch.testing.assert_close(kept[:, ours], read[:, theirs], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("target", "draft"), [("bytes", "pieces"), ("pieces", "bytes"), ("words", "bytes")])
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [("bytes", "pieces"), pytest.param("pieces", "bytes", marks=pytest.mark.slow), ("words", "bytes")],
+)
 def test_rows_after_any_verdict_over_awkward_text(pieces, tmp_path, target, draft):
     save_model(tmp_path, DRAFT_SIZE)
     save(tmp_path, draft, DRAFT_SIZE)
