@@ -176,8 +176,8 @@ def test_engines_share_several_drafters(open_engine, plain_texts, open_pool, pip
 
 def test_an_engine_that_waits_for_no_draft_shares_the_pool_with_one_that_does(open_engine, plain_texts, open_pool):
     """A far drafter that a pool lends: previews stream, and a lookup beside the coordinator drafts where none fits."""
-    plain = plain_texts(max_tokens=100)
-    pool, sectioned = open_pool(pipeline="tree"), sections("tree", max_tokens=100)
+    plain = plain_texts(max_tokens=70)
+    pool, sectioned = open_pool(pipeline="tree"), sections("tree", max_tokens=70)
     pipeline = PipelineConfig(PipelineName.tree, adaptive=False, local_drafter="ngram")
     far = open_engine(lent(pool), **(sectioned | {"pipeline": pipeline}))
     near = open_engine(lent(pool), **sectioned)
@@ -209,7 +209,7 @@ def test_metrics_count_what_each_engine_was_given(open_engine, open_pool, tmp_pa
         with pytest.raises(ValueError, match=f"job.metrics_port={port}: cannot listen on 127.0.0.1"):
             open_pool(metrics_port=port)
     pool = open_pool(pipeline="sync", metrics_port=port)
-    engines = [open_engine(lent(pool), **sections("sync")) for _ in range(2)]
+    engines = [open_engine(lent(pool), **sections("sync", max_tokens=30)) for _ in range(2)]
     for engine in engines:
         eventually(lambda engine=engine: accepted(engine) > 0)
     eventually(lambda: in_parallel(engines) is not None and scrape(port)["specdec_pool_running_leases"] == 2)
@@ -274,9 +274,9 @@ def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, plain_texts
 
 
 def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(open_engine, plain_texts, open_pool):
-    plain = plain_texts(max_tokens=100)
+    plain = plain_texts(max_tokens=70)
     pools = [open_pool(), open_pool()]
-    engine = open_engine(replace(lent(*pools), at_once=2), **sections(max_tokens=100))
+    engine = open_engine(replace(lent(*pools), at_once=2), **sections(max_tokens=70))
     eventually(lambda: {"draft-0", "draft@1-0"} <= {*engine.ready})
     assert not {"draft-0", "draft@1-0"} & set(engine.pids())
 
@@ -299,7 +299,10 @@ def num_drafts(pool: RunningPool) -> int:
     return sum(tenant.counts.num_drafts for tenant in _tenants(pool.pool._service))
 
 
+@pytest.mark.slow
 def test_an_engine_starts_before_its_pool(open_engine, plain_texts, open_pool, monkeypatch):
+    """By default one starts without a lease (`test_a_key_of_another_pool_opens_nothing`), and is given one at the
+    address of a pool that was gone (`test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone`)."""
     monkeypatch.setattr("cluster.runtime.pool_leases._LEASE_S", 1.0)
     pool = open_pool()
     pool.end()
