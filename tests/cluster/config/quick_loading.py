@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from typing import Any
 
+import pytest
 import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -47,3 +50,16 @@ def load_quickly(overrides: Sequence[str]) -> LaunchConfig:
     except OmegaConfBaseException as error:
         raise ValueError(describe(error)) from error
     return typed_config(config)
+
+
+def each_complaint_once(rows: Iterable[tuple[list[str], str]]) -> Iterator[Any]:
+    """Overrides and the line that refuses them; by default one row for a section and the beginning of a complaint.
+
+    Those of a section that complain in the same words are found by one check, or by checks of the same form.
+    """
+    seen = set[tuple[str, ...]]()
+    for overrides, line in rows:
+        key, _, complaint = line.partition(": ")
+        kind = (re.split(r"[.=\[]", key)[0], *complaint.split()[:3])
+        yield pytest.param(overrides, line, marks=pytest.mark.slow if kind in seen else [])
+        seen.add(kind)

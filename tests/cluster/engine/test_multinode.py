@@ -150,8 +150,8 @@ LOOKUP = ["drafter=ngram", "drafter.placement=separate"]
     ],
 )
 def test_target_and_drafter_on_hosts_of_their_own(ask: Ask, hosts, drafter, expected, pipeline, is_lookup):
-    """By default the drafter is one whose process soon starts; a model is one on Ray in `test_drill.py`, and on nodes of
-    Slurm in `test_job.py`."""
+    """By default the drafter is a lookup, whose process starts soon; models draft on Ray in `test_drill.py`, and on
+    nodes of Slurm in `test_job.py`."""
     said = ask(
         *(LOOKUP if is_lookup else drafter),
         f"pipeline={pipeline}",

@@ -341,11 +341,14 @@ ALIKE = (
     "EAGLE-3 of its authors, whole vocabulary",
     "EAGLE-3 of SpecForge",
     "EAGLE-1 for a Qwen 2",
+    "EAGLE-3 for a Qwen 2",
+    "P-EAGLE of SpecForge",
+    "MTP of MiMo",
     "Domino",
     "Medusa, safetensors",
 )
-"""Layouts of methods that another one brings to an engine; `tests/parallel/speculators/test_*_layouts.py` and
-`test_block_checkpoints.py` read them."""
+"""Layouts of methods that another one brings to an engine; `tests/parallel/speculators/test_*_layouts.py`,
+`test_layout_fields.py` and `test_block_checkpoints.py` read them."""
 
 
 @pytest.mark.parametrize("layout", list(in_turn(LAYOUTS, times=dict.fromkeys(ALIKE, 0))))
