@@ -223,8 +223,12 @@ def _overlap(ours, theirs):
     return any(a < d and c < b for a, b in ours for c, d in theirs)
 
 
+@pytest.mark.slow
 def test_an_engine_goes_on_without_a_level_that_died(monkeypatch):
-    """The level raises in the middle of the run; the others finish the requests with the same tokens."""
+    """The level raises in the middle of the run; the others finish the requests with the same tokens.
+
+    By default a level dies in `engine/test_restarts.py`.
+    """
     propose, calls = ModelDrafter.propose, []
 
     def fail_later(self, contexts, budgets):

@@ -149,7 +149,7 @@ def plain_of() -> dict[Any, list[tuple[int, ...]]]:
     [("sync", 0.0), ("branches", 1.0), ("sync", 1.0), ("branches", 0.0), ("tree", 0.0), ("tree", 1.0)],
 )
 def test_three_engines_share_one_drafter(open_engine, plain_texts, open_pool, pipeline, temperature):
-    """By default two do (`test_engines_share_several_drafters`), of which one has several."""
+    """By default two do (below, and where the metrics are read)."""
     plain = plain_texts(temperature=temperature)
     pool = open_pool(pipeline=pipeline)
     engines = [open_engine(lent(pool), **sections(pipeline, temperature)) for _ in range(3)]
@@ -162,8 +162,11 @@ def test_three_engines_share_one_drafter(open_engine, plain_texts, open_pool, pi
     eventually(lambda: pool.pool.num_leases == 0)
 
 
-@pytest.mark.parametrize("pipeline", ["sync", pytest.param("branches", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["sync", "branches"])
 def test_engines_share_several_drafters(open_engine, plain_texts, open_pool, pipeline):
+    """By default two share one (below), and passes of several are merged without engines
+    (`tests/actors/pool/test_merged_passes.py`)."""
     plain = plain_texts()
     pool = open_pool(pipeline=pipeline, lookup=NgramDrafterConfig())
     engines = [open_engine(lent(pool), **sections(pipeline)) for _ in range(2)]
@@ -273,7 +276,10 @@ def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, plain_texts
     eventually(lambda: accepted(engine) > 0)
 
 
-def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(open_engine, plain_texts, open_pool):
+@pytest.mark.parametrize("is_other_lost", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(
+    open_engine, plain_texts, open_pool, is_other_lost
+):
     plain = plain_texts(max_tokens=70)
     pools = [open_pool(), open_pool()]
     engine = open_engine(replace(lent(*pools), at_once=2), **sections(max_tokens=70))
@@ -291,8 +297,9 @@ def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(open_e
     again = open_pool(listen=pools[1].pool.address)
     eventually(lambda: all_draft(pools[0], again))
     assert [pool.pool.num_leases for pool in (pools[0], again)] == [1, 1]
-    pools[0].end()
-    eventually(lambda: all_draft(again))
+    if is_other_lost:
+        pools[0].end()
+        eventually(lambda: all_draft(again))
 
 
 def num_drafts(pool: RunningPool) -> int:
@@ -312,7 +319,9 @@ def test_an_engine_starts_before_its_pool(open_engine, plain_texts, open_pool, m
     eventually(lambda: accepted(engine) > 0)
 
 
+@pytest.mark.slow
 def test_requests_beyond_the_share_of_kv_rows_decode_plainly(open_engine, plain_texts, open_pool, monkeypatch):
+    """By default shares are bounded without an engine (`tests/actors/pool/test_shares.py`)."""
     plain = plain_texts()
     monkeypatch.setattr("actors.pool.tenant_drafter.ROWS_BESIDE_TEXT", 20)
     pool = open_pool()

@@ -240,7 +240,7 @@ def samplings_of_layouts():
     """Each layout with two samplings; by default with one, in turn, and not where others have the same parts."""
     for i, layout in enumerate(["plain", *LAYOUTS]):
         for j, sampling in enumerate((EVERY_PROCESSOR, SamplingParams(temperature=1.0, max_tokens=16, seed=3))):
-            by_default = layout == "plain" or (i % 2 == j and layout not in LIKE_OTHERS)
+            by_default = layout == "plain" or (i % 2 == j and layout not in (*LIKE_OTHERS, "model"))
             yield pytest.param(layout, sampling, marks=[] if by_default else pytest.mark.slow)
 
 

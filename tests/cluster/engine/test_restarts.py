@@ -86,8 +86,8 @@ FAULTS = {
 }
 
 
-SLOW = "branches", "lookup", "plain-target"
-"""Not by default: whose roles are those of two others."""
+SLOW = "branches", "lookup", "far", "plain-target"
+"""Not by default: whose roles are those of others, or of the rank ahead whose pass never returns (below)."""
 
 
 @pytest.mark.parametrize(

@@ -75,14 +75,16 @@ def test_every_rule_is_certified(run_certify, rule, tmp_path, capsys):
     assert "PASSED" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter",
     [
-        pytest.param(NgramDrafterConfig(min_ngram=1), marks=pytest.mark.slow),
+        NgramDrafterConfig(min_ngram=1),
         partial(ModelDrafterConfig, strategy=Strategy.tree, num_draft_tokens=6),
     ],
 )
 def test_lookups_and_trees_are_certified(run_certify, drafter, half_agreeing_drafter):
+    """By default chains are, and draws of every kind are scored (`tools/certify/test_scoring.py`)."""
     if not isinstance(drafter, NgramDrafterConfig):
         drafter = drafter(path=str(half_agreeing_drafter), device="cpu")
     certificate, error = run_certify("rejection", drafter, draws=300)

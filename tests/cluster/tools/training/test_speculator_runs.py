@@ -64,7 +64,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(target: Path, text: Path | str, **options: Any) -> LaunchConfig:
     """A run of seconds; no limit but the steps can end it."""
     words = [f"target.path={target}", f"job.text={text}", "job=train", "job.recipe=distill", "job.threads=1"]
-    words += ["job.minutes=60", "job.steps=8", "job.batch_tokens=128", "job.continuation_length=32", "job.rate=4"]
+    words += ["job.minutes=60", "job.steps=8", "job.batch_tokens=128", "job.continuation_length=16", "job.rate=4"]
     return load_quickly([*words, *(f"job.{name}={value}" for name, value in options.items())])
 
 
@@ -234,7 +234,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
             raise Killed
         return loss(self, *arguments)
 
-    config = small(target, text, data="mixed", continuation_length=16, options=f"{{start: {start}}}")
+    config = small(target, text, data="mixed", options=f"{{start: {start}}}")
     whole = train.run(config, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(DistilledDrafter, "loss", dies_at_step_six)
