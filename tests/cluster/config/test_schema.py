@@ -353,77 +353,77 @@ def test_a_spaced_word_is_banned_where_the_space_is_part_of_its_first_token(plai
 # --- refusals: field, what is wrong, remedy -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["drafter=model", "drafter.widht=3"], "drafter.widht: no such key; did you mean drafter.width?"),
-        (["drafter=ngram", "drafter.pth=x"], "drafter.pth: no such key; choose one of name, placement"),
-        (
-            ["drafter=ngram", "drafter.path=x"],
-            "drafter.path: no such key; it is one of drafter=model, speculator, auto",
-        ),
-        (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, placement"),
-        (["+spare=3"], "spare: no such key; choose one of target, drafter"),
-        (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
-        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of aded, auto, "),
-        (["drafter=4"], "a group takes the name of one of its choices"),
-        (["drafter=[model,ngram]"], "a group takes one choice"),
-        (
-            ["drafter=model", "drafter.strategy=bush"],
-            "drafter.strategy: invalid value 'bush', expected one of [chain, tree, beam, best_first, dynamic, cape]",
-        ),
-        (["target.tp=two"], "target.tp: value 'two' of type 'str' could not be converted to Integer; the default is 1"),
-        (["target.tp=null"], "target.tp: field 'target.tp' is not Optional; the default is 1"),
-        (["sampling.stop=end"], "sampling.stop: invalid value assigned: str is not a ListConfig"),
-        (["sampling.logit_bias={x:1}"], "sampling.logit_bias.x: Key x (str) is incompatible with (int)"),
-        (["sampling=3"], "sampling: is a section, not a value; set its keys"),
-        (["scheduler=${target}"], "scheduler: must be object, got TargetConfig; set its keys"),
-        (["nonsense"], "nonsense: is no override; write key=value"),
-        (["sampling.stop=[a"], "sampling.stop=[a: is no override; write key=value"),
-    ],
-)
+NOT_UNDERSTOOD = [
+    (["drafter=model", "drafter.widht=3"], "drafter.widht: no such key; did you mean drafter.width?"),
+    (["drafter=ngram", "drafter.pth=x"], "drafter.pth: no such key; choose one of name, placement"),
+    (
+        ["drafter=ngram", "drafter.path=x"],
+        "drafter.path: no such key; it is one of drafter=model, speculator, auto",
+    ),
+    (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, placement"),
+    (["+spare=3"], "spare: no such key; choose one of target, drafter"),
+    (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
+    (["drafter=eagle"], "drafter=eagle: no such choice; choose one of aded, auto, "),
+    (["drafter=4"], "a group takes the name of one of its choices"),
+    (["drafter=[model,ngram]"], "a group takes one choice"),
+    (
+        ["drafter=model", "drafter.strategy=bush"],
+        "drafter.strategy: invalid value 'bush', expected one of [chain, tree, beam, best_first, dynamic, cape]",
+    ),
+    (["target.tp=two"], "target.tp: value 'two' of type 'str' could not be converted to Integer; the default is 1"),
+    (["target.tp=null"], "target.tp: field 'target.tp' is not Optional; the default is 1"),
+    (["sampling.stop=end"], "sampling.stop: invalid value assigned: str is not a ListConfig"),
+    (["sampling.logit_bias={x:1}"], "sampling.logit_bias.x: Key x (str) is incompatible with (int)"),
+    (["sampling=3"], "sampling: is a section, not a value; set its keys"),
+    (["scheduler=${target}"], "scheduler: must be object, got TargetConfig; set its keys"),
+    (["nonsense"], "nonsense: is no override; write key=value"),
+    (["sampling.stop=[a"], "sampling.stop=[a: is no override; write key=value"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), list(each_complaint_once(NOT_UNDERSTOOD)))
 def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
     assert refusal(overrides).startswith(line)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["target.path=???"], "target.path: has no value; give target.path=..."),
-        (["target.path=${nope}"], "target.path: Interpolation key 'nope' not found"),
-        (
-            ["drafter=model", "drafter.rows=streaming", "drafter.window=9000"],
-            "drafter.rows=streaming: 10128 rows are more than the model's 8192 positions; lower sinks and window",
-        ),
-        (
-            ["drafter=model", "drafter.rows=chunks", "drafter.prefixes=[1]"],
-            "drafter.rows=chunks: contradicts drafter.prefixes",
-        ),
-        (
-            ["drafter=model", "drafter.rows=chunks", "drafter.parallel=layer", "drafter.ranks=2"],
-            "drafter.rows=chunks: has layers side by side",
-        ),
-        (["drafter=speculator", "drafter.rows=streaming"], "drafter.rows=streaming: is for models whose rows follow"),
-        (["job=plan", "job.context=4096"], "job.context=4096: is read with a cost file; add job.costs=FILE"),
-        (
-            ["job=plan", "job.layer_groups=${.name}"],
-            "job.layer_groups: must be array, got str; the default is [2, 3, 4]",
-        ),
-        (["sampling.stop=${target}"], "sampling.stop: must be array, got TargetConfig; the default is []"),
-        (["sampling.stop=['${target}']"], "sampling.stop[0]: "),
-        (
-            ["job=plan", "job.layer_groups=[{a: 1}]"],
-            "job.layer_groups[0]={'a': 1}: must be int; the default is [2, 3, 4]",
-        ),
-        (["sampling.logit_bias=${target}"], "sampling.logit_bias: must be object, got TargetConfig; the default is {}"),
-        (["sampling.logit_bias={1: {a: 1}}"], "sampling.logit_bias[...]: must be float, got object; the default is {}"),
-        (
-            ["drafter=cascade", "drafter.levels=[{name: model, branching: [{a: 1}]},ngram]"],
-            "drafter.levels[0].branching[0]={'a': 1}: must be int; the default is []",
-        ),
-        (["drafter=cascade", "drafter.levels=[{name: model, branching: {a: 1}},ngram]"], "drafter.levels[0]: "),
-    ],
-)
+OF_A_WRONG_TYPE = [
+    (["target.path=???"], "target.path: has no value; give target.path=..."),
+    (["target.path=${nope}"], "target.path: Interpolation key 'nope' not found"),
+    (
+        ["drafter=model", "drafter.rows=streaming", "drafter.window=9000"],
+        "drafter.rows=streaming: 10128 rows are more than the model's 8192 positions; lower sinks and window",
+    ),
+    (
+        ["drafter=model", "drafter.rows=chunks", "drafter.prefixes=[1]"],
+        "drafter.rows=chunks: contradicts drafter.prefixes",
+    ),
+    (
+        ["drafter=model", "drafter.rows=chunks", "drafter.parallel=layer", "drafter.ranks=2"],
+        "drafter.rows=chunks: has layers side by side",
+    ),
+    (["drafter=speculator", "drafter.rows=streaming"], "drafter.rows=streaming: is for models whose rows follow"),
+    (["job=plan", "job.context=4096"], "job.context=4096: is read with a cost file; add job.costs=FILE"),
+    (
+        ["job=plan", "job.layer_groups=${.name}"],
+        "job.layer_groups: must be array, got str; the default is [2, 3, 4]",
+    ),
+    (["sampling.stop=${target}"], "sampling.stop: must be array, got TargetConfig; the default is []"),
+    (["sampling.stop=['${target}']"], "sampling.stop[0]: "),
+    (
+        ["job=plan", "job.layer_groups=[{a: 1}]"],
+        "job.layer_groups[0]={'a': 1}: must be int; the default is [2, 3, 4]",
+    ),
+    (["sampling.logit_bias=${target}"], "sampling.logit_bias: must be object, got TargetConfig; the default is {}"),
+    (["sampling.logit_bias={1: {a: 1}}"], "sampling.logit_bias[...]: must be float, got object; the default is {}"),
+    (
+        ["drafter=cascade", "drafter.levels=[{name: model, branching: [{a: 1}]},ngram]"],
+        "drafter.levels[0].branching[0]={'a': 1}: must be int; the default is []",
+    ),
+    (["drafter=cascade", "drafter.levels=[{name: model, branching: {a: 1}},ngram]"], "drafter.levels[0]: "),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), list(each_complaint_once(OF_A_WRONG_TYPE)))
 def test_what_hydra_composes_may_be_of_a_wrong_type(overrides: list[str], line: str):
     assert refusal(overrides, load_quickly).startswith(line)
 
