@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -40,16 +41,35 @@ def composed(choices: tuple[str, ...]) -> DictConfig:
 
 
 def load_quickly(overrides: Sequence[str]) -> LaunchConfig:
-    """Does what `load_config` does without composing anew: most of its time is Hydra's."""
+    """Does what `load_config` does without composing anew, or making a schema anew: most of its time is theirs."""
     keys = [override for override in overrides if "." in override.partition("=")[0]]
-    config = composed(tuple(override for override in overrides if override not in keys)).copy()
+    config = pickle.loads(_composed_once(tuple(override for override in overrides if override not in keys)))
     try:
         for override in keys:
             key, _, value = override.partition("=")
             OmegaConf.update(config, key, yaml.safe_load(value))
     except OmegaConfBaseException as error:
         raise ValueError(describe(error)) from error
-    return typed_config(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cluster.config.compose._schema", _schema_once)
+        return typed_config(config)
+
+
+@cache
+def _composed_once(choices: tuple[str, ...]) -> bytes:
+    """Read back, it is a copy, several times sooner than one that is made node by node."""
+    return pickle.dumps(composed(choices))
+
+
+def _schema_once(record: Any) -> DictConfig:
+    """A copy of what `_schema` made of the first such record."""
+    of = record if isinstance(record, type) else (type(record), repr(record))
+    if of not in _SCHEMAS:
+        _SCHEMAS[of] = pickle.dumps(_schema(record))
+    return pickle.loads(_SCHEMAS[of])
+
+
+_SCHEMAS: dict[object, bytes] = {}
 
 
 def each_complaint_once(rows: Iterable[tuple[list[str], str]]) -> Iterator[Any]:

@@ -184,8 +184,8 @@ def test_a_job_that_cannot_run_it_says_so(entered, reference):
     assert code == 2 and "job=certify: is for targets without an encoder" in error
 
 
-def test_what_does_not_fit_the_encoder_is_refused(open_engine, reference):
-    path, _ = reference("Bart", "plain")
+def test_what_does_not_fit_the_encoder_is_refused(open_engine, tiny_checkpoint):
+    path = tiny_checkpoint("Bart")
     with open_engine("none", target=TargetConfig(path=str(path), device="cpu")) as engine:
         assert engine.ready["target-0"].facts["max_source_len"] == 256
         long = engine.submit([5] * 257)
