@@ -223,12 +223,20 @@ ORDINARY = {
 places of the batch, which it shares with two others."""
 
 
-LIKE_OTHERS = {records_without_pause.__name__, thousands_of_biases.__name__, requests_over_many_connections.__name__}
-"""Not by default: floods of other records, requests that are dear and many connections come in other attacks."""
+LIKE_OTHERS = {
+    attack.__name__
+    for attack in (
+        *(records_without_pause, thousands_of_biases, requests_over_many_connections),
+        *(impossible_parameters, impossible_distributions, more_tokens_than_asked_for, what_ranks_and_owners_send),
+    )
+}
+"""Not by default: floods of other records, requests that are dear and many connections come in other attacks; what
+impossible requests do beside others is in `test_harmful_requests.py`, and what records of others do in
+`test_hostile_neighbours.py`."""
 
 
 def attacks_under_rules() -> Iterator[Any]:
-    """By default each under its first rule; `test_harmful_requests.py` has what others make of impossible requests."""
+    """By default under the first rule."""
     for name, (_, rules) in ATTACKS.items():
         for rule in rules:
             is_usual = rule is rules[0] and name not in LIKE_OTHERS

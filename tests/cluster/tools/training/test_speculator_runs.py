@@ -265,7 +265,7 @@ def test_a_tuned_target_is_a_target(text: Path, tmp_path: Path, no_picture: None
     target = small_target(tmp_path / "untuned", 3)
     before = (target / "model.safetensors").read_bytes()
     config = small(target, text, recipe="layerskip", options="{interval: 1}")
-    outcome = train.run(replace(config, job=replace(config.job, steps=16)), tmp_path)
+    outcome = train.run(replace(config, job=replace(config.job, steps=10)), tmp_path)
     assert outcome["held_out"]["loss"] < outcome["held_out_before"]["loss"]
     assert outcome["held_out_before"]["agreement"] > 0.9  # with itself, but for bfloat16
     assert outcome["held_out"]["length_at_0.8"] > outcome["held_out_before"]["length_at_0.8"]
@@ -278,7 +278,7 @@ def test_prefixes_of_a_draft_model_learn_together(
     target: Path, text: Path, start: Path, tmp_path: Path, no_picture: None
 ):
     config = small(target, text, recipe="sorted", options=f"{{start: {start}, prefixes: [1]}}", rate=10)
-    outcome = train.run(replace(config, job=replace(config.job, steps=16)), tmp_path)
+    outcome = train.run(replace(config, job=replace(config.job, steps=10)), tmp_path)
     before, after = outcome["held_out_before"], outcome["held_out"]
     assert after["loss"] < before["loss"]
     assert {"length", "length_of_1", "length_at_0.8", "length_of_1_at_0.8"} <= set(after)
@@ -290,7 +290,7 @@ SLOW = [pytest.param(data, marks=pytest.mark.slow) for data in ("fixed", "on_pol
 @pytest.mark.parametrize("data", ["target", *SLOW])
 def test_distillation_brings_the_drafter_nearer(target: Path, text: Path, start: Path, tmp_path: Path, data: str):
     config = small(target, text, data=data, options=f"{{start: {start}, divergence: jsd}}", rate=10)
-    config = replace(config, job=replace(config.job, steps=16))
+    config = replace(config, job=replace(config.job, steps=10))
     outcome = train.run(config, tmp_path)
     before, after = outcome["held_out_before"], outcome["held_out"]
     assert after["loss"] < before["loss"] and after["loss_at_0.8"] < before["loss_at_0.8"]
