@@ -179,8 +179,8 @@ def test_engines_share_several_drafters(open_engine, plain_texts, open_pool, pip
 
 def test_an_engine_that_waits_for_no_draft_shares_the_pool_with_one_that_does(open_engine, plain_texts, open_pool):
     """A far drafter that a pool lends: previews stream, and a lookup beside the coordinator drafts where none fits."""
-    plain = plain_texts(max_tokens=70)
-    pool, sectioned = open_pool(pipeline="tree"), sections("tree", max_tokens=70)
+    plain = plain_texts(max_tokens=100)
+    pool, sectioned = open_pool(pipeline="tree"), sections("tree", max_tokens=100)
     pipeline = PipelineConfig(PipelineName.tree, adaptive=False, local_drafter="ngram")
     far = open_engine(lent(pool), **(sectioned | {"pipeline": pipeline}))
     near = open_engine(lent(pool), **sectioned)
@@ -280,9 +280,9 @@ def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, plain_texts
 def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(
     open_engine, plain_texts, open_pool, is_other_lost
 ):
-    plain = plain_texts(max_tokens=70)
+    plain = plain_texts(max_tokens=100)
     pools = [open_pool(), open_pool()]
-    engine = open_engine(replace(lent(*pools), at_once=2), **sections(max_tokens=70))
+    engine = open_engine(replace(lent(*pools), at_once=2), **sections(max_tokens=100))
     eventually(lambda: {"draft-0", "draft@1-0"} <= {*engine.ready})
     assert not {"draft-0", "draft@1-0"} & set(engine.pids())
 
