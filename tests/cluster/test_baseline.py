@@ -56,7 +56,9 @@ def test_by_itself_the_target_has_every_core(tiny_launch, placement, name):
     assert describe([rank("target", "cuda:0")], own_engine=False) == "the same engine, the same devices"
 
 
+@pytest.mark.slow
 def test_its_tokens_are_those_of_the_measured_engine_and_errors_cross_over(open_engine, monkeypatch):
+    """By default a job compares them (`jobs/test_generate.py`), and a death of such a process is seen here."""
     engine = open_engine("model")
     sampling = engine.config.sampling_params(engine.tokenizer)
     expected = [engine.submit(prompt.content, sampling).result().token_ids for prompt in PROMPTS]

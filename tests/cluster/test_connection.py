@@ -148,7 +148,7 @@ def test_two_clients_with_one_key_have_links_of_their_own(engine):
 def test_a_client_whose_key_connects_too_often_waits(engine, monkeypatch):
     """Its handshakes fail unanswered, which is no refusal of its key."""
     monkeypatch.setattr(admission, "CONNECTS_BURST", 2)
-    monkeypatch.setattr(admission, "CONNECTS_PER_S", 0.5)
+    monkeypatch.setattr(admission, "CONNECTS_PER_S", 1.0)
     with connect(engine.address, KEY.text), connect(engine.address, KEY.text) as late:
         assert late.ready["target-0"].facts["vocab_size"] == 97
 

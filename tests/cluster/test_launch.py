@@ -222,15 +222,21 @@ def test_a_sweep_goes_on_behind_a_failed_launch_and_tells_in_the_end(launched):
     ("overrides", "line"),
     [
         (["drafter=model", "drafter.widht=3"], "error: drafter.widht: no such key; did you mean drafter.width?"),
-        (["drafter=eagle"], f"error: drafter=eagle: no such choice; choose one of {DRAFTERS}"),
-        (["target.tp=two"], "error: target.tp: value 'two' of type 'str' could not be converted to Integer"),
+        pytest.param(
+            ["drafter=eagle"], f"error: drafter=eagle: no such choice; choose one of {DRAFTERS}", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["target.tp=two"],
+            "error: target.tp: value 'two' of type 'str' could not be converted to Integer",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["+spare=1"], "error: spare: no such key; choose one of target, drafter", marks=pytest.mark.slow),
         (["target.tp=0"], "error: target.tp=0: must be at least 1"),
         pytest.param(
             ["job.prompts=/no/such.jsonl"], "error: job.prompts=/no/such.jsonl: no such file", marks=pytest.mark.slow
         ),
         (["-m", "target.tp=1", "drafter=eagle,ngram"], "error: drafter=eagle: no such choice"),
-        (["--cfg", "job", "drafter=eagle"], "error: drafter=eagle: no such choice"),
+        pytest.param(["--cfg", "job", "drafter=eagle"], "error: drafter=eagle: no such choice", marks=pytest.mark.slow),
         (
             ["hydra.run.dir=/proc/no/such"],
             "error: [Errno 2] No such file or directory: '/proc/no'; choose another place",

@@ -16,7 +16,7 @@ from cluster import pocket
 from cluster.engine import Engine
 from cluster.placement.memory import footprints
 from cluster.placement.ranks import Devices, lay_out
-from tests.cluster.config.quick_loading import load_quickly
+from tests.cluster.config.quick_loading import each_complaint_once, load_quickly
 
 
 def cascade(*overrides: str) -> Any:
@@ -57,62 +57,62 @@ def test_a_level_that_passes_on_the_level_below_may_be_written_by_hand():
     assert cascade("drafter.lengths=auto", "pipeline=sync").lengths is LevelLengths.auto
 
 
-@pytest.mark.parametrize(
-    "overrides, line",
-    [
-        (["drafter.levels=[ngram]"], "drafter.levels=['ngram']: must be at least two"),
-        (
-            ["drafter.levels=[recycling,{name: model, num_draft_tokens: 0},model]", "pipeline=sync"],
-            "drafter.levels[0]=recycling: learns from level 1, which forwards drafts without a pass",
-        ),
-        (["drafter.levels=[ngram,eagle]"], "drafter.levels[1]=eagle: is no level; give a name or"),
-        (["drafter.levels=[model,ngram]"], "drafter.levels[1]=ngram: only the first level may lack a model"),
-        (["drafter.levels=[{name: ngram, pace: 2},model]"], "drafter.levels[0].pace: no such key"),
-        (
-            ["drafter.levels=[{name: ngram, max_ngram: n},model]"],
-            "drafter.levels[0].max_ngram: value 'n' of type 'str' could not be converted to Integer; the default is",
-        ),
-        (["drafter.levels=[{name: ngram, min_ngram: 0},model]"], "drafter.levels[0].min_ngram=0: must be at least 1"),
-        (
-            ["drafter.levels=[ngram,{name: model, strategy: bush}]"],
-            "drafter.levels[1].strategy: invalid value 'bush', expected one of",
-        ),
-        (
-            ["drafter.levels=[ngram,{name: model, strategy: best_first}]"],
-            "drafter.levels[1].strategy=best_first: a level that",
-        ),
-        (["drafter.levels=[ngram,{name: model, path: nowhere}]"], "drafter.levels[1].path=nowhere"),
-        (["drafter.tails=[1]"], "drafter.tails=[1]: give one for each of the 2 levels"),
-        (["drafter.tails=[1,0]"], "drafter.tails[0]=1: must be 0 or above, and 0 for the first"),
-        (["drafter.tails=[0,2]", "verify=kseq"], "drafter.tails=(0, 2): are not drawn as verify=kseq needs"),
-        (["drafter.lengths=auto", "drafter.placement=separate"], "drafter.lengths=auto: needs all levels in one"),
-        (
-            ["drafter.lengths=auto", "pipeline=branches"],
-            "drafter.lengths=auto: needs levels and target to work in",
-        ),
-        (["drafter.lengths=auto", "drafter.tails=[0,2]"], "drafter.lengths=auto: chooses among levels without tails"),
-        (["drafter.lengths=auto", "drafter.merge=2"], "drafter.lengths=auto: chooses among levels without tails"),
-        (
-            ["drafter.lengths=auto", "verify=transport"],
-            "drafter.lengths=auto: may pass on a lookup, which is not drawn as",
-        ),
-        (
-            ["drafter.levels=[{name: ngram, num_draft_tokens: 0},model]"],
-            "drafter.levels[0].num_draft_tokens=0: must be at least 1",
-        ),
-        ([PASSING_ON, "drafter.tails=[0,2]"], "drafter.levels[1].num_draft_tokens=0: cannot have tails"),
-        ([PASSING_ON, "drafter.lengths=auto"], "drafter.levels[1].num_draft_tokens=0: is the most that"),
-        ([PASSING_ON, "pipeline=tree"], "drafter.levels[1].num_draft_tokens=0: prepares nothing while the target"),
-        ([PASSING_ON, "verify=kseq"], "drafter.levels[1].num_draft_tokens=0: passes on a lookup"),
-        (["drafter.merge=2", "verify=rejection"], "drafter.merge=2: is exact with verify=coupled only"),
-        (["drafter.levels=[{name: model, ranks: 2, parallel: tensor},model]"], "drafter.levels[0]=model: needs"),
-        (
-            ["drafter.levels=[ngram,{name: model, ranks: 2, parallel: layer}]"],
-            "drafter.levels[1].layer_group=2: the first and the last of the draft model's 2 layers run alone, so none "
-            "run side by side; use drafter.levels[1].parallel=single or tensor, or give drafter.levels[1].layer_part",
-        ),
-    ],
-)
+REFUSED = [
+    (["drafter.levels=[ngram]"], "drafter.levels=['ngram']: must be at least two"),
+    (
+        ["drafter.levels=[recycling,{name: model, num_draft_tokens: 0},model]", "pipeline=sync"],
+        "drafter.levels[0]=recycling: learns from level 1, which forwards drafts without a pass",
+    ),
+    (["drafter.levels=[ngram,eagle]"], "drafter.levels[1]=eagle: is no level; give a name or"),
+    (["drafter.levels=[model,ngram]"], "drafter.levels[1]=ngram: only the first level may lack a model"),
+    (["drafter.levels=[{name: ngram, pace: 2},model]"], "drafter.levels[0].pace: no such key"),
+    (
+        ["drafter.levels=[{name: ngram, max_ngram: n},model]"],
+        "drafter.levels[0].max_ngram: value 'n' of type 'str' could not be converted to Integer; the default is",
+    ),
+    (["drafter.levels=[{name: ngram, min_ngram: 0},model]"], "drafter.levels[0].min_ngram=0: must be at least 1"),
+    (
+        ["drafter.levels=[ngram,{name: model, strategy: bush}]"],
+        "drafter.levels[1].strategy: invalid value 'bush', expected one of",
+    ),
+    (
+        ["drafter.levels=[ngram,{name: model, strategy: best_first}]"],
+        "drafter.levels[1].strategy=best_first: a level that",
+    ),
+    (["drafter.levels=[ngram,{name: model, path: nowhere}]"], "drafter.levels[1].path=nowhere"),
+    (["drafter.tails=[1]"], "drafter.tails=[1]: give one for each of the 2 levels"),
+    (["drafter.tails=[1,0]"], "drafter.tails[0]=1: must be 0 or above, and 0 for the first"),
+    (["drafter.tails=[0,2]", "verify=kseq"], "drafter.tails=(0, 2): are not drawn as verify=kseq needs"),
+    (["drafter.lengths=auto", "drafter.placement=separate"], "drafter.lengths=auto: needs all levels in one"),
+    (
+        ["drafter.lengths=auto", "pipeline=branches"],
+        "drafter.lengths=auto: needs levels and target to work in",
+    ),
+    (["drafter.lengths=auto", "drafter.tails=[0,2]"], "drafter.lengths=auto: chooses among levels without tails"),
+    (["drafter.lengths=auto", "drafter.merge=2"], "drafter.lengths=auto: chooses among levels without tails"),
+    (
+        ["drafter.lengths=auto", "verify=transport"],
+        "drafter.lengths=auto: may pass on a lookup, which is not drawn as",
+    ),
+    (
+        ["drafter.levels=[{name: ngram, num_draft_tokens: 0},model]"],
+        "drafter.levels[0].num_draft_tokens=0: must be at least 1",
+    ),
+    ([PASSING_ON, "drafter.tails=[0,2]"], "drafter.levels[1].num_draft_tokens=0: cannot have tails"),
+    ([PASSING_ON, "drafter.lengths=auto"], "drafter.levels[1].num_draft_tokens=0: is the most that"),
+    ([PASSING_ON, "pipeline=tree"], "drafter.levels[1].num_draft_tokens=0: prepares nothing while the target"),
+    ([PASSING_ON, "verify=kseq"], "drafter.levels[1].num_draft_tokens=0: passes on a lookup"),
+    (["drafter.merge=2", "verify=rejection"], "drafter.merge=2: is exact with verify=coupled only"),
+    (["drafter.levels=[{name: model, ranks: 2, parallel: tensor},model]"], "drafter.levels[0]=model: needs"),
+    (
+        ["drafter.levels=[ngram,{name: model, ranks: 2, parallel: layer}]"],
+        "drafter.levels[1].layer_group=2: the first and the last of the draft model's 2 layers run alone, so none "
+        "run side by side; use drafter.levels[1].parallel=single or tensor, or give drafter.levels[1].layer_part",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), list(each_complaint_once(REFUSED)))
 def test_refusals(overrides, line):
     with pytest.raises(ValueError) as caught:
         load_quickly(["drafter=cascade", *overrides])
@@ -223,8 +223,12 @@ def _overlap(ours, theirs):
     return any(a < d and c < b for a, b in ours for c, d in theirs)
 
 
+@pytest.mark.slow
 def test_an_engine_goes_on_without_a_level_that_died(monkeypatch):
-    """The level raises in the middle of the run; the others finish the requests with the same tokens."""
+    """The level raises in the middle of the run; the others finish the requests with the same tokens.
+
+    By default a level dies in `engine/test_restarts.py`.
+    """
     propose, calls = ModelDrafter.propose, []
 
     def fail_later(self, contexts, budgets):

@@ -31,7 +31,7 @@ from cluster.config.schema import CHOICES, LaunchConfig, PlacementName
 from cluster.observability.report import Circumstances, RunFigures
 from cluster.tools.bench.plan import expand
 from parallel.ranges import check_ranges
-from tests.cluster.config.quick_loading import composed, composed_by_hydra, load_quickly
+from tests.cluster.config.quick_loading import composed, composed_by_hydra, each_complaint_once, load_quickly
 from tests.matrices import in_turn
 
 PUBLIC_CHOICES = {
@@ -353,281 +353,281 @@ def test_a_spaced_word_is_banned_where_the_space_is_part_of_its_first_token(plai
 # --- refusals: field, what is wrong, remedy -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["drafter=model", "drafter.widht=3"], "drafter.widht: no such key; did you mean drafter.width?"),
-        (["drafter=ngram", "drafter.pth=x"], "drafter.pth: no such key; choose one of name, placement"),
-        (
-            ["drafter=ngram", "drafter.path=x"],
-            "drafter.path: no such key; it is one of drafter=model, speculator, auto",
-        ),
-        (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, placement"),
-        (["+spare=3"], "spare: no such key; choose one of target, drafter"),
-        (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
-        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of aded, auto, "),
-        (["drafter=4"], "a group takes the name of one of its choices"),
-        (["drafter=[model,ngram]"], "a group takes one choice"),
-        (
-            ["drafter=model", "drafter.strategy=bush"],
-            "drafter.strategy: invalid value 'bush', expected one of [chain, tree, beam, best_first, dynamic, cape]",
-        ),
-        (["target.tp=two"], "target.tp: value 'two' of type 'str' could not be converted to Integer; the default is 1"),
-        (["target.tp=null"], "target.tp: field 'target.tp' is not Optional; the default is 1"),
-        (["sampling.stop=end"], "sampling.stop: invalid value assigned: str is not a ListConfig"),
-        (["sampling.logit_bias={x:1}"], "sampling.logit_bias.x: Key x (str) is incompatible with (int)"),
-        (["sampling=3"], "sampling: is a section, not a value; set its keys"),
-        (["scheduler=${target}"], "scheduler: must be object, got TargetConfig; set its keys"),
-        (["nonsense"], "nonsense: is no override; write key=value"),
-        (["sampling.stop=[a"], "sampling.stop=[a: is no override; write key=value"),
-    ],
-)
+NOT_UNDERSTOOD = [
+    (["drafter=model", "drafter.widht=3"], "drafter.widht: no such key; did you mean drafter.width?"),
+    (["drafter=ngram", "drafter.pth=x"], "drafter.pth: no such key; choose one of name, placement"),
+    (
+        ["drafter=ngram", "drafter.path=x"],
+        "drafter.path: no such key; it is one of drafter=model, speculator, auto",
+    ),
+    (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, placement"),
+    (["+spare=3"], "spare: no such key; choose one of target, drafter"),
+    (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
+    (["drafter=eagle"], "drafter=eagle: no such choice; choose one of aded, auto, "),
+    (["drafter=4"], "a group takes the name of one of its choices"),
+    (["drafter=[model,ngram]"], "a group takes one choice"),
+    (
+        ["drafter=model", "drafter.strategy=bush"],
+        "drafter.strategy: invalid value 'bush', expected one of [chain, tree, beam, best_first, dynamic, cape]",
+    ),
+    (["target.tp=two"], "target.tp: value 'two' of type 'str' could not be converted to Integer; the default is 1"),
+    (["target.tp=null"], "target.tp: field 'target.tp' is not Optional; the default is 1"),
+    (["sampling.stop=end"], "sampling.stop: invalid value assigned: str is not a ListConfig"),
+    (["sampling.logit_bias={x:1}"], "sampling.logit_bias.x: Key x (str) is incompatible with (int)"),
+    (["sampling=3"], "sampling: is a section, not a value; set its keys"),
+    (["scheduler=${target}"], "scheduler: must be object, got TargetConfig; set its keys"),
+    (["nonsense"], "nonsense: is no override; write key=value"),
+    (["sampling.stop=[a"], "sampling.stop=[a: is no override; write key=value"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), list(each_complaint_once(NOT_UNDERSTOOD)))
 def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
     assert refusal(overrides).startswith(line)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["target.path=???"], "target.path: has no value; give target.path=..."),
-        (["target.path=${nope}"], "target.path: Interpolation key 'nope' not found"),
-        (
-            ["drafter=model", "drafter.rows=streaming", "drafter.window=9000"],
-            "drafter.rows=streaming: 10128 rows are more than the model's 8192 positions; lower sinks and window",
-        ),
-        (
-            ["drafter=model", "drafter.rows=chunks", "drafter.prefixes=[1]"],
-            "drafter.rows=chunks: contradicts drafter.prefixes",
-        ),
-        (
-            ["drafter=model", "drafter.rows=chunks", "drafter.parallel=layer", "drafter.ranks=2"],
-            "drafter.rows=chunks: has layers side by side",
-        ),
-        (["drafter=speculator", "drafter.rows=streaming"], "drafter.rows=streaming: is for models whose rows follow"),
-        (["job=plan", "job.context=4096"], "job.context=4096: is read with a cost file; add job.costs=FILE"),
-        (
-            ["job=plan", "job.layer_groups=${.name}"],
-            "job.layer_groups: must be array, got str; the default is [2, 3, 4]",
-        ),
-        (["sampling.stop=${target}"], "sampling.stop: must be array, got TargetConfig; the default is []"),
-        (["sampling.stop=['${target}']"], "sampling.stop[0]: "),
-        (
-            ["job=plan", "job.layer_groups=[{a: 1}]"],
-            "job.layer_groups[0]={'a': 1}: must be int; the default is [2, 3, 4]",
-        ),
-        (["sampling.logit_bias=${target}"], "sampling.logit_bias: must be object, got TargetConfig; the default is {}"),
-        (["sampling.logit_bias={1: {a: 1}}"], "sampling.logit_bias[...]: must be float, got object; the default is {}"),
-        (
-            ["drafter=cascade", "drafter.levels=[{name: model, branching: [{a: 1}]},ngram]"],
-            "drafter.levels[0].branching[0]={'a': 1}: must be int; the default is []",
-        ),
-        (["drafter=cascade", "drafter.levels=[{name: model, branching: {a: 1}},ngram]"], "drafter.levels[0]: "),
-    ],
-)
+OF_A_WRONG_TYPE = [
+    (["target.path=???"], "target.path: has no value; give target.path=..."),
+    (["target.path=${nope}"], "target.path: Interpolation key 'nope' not found"),
+    (
+        ["drafter=model", "drafter.rows=streaming", "drafter.window=9000"],
+        "drafter.rows=streaming: 10128 rows are more than the model's 8192 positions; lower sinks and window",
+    ),
+    (
+        ["drafter=model", "drafter.rows=chunks", "drafter.prefixes=[1]"],
+        "drafter.rows=chunks: contradicts drafter.prefixes",
+    ),
+    (
+        ["drafter=model", "drafter.rows=chunks", "drafter.parallel=layer", "drafter.ranks=2"],
+        "drafter.rows=chunks: has layers side by side",
+    ),
+    (["drafter=speculator", "drafter.rows=streaming"], "drafter.rows=streaming: is for models whose rows follow"),
+    (["job=plan", "job.context=4096"], "job.context=4096: is read with a cost file; add job.costs=FILE"),
+    (
+        ["job=plan", "job.layer_groups=${.name}"],
+        "job.layer_groups: must be array, got str; the default is [2, 3, 4]",
+    ),
+    (["sampling.stop=${target}"], "sampling.stop: must be array, got TargetConfig; the default is []"),
+    (["sampling.stop=['${target}']"], "sampling.stop[0]: "),
+    (
+        ["job=plan", "job.layer_groups=[{a: 1}]"],
+        "job.layer_groups[0]={'a': 1}: must be int; the default is [2, 3, 4]",
+    ),
+    (["sampling.logit_bias=${target}"], "sampling.logit_bias: must be object, got TargetConfig; the default is {}"),
+    (["sampling.logit_bias={1: {a: 1}}"], "sampling.logit_bias[...]: must be float, got object; the default is {}"),
+    (
+        ["drafter=cascade", "drafter.levels=[{name: model, branching: [{a: 1}]},ngram]"],
+        "drafter.levels[0].branching[0]={'a': 1}: must be int; the default is []",
+    ),
+    (["drafter=cascade", "drafter.levels=[{name: model, branching: {a: 1}},ngram]"], "drafter.levels[0]: "),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), list(each_complaint_once(OF_A_WRONG_TYPE)))
 def test_what_hydra_composes_may_be_of_a_wrong_type(overrides: list[str], line: str):
     assert refusal(overrides, load_quickly).startswith(line)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["target.tp=0"], "target.tp=0: must be at least 1"),
-        (["target.dtype=fp8"], "target.dtype=fp8: is unknown; choose one of auto, float32"),
-        (["target.device=tpu"], "target.device=tpu: is unknown; choose one of auto, cpu, cuda"),
+NONSENSE = [
+    (["target.tp=0"], "target.tp=0: must be at least 1"),
+    (["target.dtype=fp8"], "target.dtype=fp8: is unknown; choose one of auto, float32"),
+    (["target.device=tpu"], "target.device=tpu: is unknown; choose one of auto, cpu, cuda"),
+    (
+        ["target.all_reduce=symmetric", "target.device=cpu"],
+        "target.all_reduce=symmetric: needs GPUs; set target.device=cuda or drop it",
+    ),
+    (["target.weights=int4"], "target.weights=int4: is unknown; choose one of auto, packed, bfloat16, int8"),
+    (
+        ["target.weights=int8", "target.device=cuda"],
+        "target.weights=int8: needs target.device=cpu and target.dtype=float32; set them or drop it",
+    ),
+    (["target.weights=bfloat16", "target.device=cuda", "target.dtype=float16"], "target.weights=bfloat16: needs"),
+    (
+        ["drafter=model", "drafter.weights=int8", "drafter.dtype=bfloat16"],
+        "drafter.weights=int8: needs drafter.device=cpu and drafter.dtype=float32",
+    ),
+    (["target.stretch=-1"], "target.stretch=-1: must be 0 (off) or above"),
+    *(
         (
-            ["target.all_reduce=symmetric", "target.device=cpu"],
-            "target.all_reduce=symmetric: needs GPUs; set target.device=cuda or drop it",
-        ),
-        (["target.weights=int4"], "target.weights=int4: is unknown; choose one of auto, packed, bfloat16, int8"),
-        (
-            ["target.weights=int8", "target.device=cuda"],
-            "target.weights=int8: needs target.device=cpu and target.dtype=float32; set them or drop it",
-        ),
-        (["target.weights=bfloat16", "target.device=cuda", "target.dtype=float16"], "target.weights=bfloat16: needs"),
-        (
-            ["drafter=model", "drafter.weights=int8", "drafter.dtype=bfloat16"],
-            "drafter.weights=int8: needs drafter.device=cpu and drafter.dtype=float32",
-        ),
-        (["target.stretch=-1"], "target.stretch=-1: must be 0 (off) or above"),
-        *(
+            [f"target.pace_ms={given}"],
+            f"target.pace_ms={shown}: must be milliseconds from 0 (off) to 1000, or a table by rows, as {{1: 15.0,",
+        )
+        for given, shown in (
+            ("-1", "-1"),
+            ("1001", "1001"),
+            ("nan", "nan"),
+            ("fast", "fast"),
+            ("true", "True"),
+            ("null", "None"),
+            ("[15]", "[15]"),
+            ("{}", "{}"),
+            ("{0: 15.0}", "{0: 15.0}"),
+            ("{2: 15, 1: 16}", "{2: 15, 1: 16}"),
+            ("{1: fast}", "{1: 'fast'}"),
+            ("{one: 15}", "{'one': 15}"),
+        )
+    ),
+    (["drafter=model", "drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
+    (["drafter=speculator", "drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
+    (["drafter=self", "drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
+    (
+        ["drafter=cascade", "drafter.levels=[ngram,{name: model, pace_ms: x}]"],
+        "drafter.levels[1].pace_ms=x: must be milliseconds",
+    ),
+    (["target.kv_slots=-1"], "target.kv_slots=-1: must be 0"),
+    (["target.max_model_len=-1"], "target.max_model_len=-1: must be 0"),
+    (["target.name=other"], "target.name=other: is set by target=pocket or target=hf"),
+    (["target=hf"], "target.path='': give a directory"),
+    (["drafter=model", "drafter.name=ngram"], "drafter.name=ngram: is set by drafter=model; write drafter=ngram"),
+    (
+        ["drafter=model", "drafter.num_draft_tokens=0"],
+        "drafter.num_draft_tokens=0: must be at least 1; for none write drafter=none",
+    ),
+    (["drafter=ngram", "drafter.min_ngram=0"], "drafter.min_ngram=0: must be at least 1"),
+    (["drafter=ngram", "drafter.max_ngram=1"], "drafter.max_ngram=1: must not be below drafter.min_ngram"),
+    (["drafter=model", "drafter.ranks=0"], "drafter.ranks=0: must be at least 1"),
+    (
+        ["drafter=model", "drafter.ranks=2"],
+        "drafter.ranks=2: needs a way to share the model; add drafter.parallel=tensor or",
+    ),
+    (
+        ["drafter=model", "drafter.layer_group=2"],
+        "drafter.layer_group=2: is for layers that run side by side; add drafter.parallel",
+    ),
+    (
+        ["target.tp=7"],
+        "target.tp=7: ranks cannot share num_attention_heads=8, num_key_value_heads=4 and intermediate_size=896 "
+        "evenly; use one of 1, 2, 4, 8",
+    ),
+    (
+        ["drafter=model", "drafter.ranks=3", "drafter.parallel=tensor"],
+        "drafter.ranks=3: ranks cannot share num_attention_heads=",
+    ),
+    (
+        ["drafter=cascade", "drafter.levels=[ngram,{name: model, ranks: 3, parallel: tensor}]"],
+        "drafter.levels[1].ranks=3: ranks cannot share num_attention_heads=",
+    ),
+    (["drafter=model", "drafter.fan_out=0"], "drafter.fan_out=0: must be at least 1"),
+    (
+        ["drafter=model", "drafter.length_rule=threshold", "pipeline=branches"],
+        "drafter.length_rule=threshold: cannot end what",
+    ),
+    (
+        ["drafter=model", "drafter.length_rule=thompson", "drafter.strategy=tree"],
+        "drafter.length_rule=thompson: ends chains; leave",
+    ),
+    *(
+        (["drafter=self", *overrides], f"drafter{line}")
+        for overrides, line in (
+            (["pipeline=pearl"], "=self: runs the target's own layers, which are busy while it verifies; use pip"),
+            (["drafter.placement=separate"], ".placement=separate: drafts with the target's own layers"),
             (
-                [f"target.pace_ms={given}"],
-                f"target.pace_ms={shown}: must be milliseconds from 0 (off) to 1000, or a table by rows, as {{1: 15.0,",
-            )
-            for given, shown in (
-                ("-1", "-1"),
-                ("1001", "1001"),
-                ("nan", "nan"),
-                ("fast", "fast"),
-                ("true", "True"),
-                ("null", "None"),
-                ("[15]", "[15]"),
-                ("{}", "{}"),
-                ("{0: 15.0}", "{0: 15.0}"),
-                ("{2: 15, 1: 16}", "{2: 15, 1: 16}"),
-                ("{1: fast}", "{1: 'fast'}"),
-                ("{one: 15}", "{'one': 15}"),
-            )
-        ),
-        (["drafter=model", "drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
-        (["drafter=speculator", "drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
-        (["drafter=self", "drafter.pace_ms=-1"], "drafter.pace_ms=-1: must be milliseconds"),
-        (
-            ["drafter=cascade", "drafter.levels=[ngram,{name: model, pace_ms: x}]"],
-            "drafter.levels[1].pace_ms=x: must be milliseconds",
-        ),
-        (["target.kv_slots=-1"], "target.kv_slots=-1: must be 0"),
-        (["target.max_model_len=-1"], "target.max_model_len=-1: must be 0"),
-        (["target.name=other"], "target.name=other: is set by target=pocket or target=hf"),
-        (["target=hf"], "target.path='': give a directory"),
-        (["drafter=model", "drafter.name=ngram"], "drafter.name=ngram: is set by drafter=model; write drafter=ngram"),
-        (
-            ["drafter=model", "drafter.num_draft_tokens=0"],
-            "drafter.num_draft_tokens=0: must be at least 1; for none write drafter=none",
-        ),
-        (["drafter=ngram", "drafter.min_ngram=0"], "drafter.min_ngram=0: must be at least 1"),
-        (["drafter=ngram", "drafter.max_ngram=1"], "drafter.max_ngram=1: must not be below drafter.min_ngram"),
-        (["drafter=model", "drafter.ranks=0"], "drafter.ranks=0: must be at least 1"),
-        (
-            ["drafter=model", "drafter.ranks=2"],
-            "drafter.ranks=2: needs a way to share the model; add drafter.parallel=tensor or",
-        ),
-        (
-            ["drafter=model", "drafter.layer_group=2"],
-            "drafter.layer_group=2: is for layers that run side by side; add drafter.parallel",
-        ),
-        (
-            ["target.tp=7"],
-            "target.tp=7: ranks cannot share num_attention_heads=8, num_key_value_heads=4 and intermediate_size=896 "
-            "evenly; use one of 1, 2, 4, 8",
-        ),
-        (
-            ["drafter=model", "drafter.ranks=3", "drafter.parallel=tensor"],
-            "drafter.ranks=3: ranks cannot share num_attention_heads=",
-        ),
-        (
-            ["drafter=cascade", "drafter.levels=[ngram,{name: model, ranks: 3, parallel: tensor}]"],
-            "drafter.levels[1].ranks=3: ranks cannot share num_attention_heads=",
-        ),
-        (["drafter=model", "drafter.fan_out=0"], "drafter.fan_out=0: must be at least 1"),
-        (
-            ["drafter=model", "drafter.length_rule=threshold", "pipeline=branches"],
-            "drafter.length_rule=threshold: cannot end what",
-        ),
-        (
-            ["drafter=model", "drafter.length_rule=thompson", "drafter.strategy=tree"],
-            "drafter.length_rule=thompson: ends chains; leave",
-        ),
-        *(
-            (["drafter=self", *overrides], f"drafter{line}")
-            for overrides, line in (
-                (["pipeline=pearl"], "=self: runs the target's own layers, which are busy while it verifies; use pip"),
-                (["drafter.placement=separate"], ".placement=separate: drafts with the target's own layers"),
-                (
-                    ["drafter.calibration_policy=never"],
-                    ".calibration_policy=never: there is nothing to calibrate",
-                ),
-                (["drafter.exit=6"], ".exit=6: leaves no layer out: the target has 6; give at most 5"),
-                (
-                    ["drafter.exit=9", "target.stretch=3"],
-                    ".exit=9: leaves no layer out: the target has 9",
-                ),
-                (
-                    ["drafter.skip=[3x]"],
-                    ".skip=3x: names no sublayer; write 3a for the attention of layer 3",
-                ),
-                (["drafter.skip=[1,6m]"], ".skip=6m: the target has layers 0 to 5; give one of them"),
-                (
-                    ["drafter.exit=1", "drafter.skip=[0]"],
-                    ".skip=[0]: leaves no sublayer to draft with; drop some",
-                ),
-                (["drafter.kv_slots=9"], ".kv_slots=9: is the target's own, target.kv_slots; drop it"),
-                (
-                    ["drafter.weights=int8"],
-                    ".weights=int8: is the target's own, target.weights; drop it",
-                ),
-                (
-                    ["drafter.attention=sdpa"],
-                    ".attention=sdpa: is the target's own, target.attention; drop it",
-                ),
-            )
-        ),
-        *(
-            (["drafter=cascade", f"drafter.levels={levels}", *overrides], f"drafter{line}")
-            for levels, overrides, line in (
-                ("[self,model]", [], ".levels[0]=self: runs the target's own layers; put it last"),
-                (
-                    "[{name: model, num_threads: 1},self]",
-                    [],
-                    ".levels[0]=model: is below drafter=self, on the target's",
-                ),
-                ("[ngram,self]", ["drafter.placement=separate"], ".placement=separate: has a level on the target's"),
-                ("[ngram,{name: self, search: swift}]", [], ".levels[1].search=swift: is for drafter=self by itself"),
-                ("[ngram,self]", ["pipeline=pearl"], ".levels[1]=self: runs the target's own layers, which are busy"),
-                ("[speculator,self]", [], ".levels[0]=speculator: is no level; give a name or"),
-            )
-        ),
-        (
-            ["drafter=auto", "drafter.drafters=[suffix,[ngram,self]]", "pipeline=branches"],
-            "drafter.drafters[1].levels[1]=self: runs the target's own layers, which are busy while it verifies",
-        ),
-        (
-            ["drafter=speculator", "drafter.prune_below=0.02", "verify=coupled"],
-            "drafter.prune_below=0.02: its checkpoint has no early logits; train with",
-        ),
-        (
-            ["drafter=auto", "drafter.drafters=[self,suffix]", "drafter.placement=separate"],
-            "drafter.drafters[0].placement=separate: drafts with the target's own layers, on its ranks",
-        ),
-        (
-            ["drafter=model", "drafter.least_probability=0.6"],
-            "drafter.least_probability=0.6: is the threshold of drafter.length_rule=",
-        ),
-        (
-            ["drafter=model", "drafter.rejection_threshold=1"],
-            "drafter.rejection_threshold=1.0: must be 0 (as published) or between 0",
-        ),
-        (["drafter=model", "drafter.kv_slots=-1"], "drafter.kv_slots=-1: must be 0 (sized automatically) or above"),
-        (["drafter=model", "drafter.ahead_width=-3"], "drafter.ahead_width=-3: must be at least 1"),
-        (["sampling.seed=18446744073709551616"], "sampling.seed=18446744073709551616: must be between"),
-        (["drafter=model", "drafter.depth=0"], "drafter.depth=0: must be at least 1"),
-        (["drafter=model", "drafter.width=0"], "drafter.width=0: must be at least 1"),
-        (["verify.law_size=0"], "verify.law_size=0: must be at least 1"),
-        (
-            ["verify=kseq", "drafter=ngram"],
-            "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC",
-        ),
-        (["drafter=model", "verify=kseq", "drafter.strategy=best_first"], "verify.rule=kseq would bias the output"),
-        *(
-            (["verify=block", *tree], "verify.rule=block is for chains, not for drafts that branch; use coupled, rej")
-            for tree in (
-                ["drafter=model", "drafter.strategy=tree"],
-                ["drafter=recycling"],
-                ["drafter=suffix", "drafter.width=2"],
-            )
-        ),
-        (["scheduler.max_num_seqs=0"], "scheduler.max_num_seqs=0: must be at least 1"),
-        (["scheduler.prefill_chunk=0"], "scheduler.prefill_chunk=0: must be at least 1"),
-        (
-            ["scheduler.max_num_batched_tokens=5"],
-            "scheduler.max_num_batched_tokens=5: cannot hold one sequence's root and 8 draft tokens; raise it to at",
-        ),
-        (["cluster=existing"], "cluster.address='': give HOST:PORT"),
-        (["cluster.address=auto"], "cluster.address=auto: is only for cluster=existing"),
-        (["cluster.num_cpus=0"], "cluster.num_cpus=0: must be at least 1"),
-        (["cluster.startup_timeout_s=0"], "cluster.startup_timeout_s=0.0: must be above 0"),
-        (["job.name=bench"], "job.name=bench: is set by job=generate; write job=bench"),
-        (["sampling.temperature=-1"], "sampling.temperature=-1.0: must be 0 (greedy) or between 1e-05 and 1000"),
-        (["sampling.top_p=0"], "sampling.top_p=0.0: must be above 0 and at most 1"),
-        (
-            ["sampling.min_tokens=9", "sampling.max_tokens=8"],
-            "sampling.min_tokens=9: must be between 0 and sampling.max_tokens=8",
-        ),
-        (["target.path=/no/such/place"], "target.path=/no/such/place: no such directory; give a directory with a"),
-        (["drafter.path=/no/such/place"], "drafter.path=/no/such/place: no such directory; give a directory with a"),
-        (["job.prompts=/no/such.jsonl"], "job.prompts=/no/such.jsonl: no such file; give a JSONL file"),
-    ],
-)
+                ["drafter.calibration_policy=never"],
+                ".calibration_policy=never: there is nothing to calibrate",
+            ),
+            (["drafter.exit=6"], ".exit=6: leaves no layer out: the target has 6; give at most 5"),
+            (
+                ["drafter.exit=9", "target.stretch=3"],
+                ".exit=9: leaves no layer out: the target has 9",
+            ),
+            (
+                ["drafter.skip=[3x]"],
+                ".skip=3x: names no sublayer; write 3a for the attention of layer 3",
+            ),
+            (["drafter.skip=[1,6m]"], ".skip=6m: the target has layers 0 to 5; give one of them"),
+            (
+                ["drafter.exit=1", "drafter.skip=[0]"],
+                ".skip=[0]: leaves no sublayer to draft with; drop some",
+            ),
+            (["drafter.kv_slots=9"], ".kv_slots=9: is the target's own, target.kv_slots; drop it"),
+            (
+                ["drafter.weights=int8"],
+                ".weights=int8: is the target's own, target.weights; drop it",
+            ),
+            (
+                ["drafter.attention=sdpa"],
+                ".attention=sdpa: is the target's own, target.attention; drop it",
+            ),
+        )
+    ),
+    *(
+        (["drafter=cascade", f"drafter.levels={levels}", *overrides], f"drafter{line}")
+        for levels, overrides, line in (
+            ("[self,model]", [], ".levels[0]=self: runs the target's own layers; put it last"),
+            (
+                "[{name: model, num_threads: 1},self]",
+                [],
+                ".levels[0]=model: is below drafter=self, on the target's",
+            ),
+            ("[ngram,self]", ["drafter.placement=separate"], ".placement=separate: has a level on the target's"),
+            ("[ngram,{name: self, search: swift}]", [], ".levels[1].search=swift: is for drafter=self by itself"),
+            ("[ngram,self]", ["pipeline=pearl"], ".levels[1]=self: runs the target's own layers, which are busy"),
+            ("[speculator,self]", [], ".levels[0]=speculator: is no level; give a name or"),
+        )
+    ),
+    (
+        ["drafter=auto", "drafter.drafters=[suffix,[ngram,self]]", "pipeline=branches"],
+        "drafter.drafters[1].levels[1]=self: runs the target's own layers, which are busy while it verifies",
+    ),
+    (
+        ["drafter=speculator", "drafter.prune_below=0.02", "verify=coupled"],
+        "drafter.prune_below=0.02: its checkpoint has no early logits; train with",
+    ),
+    (
+        ["drafter=auto", "drafter.drafters=[self,suffix]", "drafter.placement=separate"],
+        "drafter.drafters[0].placement=separate: drafts with the target's own layers, on its ranks",
+    ),
+    (
+        ["drafter=model", "drafter.least_probability=0.6"],
+        "drafter.least_probability=0.6: is the threshold of drafter.length_rule=",
+    ),
+    (
+        ["drafter=model", "drafter.rejection_threshold=1"],
+        "drafter.rejection_threshold=1.0: must be 0 (as published) or between 0",
+    ),
+    (["drafter=model", "drafter.kv_slots=-1"], "drafter.kv_slots=-1: must be 0 (sized automatically) or above"),
+    (["drafter=model", "drafter.ahead_width=-3"], "drafter.ahead_width=-3: must be at least 1"),
+    (["sampling.seed=18446744073709551616"], "sampling.seed=18446744073709551616: must be between"),
+    (["drafter=model", "drafter.depth=0"], "drafter.depth=0: must be at least 1"),
+    (["drafter=model", "drafter.width=0"], "drafter.width=0: must be at least 1"),
+    (["verify.law_size=0"], "verify.law_size=0: must be at least 1"),
+    (
+        ["verify=kseq", "drafter=ngram"],
+        "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC",
+    ),
+    (["drafter=model", "verify=kseq", "drafter.strategy=best_first"], "verify.rule=kseq would bias the output"),
+    *(
+        (["verify=block", *tree], "verify.rule=block is for chains, not for drafts that branch; use coupled, rej")
+        for tree in (
+            ["drafter=model", "drafter.strategy=tree"],
+            ["drafter=recycling"],
+            ["drafter=suffix", "drafter.width=2"],
+        )
+    ),
+    (["scheduler.max_num_seqs=0"], "scheduler.max_num_seqs=0: must be at least 1"),
+    (["scheduler.prefill_chunk=0"], "scheduler.prefill_chunk=0: must be at least 1"),
+    (
+        ["scheduler.max_num_batched_tokens=5"],
+        "scheduler.max_num_batched_tokens=5: cannot hold one sequence's root and 8 draft tokens; raise it to at",
+    ),
+    (["cluster=existing"], "cluster.address='': give HOST:PORT"),
+    (["cluster.address=auto"], "cluster.address=auto: is only for cluster=existing"),
+    (["cluster.num_cpus=0"], "cluster.num_cpus=0: must be at least 1"),
+    (["cluster.startup_timeout_s=0"], "cluster.startup_timeout_s=0.0: must be above 0"),
+    (["job.name=bench"], "job.name=bench: is set by job=generate; write job=bench"),
+    (["sampling.temperature=-1"], "sampling.temperature=-1.0: must be 0 (greedy) or between 1e-05 and 1000"),
+    (["sampling.top_p=0"], "sampling.top_p=0.0: must be above 0 and at most 1"),
+    (
+        ["sampling.min_tokens=9", "sampling.max_tokens=8"],
+        "sampling.min_tokens=9: must be between 0 and sampling.max_tokens=8",
+    ),
+    (["target.path=/no/such/place"], "target.path=/no/such/place: no such directory; give a directory with a"),
+    (["drafter.path=/no/such/place"], "drafter.path=/no/such/place: no such directory; give a directory with a"),
+    (["job.prompts=/no/such.jsonl"], "job.prompts=/no/such.jsonl: no such file; give a JSONL file"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), list(each_complaint_once(NONSENSE)))
 def test_values_that_make_no_sense(overrides: list[str], line: str):
     assert refusal(overrides, load_quickly).startswith(line)
 

@@ -8,80 +8,77 @@ import pytest
 
 from cluster import pocket
 from cluster.config.compose import load_config
-from tests.cluster.config.quick_loading import load_quickly
+from tests.cluster.config.quick_loading import each_complaint_once, load_quickly
 
 LOCAL = "use cluster=local or cluster=inprocess, or drop it"
 NEAR = "pipeline.local_drafter=ngram: is for"
 PLAIN = "cluster.link_delay_ms=1.0: is for one machine, where there is no network; " + LOCAL
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
+UNFIT = [
+    (
+        ["target.numerics=invariant", "target.attention=sdpa"],
+        "target.numerics=invariant: has no target.attention=sdpa, which computes rows together; drop one of them",
+    ),
+    (
+        ["target.numerics=invariant", "target.kv_dtype=fp8", "target.device=cpu"],
+        "target.numerics=invariant: target.kv_dtype=fp8 is read on a CPU by kernels that compute rows together",
+    ),
+    (
+        ["target.numerics=invariant", "target.all_reduce=symmetric", "target.device=cuda"],
+        "target.numerics=invariant: adds in rank order, and target.all_reduce=symmetric by sizes; drop one of them",
+    ),
+    *(
         (
-            ["target.numerics=invariant", "target.attention=sdpa"],
-            "target.numerics=invariant: has no target.attention=sdpa, which computes rows together; drop one of them",
-        ),
+            ["drafter=model", "pipeline.local_drafter=ngram", f"pipeline={pipeline}"],
+            f"{NEAR} a drafter that works a",
+        )
+        for pipeline in ("sync", "pingpong", "plain")
+    ),
+    *(
         (
-            ["target.numerics=invariant", "target.kv_dtype=fp8", "target.device=cpu"],
-            "target.numerics=invariant: target.kv_dtype=fp8 is read on a CPU by kernels that compute rows together",
-        ),
-        (
-            ["target.numerics=invariant", "target.all_reduce=symmetric", "target.device=cuda"],
-            "target.numerics=invariant: adds in rank order, and target.all_reduce=symmetric by sizes; drop one of them",
-        ),
-        *(
-            (
-                ["drafter=model", "pipeline.local_drafter=ngram", f"pipeline={pipeline}"],
-                f"{NEAR} a drafter that works a",
-            )
-            for pipeline in ("sync", "pingpong", "plain")
-        ),
-        *(
-            (
-                ["pipeline.local_drafter=ngram", "pipeline=tree", f"drafter={drafter}"],
-                f"{NEAR} a draft model far away; ",
-            )
-            for drafter in ("auto", "ngram", "cascade", "none", "routed")
-        ),
-        (
-            [
-                *("pipeline.local_drafter=ngram", "pipeline=tree", "drafter=pool", "drafter.at_once=2"),
-                *("drafter.pools=[tcp://h:1,tcp://h:2]", f"drafter.key_files=[{__file__}]"),
-            ],
-            f"{NEAR} a draft model far away; use drafter=model, or drafter=pool for one at a time",
-        ),
-        (
-            ["pipeline.local_drafter=ngram", "pipeline=tree", "drafter=model", "verify=kseq"],
-            "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC; use ",
-        ),
-        (["cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
-        (["cluster=inprocess", "cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
-        (["cluster=inprocess", "cluster.address=a:1"], "cluster.address=a:1: is only for cluster=existing; add that"),
-        (["cluster=existing"], "cluster.address='': give HOST:PORT of the Ray cluster, or auto"),
-        (["cluster=slurm"], "cluster.address='': give HOST:PORT of the Ray cluster, or submit the job with `sbatch "),
-        *(
-            ([f"cluster={name}", "cluster.address=a:1", "cluster.link_delay_ms=1"], PLAIN)
-            for name in ("existing", "slurm")
-        ),
-        (["placement.nodes={target:[a]}"], "placement.nodes={'target': ['a']}: is only for clusters of several node"),
-        (["cluster=inprocess", "job=drill"], "cluster=inprocess: has no processes of this machine to kill; use clus"),
-        (["job=drill", "cluster.silence_s=0"], "cluster.silence_s=0.0: must be above 0 for job=drill"),
-        (["job=plan", "drafter=self"], "drafter.name=self: has no ranks to lay out; a plan needs drafter=model"),
-        (["job=plan", "job.costs=/no.yaml"], "job.costs=/no.yaml: no such file; give the YAML of docs/planning.md, "),
-        (["job=plan", "job.prompts=/no.jsonl"], "job.prompts=/no.jsonl: no such file; give a JSONL file with a `pro"),
-        (["job=tree", "drafter=ngram"], "drafter.name=ngram: has no tree of a fixed shape; job=tree needs drafter=m"),
-        (["job=tree", "verify=block"], "verify.rule=block: is for chains; measure with coupled, rejection, traversa"),
-        (["job=search"], "drafter.name=auto: is not drafted by the target's own layers; job=search needs drafter=s"),
-        (["job=datastore", "job.files=[]"], "job.files=[]: must name at least one file or pattern"),
-        (["pipeline.min_draft_tokens=9"], "pipeline.min_draft_tokens=9: must be from 0 to drafter.num_draft_tokens="),
-        (
-            ["scheduler.max_num_batched_tokens=5"],
-            "scheduler.max_num_batched_tokens=5: cannot hold one sequence's root and 8 draft tokens; raise it to at "
-            "least 9",
-        ),
-    ],
-)
+            ["pipeline.local_drafter=ngram", "pipeline=tree", f"drafter={drafter}"],
+            f"{NEAR} a draft model far away; ",
+        )
+        for drafter in ("auto", "ngram", "cascade", "none", "routed")
+    ),
+    (
+        [
+            *("pipeline.local_drafter=ngram", "pipeline=tree", "drafter=pool", "drafter.at_once=2"),
+            *("drafter.pools=[tcp://h:1,tcp://h:2]", f"drafter.key_files=[{__file__}]"),
+        ],
+        f"{NEAR} a draft model far away; use drafter=model, or drafter=pool for one at a time",
+    ),
+    (
+        ["pipeline.local_drafter=ngram", "pipeline=tree", "drafter=model", "verify=kseq"],
+        "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC; use ",
+    ),
+    (["cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
+    (["cluster=inprocess", "cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
+    (["cluster=inprocess", "cluster.address=a:1"], "cluster.address=a:1: is only for cluster=existing; add that"),
+    (["cluster=existing"], "cluster.address='': give HOST:PORT of the Ray cluster, or auto"),
+    (["cluster=slurm"], "cluster.address='': give HOST:PORT of the Ray cluster, or submit the job with `sbatch "),
+    *(([f"cluster={name}", "cluster.address=a:1", "cluster.link_delay_ms=1"], PLAIN) for name in ("existing", "slurm")),
+    (["placement.nodes={target:[a]}"], "placement.nodes={'target': ['a']}: is only for clusters of several node"),
+    (["cluster=inprocess", "job=drill"], "cluster=inprocess: has no processes of this machine to kill; use clus"),
+    (["job=drill", "cluster.silence_s=0"], "cluster.silence_s=0.0: must be above 0 for job=drill"),
+    (["job=plan", "drafter=self"], "drafter.name=self: has no ranks to lay out; a plan needs drafter=model"),
+    (["job=plan", "job.costs=/no.yaml"], "job.costs=/no.yaml: no such file; give the YAML of docs/planning.md, "),
+    (["job=plan", "job.prompts=/no.jsonl"], "job.prompts=/no.jsonl: no such file; give a JSONL file with a `pro"),
+    (["job=tree", "drafter=ngram"], "drafter.name=ngram: has no tree of a fixed shape; job=tree needs drafter=m"),
+    (["job=tree", "verify=block"], "verify.rule=block: is for chains; measure with coupled, rejection, traversa"),
+    (["job=search"], "drafter.name=auto: is not drafted by the target's own layers; job=search needs drafter=s"),
+    (["job=datastore", "job.files=[]"], "job.files=[]: must name at least one file or pattern"),
+    (["pipeline.min_draft_tokens=9"], "pipeline.min_draft_tokens=9: must be from 0 to drafter.num_draft_tokens="),
+    (
+        ["scheduler.max_num_batched_tokens=5"],
+        "scheduler.max_num_batched_tokens=5: cannot hold one sequence's root and 8 draft tokens; raise it to at "
+        "least 9",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), list(each_complaint_once(UNFIT)))
 def test_what_does_not_fit_together_is_refused(overrides, line):
     with pytest.raises(ValueError) as caught:
         load_quickly(overrides)

@@ -119,7 +119,7 @@ def thousands_of_biases(attacker: Attacker) -> None:
 
 
 def long_messages(attacker: Attacker) -> None:
-    for _ in range(3):
+    for _ in range(2):
         attacker.link._post(bytes(1 << 24))
         attacker.link._post(CODEC.encode(Request(1, (5,), SamplingParams(bad_words=((3,),) * 300_000))))
         attacker.link._socket.send_multipart([bytes(1 << 20)] * 5)
@@ -138,7 +138,7 @@ def report_orders_over_many_links(attacker: Attacker) -> None:
 
 
 def phases_without_end(attacker: Attacker) -> None:
-    for number in range(2000):
+    for number in range(1000):
         attacker.send(ReportOrder(reset=True, phase=f"phase {number}"))
 
 
@@ -223,11 +223,24 @@ ORDINARY = {
 places of the batch, which it shares with two others."""
 
 
+LIKE_OTHERS = {
+    attack.__name__
+    for attack in (
+        *(records_without_pause, thousands_of_biases, requests_over_many_connections),
+        *(impossible_parameters, impossible_distributions, more_tokens_than_asked_for, what_ranks_and_owners_send),
+    )
+}
+"""Not by default: floods of other records, requests that are dear and many connections come in other attacks; what
+impossible requests do beside others is in `test_harmful_requests.py`, and what records of others do in
+`test_hostile_neighbours.py`."""
+
+
 def attacks_under_rules() -> Iterator[Any]:
-    """By default each under its first rule; `test_harmful_requests.py` has what others make of impossible requests."""
+    """By default under the first rule."""
     for name, (_, rules) in ATTACKS.items():
         for rule in rules:
-            yield pytest.param(name, rule, marks=[] if rule is rules[0] else pytest.mark.slow, id=f"{name}-{rule}")
+            is_usual = rule is rules[0] and name not in LIKE_OTHERS
+            yield pytest.param(name, rule, marks=[] if is_usual else pytest.mark.slow, id=f"{name}-{rule}")
 
 
 def tokens_of(completions):

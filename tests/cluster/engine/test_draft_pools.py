@@ -149,7 +149,7 @@ def plain_of() -> dict[Any, list[tuple[int, ...]]]:
     [("sync", 0.0), ("branches", 1.0), ("sync", 1.0), ("branches", 0.0), ("tree", 0.0), ("tree", 1.0)],
 )
 def test_three_engines_share_one_drafter(open_engine, plain_texts, open_pool, pipeline, temperature):
-    """By default two do (`test_engines_share_several_drafters`), of which one has several."""
+    """By default two do (below, and where the metrics are read)."""
     plain = plain_texts(temperature=temperature)
     pool = open_pool(pipeline=pipeline)
     engines = [open_engine(lent(pool), **sections(pipeline, temperature)) for _ in range(3)]
@@ -162,8 +162,11 @@ def test_three_engines_share_one_drafter(open_engine, plain_texts, open_pool, pi
     eventually(lambda: pool.pool.num_leases == 0)
 
 
-@pytest.mark.parametrize("pipeline", ["sync", pytest.param("branches", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["sync", "branches"])
 def test_engines_share_several_drafters(open_engine, plain_texts, open_pool, pipeline):
+    """By default two share one (below), and passes of several are merged without engines
+    (`tests/actors/pool/test_merged_passes.py`)."""
     plain = plain_texts()
     pool = open_pool(pipeline=pipeline, lookup=NgramDrafterConfig())
     engines = [open_engine(lent(pool), **sections(pipeline)) for _ in range(2)]
@@ -209,7 +212,7 @@ def test_metrics_count_what_each_engine_was_given(open_engine, open_pool, tmp_pa
         with pytest.raises(ValueError, match=f"job.metrics_port={port}: cannot listen on 127.0.0.1"):
             open_pool(metrics_port=port)
     pool = open_pool(pipeline="sync", metrics_port=port)
-    engines = [open_engine(lent(pool), **sections("sync")) for _ in range(2)]
+    engines = [open_engine(lent(pool), **sections("sync", max_tokens=30)) for _ in range(2)]
     for engine in engines:
         eventually(lambda engine=engine: accepted(engine) > 0)
     eventually(lambda: in_parallel(engines) is not None and scrape(port)["specdec_pool_running_leases"] == 2)
@@ -232,7 +235,7 @@ def test_metrics_count_what_each_engine_was_given(open_engine, open_pool, tmp_pa
 
 @pytest.mark.slow
 def test_a_pool_that_is_gone_costs_speed_alone_and_one_that_is_back_drafts_again(open_engine, plain_texts, open_pool):
-    """By default one of two is gone and back, and the only one is gone (where an engine waits for no draft) or late."""
+    """By default one of two is gone, and the only one is gone (where an engine waits for no draft) or late."""
     plain = plain_texts(max_tokens=400)
     pool = open_pool()
     engine = open_engine(lent(pool), **sections(max_tokens=400))
@@ -273,7 +276,12 @@ def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, plain_texts
     eventually(lambda: accepted(engine) > 0)
 
 
-def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(open_engine, plain_texts, open_pool):
+@pytest.mark.parametrize("comes_back", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(
+    open_engine, plain_texts, open_pool, comes_back
+):
+    """By default a pool comes after its engine in the next test; one that is back drafts at once or half a minute
+    later."""
     plain = plain_texts(max_tokens=100)
     pools = [open_pool(), open_pool()]
     engine = open_engine(replace(lent(*pools), at_once=2), **sections(max_tokens=100))
@@ -288,6 +296,8 @@ def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(open_e
     eventually(lambda: all_draft(*pools))
     assert in_parallel_with(pools[1].end, engine) == plain
     eventually(lambda: all_draft(pools[0]))
+    if not comes_back:
+        return
     again = open_pool(listen=pools[1].pool.address)
     eventually(lambda: all_draft(pools[0], again))
     eventually(lambda: [pool.pool.num_leases for pool in (pools[0], again)] == [1, 1])
@@ -309,7 +319,9 @@ def test_an_engine_starts_before_its_pool(open_engine, plain_texts, open_pool, m
     eventually(lambda: accepted(engine) > 0)
 
 
+@pytest.mark.slow
 def test_requests_beyond_the_share_of_kv_rows_decode_plainly(open_engine, plain_texts, open_pool, monkeypatch):
+    """By default shares are bounded without an engine (`tests/actors/pool/test_shares.py`)."""
     plain = plain_texts()
     monkeypatch.setattr("actors.pool.tenant_drafter.ROWS_BESIDE_TEXT", 20)
     pool = open_pool()

@@ -90,12 +90,13 @@ def test_tokens_are_those_of_transformers(open_engine, reference, family, settin
         assert engine.report().counters["num_prompt_tokens"] > sum(map(len, SOURCES))
 
 
-LIKE_COPY = {"none": 0, "ngram": 0, "suffix": 0}
-"""Lookups, which are given the same text, and what every other test compares with."""
+LIKE_OTHERS = dict.fromkeys(("none", "ngram", "copy", "suffix", "itself"), 0)
+"""What others have: lookups are given the same text as `copy`, which drafts for every family (above), and the target's
+own model drafts for ranks that share both stacks."""
 
 
 @pytest.mark.parametrize(
-    "name", list(in_turn(["none", "ngram", "copy", "suffix", "model", "itself", "self"], times=LIKE_COPY))
+    "name", list(in_turn(["none", "ngram", "copy", "suffix", "model", "itself", "self"], times=LIKE_OTHERS))
 )
 def test_no_drafter_changes_a_token(open_engine, reference, name):
     (path, expected), (other, _) = reference("Marian", "rules"), reference("Bart", "rules")
@@ -187,8 +188,8 @@ def test_a_job_that_cannot_run_it_says_so(entered, reference):
     assert code == 2 and "job=certify: is for targets without an encoder" in error
 
 
-def test_what_does_not_fit_the_encoder_is_refused(open_engine, reference):
-    path, _ = reference("Bart", "plain")
+def test_what_does_not_fit_the_encoder_is_refused(open_engine, tiny_checkpoint):
+    path = tiny_checkpoint("Bart")
     with open_engine("none", target=TargetConfig(path=str(path), device="cpu")) as engine:
         assert engine.ready["target-0"].facts["max_source_len"] == 256
         long = engine.submit([5] * 257)

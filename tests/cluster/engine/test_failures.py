@@ -177,7 +177,9 @@ def test_every_client_learns_why_the_engine_failed_for_good(open_engine, break_a
             until_it_raises(lambda: idle.submit("x", SHORT))
 
 
+@pytest.mark.slow
 def test_where_the_coordinator_failed_for_good_the_others_notice_its_silence(open_engine, break_after):
+    """By default a client notices silence (`test_client.py`), and a coordinator that fails ends the engine (above)."""
     engine = open_engine(cluster=FINAL)
     with connect(engine.address, engine.secret) as client:
         break_after(Coordinator, "on", 3, RuntimeError("broken"))

@@ -78,7 +78,15 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize("rule", [rule for rule in VerifyRule if rule != "auto"])
+RULES = [
+    pytest.param(rule, marks=[] if rule in ("coupled", "rejection", "traversal") else pytest.mark.slow)
+    for rule in VerifyRule
+    if rule != "auto"
+]
+"""By default one of each kind: of coupled draws, of chains and of trees; `tests/actors/test_contract.py` has all."""
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_where_no_token_can_follow_the_request_ends_and_no_role_is_lost(open_engine, rule):
     engine = open_engine(verify=VerifyConfig(rule))
     plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))

@@ -82,7 +82,7 @@ def say(address, *chunks, pause_s=0.0):
 
 def garbage(engine):
     chance = random.Random(0)
-    for _ in range(100):
+    for _ in range(40):
         say(engine.address, chance.randbytes(chance.randrange(1, 300)))
 
 

@@ -96,8 +96,8 @@ def lossy(monkeypatch):
 @pytest.mark.parametrize(
     ("pipeline", "drafter"),
     [
-        (PipelineName.sync, "model"),
         (PipelineName.tree, "model"),
+        pytest.param(PipelineName.sync, "model", marks=pytest.mark.slow),
         *(
             pytest.param(name, drafter, marks=pytest.mark.slow)
             for name in (PipelineName.pearl, PipelineName.branches, PipelineName.pingpong)

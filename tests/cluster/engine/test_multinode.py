@@ -138,9 +138,26 @@ def ask(driver) -> Ask:
     return driver.ask
 
 
-@pytest.mark.parametrize("pipeline", [pytest.param("sync", marks=pytest.mark.slow), "branches"])
-def test_target_and_drafter_on_hosts_of_their_own(ask: Ask, hosts, drafter, expected, pipeline):
-    said = ask(*drafter, f"pipeline={pipeline}", "placement.nodes={target:[n2],draft:[n1]}", "cluster.interface=eth0")
+LOOKUP = ["drafter=ngram", "drafter.placement=separate"]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "is_lookup"),
+    [
+        pytest.param("sync", False, marks=pytest.mark.slow),
+        pytest.param("branches", False, marks=pytest.mark.slow),
+        ("branches", True),
+    ],
+)
+def test_target_and_drafter_on_hosts_of_their_own(ask: Ask, hosts, drafter, expected, pipeline, is_lookup):
+    """By default the drafter is a lookup, whose process starts soon; models draft on Ray in `test_drill.py`, and on
+    nodes of Slurm in `test_job.py`."""
+    said = ask(
+        *(LOOKUP if is_lookup else drafter),
+        f"pipeline={pipeline}",
+        "placement.nodes={target:[n2],draft:[n1]}",
+        "cluster.interface=eth0",
+    )
     assert said.get("error") is None and said["tokens"] == expected
     assert said["hosts"] == {"target-0": hosts[1].address, "draft-0": hosts[0].address}
     assert f"target-0: {hosts[1].address} cpu" in next(line for line in said["said"] if line.startswith("layout"))
@@ -153,13 +170,18 @@ def test_a_target_whose_ranks_meet_over_the_network(ask: Ask, hosts, expected):
     assert [said["hosts"][f"target-{rank}"] for rank in (0, 1)] == [host.address for host in hosts]
 
 
+@pytest.mark.slow
 def test_what_a_cluster_lacks_is_said_while_waiting_and_at_the_end(ask: Ask):
+    """By default it is said of nodes that are not there (`runtime/test_ray_nodes.py`)."""
     said = ask("drafter=ngram", "cluster.nodes=3", "cluster.wait_s=6")
     assert said["error"].startswith("cluster.nodes=3: only 2 joined: n1 (10.78.0.1), n2 (10.78.0.2)")
     assert sum(line.startswith("waiting for 5 s: cluster.nodes=3") for line in said["said"]) == 1
 
 
+@pytest.mark.slow
 def test_an_interface_that_is_not_there_is_named_with_those_that_are(ask: Ask):
+    """By default the interface that is there is used (above), and another's line is that of the process
+    (`runtime/test_ray_actors_of_backend.py`)."""
     said = ask("drafter=ngram", "cluster.interface=ib0")
     assert said["error"].startswith("cluster.interface=ib0: node n1 has no such interface with an IPv4 address")
     assert said["error"].endswith("it has eth0, lo")

@@ -1,5 +1,10 @@
 """A draft pool and two engines on hosts of their own: one is cut off and comes back, and what an earlier lease has
-drafted is sent again."""
+drafted is sent again.
+
+By default leases end, stale drafts are dropped and engines go on with a pool in one process (`test_draft_pools.py`,
+`tests/actors/pool`, `tests/actors/coordinator/test_late_drafter.py`), and an engine runs over hosts
+(`test_multinode.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ import pytest
 from tests.cluster.across_hosts import PROMPTS, answer
 from tests.cluster.hosts import Host, network
 
-pytestmark = [pytest.mark.multinode, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multinode, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

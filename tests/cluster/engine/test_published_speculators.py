@@ -341,11 +341,14 @@ ALIKE = (
     "EAGLE-3 of its authors, whole vocabulary",
     "EAGLE-3 of SpecForge",
     "EAGLE-1 for a Qwen 2",
+    "EAGLE-3 for a Qwen 2",
+    "P-EAGLE of SpecForge",
+    "MTP of MiMo",
     "Domino",
     "Medusa, safetensors",
 )
-"""Layouts of methods that another one brings to an engine; `tests/parallel/speculators/test_*_layouts.py` and
-`test_block_checkpoints.py` read them."""
+"""Layouts of methods that another one brings to an engine; `tests/parallel/speculators/test_*_layouts.py`,
+`test_layout_fields.py` and `test_block_checkpoints.py` read them."""
 
 
 @pytest.mark.parametrize("layout", list(in_turn(LAYOUTS, times=dict.fromkeys(ALIKE, 0))))
@@ -360,9 +363,11 @@ def test_chains_are_those_of_the_papers_arithmetic(
 
 
 TREES = "EAGLE-1 of its authors", "EAGLE-3 of its authors", "multi-token prediction of Gloeckle et al.", "Medusa"
+LIKE_OTHERS = TREES[0], TREES[2]
+"""Whose trees grow as those of the one behind them."""
 
 
-@pytest.mark.parametrize("layout", list(in_turn(TREES, times={"EAGLE-1 of its authors": 0})))
+@pytest.mark.parametrize("layout", list(in_turn(TREES, times=dict.fromkeys(LIKE_OTHERS, 0))))
 def test_trees_are_those_of_eagle_2(
     drafts: Callable[..., list[Drafted]], model: Model, tmp_path: Path, layout: str
 ) -> None:

@@ -121,8 +121,9 @@ def check_tokens(completion: Completion, models: list[Any]) -> None:
     assert text == completion.prompt_token_ids + completion.token_ids
 
 
-LIKE_OTHERS = {"suffix": 0, "tree": 0, "pingpong": 0}
-"""Not by default: their drafters and the parts of their pipelines that hold weights are those of others."""
+LIKE_OTHERS = dict.fromkeys(("plain", "suffix", "branches", "tree", "pingpong"), 0)
+"""Not by default: their drafters and the parts of their pipelines that hold weights are those of others;
+plain decoding is updated where a role is lost afterwards."""
 
 
 @pytest.mark.parametrize("layout", list(in_turn(LAYOUTS, times=LIKE_OTHERS)))

@@ -72,7 +72,7 @@ def test_requests_wait_for_rows_of_their_whole_text(open_engine, diffusion, expe
 
 
 @usually_llada
-@pytest.mark.parametrize("decoder", ["static", "dual"])
+@pytest.mark.parametrize("decoder", [pytest.param("static", marks=pytest.mark.slow), "dual"])
 def test_a_rank_that_is_replaced_changes_no_token(open_engine, diffusion, expected, decoder, monkeypatch):
     """It dies in the middle of blocks; the requests come again with what their clients have."""
     passes, fill = list[int](), DiffusionTargetRole._fill

@@ -23,6 +23,7 @@ LAW, IDENTITY, ROUNDING = (
     "token identity",
     "rounding",
 )
+DRAWS = 800
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def run_certify(tiny_launch, write_prompts, half_agreeing_drafter, one_free_thre
 
     def run(rule="coupled", drafter=None, **options):
         prompts = write_prompts({"prompt": "Name a bird."}, {"prompt": "abab" * 8})
-        job = CertifyConfig(prompts=prompts, **({"contexts": 1, "draws": 1200, "seeds": [0, 1]} | options))
+        job = CertifyConfig(prompts=prompts, **({"contexts": 1, "draws": DRAWS, "seeds": [0, 1]} | options))
         drafter = drafter or ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=3, device="cpu")
         sampling = SamplingConfig(max_tokens=20, ignore_eos=True)
         config = tiny_launch(job, drafter=drafter, verify=VerifyConfig(VerifyRule(rule)), sampling=sampling)
@@ -64,7 +65,7 @@ def test_every_rule_is_certified(run_certify, rule, tmp_path, capsys):
     identity = check(certificate, IDENTITY)
     assert identity["num_outputs"] == (6 if rule == "coupled" else 2) and identity["num_accepted_draft_tokens"] > 0
     distribution = check(certificate, LAW)
-    assert distribution["num_draws"] == 1200 and 0 < distribution["visible_bias"]["of first tokens"] < 0.2
+    assert distribution["num_draws"] == DRAWS and 0 < distribution["visible_bias"]["of first tokens"] < 0.2
     assert {fit["name"] for fit in distribution["comparisons"]} >= {
         "T=1, text 1, first token",
         "the engine's sampled tokens",
@@ -74,14 +75,16 @@ def test_every_rule_is_certified(run_certify, rule, tmp_path, capsys):
     assert "PASSED" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter",
     [
-        pytest.param(NgramDrafterConfig(min_ngram=1), marks=pytest.mark.slow),
+        NgramDrafterConfig(min_ngram=1),
         partial(ModelDrafterConfig, strategy=Strategy.tree, num_draft_tokens=6),
     ],
 )
 def test_lookups_and_trees_are_certified(run_certify, drafter, half_agreeing_drafter):
+    """By default chains are, and draws of every kind are scored (`tools/certify/test_scoring.py`)."""
     if not isinstance(drafter, NgramDrafterConfig):
         drafter = drafter(path=str(half_agreeing_drafter), device="cpu")
     certificate, error = run_certify("rejection", drafter, draws=300)

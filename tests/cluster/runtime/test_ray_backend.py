@@ -186,7 +186,8 @@ def test_the_dashboard_starts_beside_the_ranks_and_asks_for_the_token(running_ra
 def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     plain = open_engine("none")
     expected, of_clients = answers(plain), tokens_of(plain.generate(CLIENT_PROMPTS, GREEDY))
-    engine = open_engine_on_ray(target=replace(launch().target, tp=2))
+    lookup = NgramDrafterConfig(min_ngram=1, placement=Placement.separate)  # its process starts soonest
+    engine = open_engine_on_ray(target=replace(launch().target, tp=2), drafter=lookup)
     names = ["coordinator", "draft-0", "target-0", "target-1"]
     assert sorted(actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)) == names
     pids = {name: pid_of(name) for name in names}

@@ -64,7 +64,7 @@ def test_a_request_may_bound_its_drafts(client):
 
 def test_every_stream_joins_to_the_reply_that_is_not_streamed(client):
     """Random weights write bytes that make no character, characters of several bytes, and text cut within one."""
-    for seed in range(4):
+    for seed in range(2):
         body = {"prompt": PROMPT, "temperature": 1.2, "seed": seed, "max_tokens": 20 + 3 * seed, "n": 2}
         whole = client.completions.create(model="tiny-chat", **body)
         texts, reasons, chunks = streamed(client, **body, stream_options={"include_usage": True})
@@ -142,7 +142,7 @@ def test_each_choice_has_a_seed_of_its_own_that_gives_it_again(client):
 
 def test_a_stop_string_ends_the_text_wherever_drafts_end(client, server: RunningServer):
     text = client.completions.create(model="tiny-chat", prompt=PROMPT, **SAMPLED).choices[0].text
-    for start in range(2, len(text) - 4, 7):
+    for start in range(2, len(text) - 4, 11):
         stop = text[start : start + 3]
         body = {"prompt": PROMPT, **SAMPLED, "stop": [stop]}
         whole = client.completions.create(model="tiny-chat", **body).choices[0]

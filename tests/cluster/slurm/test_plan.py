@@ -285,8 +285,14 @@ def test_a_job_without_the_commands_of_slurm_is_one_line(tmp_path):
     assert done.stderr.startswith("error: scontrol: not found") and "cluster=local" in done.stderr
 
 
-def test_a_mistake_in_a_job_is_one_line_before_anything_is_started():
-    for override, line in (("target.tp=0", "target.tp=0: must be at least 1"), ("pipeline=x", "pipeline=x: no such")):
-        done = run_script(override, "--dry-run", **JOB)
-        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {line}"), done.stderr
-        assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("target.tp=0", "target.tp=0: must be at least 1"),
+        pytest.param("pipeline=x", "pipeline=x: no such", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mistake_in_a_job_is_one_line_before_anything_is_started(override, line):
+    done = run_script(override, "--dry-run", **JOB)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {line}"), done.stderr
+    assert done.stderr.count("\n") == 1

@@ -159,9 +159,16 @@ def fits_of(readers, rule, kind, *, lookup=False, width=2, num_draws=600):
     return fit_draws("text", text, num_draws, lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("rule", "kind"), [(rule, kind) for rule in RULES for kind in sorted(EXACT_FOR[rule][0])] + [("coupled", 1)]
-)
+def rules_and_kinds():
+    """Every rule with each kind of draw that it is exact for; by default with one, another for the next rule."""
+    for place, rule in enumerate(RULES):
+        kinds = sorted(EXACT_FOR[rule][0])
+        for i, kind in enumerate(kinds):
+            yield pytest.param(rule, kind, marks=[] if i == place % len(kinds) else pytest.mark.slow)
+    yield "coupled", 1
+
+
+@pytest.mark.parametrize(("rule", "kind"), list(rules_and_kinds()))
 def test_counted_draws_of_a_right_rule_fit(readers, rule, kind):
     lookup = kind == SamplingKind.DETERMINISTIC
     width = 1 if lookup or rule == "block" else 2

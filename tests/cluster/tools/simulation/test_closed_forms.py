@@ -67,7 +67,7 @@ def test_plain_is_one_pass_a_token_and_two_hops():
     assert result.tokens_per_pass == 1 and result.mean_acceptance_length is None and result.branch_hit_rate is None
 
 
-@pytest.mark.parametrize(("alpha", "length"), list(in_turn([0.5, 0.8, 0.95], [5, 1])))
+@pytest.mark.parametrize(("alpha", "length"), list(in_turn([0.5, 0.8, 0.95], [5, 1], times={0.5: 0})))
 def test_synchronous_chain(alpha, length):
     """E tokens in K draft passes, one target pass and four hops."""
     case = scenario(
@@ -176,8 +176,10 @@ WORKED_TABLE = {
 TP8; draft length and tokens/s of enumeration on TP4 at hit rates 0.8 and 0.9."""
 
 
-@pytest.mark.parametrize("alpha", [0.8, *(pytest.param(alpha, marks=pytest.mark.slow) for alpha in (0.6, 0.7, 0.9))])
+@pytest.mark.slow
+@pytest.mark.parametrize("alpha", WORKED_TABLE)
 def test_worked_table(alpha):
+    """By default the formulas behind it are met (above)."""
     sync_length, sync_speed, length, (at_80, at_90) = WORKED_TABLE[alpha]
     sync = simulate(scenario("sync", alpha, ModelDrafterConfig(num_draft_tokens=sync_length), verify=TP8, **LONG))
     assert sync.tokens_per_s == pytest.approx(sync_speed, rel=0.015)

@@ -153,7 +153,6 @@ def is_near(rows: torch.Tensor, expected: torch.Tensor) -> bool:
 
 QUICK = [("OPT", "layerskip"), ("OPT", "dflash")]
 QUICK += [
-    ("Gemma3", "eesd"),
     ("Gemma3", "chimera"),
     ("Llama", "sdar"),
     ("OPT", "sdar"),

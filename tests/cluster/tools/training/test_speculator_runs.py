@@ -64,7 +64,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(target: Path, text: Path | str, **options: Any) -> LaunchConfig:
     """A run of seconds; no limit but the steps can end it."""
     words = [f"target.path={target}", f"job.text={text}", "job=train", "job.recipe=distill", "job.threads=1"]
-    words += ["job.minutes=60", "job.steps=8", "job.batch_tokens=128", "job.continuation_length=32", "job.rate=4"]
+    words += ["job.minutes=60", "job.steps=8", "job.batch_tokens=128", "job.continuation_length=16", "job.rate=4"]
     return load_quickly([*words, *(f"job.{name}={value}" for name, value in options.items())])
 
 
@@ -234,7 +234,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
             raise Killed
         return loss(self, *arguments)
 
-    config = small(target, text, data="mixed", continuation_length=16, options=f"{{start: {start}}}")
+    config = small(target, text, data="mixed", options=f"{{start: {start}}}")
     whole = train.run(config, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(DistilledDrafter, "loss", dies_at_step_six)
@@ -265,7 +265,7 @@ def test_a_tuned_target_is_a_target(text: Path, tmp_path: Path, no_picture: None
     target = small_target(tmp_path / "untuned", 3)
     before = (target / "model.safetensors").read_bytes()
     config = small(target, text, recipe="layerskip", options="{interval: 1}")
-    outcome = train.run(replace(config, job=replace(config.job, steps=16)), tmp_path)
+    outcome = train.run(replace(config, job=replace(config.job, steps=10)), tmp_path)
     assert outcome["held_out"]["loss"] < outcome["held_out_before"]["loss"]
     assert outcome["held_out_before"]["agreement"] > 0.9  # with itself, but for bfloat16
     assert outcome["held_out"]["length_at_0.8"] > outcome["held_out_before"]["length_at_0.8"]
@@ -278,7 +278,7 @@ def test_prefixes_of_a_draft_model_learn_together(
     target: Path, text: Path, start: Path, tmp_path: Path, no_picture: None
 ):
     config = small(target, text, recipe="sorted", options=f"{{start: {start}, prefixes: [1]}}", rate=10)
-    outcome = train.run(replace(config, job=replace(config.job, steps=16)), tmp_path)
+    outcome = train.run(replace(config, job=replace(config.job, steps=10)), tmp_path)
     before, after = outcome["held_out_before"], outcome["held_out"]
     assert after["loss"] < before["loss"]
     assert {"length", "length_of_1", "length_at_0.8", "length_of_1_at_0.8"} <= set(after)
@@ -290,7 +290,7 @@ SLOW = [pytest.param(data, marks=pytest.mark.slow) for data in ("fixed", "on_pol
 @pytest.mark.parametrize("data", ["target", *SLOW])
 def test_distillation_brings_the_drafter_nearer(target: Path, text: Path, start: Path, tmp_path: Path, data: str):
     config = small(target, text, data=data, options=f"{{start: {start}, divergence: jsd}}", rate=10)
-    config = replace(config, job=replace(config.job, steps=16))
+    config = replace(config, job=replace(config.job, steps=10))
     outcome = train.run(config, tmp_path)
     before, after = outcome["held_out_before"], outcome["held_out"]
     assert after["loss"] < before["loss"] and after["loss_at_0.8"] < before["loss_at_0.8"]
