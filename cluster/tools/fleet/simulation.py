@@ -87,9 +87,7 @@ def simulate_fleet(
 
 
 class _FleetSimulation:
-    def __init__(
-        self, fleet: Fleet, layout: FleetLayout, progress: Callable[[float], None], texts: TextSource
-    ) -> None:
+    def __init__(self, fleet: Fleet, layout: FleetLayout, progress: Callable[[float], None], texts: TextSource) -> None:
         self._fleet, self._layout, self._progress = fleet, layout, progress
         self._clock = VirtualClock()
         self._cells: list[Cell] = []
