@@ -223,7 +223,7 @@ class Engine(Client):
     def _on_record(self, record: Any) -> None:
         if isinstance(record, Ready | Silent) and identity_of(record.role, record.rank) in self._lent_ranks:
             if isinstance(record, Silent) and self._lease is not None:
-                self._lease.lost(identity_of(record.role, record.rank))
+                self._lease.lost(identity_of(record.role, record.rank), record.incarnation)
         elif isinstance(record, WeightsUpdated) and self._weight_updates is not None:
             self._weight_updates.ended(record)
         else:

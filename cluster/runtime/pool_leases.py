@@ -135,6 +135,7 @@ class PoolLeases:
         self._granted = threading.Event()
         self._stopped = threading.Event()
         self._was_lost = threading.Event()
+        self._is_over = threading.Event()
         self.refusal: LeaseAnswer | None = None
         """The last answer, if it was a refusal."""
         self._thread = threading.Thread(target=self._run, name="pool-leases", daemon=True)
@@ -153,9 +154,13 @@ class PoolLeases:
                 break
         return self._granted.is_set()
 
-    def lost(self) -> None:
-        """The coordinator has given the draft rank up: another lease is needed. From any thread."""
-        self._was_lost.set()
+    def lost(self, number: int | None) -> None:
+        """The coordinator has given up the draft rank of the lease of this number, or knows no process of it: another
+        lease is needed. From any thread."""
+        if number is None:
+            self._was_lost.set()
+        elif number == self._number:
+            self._is_over.set()
 
     def close(self) -> None:
         self._stopped.set()
@@ -195,6 +200,7 @@ class PoolLeases:
     def _hold(self, link: Link) -> None:
         """Order and renew at one pool, until it is no use any more."""
         heard_at, granted_at = time.monotonic(), math.inf
+        self._is_over.clear()
         while not self._stopped.is_set():
             link.send(replace(self._order(), number=self._number))
             answer = self._answer(link)
@@ -214,7 +220,8 @@ class PoolLeases:
                 return
             was_lost = self._was_lost.is_set()
             self._was_lost.clear()
-            if was_lost and now - granted_at > PATIENCE_S:  # until its rank is there it is reported again and again
+            was_lost &= now - granted_at > PATIENCE_S  # until its rank is there that is reported again and again
+            if was_lost or self._is_over.is_set():  # a pool that came back at its address knows nothing of it
                 log.warning("%s: its drafter was lost", self.pool)
                 return
             if answer is not None:
@@ -279,10 +286,11 @@ class DraftLease:
         for line in missing:
             progress(line + until)
 
-    def lost(self, rank: str) -> None:
-        """The coordinator has given this draft rank up: another lease is needed. From any thread."""
+    def lost(self, rank: str, number: int | None) -> None:
+        """The coordinator has given up this draft rank's process of this number, or knows none: another lease is
+        needed. From any thread."""
         if (leases := self._leases.get(rank)) is not None:
-            leases.lost()
+            leases.lost(number)
 
     def close(self) -> None:
         for leases in self._leases.values():

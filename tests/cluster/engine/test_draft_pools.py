@@ -280,8 +280,7 @@ def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, plain_texts
 def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(
     open_engine, plain_texts, open_pool, comes_back
 ):
-    """By default a pool comes after its engine in the next test; one that is back drafts at once or half a minute
-    later."""
+    """By default a pool comes after its engine in the next test."""
     plain = plain_texts(max_tokens=100)
     pools = [open_pool(), open_pool()]
     engine = open_engine(replace(lent(*pools), at_once=2), **sections(max_tokens=100))

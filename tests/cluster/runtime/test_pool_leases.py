@@ -1,9 +1,16 @@
-"""The order in which an engine asks its pools for a lease."""
+"""The order in which an engine asks its pools for a lease, and what ends one."""
 
 from __future__ import annotations
 
-from actors.protocol.leases import LeaseAnswer
-from cluster.runtime.pool_leases import FASTER_S, PoolOffer, ranked
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseTerms
+from cluster.runtime import pool_leases
+from cluster.runtime.pool_leases import FASTER_S, PoolLeases, PoolOffer, ranked
 
 SILENT = PoolOffer()
 
@@ -24,3 +31,63 @@ def test_the_configured_order_decides_between_pools_that_are_about_equal():
 def test_pools_that_lend_nothing_are_last():
     assert ranked([SILENT, offer(0.001, why="all 1 leases are taken"), offer(0.5)]) == [2, 0, 1]
     assert ranked([SILENT]) == [0]
+
+
+# --- what ends a lease ------------------------------------------------------------------------------------------------
+
+
+class Granting:
+    """A pool that grants whatever is ordered, as one that was started again at its address does with a renewal."""
+
+    address = "tcp://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.orders: list[int] = []
+
+    def open(self) -> Granting:
+        return self
+
+    def send(self, order: LeaseOrder) -> None:
+        self.orders.append(order.number)
+
+    def receive(self, timeout_s: float) -> LeaseAnswer:
+        return LeaseAnswer(self.orders[-1])
+
+    def close(self) -> None:
+        pass
+
+    def renewed(self, times: int = 2) -> int:
+        """The number of the lease after so many further orders."""
+        wanted, deadline = len(self.orders) + times, time.monotonic() + 60
+        while len(self.orders) < wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        return self.orders[-1]
+
+
+@pytest.fixture
+def granted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Granting, PoolLeases]]:
+    monkeypatch.setattr(pool_leases, "RENEW_S", 0.005)
+    pool: Any = Granting()
+    order = LeaseOrder(0, "tcp://127.0.0.1:2", b"", LeaseTerms("coupled", "sync"), 100, 100, 4)
+    leases = PoolLeases([pool], lambda: order)
+    assert leases.wait(60) and pool.renewed() == 1
+    yield pool, leases
+    leases.close()
+
+
+def test_a_lease_whose_rank_is_lost_is_replaced_however_soon_and_though_the_pool_renews_it(granted) -> None:
+    pool, leases = granted
+    leases.lost(1)
+    assert pool.renewed() == 2
+    leases.lost(1)  # said again of the lease that is gone
+    assert pool.renewed() == 2
+
+
+def test_that_no_rank_is_there_yet_ends_no_new_lease_but_an_old_one(granted, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, leases = granted
+    leases.lost(None)
+    assert pool.renewed() == 1
+    monkeypatch.setattr(pool_leases, "PATIENCE_S", 0.0)
+    leases.lost(None)
+    assert pool.renewed() == 2
