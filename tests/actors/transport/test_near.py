@@ -1,6 +1,7 @@
 """Records between threads of one process: who handles them, in which order, and where an error goes."""
 
 import threading
+import time
 
 import pytest
 
@@ -106,6 +107,19 @@ def test_a_call_ends_the_wait_without_a_record(hub):
     hub.wake()
     thread.join()
     assert received == [None]
+
+
+def test_a_record_that_cannot_be_read_does_not_use_a_call_up(hub):
+    """A client that sends such records without pause would else keep the thread that receives from what it is called
+    for."""
+    far = open_link(hub.address.replace("127.0.0.1", "localhost"), "target-1", KEYS.of("target-1"))
+    far._post(b"garbage")
+    assert hub._socket.poll(10_000)
+    hub.wake()
+    started = time.monotonic()
+    assert hub.receive(10.0) is None and hub.num_unreadable == 1
+    assert time.monotonic() - started < 10.0
+    far.close()
 
 
 def test_a_record_to_another_process_is_sent_while_a_thread_waits_for_one(hub):
