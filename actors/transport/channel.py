@@ -113,6 +113,7 @@ class _Endpoint(Reader):
         descriptors = [*self._descriptors[:num_sockets], *self._also_watched]
         sources = [*watched, *((descriptor, zmq.POLLIN) for descriptor in self._also_watched)]
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._ended_by = []
         while True:
             for socket, _ in watched:  # ZeroMQ looks at a socket's descriptor when its events are read
                 if int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -254,7 +255,7 @@ class Hub(_Endpoint):
         return [*self._names, *(name for other in others for name in other.identities)]
 
     def wake(self) -> None:
-        """Make `receive` return, from any thread: if no record came with None, now or when it is called next."""
+        """Make `receive` return, from any thread: with None, now or when it is called next, or with a record."""
         self._is_called = True
         self._end_wait()
 
@@ -371,12 +372,13 @@ class Hub(_Endpoint):
         while True:
             message = super()._next_message(timeout_s)
             if message is None and self._woken.fileno() in self._ended_by:
-                self._ended_by = []
                 self._woken.recv(1 << 12)
             self._send_waiting()
-            is_called, self._is_called = self._is_called, False
-            if message is not None or is_called or self._has_taken():
-                return message
+            if message is not None:
+                return message  # it may be unreadable, so a call is still to be answered
+            if self._is_called or self._has_taken():
+                self._is_called = False
+                return None
             if deadline is not None and (timeout_s := deadline - time.monotonic()) <= 0:
                 return None
 
@@ -388,7 +390,7 @@ class Hub(_Endpoint):
         if pause_s := self._meter.pause_s():
             is_rest = timeout_s is not None and timeout_s <= pause_s
             socket = super()._wait(timeout_s if is_rest else pause_s, len(self._watched) - 1)
-            if socket is not None or is_rest:
+            if socket is not None or is_rest or self._ended_by:
                 return socket
             timeout_s = timeout_s and timeout_s - pause_s
         return super()._wait(timeout_s, num_sockets)

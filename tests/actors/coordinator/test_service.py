@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 
+from actors.coordinator import service
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.scheduler import Load
-from actors.coordinator.service import LONGEST_FIELDS
+from actors.coordinator.service import LONGEST_FIELDS, CoordinatorService
 from actors.coordinator.state_machine import Coordinator
+from actors.policy import draft_wait
 from actors.protocol.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
 from actors.protocol.membership import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Stop
 from actors.protocol.messages import (
@@ -70,6 +73,32 @@ def test_an_error_in_the_thread_of_a_rank_ends_the_service_and_not_the_rank(open
     stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=2)))
     stage.thread.join(WAIT_S)
     assert isinstance(stage.ended[0], ZeroDivisionError)
+
+
+def test_a_wait_for_drafts_that_begins_while_the_loop_goes_to_sleep_ends_in_time(open_stage, monkeypatch):
+    """The thread of a rank begins it after the loop has asked how long it may sleep."""
+    has_asked, may_sleep, wait_until = threading.Event(), threading.Event(), CoordinatorService._wait_until
+
+    def ask_slowly(self) -> float:
+        answer = wait_until(self)
+        if threading.current_thread() is stage.thread and service.HEARTBEAT_S > 1:
+            has_asked.set()
+            assert may_sleep.wait(WAIT_S)
+        return answer
+
+    monkeypatch.setattr(draft_wait, "HANG_S", 0.2)
+    stage = open_stage(near=True)
+    stage.get_ready()
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
+    prompt, drafts = stage.receive("target-0"), stage.receive("draft-0")
+    stage.send("draft-0", ProposalBatch(drafts.round, (), 0.0, 0.0))
+    monkeypatch.setattr(CoordinatorService, "_wait_until", ask_slowly)
+    monkeypatch.setattr(service, "HEARTBEAT_S", 1e4)  # from its next sleep on nothing else ends it
+    assert has_asked.wait(WAIT_S)
+    stage.send("target-0", VerdictBatch(prompt.round, (Verdict(1, 0, 2, (), (7,)),), 0.0, 0.0, 2))
+    assert stage.receive("draft-0").orders and stage.links["target-0"].receive(0) is None, "a draft is waited for"
+    may_sleep.set()
+    assert isinstance(stage.receive("target-0"), VerifyBatch)
 
 
 def test_a_level_hears_nothing_that_was_meant_for_an_epoch_it_has_left(open_stage):

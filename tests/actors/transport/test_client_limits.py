@@ -214,6 +214,18 @@ def test_while_clients_have_had_their_time_the_others_are_read(hub_without_time)
         link.close()
 
 
+def test_what_ends_a_wait_does_not_end_the_pause_of_clients(hub, open_link):
+    """A hub is woken for every record that another thread sends through it."""
+    greet(hub, client := open_link("client:1"))
+    client.send(Hello())
+    assert hub._client_socket.poll(10_000)
+    hub._meter._resume_at = time.monotonic() + 30.0
+    hub.wake()
+    assert hub.receive(60.0) is None
+    hub._meter._resume_at = 0.0
+    assert hub.receive(10.0) == ("client:1", Hello())
+
+
 def test_the_work_for_a_record_counts_until_the_next_is_asked_for(hub, open_link, monkeypatch):
     clock = iter([10.0, 10.25, 20.0, 20.5])
     monkeypatch.setattr(work_meter.time, "thread_time", lambda: next(clock))

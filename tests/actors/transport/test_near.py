@@ -1,6 +1,7 @@
 """Records between threads of one process: who handles them, in which order, and where an error goes."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -72,6 +73,42 @@ def test_what_comes_during_a_turn_is_handled_at_its_end(hub):
     assert handled == [Abort(1)]
 
 
+class LateLock:
+    """A lock; what `before` does comes after the last look of the thread that releases it, and before it is free."""
+
+    def __init__(self, before) -> None:
+        self._lock = threading.Lock()
+        self._before = iter(before)
+
+    def acquire(self, blocking=True) -> bool:
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        if (do := next(self._before, None)) is not None:
+            thread = threading.Thread(target=do)
+            thread.start()
+            thread.join()
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize("is_turn", [False, True], ids=["handling", "turn"])
+def test_what_comes_while_a_thread_leaves_is_handled_by_that_thread(hub, is_turn):
+    handled = []
+    hub.serve_near(lambda _, record: handled.append((threading.get_ident(), record)) is None)
+    link, late = link_to(hub, "target-0"), link_to(hub, "target-1")
+    hub._near.turn = LateLock([lambda: late.send(Abort(2)), lambda: late.send(Abort(3))])
+    with hub.turn() if is_turn else nullcontext():
+        link.send(Abort(1))
+    me = threading.get_ident()
+    assert sorted(handled, key=str) == [(me, Abort(1)), (me, Abort(2)), (me, Abort(3))]
+
+
 def test_an_error_is_the_receivers_and_what_follows_waits_for_the_next_one_to_handle(hub):
     def fail(_, record):
         raise RuntimeError(f"about {record}")
@@ -106,6 +143,24 @@ def test_a_call_ends_the_wait_without_a_record(hub):
     hub.wake()
     thread.join()
     assert received == [None]
+
+
+def test_a_record_that_cannot_be_read_does_not_use_a_call_up(hub):
+    """A client that sends such records without pause would else keep the thread that receives from what it is called
+    for."""
+    far = open_link(hub.address.replace("127.0.0.1", "localhost"), "target-1", KEYS.of("target-1"))
+    far._post(b"garbage")
+    assert hub._socket.poll(10_000)
+    hub.wake()
+    received = []
+    thread = threading.Thread(target=lambda: received.append(hub.receive()))
+    thread.start()
+    thread.join(10.0)
+    ended = [*received]
+    hub.wake()
+    thread.join()
+    assert ended == [None] and hub.num_unreadable == 1
+    far.close()
 
 
 def test_a_record_to_another_process_is_sent_while_a_thread_waits_for_one(hub):
