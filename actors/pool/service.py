@@ -212,6 +212,8 @@ class PoolService:
         lease_s = self._limits.lease_s
         if tenant is not None and tenant.order.number > order.number:
             return f"lease {tenant.order.number} has replaced it"
+        if order.is_renewal:
+            return f"it knows nothing of lease {order.number}, as one that was started since"
         if tenant is not None and tenant.has_failed and time.monotonic() - tenant.heard_at < lease_s:
             return f"its last lease failed ({tenant.why}); another after {lease_s:g} s"
         return self._why_full(client, tenant)

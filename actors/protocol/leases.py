@@ -47,7 +47,8 @@ class LeaseTerms:
 
 @dataclass(frozen=True, slots=True)
 class LeaseOrder:
-    """Engine to pool: begin lease `number`, or renew it; a higher number ends the engine's earlier ones.
+    """Engine to pool: begin lease `number`, or renew it; a higher number ends the engine's earlier ones. One that was
+    granted before, `is_renewal`, is refused by a pool that was started since: its rank would pass for the earlier one.
 
     The pool connects to `hub_address`, whose public key is `hub`, with the key `private` of the engine's draft rank at
     this `seat`, as its process `number`. Texts have at most `max_model_len` tokens below `vocab_size`, orders at most
@@ -63,6 +64,7 @@ class LeaseOrder:
     num_draft_tokens: int
     private: bytes = field(repr=False, default=b"")
     seat: int = 0
+    is_renewal: bool = False
 
     def check(self) -> None:
         """Raise ValueError, one line, for a field that is out of range."""

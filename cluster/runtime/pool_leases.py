@@ -202,7 +202,7 @@ class PoolLeases:
         heard_at, granted_at = time.monotonic(), math.inf
         self._is_over.clear()
         while not self._stopped.is_set():
-            link.send(replace(self._order(), number=self._number))
+            link.send(replace(self._order(), number=self._number, is_renewal=self._granted.is_set()))
             answer = self._answer(link)
             now = time.monotonic()
             if answer is not None:

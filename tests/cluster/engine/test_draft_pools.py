@@ -476,18 +476,26 @@ def test_a_file_of_keys_that_cannot_be_read_changes_nothing(open_pool, caplog, m
     assert caplog.text.count("clients: cannot be read") == 1
 
 
+def test_a_pool_that_was_started_again_renews_no_lease_of_the_one_before(open_pool):
+    """Its rank would have the number of a process that the coordinator knows to be in a later epoch, and waits for."""
+    pool = open_pool()
+    with ordering(pool) as ask:
+        assert ask(1, is_renewal=True).why.startswith("it knows nothing of lease 1") and not pool.pool.num_leases
+        assert not ask(2).why and not ask(2, is_renewal=True).why and pool.pool.num_leases == 1
+
+
 @contextmanager
 def ordering(
     pool: RunningPool, private: bytes = b"o" * 32, key_file: Path | None = None
-) -> Iterator[Callable[[int], LeaseAnswer]]:
-    """Orders a lease by its number, for an engine that does not exist."""
+) -> Iterator[Callable[..., LeaseAnswer]]:
+    """Orders a lease by its number, or renews it, for an engine that does not exist."""
     terms = LeaseTerms("coupled", "branches")
     order = LeaseOrder(1, "tcp://127.0.0.1:9", b"h" * 32, terms, 100, 100, 4, private)
     key = LinkKey.read((key_file or pool.pool.key_file).read_text())
     link = Link(pool.pool.address, f"{key.peer}:{private.hex()[:8]}", key)
 
-    def ask(number: int) -> LeaseAnswer:
-        link.send(replace(order, number=number))
+    def ask(number: int, *, is_renewal: bool = False) -> LeaseAnswer:
+        link.send(replace(order, number=number, is_renewal=is_renewal))
         while (answer := link.receive(5)) is not None:
             if answer.number == number:
                 return answer

@@ -48,6 +48,7 @@ class Granting:
         return self
 
     def send(self, order: LeaseOrder) -> None:
+        assert order.is_renewal is (order.number in self.orders)
         self.orders.append(order.number)
 
     def receive(self, timeout_s: float) -> LeaseAnswer:
