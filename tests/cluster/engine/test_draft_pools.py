@@ -179,8 +179,8 @@ def test_engines_share_several_drafters(open_engine, plain_texts, open_pool, pip
 
 def test_an_engine_that_waits_for_no_draft_shares_the_pool_with_one_that_does(open_engine, plain_texts, open_pool):
     """A far drafter that a pool lends: previews stream, and a lookup beside the coordinator drafts where none fits."""
-    plain = plain_texts(max_tokens=100)
-    pool, sectioned = open_pool(pipeline="tree"), sections("tree", max_tokens=100)
+    plain = plain_texts(max_tokens=70)
+    pool, sectioned = open_pool(pipeline="tree"), sections("tree", max_tokens=70)
     pipeline = PipelineConfig(PipelineName.tree, adaptive=False, local_drafter="ngram")
     far = open_engine(lent(pool), **(sectioned | {"pipeline": pipeline}))
     near = open_engine(lent(pool), **sectioned)
@@ -276,14 +276,10 @@ def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, plain_texts
     eventually(lambda: accepted(engine) > 0)
 
 
-@pytest.mark.parametrize("comes_back", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(
-    open_engine, plain_texts, open_pool, comes_back
-):
-    """By default a pool comes after its engine in the next test."""
-    plain = plain_texts(max_tokens=100)
+def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(open_engine, plain_texts, open_pool):
+    plain = plain_texts(max_tokens=70)
     pools = [open_pool(), open_pool()]
-    engine = open_engine(replace(lent(*pools), at_once=2), **sections(max_tokens=100))
+    engine = open_engine(replace(lent(*pools), at_once=2), **sections(max_tokens=70))
     eventually(lambda: {"draft-0", "draft@1-0"} <= {*engine.ready})
     assert not {"draft-0", "draft@1-0"} & set(engine.pids())
 
@@ -295,8 +291,6 @@ def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(
     eventually(lambda: all_draft(*pools))
     assert in_parallel_with(pools[1].end, engine) == plain
     eventually(lambda: all_draft(pools[0]))
-    if not comes_back:
-        return
     again = open_pool(listen=pools[1].pool.address)
     eventually(lambda: all_draft(pools[0], again))
     eventually(lambda: [pool.pool.num_leases for pool in (pools[0], again)] == [1, 1])
