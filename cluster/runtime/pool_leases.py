@@ -221,7 +221,7 @@ class PoolLeases:
             was_lost = self._was_lost.is_set()
             self._was_lost.clear()
             was_lost &= now - granted_at > PATIENCE_S  # until its rank is there that is reported again and again
-            if was_lost or self._is_over.is_set():  # a pool that came back at its address knows nothing of it
+            if was_lost or self._is_over.is_set():  # whatever the pool answers
                 log.warning("%s: its drafter was lost", self.pool)
                 return
             if answer is not None:
