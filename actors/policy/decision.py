@@ -158,7 +158,7 @@ class Decision:
         """So much was done for drafts outside of the rounds. It delays the next trial, and ends none.
 
         Drafts made behind the verdict that ended speculation are no exploration. The texts of the first trial are read
-        once in the engine's life: charged, they kept drafts off for 100 to 250 rounds where these were 1.6 times as fast.
+        once: charged, they kept drafts off for 100 to 250 rounds where these were 1.6 times as fast.
         """
         if self.is_settled or self.mode is not Mode.rest:
             self._unpaid_s += seconds
