@@ -51,6 +51,8 @@ class _Rank:
     joined_epoch: int = 0
     idle_beats: tuple[int, int] = (0, 0)
     busy_beats: tuple[int, int] = (0, 0)
+    idle_at: float = -math.inf
+    """When the last of `idle_beats` was counted."""
 
 
 @dataclass(slots=True)
@@ -194,15 +196,16 @@ class RoleMembership:
         ignores_recall = rank.heartbeat is not None and not rank.heartbeat.waiting and rank.heartbeat.epoch > 0
         return self.phase is Phase.gathering and now - self._since > RECALL_LIMIT_S and ignores_recall
 
-    def suspects_missed_batch(self, alive: Alive, awaited: int | None) -> bool:
+    def suspects_missed_batch(self, alive: Alive, awaited: int | None, now: float) -> bool:
         """Whether this rank seems to have missed the batch of round `awaited`, or the coordinator its answer.
 
         It takes `MISSED_BEATS` heartbeats without work on that round: a single one may have crossed the batch or the
-        answer on the way.
+        answer on the way, and so may several that come at once, because the coordinator or the line stood still.
         """
         rank = self._ranks[alive.rank]
-        if awaited is None or not self.serving or alive.off_schedule:
+        if awaited is None or not self.serving or alive.off_schedule or now - rank.idle_at < HEARTBEAT_S / 2:
             return False
+        rank.idle_at = now
         is_idle = alive.round < awaited or (alive.rank == 0 and not alive.busy)
         round_before, beats = rank.idle_beats
         rank.idle_beats = (awaited, (beats if round_before == awaited else 0) + 1 if is_idle else 0)

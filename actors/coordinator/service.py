@@ -359,7 +359,7 @@ class CoordinatorService:
         awaited = None
         if coordinator is not None and alive.role in self._lead_roles and coordinator.awaits(alive.role):
             awaited = coordinator.last_round(alive.role)
-        if membership.suspects_missed_batch(alive, awaited) and coordinator is not None:
+        if membership.suspects_missed_batch(alive, awaited, self._awake_s) and coordinator is not None:
             coordinator.stats.num_lost_records += 1
             membership.start_new_epoch(self._awake_s)
         self._follow(membership)

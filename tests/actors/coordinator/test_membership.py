@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -177,15 +178,23 @@ def test_a_rank_that_ignores_a_recall_hangs():
 
 def test_a_missed_batch_is_suspected_after_several_heartbeats_in_one_round():
     membership = serving()
+    times = count(0.0, HEARTBEAT_S)
     idle = Alive("target", 0, 0, 7, epoch=1, waiting=False, round=4)
-    beats = [membership.suspects_missed_batch(idle, awaited) for awaited in (5, 5, 6, 6, None, 6)]
+    beats = [membership.suspects_missed_batch(idle, awaited, next(times)) for awaited in (5, 5, 6, 6, None, 6)]
     assert beats == [False] * 5 + [True] and MISSED_BEATS == 3
     answered = Alive("target", 0, 0, 7, epoch=1, waiting=False, round=7)
-    assert [membership.suspects_missed_batch(answered, 7) for _ in range(3)] == [False, False, True], (
-        "its answer was lost"
-    )
+    found = [membership.suspects_missed_batch(answered, 7, next(times)) for _ in range(3)]
+    assert found == [False, False, True], "its answer was lost"
     busy = Alive("target", 1, 0, 7, epoch=1, waiting=False, round=7)
-    assert not any(membership.suspects_missed_batch(busy, 7) for _ in range(9)), "only the lead answers"
+    assert not any(membership.suspects_missed_batch(busy, 7, next(times)) for _ in range(9)), "only the lead answers"
+
+
+def test_heartbeats_that_come_at_once_tell_no_more_than_one():
+    """They waited for a coordinator that stood still, behind the answer to which it sent the next batch."""
+    membership = serving()
+    idle = Alive("target", 0, 0, 7, epoch=1, waiting=False, round=4)
+    assert not any(membership.suspects_missed_batch(idle, 5, 10.0 + beat * 1e-3) for beat in range(9))
+    assert [membership.suspects_missed_batch(idle, 5, 11.0 + beat) for beat in range(2)] == [False, True]
 
 
 def test_a_successor_starts_without_the_busy_heartbeats_of_its_predecessor():
@@ -260,9 +269,9 @@ def test_the_limit_of_silence(silent_s, hangs):
 def test_heartbeats_off_schedule_measure_no_time():
     membership = serving(1)
     alive = Alive("target", 0, 0, 7, epoch=1, waiting=False, round=3, busy=True, off_schedule=True)
-    for _ in range(9):
+    for beat in range(9):
         membership.record_heartbeat(alive, 1.0)
-        assert not membership.suspects_missed_batch(replace(alive, busy=False), 3)
+        assert not membership.suspects_missed_batch(replace(alive, busy=False), 3, float(beat))
     assert membership.find_hanging(2.0, 1.0, round_limit_s=HEARTBEAT_S) == []
 
 
@@ -281,11 +290,12 @@ def test_what_a_new_process_or_a_loss_changes():
 def test_a_missed_batch_is_suspected_only_while_the_role_serves():
     membership = gathering(1)
     idle = Alive("target", 0, 0, 7, epoch=1, waiting=False, round=4)
-    assert not any(membership.suspects_missed_batch(idle, 5) for _ in range(9))
+    assert not any(membership.suspects_missed_batch(idle, 5, float(beat)) for beat in range(9))
 
 
 def test_a_batch_that_is_worked_on_now_and_then_is_not_missed():
     membership = serving(1)
     idle, busy = (Alive("target", 0, 0, 7, epoch=1, waiting=False, round=5, busy=one) for one in (False, True))
-    found = [membership.suspects_missed_batch(one, 5) for one in (idle, idle, busy, idle, idle, idle)]
+    beats = enumerate((idle, idle, busy, idle, idle, idle))
+    found = [membership.suspects_missed_batch(one, 5, float(now)) for now, one in beats]
     assert found == [False] * 5 + [True]
