@@ -3,11 +3,10 @@
 Real engines, each a process with paced passes of the bundled target (`target.pace_ms`), and one `job=pool` whose passes
 are paced too, so that shared cores decide less; beside them the same engines with a drafter each, and without one. All
 engines of a setting complete the same prompts at the same time. A line for each setting: tokens per second of each
-target, how many draft tokens were accepted, and whether all tokens equal those of plain decoding. `--table` prints the
-file; `--simulated` also what the simulator of fleets gives for plain decoding and for the pool, on the very texts and
-with the draft model's own choices at each of their tokens: at the costs of passes that were set, and at those that were
-measured, which are a round of plain decoding beside as many other targets, a pass of the pool, and the pool's host time
-outside its passes.
+target, and whether all tokens equal those of plain decoding. `--table` prints the file; `--simulated` also what the
+simulator of fleets gives for plain decoding and for the pool, on the very texts and with the draft model's own choices
+at each of their tokens: at the costs of passes that were set, and at those that were measured, which are a round of
+plain decoding beside as many other targets, a pass of the pool, and the pool's host time outside its passes.
 """
 
 from __future__ import annotations
