@@ -45,6 +45,9 @@ TINY = {
 }
 END_OF_TEXT = "<|endoftext|>"
 
+DEFAULT_MARKS = "not slow and not extended"
+"""What `-m` is where the command line does not say (`addopts` of pyproject.toml)."""
+
 MAX_WORKERS = 8
 """A worker needs about 1 GB of memory and 10 s to import its libraries."""
 
@@ -74,7 +77,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     has_coverage = bool(getattr(option, "cov_source", None))
     if option.numprocesses is None and option.dist == "no" and not option.usepdb and not has_coverage:
         num_cores = len(os.sched_getaffinity(0))
-        is_selection = bool(option.keyword) or all(".py" in argument for argument in config.args)
+        is_selection = bool(option.keyword) or _are_files(config.args)
         # One more: the worker that starts daemons mostly waits for them.
         option.numprocesses = 0 if is_selection else min(num_cores + 1, MAX_WORKERS)
     if option.numprocesses and option.dist == "no":
@@ -83,9 +86,18 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         option.maxworkerrestart = "1"  # the test that ended a worker is the first that the next one runs
 
 
+def _are_files(arguments: list[str]) -> bool:
+    return all(".py" in argument for argument in arguments)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Slow rows of matrices, the half of all tests, need not be collected to be left out."""
-    matrices.is_whole = config.option.markexpr != "not slow"
+    """Run the `extended` tests of files that are named, and collect slow rows of matrices only where they may run.
+
+    These are half of all tests.
+    """
+    if config.option.markexpr == DEFAULT_MARKS and _are_files(config.args):
+        config.option.markexpr = "not slow"
+    matrices.is_whole = "not slow" not in config.option.markexpr
 
 
 @pytest.hookimpl(optionalhook=True)

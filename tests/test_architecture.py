@@ -403,6 +403,7 @@ def smaller_sides(comparison: ast.Compare) -> Iterator[ast.expr]:
             yield left if isinstance(order, ast.Lt | ast.LtE) else right
 
 
+@pytest.mark.extended
 def test_no_test_bounds_a_time_from_above():
     """A busy machine takes longer. What limits a hang is a deadline: `assert time.monotonic() < deadline`."""
     wrong, clock = [], re.compile(rf"\.\s*({'|'.join(CLOCKS)})\s*\(")

@@ -26,6 +26,7 @@ LEFT_OUT = ("environment", "kernels", "engine", "tests-kernels", "tests-parallel
 """Steps that import every library, start an engine or run tests."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("left_out", [(*LEFT_OUT, "gemm"), pytest.param(LEFT_OUT, marks=pytest.mark.slow)], ids=len)
 def test_every_step_measures_something_and_the_report_shows_it(session, tmp_path, left_out):
     """By default without the products of codes, which take the interpreter longest."""
@@ -53,6 +54,7 @@ def test_a_step_that_fails_is_named_and_the_others_go_on(session, tmp_path, monk
     assert record["status"] == "failed: RuntimeError: CUDA error: an illegal memory access" and record["rows"]
 
 
+@pytest.mark.extended
 def test_a_wrong_kernel_is_named(session, tmp_path, monkeypatch):
     """The control: one row of attention is taken for another."""
     kernels = session.session_kernels

@@ -78,6 +78,7 @@ class Reading:
             torch.testing.assert_close(rows[: text.shape[1]], expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("pipeline", "temperature"), list(in_turn(DRAFTED, [0.0, 1.0])))
 def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, sent, models, pipeline, temperature):
     requests = make_requests(3, max_tokens=14, temperature=temperature)
@@ -96,6 +97,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, se
 LIKE_EAGLE3 = {"eagle3.1": 0, "p_eagle": 0, "mtp": 0}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "method", list(in_turn(["eagle3", "eagle3.1", "p_eagle", "dflash", "mtp", "glide"], times=LIKE_EAGLE3))
 )
@@ -108,6 +110,7 @@ def test_drafts_are_those_of_an_attached_drafter(open_room, make_requests, confi
     assert separate.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", ["sync", pytest.param("branches", marks=pytest.mark.slow)])
 def test_chunked_prompts_and_preempted_requests(open_room, make_requests, config, sent, models, pipeline):
     count, max_tokens, slots = (6, 40, 190) if matrices.is_whole else (5, 24, 130)
@@ -121,6 +124,7 @@ def test_chunked_prompts_and_preempted_requests(open_room, make_requests, config
     reading.check(room, requests, models["reference"], sent)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", [Strategy.tree, Strategy.best_first])
 def test_trees(open_room, make_requests, config, sent, models, strategy):
     requests = make_requests(3, max_tokens=14)

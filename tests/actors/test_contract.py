@@ -267,6 +267,7 @@ def several_drafters():
         yield pytest.param(pipeline, sampling, SENT_STATES, marks=marks)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("pipeline", "sampling", "auto"), list(several_drafters()))
 def test_requests_of_one_batch_may_each_name_a_drafter(open_room, make_requests, auto, sampling, pipeline):
     """One of those that the engine has, plain decoding, or none: then the engine chooses."""
@@ -342,6 +343,7 @@ FAR = "chain", "best_first", "cape", "layer", "newest-rows", "prefixes", "trimme
 LOCAL = [name for name in LOCAL_DRAFTERS if name != "none"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("drafter", "pipeline", "lookup", "sampling"),
     list(in_turn(FAR, AHEAD, LOCAL, USUAL, times={"chain": 3, "best_first": 3})),
@@ -368,6 +370,7 @@ SAME_PLACEMENT = dict.fromkeys(("suffix", "copy", "aded", "rest", "lookahead", "
 """Rows of other methods that are placed as one which runs by default: a lookup, guesses, or a draft model."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("drafter", "sampling"), list(in_turn(DRAFTERS, USUAL, times=PASSED_ON | SAME_PLACEMENT)))
 def test_tokens_with_an_attached_drafter_are_those_of_plain_decoding(
     open_room, make_requests, plain_tokens, drafter, sampling
@@ -429,6 +432,7 @@ def test_tokens_with_a_drafter_on_the_target(open_room, make_requests, plain_tok
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("sampling", [pytest.param("greedy", marks=pytest.mark.slow), "T=1-processed"])
 def test_nodes_that_the_target_gives_up_change_no_token(open_room, make_requests, plain_tokens, sampling, monkeypatch):
     requests = make_requests(NUM_REQUESTS, max_tokens=MAX_TOKENS, **SAMPLINGS[sampling])
@@ -481,6 +485,7 @@ def can_be_separate(drafter, pipeline):
     return drafter not in ON_ITS_LAYERS and not (pipeline in AHEAD and SPECULATORS[drafter].chooses_lengths)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("drafter", "pipeline"),
     list(in_turn(SPECULATORS, DRAFTED, times=PASSED_ON | {"eagle3-tree": 1}, exists=can_be_separate)),
@@ -503,6 +508,7 @@ KEPT_APART = "eagle", "glide", "streaming", "kangaroo", "medusa", "dflash", "exi
 FEW_ON_TARGET = dict.fromkeys(ON_TARGET, 0) | dict.fromkeys(KEPT_APART, 1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("drafter", "temperature"), list(in_turn(ON_TARGET, [0.0, 1.0], times=FEW_ON_TARGET)))
 def test_drafters_on_the_target_survive_preemption_and_chunked_prefill(
     open_room, make_requests, plain_tokens, drafter, temperature
@@ -528,6 +534,7 @@ def rows_in_bfloat16():
     yield from in_turn(ON_TARGET, [None], USUAL, times=dict.fromkeys(ON_TARGET, 0) | dict.fromkeys(attached, 1))
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not has_attention(), reason="PyTorch's products in bfloat16 depend on the rows beside")
 @pytest.mark.parametrize(("drafter", "pipeline", "sampling"), list(rows_in_bfloat16()))
 def test_tokens_in_bfloat16_are_those_of_its_plain_decoding(
@@ -563,6 +570,7 @@ def test_tokens_of_a_rounded_target_are_those_of_its_plain_decoding(
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("drafter", "pipeline"),
     [
@@ -652,6 +660,7 @@ def test_max_tokens_and_eos_inside_a_draft(open_room, make_requests, models, sam
     assert plain.ends[0] == "stop" and room.said == plain.said
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("drafter", "pipeline", "temperature"),
     list(in_turn(("chain", "tree", "ngram"), DRAFTED, [0.0, 1.0], times={"chain": 2})),
@@ -728,6 +737,7 @@ GREEDY = {"chain": 4, "tree": 2, "recycling": 1, "rest": 1, "jacobi": 1, "lookah
 """Drafters of each shape, and the draft model under every rule."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("drafter", "rule"), list(in_turn(DRAFTERS, RATIO_RULES, times=OTHERS | GREEDY, exists=is_exact_for))
 )
@@ -748,6 +758,7 @@ DRAWN = dict.fromkeys(_GROWTHS, 1) | {"trimmed": 1, "strings": 1}
 """Drafters of each way in which a draft model's trees grow, and tokens are drawn from other ones."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("drafter", "pipeline", "temperature"),
     list(in_turn(DRAFTERS, DRAFTED, [0.0, 1.0], times=OTHERS | DRAWN | {"chain": 2, "ngram": 1, "layer": 1})),
@@ -764,6 +775,7 @@ def test_a_request_that_no_token_can_follow_ends_where_plain_decoding_ends_it(
     assert (room.said, room.errors) == plain_tokens["dead", temperature]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("drafter", "rule"),
     list(in_turn(DRAFTERS, RATIO_RULES, times=OTHERS | DRAWN | {"chain": 2, "jacobi": 1}, exists=is_exact_for)),
@@ -817,6 +829,7 @@ def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, 
     assert checked > 10
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", [pytest.param("sync", marks=pytest.mark.slow), "branches"])
 def test_a_drafter_may_have_fewer_tokens(open_room, make_requests, models, tmp_path, pipeline):
     """One family pads its vocabularies differently; the target may write, and a client ask for, what lies beyond."""

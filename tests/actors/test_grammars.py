@@ -63,6 +63,7 @@ def plain(open_room, plain_tokens, requests, key, **options):
     return plain_tokens[key]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("sampling", ["greedy", pytest.param("T=1", marks=pytest.mark.slow), "T=1-processed"])
 def test_plain_decoding_draws_from_the_masked_distribution(open_room, mixed, models, sampling):
     """Tokens are compared, one by one, with transformers and the grammar by hand; a request that ends does so with the
@@ -104,6 +105,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, mixed, plain_tokens, draf
         assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
     list(in_turn([*DRAFTERS, *ON_TARGET], SAMPLINGS, times=FEW | {"ngram": 0, "chain": 0, "exit": 0})),
@@ -127,6 +129,7 @@ RIGID = Grammar("regex", "[a-m]NOPQRSTUV[a-m]WXYZ[a-m]?")
 """Between its choices stands text that it forces: 9 and 4 tokens of one character."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("drafter", "pipeline", "attached"),
     [
@@ -155,6 +158,7 @@ def test_nothing_is_forced_without_a_drafter(open_room, make_requests):
     assert open_room(pipeline="plain").serve(requests).stats.num_draft_tokens == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("attached", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_request_that_comes_back_goes_on_where_its_grammar_stood(open_room, mixed, plain_tokens, attached):
     requests = [replace(one, grammar=LONG) for one in mixed(6, max_tokens=26, temperature=1.0)]
@@ -173,6 +177,7 @@ def test_greedy_tokens_are_the_same_ones_under_ratio_rules(open_room, mixed, pla
     assert (room.tokens, room.ends) == expected
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("drafter", ["chain", "tree"])
 def test_masks_one_node_off_are_noticed(open_room, mixed, plain_tokens, drafter, monkeypatch):
     """A negative control: each node has the mask of its parent, the root its own."""

@@ -81,6 +81,7 @@ PLACED += [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "attached"), PLACED)
 def test_a_speculator_is_given_the_features_of_rows_that_were_there(open_room, waves, name, attached):
     """Its drafts are those that it makes where the target reads every prompt."""
@@ -92,6 +93,7 @@ def test_a_speculator_is_given_the_features_of_rows_that_were_there(open_room, w
     assert rooms[1].stats.num_rounds < rooms[0].stats.num_rounds
 
 
+@pytest.mark.extended
 def test_wrong_features_show(open_room, waves, monkeypatch):
     """The control: those of no row."""
     right = drafted(open_room(SPECULATORS["eagle3"], limits=LIMITS, attached=True).serve(waves))
@@ -131,6 +133,7 @@ def test_rows_of_another_text_show(open_room, waves, plain, monkeypatch):
     assert open_room(DRAFTERS["ngram"], limits=LIMITS).serve(waves).tokens != plain.tokens
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "expected", "attached"),
     list(

@@ -75,11 +75,13 @@ def test_its_tokens_are_those_of_the_measured_engine_and_errors_cross_over(open_
         plain.serve(PROMPTS, sampling, 1)
 
 
+@pytest.mark.extended
 def test_a_process_that_dies_is_one_line():
     with Apart("the other", _Dying) as other, pytest.raises(RuntimeError, match="^the other: its process died$"):
         other.call("die")
 
 
+@pytest.mark.extended
 def test_another_process_chooses_how_its_threads_wait(monkeypatch):
     for name in openmp.SETTINGS:
         monkeypatch.delenv(name, raising=False)

@@ -69,6 +69,7 @@ def test_what_is_no_file_of_clients_is_one_line(file, tmp_path, text):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.extended
 def test_the_command_says_what_is_wrong(file, tmp_path):
     def run(*arguments):
         command = [sys.executable, "-m", "cluster.keys", *arguments]
@@ -122,6 +123,7 @@ def until(ends, work):
             result.close()
 
 
+@pytest.mark.extended
 def test_clients_of_a_running_engine_are_added_and_taken_away(open_engine, tmp_path, monkeypatch):
     monkeypatch.setattr(keys, "_READ_S", 0.05)
     logs = tmp_path / "logs"

@@ -94,6 +94,7 @@ def test_a_job_gets_the_configuration_and_its_run_directory(launched, tmp_path: 
     assert run_dir == tmp_path / "run" and run_dir.is_dir()
 
 
+@pytest.mark.extended
 def test_the_console_shows_warnings_and_not_every_event(entered, paths: list[str], tmp_path: Path, monkeypatch):
     paths.remove("hydra/job_logging=none")
     monkeypatch.setattr(logging.root, "handlers", [])
@@ -108,6 +109,7 @@ def test_the_console_shows_warnings_and_not_every_event(entered, paths: list[str
     assert "request" in (tmp_path / "run" / "launch.log").read_text()
 
 
+@pytest.mark.extended
 def test_a_job_may_compose_other_configurations(launched, paths: list[str]):
     """As `job=bench` does for its axes, while Hydra's own application is running."""
     seen: list[Any] = []
@@ -119,6 +121,7 @@ def test_a_job_may_compose_other_configurations(launched, paths: list[str]):
     assert seen[0].drafter.width == 7
 
 
+@pytest.mark.extended
 def test_a_job_is_imported_while_the_user_sees_that_it_is(launched, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(launch.Terminal, "line", lambda terminal, text: said.append(text))
@@ -148,6 +151,7 @@ def test_stacks_of_threads_are_at_hand_from_the_beginning(entered, monkeypatch):
     assert registered == [signal.SIGUSR1]
 
 
+@pytest.mark.extended
 def test_training_gets_its_own_options(launched, paths: list[str]):
     paths[:] = [override for override in paths if not override.startswith("job.")]
     seen: list[object] = []
@@ -165,6 +169,7 @@ def test_what_the_user_can_put_right_is_one_line_and_code_2(launched):
     )
 
 
+@pytest.mark.extended
 def test_a_full_disk_is_one_line_and_no_trace_of_a_log(launched, tmp_path: Path):
     (tmp_path / "run" / "logs").mkdir(parents=True)
     for name in ("logs/engine.log", "traceback.txt", "completions.jsonl"):
@@ -182,6 +187,7 @@ def test_a_full_disk_is_one_line_and_no_trace_of_a_log(launched, tmp_path: Path)
     assert launched(job) == (1, [f"error: {tmp_path}/run/completions.jsonl: {full}"])
 
 
+@pytest.mark.extended
 def test_a_failure_at_run_time_is_one_line_and_code_1(launched):
     assert launched(raising(RuntimeError("target-0 died; see its log\nsecond line"))) == (
         1,
@@ -198,10 +204,12 @@ def test_a_defect_leaves_its_traceback_in_the_run_directory(launched, tmp_path: 
     assert "lambda config" in trace.read_text()
 
 
+@pytest.mark.extended
 def test_ctrl_c_is_code_130(launched):
     assert launched(raising(KeyboardInterrupt())) == (130, ["interrupted"])
 
 
+@pytest.mark.extended
 def test_a_sweep_goes_on_behind_a_failed_launch_and_tells_in_the_end(launched):
     limits: list[int] = []
 
@@ -251,6 +259,7 @@ def test_a_refusal_is_one_line_and_code_2(launched, overrides: list[str], line: 
     assert len(lines) == 1 and lines[0].startswith(line)
 
 
+@pytest.mark.extended
 def test_a_traceback_is_shown_when_asked_for(paths: list[str]):
     done = command("target.tp=0", *paths, env={launch.FULL_ERROR: "1"})
     assert done.returncode != 0
@@ -266,6 +275,7 @@ def command(*arguments: str, env: dict[str, str] | None = None, cwd: Path = ROOT
     return subprocess.run(program, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.extended
 def test_the_configuration_can_be_shown_from_anywhere(tmp_path: Path):
     done = command("--cfg", "job", "--resolve", "sampling.temperature=0.5", "drafter=ngram", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -330,12 +340,14 @@ def test_a_bad_override_through_the_module_exits_with_2():
     assert done.stderr == f"error: drafter=eagle: no such choice; choose one of {DRAFTERS}\n"
 
 
+@pytest.mark.extended
 def test_nothing_heavy_is_imported_before_a_job_starts():
     probe = "import sys, cluster.launch; print(*{'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("numbers", "code"),
     [

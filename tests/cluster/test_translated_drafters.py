@@ -47,6 +47,7 @@ LINES = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("translate", "temperature"), [pytest.param("auto", 0.0, marks=pytest.mark.slow), ("auto", 1.0), ("strings", 0.0)]
 )

@@ -12,6 +12,7 @@ from docs.measurements import constructions
 from parallel.runtime.runner import open_model
 
 
+@pytest.mark.extended
 def test_the_targets_distributions_bring_tokens():
     """Verdicts teach the table: without their rows it knows only what the texts have."""
     target, eos = open_model(str(pocket.TARGET), num_slots=1024), tuple(read_eos_token_ids(pocket.TARGET))

@@ -24,6 +24,7 @@ def texts(right: float) -> Recorded:
     return Recorded([RecordedText(TEXT, choices)])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("right", "tokens_a_pass"), [(1.0, (5.0, 6.0)), (0.5, (1.5, 2.1)), (0.0, (0.9, 1.0))])
 def test_the_simulator_s_drafter_is_right_where_the_recorded_one_was(right, tokens_a_pass):
     least, most = tokens_a_pass

@@ -9,6 +9,7 @@ from docs.measurements.lookup import DRAFTERS, TEXTS, LookupCost, draw, main, me
 from tests.matrices import in_turn
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "text"), list(in_turn(DRAFTERS, TEXTS)))
 def test_every_lookup_drafter_is_measured(name, text, monkeypatch, tmp_path):
     monkeypatch.setattr("docs.measurements.lookup.STORED", 1_000)
@@ -36,6 +37,7 @@ def test_a_line_of_the_picture_is_one_drafter_on_one_text(monkeypatch, tmp_path)
         ], "times of a proposal, and behind tokens that were taken back"
 
 
+@pytest.mark.extended
 def test_it_prints_a_table_and_draws_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("docs.measurements.lookup.LENGTHS", (100, 200))
     monkeypatch.setattr("docs.measurements.lookup.NUM_ROUNDS", 10)

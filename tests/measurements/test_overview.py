@@ -32,6 +32,7 @@ def write_report(folder, workload, speeds, *, workloads=(), threads=(1, 1, 1)):
     return str(folder)
 
 
+@pytest.mark.extended
 def test_runs_of_one_workload_are_put_together(tmp_path, capsys):
     runs = [
         write_report(tmp_path / "a", "editing", [1.0, 2.0, 9.0]),

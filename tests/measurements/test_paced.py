@@ -30,6 +30,7 @@ LINE = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "pipeline", "length", "adaptive", "is_attached"),
     [

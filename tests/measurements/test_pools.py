@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import sys
 
+import pytest
+
 from docs.measurements import pools
 
 
+@pytest.mark.extended
 def test_rows_and_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(pools, "COSTS", {"flat": pools.COSTS["flat"]})
     monkeypatch.setattr(sys, "argv", ["pools.py", "--out", str(tmp_path), "--batches", "1", "--targets", "1,2"])

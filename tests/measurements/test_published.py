@@ -47,6 +47,7 @@ def test_swiftspec_at_a_usual_acceptance_falls_short():
     assert 1.4 < ahead.tokens_per_s / tree.tokens_per_s < 1.6
 
 
+@pytest.mark.extended
 def test_fit_finds_the_acceptance_behind_a_speed():
     case = replace(SSD_SYNC, max_tokens=600)
     speed = simulate(with_acceptance(case, 0.7)).tokens_per_s

@@ -73,6 +73,7 @@ def test_a_folder_or_nothing_is_no_file(tmp_path):
         read_json(tmp_path / "config.json")
 
 
+@pytest.mark.extended
 def test_threads_may_use_a_type_for_the_first_time_together():
     """As the ranks of one process do."""
     before = 'content = {"several": [{"field_1": 2}], "one": {"field_0": 3}}'

@@ -105,6 +105,7 @@ NAMES = re.compile(rf"\b({'|'.join(WRITING)}|open)\b")
 """What a file that writes has in its text; of the others no syntax tree is built."""
 
 
+@pytest.mark.extended
 def test_every_result_is_written_whole():
     """A file that is written by other means would be lost halfway without its name."""
     for code in ("path.write_text('a')", "with path.open('w') as file: pass", "open(path, 'wb')", "save_file(x, path)"):

@@ -67,6 +67,7 @@ def check(world: Fragile, requests: list[Request], culprits: set[int]) -> None:
             assert (tokens, end.error) == (oracle(request), None)
 
 
+@pytest.mark.extended
 @settings(max_examples=examples(100), deadline=None)
 @given(
     choose=st.randoms(use_true_random=False),
@@ -86,6 +87,7 @@ def test_a_request_that_fails_every_pass_ends_and_its_neighbours_do_not(choose, 
     assert world.num_failures <= 2 * num_culprits, "one in company and one alone, for each"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(10))
 def test_a_request_whose_drafts_fail_the_pass_ends_too(seed):
     """Alone its first pass succeeds, since that has no draft."""

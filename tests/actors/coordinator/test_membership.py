@@ -71,6 +71,7 @@ class RoleUnderLoss:
             self.membership.mark_lost(rank, dead.incarnation, self.now)
 
 
+@pytest.mark.extended
 @settings(max_examples=examples(60, share=8), deadline=None)
 @given(choose=st.randoms(use_true_random=False), size=st.integers(1, 4), loss=st.sampled_from([0.0, 0.3, 0.6]))
 def test_whatever_happens_all_ranks_end_in_one_epoch(choose, size, loss):

@@ -32,6 +32,7 @@ def family(choose: random.Random, count: int) -> list[Request]:
     ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(30))
 def test_tokens_do_not_depend_on_hits(seed):
     """Chunks, pressure, aborts, lost roles: the texts are those of plain decoding, and rows are never short."""

@@ -168,6 +168,7 @@ PROPOSALS = batches(ProposalBatch, st.builds(Proposal, *PLACE, PREFIX, some([CHA
 PLAUSIBLE = st.tuples(st.just("target-0#0"), VERDICTS) | st.tuples(st.just("draft-0#0"), PROPOSALS)
 
 
+@pytest.mark.extended
 @settings(max_examples=examples(60, share=8), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(LINKS), RECORDS | altered()) | PLAUSIBLE | PLAUSIBLE, max_size=30))
 def test_no_record_ends_the_coordinator(records):

@@ -47,6 +47,7 @@ def test_the_top_tokens_of_every_pass_reach_the_drafter_once_and_in_order(pipeli
     assert world.passed_on()[: len(rounds)] == rounds
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", sorted(set(PIPELINES) - {"plain"}))
 @pytest.mark.parametrize("seed", range(8))
 def test_a_drafter_that_returns_learns_of_passes_from_then_on(pipeline, seed):

@@ -161,6 +161,7 @@ def test_a_verdict_on_another_prefix_is_a_broken_invariant(wrong):
         sequence.commit(replace(Verdict(4, 0, 3, (), (20,)), **wrong), None, EOS)
 
 
+@pytest.mark.extended
 @given(st.data())
 def test_lengths_and_digest_hold_over_any_run(data):
     sequence = start(max_tokens=15, max_model_len=data.draw(st.integers(4, 20)))

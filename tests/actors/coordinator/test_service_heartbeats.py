@@ -63,6 +63,7 @@ def test_a_silent_rank_is_reported_and_its_role_goes_on_without_it(open_stage):
     assert time.monotonic() - started > 0.7
 
 
+@pytest.mark.extended
 def test_a_rank_that_froze_before_the_coordinator_was_replaced_is_reported_repeatedly(open_stage):
     stage = open_stage(silence_s=1.0, incarnation=1)
     heard, started = [], time.monotonic()

@@ -153,6 +153,7 @@ class Crowded(World):
         return {sequence.request_id for sequence in self.coordinator._scheduler.running}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", sorted(PIPELINES))
 def test_a_preempted_request_takes_no_memory_at_the_roles(pipeline):
     num_preemptions = 0

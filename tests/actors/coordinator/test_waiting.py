@@ -6,6 +6,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Collection
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,6 +76,7 @@ def test_clients_that_have_their_share_are_passed_over_and_keep_their_turn():
 ACTIONS = st.lists(st.tuples(st.sampled_from(["add", "add", "pop", "remove", "put back"]), st.integers(0, 3)))
 
 
+@pytest.mark.extended
 @given(ACTIONS)
 def test_the_queue_does_what_plain_lists_would(actions):
     queue, number = WaitingQueue(), 0
@@ -130,6 +132,7 @@ def test_the_queue_does_what_plain_lists_would(actions):
         assert [*queue] == served() and len(queue) == len(served())
 
 
+@pytest.mark.extended
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.data())
 def test_none_starves_though_the_others_send_without_end(scopes, data):
     """At most k requests of each other client are served before the k-th of a client."""
@@ -191,6 +194,7 @@ def test_waiting_makes_up_for_a_length_and_a_length_is_no_claim_on_the_turns_of_
     assert drained(queue) == [3, 4, 1, 2]
 
 
+@pytest.mark.extended
 @given(st.integers(-100, 100), st.integers(-100, 100))
 def test_waiting_makes_up_for_a_priority(low, high):
     """Urgent requests come as fast as they are served; the other is served after the time that makes up."""

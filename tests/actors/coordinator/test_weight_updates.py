@@ -80,6 +80,7 @@ class LoadingWorld(Storm):
             own.append(max([one for one in news.versions if one[0] <= len(own)], default=(0, 0))[1])
 
 
+@pytest.mark.extended
 @settings(max_examples=examples(100), deadline=None)
 @given(
     seed=st.integers(0, 2**32),

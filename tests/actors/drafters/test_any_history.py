@@ -510,6 +510,7 @@ def histories():
             yield pytest.param(name, seed, marks=[pytest.mark.slow] if seed or name in LIKE_OTHERS else [])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "seed"), list(histories()))
 def test_any_history_ends_like_a_fresh_start(hashed, name, seed):
     choose, case = random.Random(f"{name} {seed}"), CASES[name]

@@ -53,6 +53,7 @@ def test_token_lists(tmp_path):
     assert refused_of(tmp_path / "list", read_token_list, distinct) > 40
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokenizers(tmp_path, kind):
     """Read as JSON and by the library: what one of them takes, the other may refuse."""

@@ -127,6 +127,7 @@ def plain_drafts_of(config: DrafterConfig) -> list[Any]:
     return drafts_of(config)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("config", "change"), CASES, ids=lambda one: one.name if isinstance(one, DrafterConfig) else ""
 )

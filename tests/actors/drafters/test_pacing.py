@@ -59,6 +59,7 @@ def serve(open_room, make_requests, config=None, **options):
     return room.tokens, room.ends
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("drafter", "pipeline"),
     list(in_turn(PACED, ["sync", "branches"], exists=lambda *of: of != ("strings", "branches"))),
@@ -70,6 +71,7 @@ def test_a_draft_model_waits_in_its_own_role(open_room, make_requests, sleeps, d
     assert sleeps and all(0 < seconds <= 4 * PACE_MS / 1e3 for seconds in sleeps)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("drafter", ON_TARGET)
 def test_a_drafter_waits_on_the_target_too(open_room, make_requests, sleeps, drafter):
     plain = serve(open_room, make_requests, pipeline="plain")

@@ -78,6 +78,7 @@ def random_tree(choose, root, num_nodes, next_tokens):
     return TokenTree(tuple(tokens), tuple(parents)), paths
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(8))
 def test_a_node_has_the_mask_of_its_path(compiler, allowed_after, seed):
     """Round after round of one request: the text grows, and drafts are taken back. A node that no path reaches, because
@@ -199,6 +200,7 @@ PATTERNS = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range
 MULTIPLES = [{"type": "integer", "multipleOf": step} for step in (9973, 9967)]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "grammar",
     [
@@ -257,6 +259,7 @@ def test_passes_wait_for_the_grammars_of_each_client_so_long_and_no_longer(monke
     assert all(future.cancelled() for future in slow.futures), "what no request waits for is not compiled"
 
 
+@pytest.mark.extended
 def test_a_grammar_that_is_too_ambiguous_ends_its_text(compiler):
     """Its steps are bounded: with the library's own limits each takes seconds."""
     rules = [f'r{i}: "a" r{(7 * i + 1) % 1500} | "a"' for i in range(1500)]

@@ -145,6 +145,7 @@ def test_a_machine_of_another_speed_is_followed_within_ten_passes_and_back(slown
         assert world.seconds(way) == pytest.approx(before_s * world.slowness, rel=0.03)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", [PLAIN, IN_TURN])
 def test_noise_does_not_make_the_speed_drift(way):
     """The factor is no more than a name for what passes have in common: their noise has to leave it where it is."""

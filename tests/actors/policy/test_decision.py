@@ -149,6 +149,7 @@ def test_plain_decoding_is_measured_then_drafts_are_tried_and_kept_where_they_pa
     assert {mode for mode, _ in world.modes[3:]} == {Mode.speculate, Mode.probe}
 
 
+@pytest.mark.extended
 def test_what_costs_more_is_tried_more_rarely():
     trials = [
         sum(mode is Mode.trial for mode, _ in World(Decision(PLAIN), in_turn=cost).run(3000).modes)

@@ -60,6 +60,7 @@ def test_a_single_request_gets_the_length_that_pays(chance, best):
     assert mean(rounds.run(400)[1]) == pytest.approx(best, abs=1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_under_steady_traffic_rounds_are_compared_that_read_as_much(every):
     """Every so many rounds read a prompt of their own length, which costs more than drafting does."""

@@ -12,6 +12,7 @@ from actors.policy.estimators import ROUND_MEMORY, Ewma, LinearFit
 values = st.floats(0.5, 1.0)  # within the bound of outliers, however they are mixed
 
 
+@pytest.mark.extended
 @settings(deadline=None)
 @given(st.lists(st.tuples(values, st.integers(1, 5)), min_size=1), st.floats(0.5, 1.0))
 def test_a_mean_weighs_an_observation_by_its_count_and_its_age(observed, memory):

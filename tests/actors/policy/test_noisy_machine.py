@@ -76,6 +76,7 @@ def shares(machine: Machine, compared: int, seeds: Iterable[int] = range(3 if ma
     ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "machine",
     [
@@ -90,6 +91,7 @@ def test_drafts_that_do_not_pay_cost_little(machine):
     assert sum(got) / len(got) > 0.975 and min(got) > 0.96
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("paused", [pytest.param(0.0, marks=pytest.mark.slow), 0.01])
 def test_drafts_that_pay_are_made(paused):
     machine = Machine(0.8, draft_s=0.4e-3, slowest=1.2, paused=paused)
@@ -98,6 +100,7 @@ def test_drafts_that_pay_are_made(paused):
     assert sum(got) / len(got) > 0.97 and min(got) > 0.95
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("paused", "seed"), [(0.01, 19), (0.02, 19), (0.02, 34)])
 def test_a_pause_in_the_first_trial_does_not_end_drafts_that_pay_for_hundreds_of_rounds(paused, seed):
     """The machine pauses in the first rounds with drafts, for up to 25 of them."""

@@ -95,6 +95,7 @@ ORDERS = st.lists(
 )
 
 
+@pytest.mark.extended
 @given(ORDERS, st.sampled_from([FLAT, BY_ROWS, FLAT_BY_PASS, ROWS_BY_PASS]))
 def test_leaving_orders_out_never_loses_tokens(orders, cost):
     everything = list(range(len(orders)))

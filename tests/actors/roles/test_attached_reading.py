@@ -32,6 +32,7 @@ def test_the_text_was_read_before_the_first_draft(open_room, make_requests):
     assert max(unread) <= LONGEST + 1 < len(request.prompt)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("method", ["streaming", "mask_lora"])
 def test_a_pass_that_no_draft_follows_has_no_streams(open_room, make_requests, monkeypatch, method):
     room = open_room(SpeculatorDrafterConfig(path=method, num_draft_tokens=LONGEST), attached=True)

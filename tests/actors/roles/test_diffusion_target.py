@@ -77,6 +77,7 @@ def test_it_writes_what_its_static_decoder_writes(target, num_states, backend):
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS) and len({*expected[0]}) > 4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("num_states", "temperature", "threshold"), list(in_turn([1, 2, 4, 8], [0.0, 0.8], [0.0, 0.3]))
 )
@@ -86,6 +87,7 @@ def test_guessed_states_change_no_token(target, num_states, temperature, thresho
     assert served(target, sampling=sampling, num_states=num_states, threshold=threshold) == expected
 
 
+@pytest.mark.extended
 def test_chunks_preemption_and_shared_rows_change_no_token(target):
     """Chunks that are no blocks, a pool that holds one request at a time, rows of earlier requests."""
     prompts = 2 * [[*PROMPTS[2], 6, 7, 8], [*PROMPTS[2], 6, 7, 8], [*PROMPTS[2], 6, 70], PROMPTS[0]]
@@ -141,6 +143,7 @@ def test_guesses_save_passes(target, num_states, monkeypatch):
         assert sum(passes) / len(passes) < 1.0 and max(passes) <= 1.0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("max_rows", "most_states", "most_passes"), [(2 * BLOCK, 0, 4), (4 * BLOCK, 1, 2), (8 * BLOCK, 2, 1), (1000, 4, 1)]
 )
@@ -195,10 +198,12 @@ class TestWrongDecoders:
         yield
         assert served(target, prompts, **options) != expected
 
+    @pytest.mark.extended
     def test_blocks_aligned_to_the_end_of_the_prompt(self, target):
         wrong = [target.decoded(prompt, NUM_TOKENS, start=len(prompt) % BLOCK) for prompt in PROMPTS]
         assert wrong != [target.decoded(prompt, NUM_TOKENS) for prompt in PROMPTS]
 
+    @pytest.mark.extended
     def test_a_state_that_is_a_subset_of_the_next_one(self, target, monkeypatch):
         check = self.differs(target, monkeypatch, num_states=4, threshold=0.3)
         next(check)

@@ -70,6 +70,7 @@ def test_the_decoders_are_different_functions(target):
     assert texts["static"] != texts["prefix"] != texts["dual"] != texts["static"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("decoder", "num_states", "temperature", "threshold"),
     list(in_turn(DECODERS, [1, 2, 4, 8], [0.0, 0.8], [0.0, 0.3], times={next(iter(DECODERS)): 2})),
@@ -120,6 +121,7 @@ def test_tokens_that_the_client_has_are_not_sent_again(target, decoder):
         assert room.tokens[0] == whole
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_guesses_save_passes(target, decoder):
     """One pass a token without them."""
@@ -164,6 +166,7 @@ class TestWrongDecoders:
 
         assert self.differs(target, decoder, Eager, num_states=4) == (decoder == "prefix")
 
+    @pytest.mark.extended
     @in_every_layout
     @pytest.mark.parametrize("decoder", DECODERS)
     def test_a_shift_that_the_model_has_not(self, target, decoder):
@@ -176,6 +179,7 @@ class TestWrongDecoders:
 
         assert self.differs(target, decoder, Shifted)
 
+    @pytest.mark.extended
     @pytest.mark.parametrize("decoder", DECODERS)
     def test_blocks_aligned_to_the_start_of_the_text(self, target, decoder):
         """As those of SDAR are; then the first block is what is left of the prompt's last one."""

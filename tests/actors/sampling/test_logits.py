@@ -167,6 +167,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(60))
 def test_a_node_is_processed_as_if_its_path_were_committed(seed):
     rng = random.Random(seed)
@@ -260,6 +261,7 @@ def kept_by_definition(row: torch.Tensor, params: SamplingParams) -> tuple[set[i
     return {token for token, x in enumerate(scores) if x >= least}, close
 
 
+@pytest.mark.extended
 @settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_truncation_keeps_the_set_that_sorting_the_vocabulary_gives(data):
@@ -318,6 +320,7 @@ def test_greedy_takes_the_lowest_id_among_ties():
     assert top_children(scores, [SamplingParams()] * 2, [0, 0], 1)[0].tolist() == [[40], [0]]
 
 
+@pytest.mark.extended
 def test_choices_follow_the_processed_law():
     """Two consecutive tokens over many seeds: chi-square on the joint, as single positions would miss dependence."""
     n = 20_000

@@ -87,6 +87,7 @@ def test_gumbel_follows_its_law():
     assert chi_square(counts, 2000.0) < limit(99)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("flip", ["seed", "stream", "position", "token"])
 def test_one_changed_bit_of_the_input_changes_half_of_the_output(flip):
     rng = np.random.default_rng(1)

@@ -48,6 +48,7 @@ def unscramble(word: int) -> int:
     return word ^ word >> 16
 
 
+@pytest.mark.extended
 def test_the_race_takes_the_tokens_of_the_definition(monkeypatch, device):
     """Sampled and greedy rows, ties, bans, impossible rows, more tokens than a block, rows that are not adjacent."""
     params = [SamplingParams(temperature=float(row % 3 > 0), seed=row) for row in range(12)]
@@ -69,6 +70,7 @@ def test_the_race_takes_the_tokens_of_the_definition(monkeypatch, device):
     assert device.type == "cuda" or chosen == choose_batch(scores, batch, ()).tolist()
 
 
+@pytest.mark.extended
 def test_the_rows_keep_the_tokens_of_the_definition(monkeypatch, device):
     """Combinations of the three; logits with many ties in turn, bans, both zeros, all banned, with a NaN."""
     limits = [(top_k, top_p, min_p) for top_k in (0, 1, 40) for top_p in (1.0, 0.7) for min_p in (0.0, 0.05)]

@@ -77,6 +77,7 @@ def test_keys_of_ranks_and_of_the_owner_do_not_open_the_port_of_clients(hub, ope
     assert open_as(peer, peer, hub.client_address).is_refused(5.0)
 
 
+@pytest.mark.extended
 def test_whether_it_is_refused_may_be_asked_again_at_once():
     """As by a client that waits for its engine: ZeroMQ closes what watched the last attempt a moment later."""
     link = link_to("tcp://127.0.0.1:9", "client:1")

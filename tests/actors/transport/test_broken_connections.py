@@ -86,6 +86,7 @@ assert link.receive(20.0) == Abort(0)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", [TO_HUB, TO_LINK], ids=["to a hub", "to a link"])
 def test_a_reset_while_records_wait_does_not_end_the_process(case):
     ending = "link.close()\nhub.close()\nprint('alive')"

@@ -234,6 +234,7 @@ def test_what_a_hub_sent_last_is_read_though_more_was_sent_to_it_since(line):
     link.close()
 
 
+@pytest.mark.extended
 def test_a_slow_reader_loses_nothing(hub, open_end):
     """More than the kernel buffers, either way: the sender keeps the rest."""
     link, count = open_end("client"), 3_000

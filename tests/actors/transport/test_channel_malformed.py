@@ -138,6 +138,7 @@ def test_a_frame_above_the_limit_ends_the_connection_and_nothing_else(hub, open_
     assert hub.num_unreadable == 0
 
 
+@pytest.mark.extended
 def test_a_peer_that_reads_nothing_delays_no_other_and_fills_no_memory(hub, open_link):
     stopped, link = open_link("target-0"), open_link("target-1")
     assert serves(hub, stopped) and serves(hub, link)

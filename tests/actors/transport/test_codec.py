@@ -67,6 +67,7 @@ WRONG = [None, True, 1.5, "x", b"x", {}, {"a": 1}, [1], [[]], -1]
 """Values as msgpack has them; whichever of them a field may hold is none of its wrong ones."""
 
 
+@pytest.mark.extended
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(CODEC.record_types), st.data())
 def test_no_value_of_another_type_is_taken(record_type, data):
@@ -90,6 +91,7 @@ def fits(value, annotation):
     return any(fits(value, one) for one in arguments) if arguments else type(value) is annotation
 
 
+@pytest.mark.extended
 @given(st.binary(max_size=60) | st.integers(0, 20).flatmap(lambda tag: st.binary().map(lambda b: bytes([tag]) + b)))
 @settings(max_examples=300, deadline=None)
 def test_garbage_raises_nothing_but_codec_errors(payload):
@@ -126,6 +128,7 @@ def test_floats_keep_all_their_bits():
     assert SparseDistribution((1,), (weight,)).probs == (weight,)
 
 
+@pytest.mark.extended
 def test_threads_may_use_a_record_for_the_first_time_together():
     """As the ranks of one process do."""
     before = "codec = Codec((outer,)); payload = codec.encode(outer((inner(), inner()), inner(3)))"

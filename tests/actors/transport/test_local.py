@@ -293,6 +293,7 @@ def test_other_threads_send_while_one_receives(hub, folder):
 # --- peers that stop --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_a_frozen_peer_delays_no_other_and_reads_on_when_it_is_back(hub, folder):
     link = link_of(hub, folder)
     with running(ECHO_LINK, folder, hub.address) as peer:
@@ -326,6 +327,7 @@ def test_what_exceeds_the_queue_of_a_frozen_peer_is_lost(hub, folder, monkeypatc
     link.close()
 
 
+@pytest.mark.extended
 def test_a_killed_peer_is_gone_at_once_and_its_successor_takes_its_name(hub, folder):
     for _ in range(2):
         with running(ECHO_LINK, folder, hub.address) as peer:
@@ -338,6 +340,7 @@ def test_a_killed_peer_is_gone_at_once_and_its_successor_takes_its_name(hub, fol
             hub.send(["target-1"], Abort(2))
 
 
+@pytest.mark.extended
 def test_a_link_finds_the_successor_of_a_killed_hub(folder):
     with running(ECHO_HUB, folder, ANY_PORT) as first:
         address = first.stdout.readline().strip()

@@ -35,6 +35,7 @@ def distance(random_law, rule, kind, *, keeps):
     return worst
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("rule", "kind"),
     [

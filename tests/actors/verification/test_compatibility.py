@@ -153,6 +153,7 @@ def test_a_kind_that_the_table_forbids_is_biased(rule, kind):
     assert any(distance(rule, kinds, frozenset({BRANCHES}), seed) > BIASED for kinds in mixtures for seed in range(4))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule, kind, trait", FORBIDDEN_TRAITS)
 def test_a_trait_that_the_table_forbids_biases_tokens_drawn_at_random(rule, kind, trait):
     with pytest.raises(ValueError, match=f"verify.rule={rule} .* drafts that {trait}; use coupled"):
@@ -230,6 +231,7 @@ def residual_from_the_noise_of_the_draft(stream, position, round, node):
     return production(stream, position, round, node)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kinds", [[(IID,), (IID,)], [(IID, IID)]])
 def test_the_production_s_keys_are_exact(rule, kinds):

@@ -120,6 +120,7 @@ def as_independent(draft: WeightedDraft) -> WeightedDraft:
     return replace(draft, sampling_kinds=(SamplingKind.ROOT, *[SamplingKind.IID] * draft.tree.num_draft_tokens))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 @pytest.mark.parametrize(("mistake", "floor"), [(sort_siblings, 0.05), (as_independent, 0.004)])
 def test_mistakes_with_beams_are_found(rule, mistake, floor):
@@ -172,12 +173,14 @@ def last_leads(tree, nodes, length):
     return {node: found[node] for node in nodes}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("leader", "rule"), list(in_turn([leaders, last_leads], ["rejection", "traversal"])))
 def test_merged_paths_are_exact_with_draws_of_their_own(rule, leader):
     """Whichever of them is fed."""
     assert max(distances_of_merged(rule, leader=leader)) < EXACT
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("mistake", "biased", "rule"),
     [
@@ -236,6 +239,7 @@ def chi_square_excess(expected: dict[Beams, float], found: list[Beams]) -> float
     return (statistic - degrees) / (2 * degrees) ** 0.5
 
 
+@pytest.mark.extended
 def test_the_sampler_draws_the_enumerated_beams():
     q = law(3)
     expected: dict[Beams, float] = defaultdict(float)

@@ -96,6 +96,7 @@ def test_zeros_and_disjoint_supports(random_law, rule, seed, target, draft):
             assert check(RULES[rule], p, q, scheme(kind, *widths), 3) < EXACT
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("seed", range(2))
 def test_texts_end_where_no_token_can_follow_as_often_as_without_drafts(random_law, rule, seed):
@@ -114,6 +115,7 @@ def test_texts_end_where_no_token_can_follow_as_often_as_without_drafts(random_l
             assert check(RULES[rule], p, q, scheme(kind, *((1, 1) if rule == "block" else (2, 1))), 4) < EXACT
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule, widths", [(rule, widths) for rule in RULES for widths in [(1, 1, 1), (2, 1)]])
 def test_a_perfect_drafter_is_always_accepted(random_law, rule, widths):
     if rule == "block" and widths == (2, 1):
@@ -126,6 +128,7 @@ def test_a_perfect_drafter_is_always_accepted(random_law, rule, widths):
         assert result.mean_accepted == pytest.approx(len(widths), abs=1e-12)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", INDEPENDENT_ONLY)
 @pytest.mark.parametrize(
     "widths",
@@ -226,6 +229,7 @@ def outcomes_of(rule, draft: WeightedDraft, p):
     return [(path, row, token) for path, row in joint.items() for token in range(3)]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [IID, WOR])
 @pytest.mark.parametrize("widths", [(2,), (3,), (2, 1), (2, 2), pytest.param((2, 1, 1), marks=pytest.mark.slow)])
 def test_traversal_is_never_shorter_and_equal_on_one_level(random_law, kind, widths):

@@ -124,6 +124,7 @@ def distance(rule: str, *, branches: bool, **more: Any) -> float:
     return total_variation(emitted(rule, branches=branches, **more), TARGET, LENGTH)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("rule", "branches"), [("rejection", True), ("block", False), ("traversal", True)])
 def test_texts_have_the_distribution_of_the_target(rule, branches):
     sources: dict[str, int] = {}
@@ -157,6 +158,7 @@ def test_a_verdict_that_is_read_in_a_later_draft_is_found(monkeypatch):
     assert distance("rejection", branches=False) > 0.01
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
 def test_chosen_tokens_that_are_said_to_be_drawn_are_found(monkeypatch, rule):
     """What a far drafter shows is chosen; a rule that tests it against a distribution is biased."""

@@ -33,6 +33,7 @@ def mean_accepted(rule: str, kind: SamplingKind, widths: tuple[int, ...], p=P, q
     return result.mean_accepted
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("widths", TABLE)
 @pytest.mark.parametrize("column", range(4))
 def test_trees(widths, column):

@@ -107,6 +107,7 @@ def excess(
     return (squares - (cells - 1)) / (2 * (cells - 1)) ** 0.5
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "rule, forgets",
     [("rejection", False), pytest.param("traversal", False, marks=pytest.mark.slow), ("traversal", True)],
@@ -131,10 +132,12 @@ def test_runners_up_are_drawn_with_numbers_of_their_own(rule):
     assert abs(excess(rule, width=3)) < 4
 
 
+@pytest.mark.extended
 def test_coins_that_every_review_meets_again_are_found():
     assert excess("traversal", make_random_source=lambda seed, step: HashRandomSource(seed, 0)) > 6
 
 
+@pytest.mark.extended
 def test_noise_that_repeats_when_a_request_is_admitted_again_is_found():
     assert excess("traversal", forgets=True, keyed_by_admission=False) > 6
 

@@ -106,6 +106,7 @@ P3 = np.array([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.4, 0.5, 0.1]])
 Q3 = np.array([[0.2, 0.3, 0.5], [0.4, 0.3, 0.3], [0.1, 0.6, 0.3]])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "rule", ["block", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("rejection", "traversal"))]
 )
@@ -116,6 +117,7 @@ def test_rounds_on_a_chain_emit_the_target_s_joint_law(rule):
 MORE_PAIRS = (("kseq", IID), ("rejection", WOR), ("traversal", IID), ("transport", IID))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "rule, kind",
     [("traversal", WOR), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)],
@@ -124,6 +126,7 @@ def test_rounds_on_a_tree_emit_the_target_s_joint_law(rule, kind):
     assert abs(excess(emitted(RULES[rule], kind, (2, 1), P3, Q3, NUM_TREES), P3)) < 4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("reuse", ["draft noise", pytest.param("coins", marks=pytest.mark.slow)])
 def test_a_number_met_twice_biases_block_verification_and_is_found(reuse):
     assert excess(emitted(RULES["block"], IID, (1, 1, 1), P2, Q2, NUM_CHAINS, reuse), P2) > 6

@@ -264,6 +264,7 @@ def arg_max_match_with_sampled_bonus(tree, sampling_kinds, distributions, target
         path.append(node)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "rule, floor",
     [
@@ -411,6 +412,7 @@ def law_without(distribution: SparseDistribution, gone: list[int], token: int, r
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "kind, renormalise, floor",
     [
@@ -442,6 +444,7 @@ def test_two_tokens_cannot_see_a_dropped_duplicate_and_three_can(random_law):
         assert (total_variation(emission(RULES["rejection"], drafts, p, 2), p, 2) > 1e-4) == seen
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("off", [0.95, pytest.param(1.05, marks=pytest.mark.slow)])
 def test_a_wrong_discount_of_kseq_is_found(random_law, monkeypatch, off):
     """A smaller one leaves a negative residual; a larger one is merely slower, and stays exact."""

@@ -75,6 +75,7 @@ def spoil(rng: random.Random, row: torch.Tensor) -> None:
             row[:] = -torch.inf
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("rule", "ahead"), list(in_turn(RULES, [False, True])))
 def test_a_rule_on_named_tokens_decides_as_on_whole_rows(monkeypatch, rule, ahead):
     monkeypatch.setattr(target_rows, "_reads_ahead", lambda _: ahead)

@@ -70,6 +70,7 @@ def test_golden_numbers(num_draws, kseq):
     assert accepted_by("transport", p, q, num_draws) == pytest.approx({2: 0.86, 3: 0.988}[num_draws], abs=EXACT)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("seed", "size", "num_draws"), list(in_turn(range(4), [(64, 4), (64, 16), (300, 3)])))
 def test_large_distributions(seed, size, num_draws):
     """Exact whatever rounding does, and the optimum by sets of tokens of smallest p / q, which alone bind."""

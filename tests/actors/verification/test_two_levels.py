@@ -76,6 +76,7 @@ def test_three_levels_are_exact(random_law, rule):
     assert distance(p, enumerate_proposals([r, s, m], (1, 2, 2), rule), rule) < EXACT
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq", "transport"])
 @pytest.mark.parametrize(
     "lengths, widths",
@@ -253,6 +254,7 @@ def _rest(guess):
     return guess.sampling_kinds, guess.distributions
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "variant",
     [own_law_after_a_rejection, law_of_the_child_level, drop_unlikely_tokens, nucleus_acceptance, runner_up_first],

@@ -112,6 +112,7 @@ def drawn(rng, i, rule):
     return VerifyInput(i, text, 1, params, 1, Proposal(i, 0, 3, 0, tree, kinds, (law,) * 4))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("law_size", [None, 6, VOCAB])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_text_in_a_batch_is_judged_as_alone(rule, law_size):

@@ -183,6 +183,7 @@ def drafted_rounds(ranks, first_round, count=3):
     return seen
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "drafter", ["model", "eagle3", "exit", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ngram", "skip"))]
 )
@@ -315,6 +316,7 @@ def device_only(monkeypatch):
     monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("rule", "temperature"), list(in_turn(["coupled", "rejection", "traversal"], [0.9, 0.0])))
 def test_roles_on_a_device_answer_what_they_answer_on_a_cpu(spec, device_only, rule, temperature):
     """Passes, drawing, drafts and verification; a tensor of the host among those of the device raises there."""
@@ -363,6 +365,7 @@ def test_a_step_of_draft_ahead_waits_for_the_device_once(spec, device_only, pipe
     assert waits and set(waits) <= {0, 1} and sum(waits), "0: a step that found nothing worth a pass"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "sampling",
     [

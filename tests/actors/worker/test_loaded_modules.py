@@ -90,6 +90,7 @@ SHARED = {"config", "interface", "draft_ahead", "by_request"}
 """The port of all drafters: records, the contract, how far ahead of a verdict to draft, requests one by one."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name",
     [*(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "jacobi")), "suffix", "recycling", "model"],
@@ -121,6 +122,7 @@ def test_a_speculator_loads_no_other_familys_runner(loaded, spec, speculator):
     assert rooms(modules) <= SHARED | {"speculator", "model", "vocabulary", "online"}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [pytest.param("ngram", marks=pytest.mark.slow), "jacobi"])
 def test_an_engine_loads_the_record_of_its_drafter_alone(loaded, name):
     _, own = DRAFTERS[name]

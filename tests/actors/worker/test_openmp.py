@@ -70,6 +70,7 @@ make_backend(load_config(["cluster=inprocess"]), None, print).close()
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "code",
     [_IN_AN_ACTOR, pytest.param(_IN_A_PROGRAM, marks=pytest.mark.slow)],

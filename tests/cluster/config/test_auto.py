@@ -52,6 +52,7 @@ def test_what_any_of_them_needs_the_whole_needs():
     assert kinds == {SamplingKind.DETERMINISTIC, SamplingKind.WITHOUT_REPLACEMENT}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("drafters", "options", "attached"),
     [

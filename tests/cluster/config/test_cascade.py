@@ -112,6 +112,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("overrides", "line"), list(each_complaint_once(REFUSED)))
 def test_refusals(overrides, line):
     with pytest.raises(ValueError) as caught:
@@ -183,6 +184,7 @@ ON_RANKS = f"[{{name: model, num_draft_tokens: 3, {TWO_RANKS}}},{{name: model, n
 ON_LAYERS = f"[{{name: model, num_draft_tokens: 3, {LAYERS}}},{{name: model, num_draft_tokens: 5, {TWO_RANKS}}}]"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "overrides",
     [

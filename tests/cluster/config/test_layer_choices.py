@@ -12,6 +12,7 @@ from tests.cluster.config.quick_loading import load_quickly
 LAYER = "drafter.parallel=layer"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [

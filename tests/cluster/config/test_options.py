@@ -83,6 +83,7 @@ def kinds(record: type, name: str) -> set[type]:
     return set(get_args(hint) or (hint,))
 
 
+@pytest.mark.extended
 @EVERY_RECORD
 def test_every_number_is_in_its_range_or_refused_by_name(record):
     """Whatever the value: it is inside the declared range, or one line that names the field refuses it."""
@@ -214,6 +215,7 @@ def test_help_of_a_launch_shows_what_is_set_most_often_and_the_keys_of_what_is_c
     assert "  job.resume=false" in rest
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("keys", "shown", "hidden"),
     [

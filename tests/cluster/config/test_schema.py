@@ -239,6 +239,7 @@ def test_every_key_is_explained():
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "overrides, rule",
     [
@@ -296,6 +297,7 @@ def test_records_are_frozen():
         target.tp = 2
 
 
+@pytest.mark.extended
 def test_loading_twice_is_independent():
     """Hydra's global state is left as it was found."""
     assert load_config(["target.tp=2"]).target.tp == 2
@@ -632,6 +634,7 @@ def test_values_that_make_no_sense(overrides: list[str], line: str):
     assert refusal(overrides, load_quickly).startswith(line)
 
 
+@pytest.mark.extended
 def test_no_value_of_another_type_gets_into_a_list_or_a_mapping():
     """A value has the right type, or there is one line: in every such field of every choice whose items have a type.
 
@@ -688,6 +691,7 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path):
     assert refusal([override], load_quickly).startswith(f"{override}: architecture 'BertModel' is not supported; use")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -107,6 +107,7 @@ def test_what_fits_together_is_accepted(overrides):
     load_quickly(overrides)
 
 
+@pytest.mark.extended
 def test_a_plan_reads_its_files_wherever_it_is_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("costs.yaml", "own.jsonl"):
@@ -117,6 +118,7 @@ def test_a_plan_reads_its_files_wherever_it_is_started(tmp_path, monkeypatch):
     assert (job.prompts, job.costs) == (str(tmp_path / "own.jsonl"), str(tmp_path / "costs.yaml"))
 
 
+@pytest.mark.extended
 def test_several_workloads_are_named_by_their_folder(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").touch()

@@ -289,6 +289,7 @@ def check_nothing_was_lost(engine) -> None:
     assert not engine.supervisor.incidents and not counters["num_role_losses"]
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize(("name", "rule"), list(attacks_under_rules()))
 def test_the_others_are_served_as_without_the_attack(open_engine, name, rule):

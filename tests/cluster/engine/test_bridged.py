@@ -90,6 +90,7 @@ BY_DEFAULT = ["target's end"]
 """`tests/actors/roles/test_bridge.py` has the others."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "fault", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in FAULTS]
 )
@@ -126,6 +127,7 @@ def test_drafts_ahead_of_hidden_states(open_engine, speculator, plain, tp):
     assert {("target", "export"), ("draft", "features")} <= lanes
 
 
+@pytest.mark.extended
 def test_a_policy_that_rests_still_reads(open_engine, speculator, plain):
     """Requests that begin while speculation is off have their hidden states when it is back."""
     engine = open_engine(replace(speculator, num_draft_tokens=2), pipeline=PipelineConfig(PipelineName.sync))

@@ -96,6 +96,7 @@ def test_each_client_receives_the_tokens_of_plain_decoding(open_engine, start_cl
     assert elsewhere.wait(30) == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("share", Share)
 def test_acceptance_tells_no_client_what_another_asked(open_engine, share):
     """The second request for a text is drafted from the answer to the first, if both are of one client."""
@@ -147,6 +148,7 @@ def test_without_an_engine_connecting_fails_after_its_timeout():
         connect("tcp://127.0.0.1:9", "default." + "01" * 64, timeout_s=0.3)
 
 
+@pytest.mark.extended
 def test_a_client_asks_the_successor_of_a_coordinator_again(open_engine, monkeypatch):
     from actors.coordinator.scheduler import Scheduler
 

@@ -140,6 +140,7 @@ class Look:
         return Look(num_descriptors(), resident_bytes(), sys.getallocatedblocks(), tuple(map(held_by, owners)))
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("pipeline", "adaptive", "rounds"),

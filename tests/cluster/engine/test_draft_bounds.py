@@ -15,6 +15,7 @@ SAMPLING = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=Tru
 PIPELINES = [str(name) for name in PipelineName if name != PipelineName.plain]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", list(in_turn(PIPELINES, times={"pearl": 0, "tree": 0, "pingpong": 0})))
 def test_no_draft_is_longer_than_its_request_allows(open_engine, pipeline):
     engine = open_engine("model", pipeline=PipelineConfig(PipelineName(pipeline), adaptive=False))

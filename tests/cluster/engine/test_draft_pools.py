@@ -177,6 +177,7 @@ def test_engines_share_several_drafters(open_engine, plain_texts, open_pool, pip
     assert passes.drafter.capabilities.drafts_by_pass is not None and passes.counts.num_proposals > 0
 
 
+@pytest.mark.extended
 def test_an_engine_that_waits_for_no_draft_shares_the_pool_with_one_that_does(open_engine, plain_texts, open_pool):
     """A far drafter that a pool lends: previews stream, and a lookup beside the coordinator drafts where none fits."""
     plain = plain_texts(max_tokens=70)
@@ -204,6 +205,7 @@ def scrape(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
+@pytest.mark.extended
 def test_metrics_count_what_each_engine_was_given(open_engine, open_pool, tmp_path, monkeypatch):
     pytest.importorskip("prometheus_client")
     monkeypatch.setattr("actors.pool.service.WATCH_S", 0.2)
@@ -302,6 +304,7 @@ def num_drafts(pool: RunningPool) -> int:
     return sum(tenant.counts.num_drafts for tenant in _tenants(pool.pool._service))
 
 
+@pytest.mark.extended
 def test_an_engine_starts_before_its_pool(open_engine, plain_texts, open_pool, monkeypatch):
     monkeypatch.setattr("cluster.runtime.pool_leases._LEASE_S", 1.0)
     pool = open_pool()
@@ -515,6 +518,7 @@ def test_what_cannot_be_lent_is_refused(tiny_launch, changes, why):
         check_lendable(config)
 
 
+@pytest.mark.extended
 def test_a_key_of_another_pool_opens_nothing(open_engine, open_pool, tmp_path, monkeypatch):
     monkeypatch.setattr("cluster.runtime.pool_leases._LEASE_S", 1.0)
     pool = open_pool()

@@ -95,6 +95,7 @@ LIKE_OTHERS = dict.fromkeys(("none", "ngram", "copy", "suffix", "itself"), 0)
 own model drafts for ranks that share both stacks."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", list(in_turn(["none", "ngram", "copy", "suffix", "model", "itself", "self"], times=LIKE_OTHERS))
 )
@@ -109,6 +110,7 @@ def test_no_drafter_changes_a_token(open_engine, reference, name):
             assert engine.report().counters["num_accepted_tokens"] > 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", list(in_turn(["copy", "itself"], times={"copy": 0})))
 def test_ranks_share_both_stacks_and_preempted_requests_read_their_source_again(open_engine, reference, name):
     path, expected = reference("Bart", "rules")
@@ -182,6 +184,7 @@ def test_the_command_line_runs_it(entered, reference, tmp_path):
     assert json.loads((tmp_path / "run/report.json").read_text())["tokens_equal_plain"] is True
 
 
+@pytest.mark.extended
 def test_a_job_that_cannot_run_it_says_so(entered, reference):
     options = ["target=hf", f"target.path={reference('Marian', 'rules')[0]}", "drafter=copy"]
     code, _, error = entered("job=certify", *options)

@@ -208,6 +208,7 @@ def in_fp8(source: Path, path: Path) -> Path:
     return path
 
 
+@pytest.mark.extended
 def test_tokens_are_the_same_on_the_kernels_of_cuda(
     open_engine, tiny_checkpoint, half_agreeing_drafter, tmp_path, monkeypatch
 ):
@@ -414,6 +415,7 @@ def test_processes_are_ended_once_the_coordinator_has_stopped_them(open_engine, 
     assert how == [{"graceful": True}]
 
 
+@pytest.mark.extended
 def test_two_engines_side_by_side(open_engine):
     engines = [open_engine("model"), open_engine("ngram")]
     asked = [[engine.submit(prompt, GREEDY) for prompt in PROMPTS] for engine in engines]

@@ -119,6 +119,7 @@ def test_a_role_that_fails_ends_what_is_in_flight_and_what_comes(open_engine, br
         assert str(caught.value) == line and "raise error" in str(caught.value.__cause__)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("rule", "temperature"), list(in_turn(["coupled", "rejection"], [0.0, 1.0])))
 def test_logits_that_are_no_numbers_fail_their_request_alone(open_engine, monkeypatch, rule, temperature):
     engine = open_engine(verify=VerifyConfig(VerifyRule(rule)))

@@ -86,6 +86,7 @@ RULES = [
 """By default one of each kind: of coupled draws, of chains and of trees; `tests/actors/test_contract.py` has all."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", RULES)
 def test_where_no_token_can_follow_the_request_ends_and_no_role_is_lost(open_engine, rule):
     engine = open_engine(verify=VerifyConfig(rule))

@@ -151,6 +151,7 @@ def tokens_of(completions):
     return [completion.token_ids for completion in completions]
 
 
+@pytest.mark.extended
 def test_neighbours_without_the_secret_change_nothing(open_engine):
     engine = open_engine()
     plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
@@ -177,6 +178,7 @@ def test_neighbours_without_the_secret_change_nothing(open_engine):
     assert counters["num_unreadable"] == 0 and counters["num_stale"] == 0, "nothing of theirs was read"
 
 
+@pytest.mark.extended
 def test_a_client_can_neither_end_the_engine_nor_play_another(open_engine):
     engine = open_engine()
     plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
@@ -204,6 +206,7 @@ def test_a_client_can_neither_end_the_engine_nor_play_another(open_engine):
     assert counters["num_unreadable"] > 15 and not engine.supervisor.incidents and not counters["num_role_losses"]
 
 
+@pytest.mark.extended
 def test_a_bit_that_flips_on_the_way_ends_a_connection_and_changes_no_token(open_engine, monkeypatch):
     monkeypatch.setattr(client_module, "_RESUME_S", 0.5)
     engine = open_engine()

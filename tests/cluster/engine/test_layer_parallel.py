@@ -134,6 +134,7 @@ def test_tokens_are_those_of_plain_decoding_in_any_layout(complete, open_engine,
         assert held is None or per_slot == held * 2 * 2 * 8 * 4, "layers, keys and values, heads, head_dim, float32"
 
 
+@pytest.mark.extended
 def test_a_rank_that_is_replaced_is_given_its_rows(complete, open_engine, monkeypatch):
     """Rank 0 alone reads the text again under `broadcast`: its successor's rows are those of rank 0, to the bit."""
     longer = replace(LONG, max_tokens=100)

@@ -92,6 +92,7 @@ def lossy(monkeypatch):
     return lossy
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("pipeline", "drafter"),

@@ -351,6 +351,7 @@ ALIKE = (
 `test_layout_fields.py` and `test_block_checkpoints.py` read them."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("layout", list(in_turn(LAYOUTS, times=dict.fromkeys(ALIKE, 0))))
 def test_chains_are_those_of_the_papers_arithmetic(
     drafts: Callable[..., list[Drafted]], model: Model, tmp_path: Path, layout: str

@@ -122,6 +122,7 @@ LEVELS = {
 NAMES = ("0-model", "1-model", "2-model")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "dead, pipeline",
     [
@@ -150,6 +151,7 @@ def test_a_level_of_a_cascade_that_dies_is_replaced_and_used_again(
     assert [incident.identity for incident in engine.supervisor.incidents] == [identity]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_beside_the_one_that_died_keep_their_weights(open_engine, break_at, plain, monkeypatch, rank):
     loads, roles = [], []
@@ -204,6 +206,7 @@ def test_a_drafter_that_dies_too_often_is_left_out_and_decoding_goes_on_plainly(
     assert engine.report().counters["num_draft_tokens"] == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "owner, method, identity, sections",
     [

@@ -170,6 +170,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_is_refused_changes_nothing_for_the_requests_that_run(open_engine, models, checkpoints, tmp_path, tp):
     engine = open_engine("ngram", tp=tp, target=TargetConfig(path=str(checkpoints[0]), device="cpu", pace_ms=6.0))
@@ -225,6 +226,7 @@ def test_tensors_and_versions_of_the_trainers_own_are_taken_and_files_do_not_sta
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("owner", "method", "identity"), [(TargetRole, "answer", "target-0"), (Scheduler, "plan", "coordinator")]
 )
@@ -260,6 +262,7 @@ def break_once(monkeypatch, owner: Any, method: str, after: bool = False, only=l
     monkeypatch.setattr(owner, method, wrong)
 
 
+@pytest.mark.extended
 def test_a_rank_that_is_lost_while_it_loads_returns_with_the_weights_before(
     open_layout, models, checkpoints, monkeypatch
 ):
@@ -281,6 +284,7 @@ def test_a_rank_that_is_lost_while_it_loads_returns_with_the_weights_before(
 PAGE = Path(__file__).parents[3] / "docs" / "rollouts.md"
 
 
+@pytest.mark.extended
 def test_the_trainer_of_the_page_makes_rewarded_texts_more_likely(open_engine, checkpoints):
     (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}

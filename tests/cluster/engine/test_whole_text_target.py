@@ -54,6 +54,7 @@ def tokens_of(engine, prompts=PROMPTS):
     return [completion.token_ids for completion in engine.generate(prompts, params)]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("decoder", "tp"), [("auto", 1), ("prefix", 2), ("dual", 1)])
 def test_tokens_are_those_of_the_decoder(open_engine, diffusion, expected, decoder, tp):
     texts = expected["static" if decoder == "auto" else decoder]
@@ -89,6 +90,7 @@ def test_a_rank_that_is_replaced_changes_no_token(open_engine, diffusion, expect
     assert len(passes) > 5
 
 
+@pytest.mark.extended
 @usually_llada
 def test_the_command_line_runs_it(entered, diffusion, expected, tmp_path):
     prompts = tmp_path / "prompts.jsonl"

@@ -97,6 +97,7 @@ def test_contexts_and_temperatures_are_axes(tiny_launch, prompts, tmp_path):
     assert all(entry["tokens_equal_plain"] for entry in report["settings"])
 
 
+@pytest.mark.extended
 def test_workloads_are_an_axis(tiny_launch, tmp_path, prompts, capsys):
     folder = tmp_path / "sets"
     (folder / "spec_bench").mkdir(parents=True)
@@ -110,6 +111,7 @@ def test_workloads_are_an_axis(tiny_launch, tmp_path, prompts, capsys):
     assert "category" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 def test_an_interrupt_keeps_the_repeats_that_were_finished(tiny_launch, prompts, tmp_path, monkeypatch):
     serve, calls = trials.serve_prompts, []
 

@@ -105,6 +105,7 @@ def test_a_cascade_is_certified(run_certify, half_agreeing_drafter, tmp_path):
     assert "- drafts: draft tokens drawn as DETERMINISTIC, IID, which is exact under this rule" in page
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("always_draft", [True, False])
 def test_the_default_drafts_where_the_engine_would_decode_plainly(
     tiny_launch, write_prompts, one_free_thread, tmp_path, always_draft
@@ -158,6 +159,7 @@ def test_a_rejection_rule_that_accepts_always_fails_everywhere(run_certify, monk
     assert "NOT a tie" in (tmp_path / "certificate.md").read_text()
 
 
+@pytest.mark.extended
 def test_a_rejection_rule_that_corrects_from_the_target_fails_by_its_law(run_certify, monkeypatch):
     """Greedy tokens cannot show it."""
     monkeypatch.setitem(RULES, "rejection", correct_from_the_target)

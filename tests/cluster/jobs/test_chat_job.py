@@ -76,6 +76,7 @@ class Interrupts(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.extended
 def test_ctrl_c_ends_the_answer_and_not_the_chat(launch, monkeypatch):
     shown = Interrupts()
     before = signal.getsignal(signal.SIGINT)

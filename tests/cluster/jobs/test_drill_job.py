@@ -121,6 +121,7 @@ def test_a_drill_under_a_rule_that_accepts_whatever_was_drafted_fails(run_drill,
     assert "have other tokens than plain decoding; see drill.json" in line
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "edit",
     [
@@ -154,6 +155,7 @@ def test_a_drill_fails_if_the_tokens_of_a_single_request_differ(run_drill, monke
     assert f"1 of {report['num_requests']} have other tokens than plain decoding; see drill.json" in line
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "error",
     [pytest.param(EngineError("the target ended"), marks=pytest.mark.slow), KeyError("a defect of the client")],
@@ -173,6 +175,7 @@ def test_a_drill_fails_if_a_request_fails(run_drill, monkeypatch, error):
     assert report["failures"][0] in (str(error), repr(error)) and "job=drill: " in line
 
 
+@pytest.mark.extended
 def test_a_drill_fails_if_a_process_is_not_replaced(run_drill, monkeypatch):
     monkeypatch.setattr(StruckEngine, "replaces", False)
     monkeypatch.setattr(chaos, "_LIMIT_S", 0.5)
@@ -181,6 +184,7 @@ def test_a_drill_fails_if_a_process_is_not_replaced(run_drill, monkeypatch):
     assert "no recovery after" in line and report["num_unequal_requests"] == 0
 
 
+@pytest.mark.extended
 def test_a_drill_in_which_no_request_ended_fails(run_drill, monkeypatch):
     monkeypatch.setattr(chaos.Drill, "_submit_all", lambda drill: None)
     monkeypatch.setattr(chaos.Drill, "_inflict", lambda drill, strikes: chaos.Fault(strikes, 0.1, 0.1, 0.1))

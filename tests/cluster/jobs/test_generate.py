@@ -167,6 +167,7 @@ def test_a_refused_prompt_is_recorded_and_the_others_run(tiny_launch, write_prom
     assert not (tmp_path / "timeline.json").exists()
 
 
+@pytest.mark.extended
 def test_an_interrupt_leaves_a_report_of_what_there_is(tiny_launch, write_prompts, tmp_path, monkeypatch):
     prompts = write_prompts(*({"prompt": f"prompt {number}"} for number in range(5)))
     record = generate.completion_record
@@ -239,6 +240,7 @@ def test_a_resumed_run_completes_what_is_left_and_nothing_twice(tiny_launch, wri
     assert (report["num_resumed"], report["num_requests"], report["interrupted"]) == (4, 0, False)
 
 
+@pytest.mark.extended
 def test_a_run_that_is_killed_has_a_report(tiny_launch, write_prompts, tmp_path, monkeypatch):
     """A kill comes at different moments: after each of three requests, and while plain decoding is timed."""
     prompts = write_prompts(*({"prompt": f"prompt {number}"} for number in range(3)))

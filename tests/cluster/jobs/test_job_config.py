@@ -8,6 +8,7 @@ from cluster.config.compose import checked
 from tests.cluster.config.quick_loading import load_quickly
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -31,6 +32,7 @@ def test_what_makes_no_sense_is_refused(overrides, line):
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("job", ["generate", "bench", "certify"])
 def test_a_workload_is_a_bundled_file(job):
     paths = [

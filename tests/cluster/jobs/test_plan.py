@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 FILES = {"plan.json", "plan.csv", "plan.png", "costs.yaml"}
 
 
+@pytest.mark.extended
 def test_plans_for_this_machine_and_tries_the_best(tiny_launch, write_prompts, tmp_path, capsys, one_free_thread):
     job = PlanConfig(
         prompts=write_prompts({"prompt": "Name a bird."}, {"prompt": "Write of a bird."}),
@@ -72,6 +73,7 @@ def test_refuses_what_cannot_be_planned(tiny_launch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.extended
 def test_plans_a_fleet(tiny_launch, tmp_path, capsys):
     content = yaml.safe_load((ROOT / "docs" / "plans" / "three-regions.yaml").read_text())
     content["load"] |= {"seconds": 1.0, "warmup_s": 0.2, "requests_per_s": 30, "prompt": [16], "output": [8]}

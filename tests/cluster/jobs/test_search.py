@@ -19,6 +19,7 @@ from tests.cluster.config.quick_loading import load_quickly
 STRETCH = 2
 
 
+@pytest.mark.extended
 def test_the_layers_that_it_finds_draft(tiny_launch, write_prompts, tmp_path, one_free_thread, capsys):
     prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
     job = SearchConfig(prompts=prompts, methods=["bayesian", "random", "swift"], evaluations=12)

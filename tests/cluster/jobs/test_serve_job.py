@@ -115,6 +115,7 @@ def test_keys_come_from_one_place(tmp_path):
         ServerConfig(api_key="a", api_key_file="b").check("server")
 
 
+@pytest.mark.extended
 def test_a_port_that_is_taken_is_one_line(entered, tiny_checkpoint):
     import socket
 

@@ -31,6 +31,7 @@ def test_ranks_are_counted_among_siblings_below_the_root():
     assert acceptance_by_rank(rounds, 3) == [0.25, 0.5, 0.0] and [one.num_tokens for one in rounds] == [3, 3, 2, 1]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", [pytest.param(VerifyRule.coupled, marks=pytest.mark.slow), VerifyRule.rejection])
 def test_the_trees_of_a_perfect_drafter_are_chains_and_the_engine_grows_them(
     tiny_launch, write_prompts, tmp_path, one_free_thread, capsys, rule
@@ -63,6 +64,7 @@ def test_the_trees_of_a_perfect_drafter_are_chains_and_the_engine_grows_them(
     assert report["draft_acceptance_rate"] == 1.0 and report["acceptance_histogram"][3] > 0
 
 
+@pytest.mark.extended
 def test_trees_fitted_to_heads_are_no_deeper_than_they(tiny_launch, write_prompts, tmp_path, one_free_thread):
     """Fresh Medusa heads say what the target says one token before."""
     prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
@@ -98,6 +100,7 @@ def test_speculators_on_the_targets_layers_are_counted_too(
     assert sum(json.loads((tmp_path / "trees.json").read_text())["acceptance"]) > 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [

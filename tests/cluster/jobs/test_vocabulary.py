@@ -18,6 +18,7 @@ from cluster.jobs import generate, vocabulary
 from tests.cluster.config.quick_loading import load_quickly
 
 
+@pytest.mark.extended
 def test_the_list_of_the_targets_output_serves_a_drafter(tiny_launch, write_prompts, tmp_path, one_free_thread):
     prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
     config = tiny_launch(VocabularyConfig(prompts=prompts, out=str(tmp_path / "list.json")))

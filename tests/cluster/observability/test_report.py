@@ -256,6 +256,7 @@ def test_circumstances_survive_json(tmp_path):
     assert report["stretch"] == 4 and "change no token" in report["notes"][0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("overrides", "remedy"),
     [

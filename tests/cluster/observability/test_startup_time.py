@@ -15,6 +15,7 @@ from cluster.observability.startup_time import StartUp
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("modules", "heavy"),
     [

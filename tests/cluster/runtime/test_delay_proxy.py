@@ -91,6 +91,7 @@ def test_a_drafter_behind_a_slow_line_is_not_waited_for(open_engine, monkeypatch
     assert sum(one["num_draft_tokens"] for one in by_source) == counters["num_draft_tokens"] > 0 and not asked
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", [PipelineName.sync, pytest.param(PipelineName.branches, marks=pytest.mark.slow)])
 def test_an_engine_with_a_slow_line_commits_the_same_tokens_later(open_engine, pipeline):
     prompts, sampling = ["def median(values):", "x"], SamplingParams(max_tokens=16, ignore_eos=True)

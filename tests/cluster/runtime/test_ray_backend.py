@@ -136,6 +136,7 @@ def listening() -> set[str]:
     return found - {"127.0.0.1"}
 
 
+@pytest.mark.extended
 def test_a_ray_of_its_own_admits_no_process_without_its_token(running_ray):
     from cluster.runtime.ray_nodes import check_admitted
 
@@ -169,6 +170,7 @@ def test_a_ray_of_its_own_admits_no_process_without_its_token(running_ray):
             assert not any(token in word for word in process.cmdline())
 
 
+@pytest.mark.extended
 def test_the_dashboard_starts_beside_the_ranks_and_asks_for_the_token(running_ray):
     assert running_ray.get(timeout=WAIT_S) == "starting Ray"
     found = re.fullmatch(r"dashboard\n  (http://\S+), its token in (\S+)", running_ray.get(timeout=WAIT_S))
@@ -226,6 +228,7 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     assert free == 4.0, "bundles were given back"
 
 
+@pytest.mark.extended
 def test_a_pool_is_an_actor_group_of_its_own(running_ray, open_engine, launch, tmp_path):
     """It lends its drafter to an engine until its process dies."""
     from ray.util.state import list_actors
@@ -402,6 +405,7 @@ def test_ranks_that_share_a_device_meet_in_one_bundle(launch):
     assert device_bundles(lookup) == {("", (0, 1)): {"CPU": 2.0}}, "a lookup needs no device"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "own, visible, device",
     [("2", None, "cuda:2"), ("5", "4,5,6", "cuda:1"), ("2", "2", "cuda:0"), ("2", "GPU-1f,GPU-2a", "cuda:0")],

@@ -23,6 +23,7 @@ def no_settings(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("own", [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "a" * 64}], ids=str)
 def test_settings_are_the_users_or_new_and_are_put_back(own, no_settings, monkeypatch, tmp_path):
     from cluster.runtime.ray_local import LocalRay
@@ -61,6 +62,7 @@ def test_the_guard_outlives_an_interrupt_of_the_terminal(no_settings, monkeypatc
         local.close()
 
 
+@pytest.mark.extended
 def test_after_a_sigkill_of_the_owner_the_guard_ends_what_ray_left_and_deletes_its_files(tmp_path):
     """Two of three processes look like a worker and like an agent of Ray, which by itself would go on for a minute."""
     script = """

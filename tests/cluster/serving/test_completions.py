@@ -51,6 +51,7 @@ def test_the_text_is_the_engines(client, server: RunningServer, sampling, enable
     assert (texts, reasons) == ({0: choice.text}, {0: choice.finish_reason})
 
 
+@pytest.mark.extended
 def test_a_request_may_bound_its_drafts(client):
     replies = {}
     for options in ({"enabled": False}, {}, {"num_draft_tokens": 1}, {"num_draft_tokens": NUM_DRAFT_TOKENS}):
@@ -113,6 +114,7 @@ def test_a_stream_ends_as_openai_s_does(server: RunningServer):
     assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events)
 
 
+@pytest.mark.extended
 def test_prompts_are_texts_or_tokens_or_several(client, server: RunningServer):
     ids = [server.engine.tokenizer.encode(text).ids for text in ("abc", "xyz")]
     one = [client.completions.create(model="tiny-chat", prompt=p, **SAMPLED).choices[0].text for p in ("abc", "xyz")]
@@ -123,6 +125,7 @@ def test_prompts_are_texts_or_tokens_or_several(client, server: RunningServer):
     assert client.completions.create(model="tiny-chat", prompt=ids[0], **SAMPLED).choices[0].text == one[0]
 
 
+@pytest.mark.extended
 def test_each_choice_has_a_seed_of_its_own_that_gives_it_again(client):
     for given in ({}, {"seed": 2**63 - 1}):
         body = {"prompt": ["abc", "xyz"], "temperature": 1, "max_tokens": 12, **given}
@@ -152,6 +155,7 @@ def test_a_stop_string_ends_the_text_wherever_drafts_end(client, server: Running
     assert server.num_running() == 0
 
 
+@pytest.mark.extended
 def test_echo_puts_the_prompt_first(client):
     for prompt in ("abc", [97, 98]):
         body = {"prompt": prompt, **SAMPLED}

@@ -136,6 +136,7 @@ def cells():
             yield pytest.param(drafter, rows, how, marks=[] if is_usual else pytest.mark.slow)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("drafter", "rows", "how"), list(cells()))
 def test_a_chat_says_what_it_says_alone(server, client, alone, drafter, rows, how, monkeypatch):
     before = server.engine.report().counters
@@ -158,6 +159,7 @@ def test_the_table_has_texts_of_each_form(alone):
         assert bool(listed) == bool(logprobs)
 
 
+@pytest.mark.extended
 def test_a_planted_mistake_shows_where_it_is(client, alone, monkeypatch):
     """The control: the log-probability of each chunk's last token is lost."""
     part = LogprobWriter.part

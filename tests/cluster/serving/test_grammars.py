@@ -42,6 +42,7 @@ def test_a_chat_follows_its_schema_streamed_or_not(client, temperature):
     assert plain.choices[0].message.content == choice.message.content
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("form", "pattern"),
     [
@@ -59,6 +60,7 @@ def test_a_completion_follows_what_vllm_calls_structured_outputs(client, form, p
     assert all(re.fullmatch(pattern, choice.text) for choice in choices), [choice.text for choice in choices]
 
 
+@pytest.mark.extended
 def test_json_object_is_any_object(client):
     body = {**BODY, "messages": MESSAGES, "temperature": 1.0, "n": 4, "max_tokens": 40}
     for form in (
@@ -137,6 +139,7 @@ def random_schema(choose: random.Random, depth: int) -> dict[str, Any]:
     return {"anyOf": [inner() for _ in range(low + 1)]} if kind == "anyOf" else choose.choice(leaves)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 41))])
 def test_every_reply_that_ended_is_valid_for_its_random_schema(server: RunningServer, part):
     """25 schemas each, by default 5, 1,000 in all; drafted and not, and every request of a batch under another one."""

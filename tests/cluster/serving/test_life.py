@@ -132,7 +132,8 @@ def test_a_request_that_takes_too_long_is_aborted(chat_checkpoint, half_agreeing
         _, _, text = server.ask("/v1/completions", {**LONG, "stream": True})
         assert json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["code"] == "timeout"
         with server.client() as client, pytest.raises(openai.APIError, match="timeout_s"):
-            list(client.completions.create(model="tiny-chat", prompt="a", max_tokens=500, stream=True))
+            asked = dict(model="tiny-chat", prompt="a", max_tokens=500, stream=True)
+            list(client.completions.create(**asked, extra_body={"ignore_eos": True}))
         until(lambda: server.num_running() == 0)
 
 
@@ -149,6 +150,7 @@ def test_an_engine_that_fails_is_no_longer_healthy(chat_checkpoint, half_agreein
             assert server.ask(path)[0] == 503
 
 
+@pytest.mark.extended
 def test_shutting_down_lets_running_requests_end(slow: RunningServer):
     """Last of this file: the server takes no further requests."""
     with ThreadPoolExecutor(2) as pool:

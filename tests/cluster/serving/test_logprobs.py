@@ -44,6 +44,7 @@ def test_a_completion_lists_what_the_engine_says_of_each_token(client, server, s
             assert top[token] == value and len(top) in (3, 4) and [*top.values()] == sorted(top.values(), reverse=True)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("echo", "sampling"), list(in_turn([False, True], BODIES, times={False: 2, True: 2})))
 def test_the_chunks_of_a_completion_list_what_its_whole_reply_lists(client, sampling, echo):
     body = {"model": "tiny-chat", "prompt": PROMPT, "logprobs": 2, "echo": echo, "seed": 1, **sampling}
@@ -86,6 +87,7 @@ def test_a_prompt_may_be_scored_alone(client, server):
         assert [one["logprob"] for one in said.values()] == same(row[int(i)].logprob for i in said)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("top", "sampling"), list(in_turn([0, 3], BODIES, times={3: 3})))
 def test_a_chat_lists_bytes_that_join_to_its_text_streamed_or_not(client, sampling, top):
     body = {"model": "tiny-chat", "messages": MESSAGES, "logprobs": True, "top_logprobs": top, "seed": 1, **sampling}

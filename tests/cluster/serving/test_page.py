@@ -24,6 +24,7 @@ def sources(choice) -> list[tuple[str, str]]:
     return [(one["text"], one["by"]) for one in choice.proposers]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("options", [{}, {"stop": ["é"]}, {"logit_bias": {"65": 20}}, {"n": 3, "temperature": 0.8}])
 def test_a_stream_says_who_proposed_its_tokens(client, options):
     body = {**BODY, **options, "extra_body": {"ignore_eos": True}}
@@ -106,6 +107,7 @@ nodes.form.listeners.submit({ preventDefault() {} }).then(() => console.log(JSON
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(shutil.which("node") is None, reason="no Node on this machine")
 @pytest.mark.parametrize(
     ("key", "route", "fails"), [(KEY, "completions", False), (KEY, "chat", False), ("wrong", "chat", True)]

@@ -42,6 +42,7 @@ def written(server: RunningServer) -> list[int]:
     return server.engine.generate([PROMPT], params, drafter="none")[0].token_ids
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("drafter", ["copy", "auto", "cascade"])
 def test_drafts_follow_a_reference_in_every_drafter_that_copies(drafter, open_engine, half_agreeing_drafter, written):
     model = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu")
@@ -99,6 +100,7 @@ def test_a_prediction_changes_no_token_and_is_counted(client, server: RunningSer
         assert chunks[-1].usage == reply.usage
 
 
+@pytest.mark.extended
 def test_the_counts_are_of_all_choices(client, server: RunningServer):
     p = {"type": "content", "content": "abc"}
     size = len(server.engine.tokenizer.encode("abc", add_special_tokens=False).ids)

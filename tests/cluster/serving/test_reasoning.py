@@ -154,6 +154,7 @@ def streamed(client, **body):
     return "".join(getattr(delta, "reasoning", None) or "" for delta in deltas), *joined(chunks)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", list(in_turn(range(4), times={1: 0, 2: 0, 3: 0})))
 def test_a_reply_has_reasoning_and_content_streamed_or_not_with_drafts_or_not(client, seed):
     body = {**BODY, "seed": seed, "extra_body": {"chat_template_kwargs": {"thinks": True}}}
@@ -171,6 +172,7 @@ def test_a_block_that_the_template_closed_leaves_an_answer_alone(client):
     assert choice.message.content and not hasattr(choice.message, "reasoning")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("asked", "seed"), list(in_turn(["format", "tools"], range(3), times={"format": 0})))
 def test_what_a_grammar_prescribes_begins_behind_the_block(client, seed, asked):
     """By default of calls, whose grammar is the wider one."""

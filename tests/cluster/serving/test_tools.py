@@ -81,6 +81,7 @@ def test_a_required_call_is_one_of_the_tools_with_valid_arguments(client, seed):
     assert whole_of(plain.choices[0]) == (content, calls, reason)
 
 
+@pytest.mark.extended
 def test_a_named_function_is_called_with_the_text_as_its_arguments(client):
     (choice,) = client.chat.completions.create(**BODY, tool_choice=NAMED).choices
     _, ((name, arguments),), reason = whole_of(choice)
@@ -145,6 +146,7 @@ HERMES_TEMPLATE = (
 )
 
 
+@pytest.mark.extended
 def test_the_template_reads_tools_calls_and_their_results(chat_checkpoint, half_agreeing_drafter, tmp_path):
     """And a model with a form of its own may answer as it likes."""
     path = tmp_path / "hermes"

@@ -84,6 +84,7 @@ def niceness_of_ranks(cluster: Slurm) -> set[int]:
     return {int(nice) for nice, command in lines if command.startswith(("ray::target", "ray::draft"))}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("starts_again", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_requeued_job_goes_on_and_a_cancelled_one_leaves_nothing(cluster: Slurm, overrides, starts_again):
     """The job has at first a part of each node, then all of both: Ray is started node by node, then by itself.

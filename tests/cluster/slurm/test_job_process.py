@@ -249,6 +249,7 @@ def test_a_node_whose_address_is_unknown_is_named(monkeypatch):
         module._resolve("x")
 
 
+@pytest.mark.extended
 def test_a_plan_is_made_of_what_slurm_and_the_configuration_say(monkeypatch, tmp_path):
     said = {
         ("scontrol", "-o", "show", "node", "n1,n2"): "NodeName=n1 NodeAddr=a1 CPUTot=4\nNodeName=n2 CPUTot=2\n",

@@ -264,6 +264,7 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost"}
 INTERACTIVE = {**JOB, "SLURM_STEP_ID": "4294967290"}
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(shutil.which("scontrol") is None, reason="needs scontrol: apt-get install slurm-client")
 def test_the_shell_of_an_allocation_runs_the_job():
     assert "ray start --head" in run_script("--dry-run", **INTERACTIVE).stdout
@@ -276,6 +277,7 @@ def test_a_job_is_run_from_its_first_node():
     assert done.stderr.startswith("error: this is login, and the job has to be run from its first node, localhost; use")
 
 
+@pytest.mark.extended
 def test_a_job_without_the_commands_of_slurm_is_one_line(tmp_path):
     """As in a container of a job, which has the job's variables."""
     for program in ("bash", "dirname", "realpath"):
@@ -285,6 +287,7 @@ def test_a_job_without_the_commands_of_slurm_is_one_line(tmp_path):
     assert done.stderr.startswith("error: scontrol: not found") and "cluster=local" in done.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("override", "line"),
     [

@@ -64,6 +64,7 @@ def test_rules_differ_by_their_decisions_alone():
     assert by_gap > replay_rule(mixed, TIMES, ThompsonRule(), LONGEST).tokens_per_s
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("drafter", ["model", "self"])
 def test_a_drafter_is_measured_after_every_token(
     tiny_launch, write_prompts, tmp_path, one_free_thread, capsys, drafter

@@ -41,6 +41,7 @@ def on_threads(run: Callable[..., list[Any]], roles: list[RoleWork], *, as_threa
     return run(roles, as_threads=True)
 
 
+@pytest.mark.extended
 def test_every_sharing_is_measured_in_every_kind_of_pass(times):
     assert [(time.sharing, time.num_rows, time.fuzzy) for time in times] == [
         *[(sharing, rows, False) for sharing in (SINGLE, TENSOR) for rows in (1, 3)],

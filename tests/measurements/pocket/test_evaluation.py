@@ -61,6 +61,7 @@ def rounds_of_a_loop(
     return rounds
 
 
+@pytest.mark.extended
 def test_counted_rounds_are_those_of_a_real_loop():
     target = model(1)
     drafter = nearly(target)

@@ -85,6 +85,7 @@ def finished(tiny_corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> P
     return run_dir
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_loss_falls(finished: Path, role: str):
     lines = [json.loads(line) for line in (finished / "work" / role / "loss.jsonl").read_text().splitlines()]

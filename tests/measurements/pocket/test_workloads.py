@@ -91,6 +91,7 @@ def test_the_bundled_workloads_are_whole(tokenizer, name):
     )
 
 
+@pytest.mark.extended
 def test_the_bundled_workloads_are_answered_by_copying(one_free_thread):
     """More than a third of the agent's answers are looked up, and a session like an earlier one is looked up better."""
     from cluster.config.compose import load_config

@@ -26,6 +26,7 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_kind_of_weight_and_what_follows_the_product(num_threads, shape):
     torch.manual_seed(0)

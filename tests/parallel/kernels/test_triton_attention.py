@@ -148,6 +148,7 @@ class Pass:
         return torch.stack(outs).view(-1, num_heads, case.head_dim), torch.stack(sums).view(-1, num_heads)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "case",
     [*CASES.values(), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW.values())],
@@ -204,6 +205,7 @@ def test_a_plan_sends_new_rows_only(device, few_cuts):
     assert first > 12 * 1500 and second < 12 * 200
 
 
+@pytest.mark.extended
 def test_the_mirror_is_the_tables_over_random_edits(device):
     """Sequences grow, are cut, keep paths of trees, end and begin again; more often than a half of the mirror holds."""
     draw = random.Random(0)

@@ -36,6 +36,7 @@ def expected(x, scores, per_token, normalize, gate_up, down, own):
 
 
 # rows of experts that another rank holds are not written, and the interpreter says what NumPy makes of such numbers
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.parametrize(
     ("mix", "num_rows", "per_token", "num_experts", "normalize"),

@@ -44,6 +44,7 @@ def test_gates(dtype, device):
     torch.testing.assert_close(triton_launch.gated(x.to(device)).cpu(), F.silu(gate) * up, **TOLERANCE[dtype])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("norms", [None, RMSNorm, RMSNormPlusOne])
 @pytest.mark.parametrize("rotates", [False, True])
 def test_heads_are_normalised_rotated_and_stored(norms, rotates, device):
@@ -69,6 +70,7 @@ def test_heads_are_normalised_rotated_and_stored(norms, rotates, device):
     assert not keys[0].any() and keys[1].count_nonzero() == k.cpu().count_nonzero()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_fp8_rows_are_stored_as_pytorch_rounds_them(dtype, device):
     """All numbers between two of e4m3 that round otherwise than their neighbours: ties, subnormals, the largest."""
@@ -96,6 +98,7 @@ def test_fp8_rows_are_stored_as_pytorch_rounds_them(dtype, device):
 COMPILE = Path(__file__).with_name("compile_triton.py")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("which", ["some", pytest.param("all", marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_kernels_compile_for_a_gpu(which):
     """The interpreter accepts what the compiler refuses; compiling for an H100 needs none."""

@@ -74,6 +74,7 @@ def test_rows_that_want_logits():
     assert logit_rows([Span(0, 3), Span(1, 4, wanted=[0, 2]), Span(2, 2, wanted=[])]) == [2, 3, 5]
 
 
+@pytest.mark.extended
 @given(st.integers(0, 3), st.lists(st.integers(1, 2), min_size=1, max_size=3), st.integers(1, 40), st.integers(0, 9))
 def test_a_copy_sees_the_text_and_its_own_block(num_blocks, copies, block, before):
     num_text, sizes = num_blocks * block, [block * count for count in copies]

@@ -57,6 +57,7 @@ def try_damages(directory, rng, num_damages):
     return num_refused
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_damaged_config_is_one_line_or_runs(copied, family):
     num_refused = try_damages(copied(family), random.Random(family), NUM_DAMAGES)

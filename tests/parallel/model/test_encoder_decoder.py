@@ -125,6 +125,7 @@ def test_a_row_is_the_same_to_the_bit_alone_in_a_batch_and_in_chunks(family, tmp
         assert torch.equal(feed(runner, source, [1] * 7, seq_id="alone"), together[i])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_share_both_stacks(saved, on_ranks, size):
     """97 tokens of vocabulary are odd for every size; the bias of the head is split with it."""

@@ -46,6 +46,7 @@ def test_all_experts_at_once_are_those_one_by_one(make_checkpoint, family, reque
     assert sizes[0] == pytest.approx(sizes[1], rel=0.2), "no matrix is kept twice"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", list(in_turn(MIXTURES, times={"Mixtral": 0, "Qwen3Moe": 0})))
 def test_the_kernels_of_a_mixture_give_what_one_expert_at_a_time_does(make_checkpoint, family, grouping, device):
     """It reads a prompt, whose rows are sorted, and the single rows behind it, which are not."""

@@ -74,6 +74,7 @@ def attended(backend, laid_out, dtype=torch.float32, device="cpu"):
 MIXED = [(0, 6), (20, 1), (36, 5), (9, TREE), (20, 7), (40, 3)]
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
 @pytest.mark.parametrize(
     ("sequences", "shape", "scattered", "prompts", "dtype"),

@@ -88,6 +88,7 @@ def rowwise_products(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
+@pytest.mark.extended
 @needs_triton
 @pytest.mark.parametrize(
     ("family", "overrides"),
@@ -141,6 +142,7 @@ def test_usual_plans_depend_on_company(make_checkpoint, device, monkeypatch):
     assert cuts(True, {"text": 1100}) == [[0, 512], [512, 1024], [1024, 1101]]
 
 
+@pytest.mark.extended
 @needs_triton
 @pytest.mark.parametrize(("dtype", "with_bias"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_a_fixed_product_is_pytorchs_and_keeps_a_rows_bits(device, dtype, with_bias):
@@ -156,6 +158,7 @@ def test_a_fixed_product_is_pytorchs_and_keeps_a_rows_bits(device, dtype, with_b
         assert torch.equal(multiply_fixed(given[0][list(rows)], *given[1:]).cpu(), product[list(rows)])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen2Moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_cpu_the_kernels_of_ours_are_invariant_and_nothing_else_is(make_checkpoint, family, dtype):

@@ -134,6 +134,7 @@ def sequential_rows(path, tokens):
     return {i: torch.stack((fresh.pool.keys[i, slots], fresh.pool.values[i, slots])) for i in range(8)}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("width", "ranks", "mlp", "family"),
     list(
@@ -199,6 +200,7 @@ def test_hyper_layers_of_one_are_the_exact_pass_to_the_bit(deep_llama, on_ranks,
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("mlp", "calibration", "ranks"), list(in_turn(WAYS, [2, 3])))
 def test_ranks_agree_to_the_bit(deep_llama, on_ranks, calibration, mlp, ranks):
     layout = layout_of(2, ranks, mlp=mlp, calibration=calibration)
@@ -215,6 +217,7 @@ def test_ranks_agree_to_the_bit(deep_llama, on_ranks, calibration, mlp, ranks):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("mlp", "calibration", "width", "ranks", "backend"),
     list(in_turn(WAYS, [(2, 2), (3, 1), (3, 3)], ["sdpa", "padded", *BACKENDS[2:]])),
@@ -250,6 +253,7 @@ def test_after_calibration_every_rank_has_the_sequential_rows(
     assert held == set(range(8))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("family", "mlp"), list(in_turn(FAMILIES, ["replicated", "tensor"], times=LIKE_OTHERS)))
 def test_every_family_runs_layer_parallel(make_checkpoint, on_ranks, family, mlp):
     """Exact passes are those of transformers; fuzzy ones on two ranks are those of one rank, which has all layers."""
@@ -269,6 +273,7 @@ def test_every_family_runs_layer_parallel(make_checkpoint, on_ranks, family, mlp
         torch.testing.assert_close(fuzzy, alone, atol=1e-4, rtol=0)
 
 
+@pytest.mark.extended
 def test_every_calibration_gives_the_same_drafts(deep_llama, on_ranks):
     """Two rounds of drafting with a calibration between them, MLPs whole and split."""
 
@@ -301,6 +306,7 @@ class CountingGroup(Group):
         return collective(*arguments)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("mlp", "calibration"), WAYS)
 def test_how_often_ranks_wait_for_each_other(deep_llama, on_ranks, mlp, calibration):
     """L = 8 layers in 5 hyper-layers, M = 3 of which have two; beside that the head's all-gather."""
@@ -326,6 +332,7 @@ def test_how_often_ranks_wait_for_each_other(deep_llama, on_ranks, mlp, calibrat
         assert calibrated == exact + split
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("family", "ranks", "mlp", "calibration"),
     list(in_turn([("Llama", 1), ("Llama", 2), ("Qwen3", 4), ("Gemma3", 2), ("Mixtral", 2), ("OPT", 1)], WAYS)),

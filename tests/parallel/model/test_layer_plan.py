@@ -58,6 +58,7 @@ def pairs():
     return [(family, name) for family in MODELS for name in PLANS if family != "OPT" or "sublayer" not in name]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("family", "name", "backend"), list(in_turn(pairs(), BACKENDS)))
 def test_a_plan_is_the_model_without_those_sublayers(make_checkpoint, family, name, backend):
     one, plan = make_checkpoint(family, **MODELS[family]), PLANS[name]

@@ -15,6 +15,7 @@ LENGTHS = (1, 1, 2, 5, 7, 66, 70)  # two of them have a rectangle of their own
 MOST = 128
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2"])
 @pytest.mark.parametrize("seed", range(3))
 def test_rectangles_are_their_sequences_one_by_one(make_checkpoint, family, seed):

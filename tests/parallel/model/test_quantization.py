@@ -211,6 +211,7 @@ def logits(path, **options):
     return model.forward([Span(0, 20, num_logits=20)], TOKENS).logits
 
 
+@pytest.mark.extended
 def test_a_quantised_checkpoint_is_the_model_of_its_numbers(pair):
     _, ours, plain = pair
     assert torch.equal(logits(ours), logits(plain))
@@ -223,6 +224,7 @@ RANKS = "fp8 per channel", "fp8 blocks", "int4 of compressed-tensors", "awq", "g
 """Layouts of each kind of share; the others' are slow."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "pair", [pytest.param(name, marks=[] if name in RANKS else pytest.mark.slow) for name in LAYOUTS], indirect=True
 )
@@ -250,6 +252,7 @@ def test_two_ranks_hold_the_parts_of_its_numbers(pair, on_ranks):
                 assert are_codes == [of_qkv, of_rest, of_rest]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "pair",
     ["fp8 per channel", "awq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8 blocks", "int8"))],
@@ -277,6 +280,7 @@ def test_bytes_of_a_packed_matrix_are_those_of_its_codes_scales_and_zero_points(
     assert Packing("int4", 128, has_zeros=True, scale_bytes=2).num_bytes(6, 256) == one_byte // 2 + 6 * 2 * 3
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("layer", [0, 1])
 def test_copies_of_the_last_layer_are_quantised_where_it_is(pair, tmp_path, layer):
     """One of two layers is quantised; three copies follow the last of them."""

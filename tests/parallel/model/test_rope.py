@@ -52,6 +52,7 @@ SCALINGS = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", SCALINGS)
 @settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())

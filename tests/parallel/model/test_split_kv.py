@@ -143,6 +143,7 @@ def test_launches_of_a_mixture_do_not_grow_with_its_experts_or_its_rows(monkeypa
     assert counts[0].total() <= 24, counts[0]
 
 
+@pytest.mark.extended
 def test_a_replay_of_a_captured_pass_is_the_eager_pass(make_checkpoint, device):
     """Plans of one key differ only in tensors that a replay copies in, so one graph does for all contexts."""
     model = open_model(
@@ -206,6 +207,7 @@ def test_a_level_below_a_wide_tree_needs_no_graph_of_its_own(make_checkpoint, de
     assert len(set(keys)) == 1
 
 
+@pytest.mark.extended
 def test_plans_of_a_chain_are_those_of_its_steps(make_checkpoint, device):
     """Laid out together, with keys cut as for the first: one sequence has two ranges of keys, one a single key."""
     models, path = [], make_checkpoint("Llama", num_hidden_layers=1).path

@@ -59,6 +59,7 @@ def expected(pool: KVPool, read: TableRead, queries: Tensor, shape: AttentionSha
 SHAPES = [AttentionShape(GROUP, scale=0.5, softcap=2.0), AttentionShape(GROUP, window=7)]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "shape"), list(in_turn(READERS, SHAPES, times=dict.fromkeys(BACKENDS, 2))))
 def test_queries_see_all_rows_of_their_tables(name: str, shape: AttentionShape) -> None:
     """Whatever window the layer has, and none of the pending rows behind them."""

@@ -66,6 +66,7 @@ def test_every_node_is_a_plain_pass_over_its_path(llama, backend, seed):
     check_tree(llama, model, Tree(seed, prefix_len=9 * (seed != 2)), [[12], [1] * 12, [5, 7], [1, 4, 4, 3]][seed])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("family", "backend"), list(in_turn(FAMILIES, EVERY_BACKEND)))
 def test_every_family_verifies_trees(make_checkpoint, family, backend):
     """The trees reach further than the sliding windows, which count positions, not rows."""
@@ -73,6 +74,7 @@ def test_every_family_verifies_trees(make_checkpoint, family, backend):
     check_tree(checkpoint, open_model(checkpoint.path, num_slots=64, backend=backend), Tree(1), [4, 8])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "family",
     [
@@ -183,6 +185,7 @@ def test_a_tree_of_hundreds_of_rows(llama, backend):
         torch.testing.assert_close(logits[node], tree.expected(llama, node), atol=1e-4, rtol=0)
 
 
+@pytest.mark.extended
 def test_a_node_with_two_parents_would_need_two_rows(make_checkpoint):
     """Why nodes of a draft graph (GSD) are not merged in the target: after a and after b the same token has other rows,
     other logits and, for some tokens, another likeliest successor, so one row for both would change the text."""

@@ -30,6 +30,7 @@ def walk(model, accelerator=None):
     return torch.cat([output.logits for output in outputs]).to("cpu"), waited
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("family", "backend"), list(in_turn(FAMILIES, ["padded", "sdpa"], times=LIKE_OTHERS)))
 def test_a_pass_stays_on_its_device(make_checkpoint, monkeypatch, family, backend):
     monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)

@@ -85,6 +85,7 @@ def read(runner: ModelRunner, text: Sequence[int], step: int = 1) -> Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_kept_rows_stand_at_their_places_in_the_cache(llama: Checkpoint, backend: str) -> None:
     found, oracle = read(streaming(opened(llama, backend)), TEXT), Moved(llama)
@@ -105,6 +106,7 @@ def test_a_text_within_the_window_is_read_as_by_the_whole_model(llama: Checkpoin
     assert torch.equal(read(streaming(opened(llama), RowLimits(2, len(TEXT))), TEXT, 7), read(opened(llama), TEXT, 7))
 
 
+@pytest.mark.extended
 def test_memory_does_not_grow_with_the_text(llama: Checkpoint) -> None:
     """Nor is the text bounded by the model's positions; what is taken back is read again."""
     runner = streaming(opened(llama))

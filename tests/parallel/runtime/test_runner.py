@@ -61,6 +61,7 @@ def ragged(path, backend, *, together, fragmented=False, **options):
     return model.forward([span for span, _ in SPANS], [token for _, token_ids in SPANS for token in token_ids]).logits
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", [*EVERY_BACKEND, "bucketed"])
 @pytest.mark.parametrize("fragmented", [False, True])
 def test_a_ragged_batch_is_its_sequences_one_by_one(llama, backend, fragmented):

@@ -44,6 +44,7 @@ def places(model) -> list[int]:
     return sorted({one.data_ptr() for one in tensors if one.numel()})
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("family", "way"), CASES)
 def test_a_model_that_is_loaded_again_in_place_is_the_other_one_to_the_bit(tiny_checkpoint, family, way):
     first, second = (tiny_checkpoint(family, seed=seed, **FEW_EXPERTS.get(family, {})) for seed in (0, 1))

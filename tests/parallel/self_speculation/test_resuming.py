@@ -106,6 +106,7 @@ def check_equal(path, plan, seed, *, to_the_bit, **options):
             torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_resumed_pass_is_a_pass_from_the_start(checkpoint, name, backend):

@@ -98,6 +98,7 @@ def drafted(runner, seq_id, suffix, path, first_pass=True):
     return torch.cat(rows + [runner.forward([Span(seq_id, 1)], [token], fuzzy=True).logits for token in path])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_has_the_logits_of_the_training_pass(kind, pair, tmp_path):
     net = pair.net(KINDS[kind])
@@ -169,6 +170,7 @@ def test_every_recipe_learns_its_own_text(pair):
         assert {f"accept_{k}" for k in range(1, 8)} <= metrics.keys() and 1 <= metrics["length"] <= 8
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_node_of_trees_has_the_logits_of_its_path(kind, pair, tmp_path):
     """Two texts in one pass and one whose block is of another pass; the root and some nodes in one exact pass, the
@@ -289,6 +291,7 @@ def test_positions_weigh_what_they_lengthen_or_fall_exponentially(pair):
         torch.testing.assert_close(loss, -(logs * weights).sum() / weights.sum())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_draft_as_one(kind, pair, tmp_path, on_ranks):
     net = pair.net(KINDS[kind])
@@ -340,6 +343,7 @@ def test_the_confidence_of_a_node_is_that_of_training_and_knows_nothing_of_what_
     )
 
 
+@pytest.mark.extended
 def test_the_rows_of_blocks_are_those_of_cuda_in_one_rectangle(pair, tmp_path):
     """The backend of CUDA, here on a CPU, with texts of different lengths in one pass."""
     net = pair.net(FLAGS["dflash2"])

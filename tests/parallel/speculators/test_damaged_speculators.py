@@ -109,6 +109,7 @@ def try_damages(path, target, rng, num_damages):
     return num_refused
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("layout", every_second(TRAINED + PUBLISHED, 0))
 def test_a_damaged_config_is_one_line_or_drafts(copied, target, layout):
     path = copied(layout)
@@ -123,6 +124,7 @@ def test_many_damaged_configs(copied, target, layout):
     assert try_damages(copied(layout), target, random.Random(f"many {layout}"), 300) > 50
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "layout", [one for one in every_second(TRAINED + PUBLISHED, 1) if one.values != ("Medusa, pickled",)]
 )

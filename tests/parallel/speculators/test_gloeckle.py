@@ -124,6 +124,7 @@ def test_a_target_of_another_depth_is_refused(one: Trained, make_checkpoint: Cal
         check_speculator(one.path, deeper)
 
 
+@pytest.mark.extended
 def test_it_learns(one: Trained) -> None:
     check_it_learns(one.net, one.batch, num_steps=30)
     assert held_out_metrics(one.net, one.batch) == {f"accept_{depth}" for depth in range(1, HEADS + 1)} | {"length"}

@@ -173,6 +173,7 @@ def test_a_sibling_changes_its_own_descendants_only(trained: Callable[[str], Tra
     assert not torch.allclose(before[0], swapped[0], atol=1e-2)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", METHODS)
 def test_a_state_is_that_of_the_newest_features_and_tokens(trained: Callable[[str], TrainedHeads], name: str) -> None:
     """T7: whatever was drafted, accepted, dropped and forgotten before."""

@@ -271,6 +271,7 @@ def test_ranks_share_the_streams(
         torch.testing.assert_close(shared, alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["sampler", "mask_lora", "s3d", "pruning"])
 def test_it_learns_and_the_target_does_not(streamed: Callable[[str], Streamed], name: str) -> None:
     one = streamed(name)

@@ -37,6 +37,7 @@ def loss_of(net: Any, batch: Any) -> torch.Tensor:
     return net.loss(batch, torch.Generator().manual_seed(3))[0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", NETS)
 def test_gradients_are_the_slopes_of_the_loss(name: str, llama: Checkpoint, tmp_path: Path) -> None:
     """They are compared for every parameter, along a random direction of its own."""

@@ -122,6 +122,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     assert 0 < work[max(work)]["num_accepted_tokens"] <= room.stats.num_accepted_tokens
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("levels", "sampling", "rule"),
     list(in_turn([*zip(SELVES, SAMPLINGS, strict=True), ("triforce", "T=1")], ["coupled", "rejection"])),
@@ -143,6 +144,7 @@ def test_the_target_with_fewer_layers_is_a_level(open_room, make_requests, plain
     assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "levels, temperature",
     [
@@ -162,6 +164,7 @@ def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests
     assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "rule",
     [
@@ -178,6 +181,7 @@ def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, ru
     assert room.tokens == plain.tokens and room.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "rule",
     [
@@ -216,6 +220,7 @@ def test_a_better_base_saves_passes(open_room, make_requests, models):
     assert passes["perfect"] < 2 and passes["useless"] > 4
 
 
+@pytest.mark.extended
 def test_merged_guesses_are_accepted_where_the_last_level_was_wrong(open_room, make_requests, models):
     """A useless last level rejects the guesses of its child, the target's model; merged, they reach the target."""
     requests = make_requests(3, max_tokens=30)
@@ -227,6 +232,7 @@ def test_merged_guesses_are_accepted_where_the_last_level_was_wrong(open_room, m
     assert lengths[4] > lengths[0] + 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "levels, pipeline",
     [("horizontal", "sync"), ("four", "branches"), pytest.param("merged", "tree", marks=pytest.mark.slow)],

@@ -85,6 +85,7 @@ WORLDS = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", WORLDS)
 def test_it_finds_the_best_of_all_cascades_of_its_levels(name):
     """A level may be left out anywhere, the last one too; then it keeps within a few percent of that cascade alone."""
@@ -153,6 +154,7 @@ def auto(*levels):
     return CascadeDrafterConfig(levels=levels, tails=(0,) * len(levels), num_draft_tokens=6, lengths=LevelLengths.auto)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "rule, temperature", [("coupled", 0.7), ("rejection", 0.0), pytest.param("traversal", 0.0, marks=pytest.mark.slow)]
 )

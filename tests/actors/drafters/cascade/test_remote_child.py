@@ -217,6 +217,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, open_pair, make_requests,
     assert any(lane == "0-model" for lane, *_ in room.stats.spans), "a level elsewhere has a lane of its own"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("pipeline", "returns"),
     [

@@ -37,6 +37,7 @@ def test_passes_at_once_end_before_a_preview_is_due(seed):
     assert timing.num_passes(200.0) == 1, "no verdict is awaited"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(30))
 def test_it_waits_and_shows_its_drafts_as_its_estimates_say(seed):
     draw, timing = random.Random(seed), DraftAheadTiming()

@@ -37,6 +37,7 @@ def likeliest(tree, nodes, count):
     return sorted(nodes, key=lambda i: -tree.nodes[i].value)[:count]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_nodes_fed_next_are_those_of_the_definition(seed, width):
@@ -69,6 +70,7 @@ def test_the_nodes_fed_next_are_those_of_the_definition(seed, width):
     assert set(outcome_of.values()) == set(likeliest(tree, open_, width - len(unfed)))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", AHEAD)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_chains_go_on_at_once_as_they_would_pass_by_pass(seed, pipeline):

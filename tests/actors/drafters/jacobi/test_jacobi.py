@@ -76,6 +76,7 @@ def test_rows_of_another_draft_change_nothing():
     assert drafter.propose([context], [3])[0].tree.token_ids[1:] == nodes[2:]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("guesses_draws", [True, False])
 def test_the_draws_of_sampled_text_are_guessed_with_their_noise(open_room, make_requests, guesses_draws):
     """The answers along what was accepted are the committed tokens; arg-maxes, which other rules get, are not."""

@@ -118,6 +118,7 @@ def test_requests_do_not_see_each_other():
     assert proposed(drafter, contexts[1]) == [3]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("trigger_len", [1, 2, 3])
 def test_the_draft_depends_on_the_text_alone(trigger_len):
     """Rounds of any length, cuts and another admission lead to the draft of a drafter that reads the text at once."""

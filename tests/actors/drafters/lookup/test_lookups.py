@@ -32,6 +32,7 @@ def draft(drafter, token_ids, budget=6):
     return proposed
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", LOOKUPS)
 @pytest.mark.parametrize(
     "seed", [0, 5, 8, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3, 4, 6, 7, 9, 10, 11))]
@@ -84,6 +85,7 @@ def num_steps(work):
     return steps
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", LOOKUPS)
 @pytest.mark.parametrize("depth", [*(pytest.param(depth, marks=pytest.mark.slow) for depth in (2, 17)), 40])
 def test_a_proposal_costs_the_same_behind_a_long_periodic_text(name, depth):

@@ -140,6 +140,7 @@ def test_the_source_with_more_expected_tokens_wins():
     assert drafted(make(corpus=[[3, 4, 9]]), [1, 3, 4, 5, 1, 3, 4]) == [5, 1, 3, 4, 5, 1], "at home three, one there"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(8))
 def test_following_token_by_token_equals_starting_anew(seed):
     """Places in shared text and corpus are carried along; a fresh drafter that sees the whole text agrees."""

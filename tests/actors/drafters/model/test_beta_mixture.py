@@ -40,6 +40,7 @@ def test_both_distributions_are_found():
     assert means == pytest.approx((*WRONG, *RIGHT), rel=0.15)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("least", [0.2, 0.4, 0.7, 0.9])
 def test_the_threshold_is_where_the_densities_have_these_odds(least):
     found = []

@@ -141,6 +141,7 @@ def test_values_given_the_noise_tell_better_whom_the_target_draws():
     assert scores[True] > scores[False] + 0.3
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(("pipeline", "config"), RUNS, ids=["own budgets", "shared budget", "branches"])
 def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, sampling, pipeline):

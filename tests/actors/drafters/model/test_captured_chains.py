@@ -66,6 +66,7 @@ def rounds(drafter, budgets_of_rounds, sampling):
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "sampling", [CHAIN, *(pytest.param(one, marks=pytest.mark.slow) for one in (CHAIN[1:2], [SamplingParams()] * 2))]
 )
@@ -89,6 +90,7 @@ def test_chains_on_a_gpu_are_those_of_single_passes(models):
     assert found[0] == found[1]
 
 
+@pytest.mark.extended
 def test_a_draft_is_two_replays(models, twin):
     drafter, _, _ = open_drafter(models, graphs=True, scheduler=replace(SCHEDULER, max_num_seqs=2))
     contexts = [Context(i, 0, [5, 6, 7, 8], 4, params) for i, params in enumerate(CHAIN[1:])]
@@ -147,6 +149,7 @@ def test_only_drafters_of_plain_chains_capture_them():
     assert not listed(prefixes=[2]).chains
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_tokens_of_graphs_are_the_engines(open_room, make_requests, twin, monkeypatch, temperature):
     """Target and drafter, with several requests that come and go."""

@@ -92,6 +92,7 @@ top-p."""
 NUM_PASSES = {"sync": LENGTH, "pearl": LENGTH + 1, "branches": LENGTH - 1, "tree": 1}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", list(in_turn(LAUNCHES, times={"pearl": 0, "tree": 0})))
 def test_truncation_adds_no_wait_and_one_launch_a_pass(accelerator, spec, pipeline):
     found = []
@@ -108,6 +109,7 @@ def test_truncation_adds_no_wait_and_one_launch_a_pass(accelerator, spec, pipeli
     assert len({waits for (waits, *_), _ in found}) == 1, "after a miss, too"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", [pytest.param("sync", marks=pytest.mark.slow), "branches"])
 def test_launches_do_not_grow_with_requests_each_cut_by_its_own_limits(accelerator, spec, pipeline):
     found = []
@@ -141,6 +143,7 @@ def paths(role) -> dict[tuple[int, tuple[int, ...]], float]:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", ["pearl", "branches"])
 def test_passes_without_the_host_make_the_trees_of_single_ones(goes_on, spec, pipeline):
     """And find their KV rows: drafts after a verdict are the same."""

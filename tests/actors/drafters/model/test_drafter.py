@@ -90,6 +90,7 @@ def check_kv(runner, path, context) -> None:
     fresh.close("fresh")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("shape", "rule", "temperature"),
     list(in_turn(itertools.product(SHAPES, ["coupled", "rejection"]), [0.0, 0.1, 1.0])),
@@ -117,6 +118,7 @@ def test_kv_after_any_verdict_is_that_of_the_text(open_drafter, models, shape, t
         check_kv(runner, models["drafter"], context)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("shape", "rule", "temperature"),
     list(in_turn(itertools.product(SHAPES, ["coupled", "rejection", "kseq"]), [0.0, 1.0])),
@@ -298,6 +300,7 @@ class TestPoolAndContext:
         (draft,) = drafter.propose(contexts[4:], budgets[4:])
         assert draft.tree.num_draft_tokens > 0, "there is room now"
 
+    @pytest.mark.extended
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("num_slots", [1, 8, 30, 60])
     def test_no_pool_is_small_enough_for_an_error(self, open_drafter, shape, num_slots):

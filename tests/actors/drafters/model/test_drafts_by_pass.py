@@ -77,6 +77,7 @@ def count_passes(drafter) -> list[int]:
     return passes
 
 
+@pytest.mark.extended
 def test_drafts_are_those_of_one_call_at_whichever_pass_each_joins(open_any):
     drafter = open_any()
     wanted, longest = {}, 0

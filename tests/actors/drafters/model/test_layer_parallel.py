@@ -60,6 +60,7 @@ def check_rows(models):
     return check
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("shape", "pipeline", "policy"),
     list(

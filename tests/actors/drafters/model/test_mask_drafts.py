@@ -98,6 +98,7 @@ def likeliest_of_the_drafts(draft: Draft) -> Draft:
 SLOW = [pytest.param(rule, marks=pytest.mark.slow) for rule in ("traversal", "transport", "kseq")]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", ["rejection", *SLOW])
 def test_branches_emit_the_targets_law(drafts, rule):
     assert abs(excess(rule, drafts(rule))) < 4

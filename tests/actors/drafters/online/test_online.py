@@ -193,6 +193,7 @@ def windows_from(models, *, count=12, seed=0, teacher="reference", length=24):
     return found
 
 
+@pytest.mark.extended
 def test_acceptance_rises_on_text_that_repeats(open_room, make_requests, models, makes_steps, monkeypatch):
     """The same requests again; what was learned from the first time counts the second time."""
     monkeypatch.setattr(windows_module, "POSITIONS", 32)
@@ -216,6 +217,7 @@ def test_acceptance_rises_on_text_that_repeats(open_room, make_requests, models,
     assert role.drafter.learner.version > 3
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("pipeline", "temperature"),
     [pytest.param("sync", 0.0, marks=pytest.mark.slow), ("sync", 1.0), ("tree", 1.0), ("pingpong", 0.0)],
@@ -238,6 +240,7 @@ def learning_speculators():
             yield pytest.param(path, *pipeline, marks=[] if i == j else pytest.mark.slow)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("path", "pipeline", "temperature"), list(learning_speculators()))
 def test_a_speculator_that_learns_in_mid_request_changes_no_token(
     open_room, make_requests, makes_steps, path, pipeline, temperature
@@ -249,6 +252,7 @@ def test_a_speculator_that_learns_in_mid_request_changes_no_token(
     assert room.draft.drafter.learner.version > 3, "no weights were replaced: the test shows nothing"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("pipeline", "config"),
     [pytest.param("sync", ONLINE, marks=pytest.mark.slow), ("tree", ONLINE), ("sync", SPECULATOR)],
@@ -312,6 +316,7 @@ def test_a_ratio_test_with_the_likely_of_another_version_would_be_found():
     assert mixed > 0.02
 
 
+@pytest.mark.extended
 def test_it_serves_the_average_and_strength_zero_the_shipped_model(models, makes_steps):
     learner = learner_of(models)
     shipped = [weight.clone() for weight in learner._model.weights]
@@ -362,6 +367,7 @@ def test_what_is_served_is_the_running_average_of_what_is_trained(models, makes_
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.extended
 def test_adapters_that_are_left_out_are_made_up_for_by_the_others(models, makes_steps, monkeypatch):
     """The mean of an adapter's scale is 1, so that what is trained is what is served."""
     learner, seen = learner_of(models), []
@@ -430,6 +436,7 @@ def speculator_windows(models, speculator):
     return learner, windows
 
 
+@pytest.mark.extended
 def test_a_speculator_learns_new_laws_and_falls_back_where_they_do_not_hold(speculator_windows, makes_steps):
     """It learns to say one token always, serves that, is tested on the target's own laws, and starts anew."""
     learner, windows = speculator_windows
@@ -450,6 +457,7 @@ def test_a_speculator_learns_new_laws_and_falls_back_where_they_do_not_hold(spec
     assert not learner.serves
 
 
+@pytest.mark.extended
 def test_a_speculator_learns_what_features_tell_and_tokens_do_not(speculator_windows, makes_steps):
     """Features of one sign stand before one token, of the other before another; as a control the signs are drawn."""
     learner, windows = speculator_windows

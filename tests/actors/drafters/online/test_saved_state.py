@@ -70,6 +70,7 @@ def test_a_tensor_that_is_none_of_these_adapters_is_named(models, state, name, d
     assert name in line and line.endswith("name a new file or delete it"), line
 
 
+@pytest.mark.extended
 def test_damaged_fields_are_refused_or_can_be_gone_on_with(models, state):
     path, fields, tensors = state
     rng, num_refused = random.Random(24), 0

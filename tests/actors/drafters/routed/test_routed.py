@@ -138,6 +138,7 @@ def test_those_that_learn_take_turns_and_are_summed_up():
     assert [one.saved for one in parts] == [1, 1]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("override", "line"),
     [
@@ -155,6 +156,7 @@ def test_what_cannot_be_routed_to_is_refused(override, line):
     assert str(caught.value).startswith(line)
 
 
+@pytest.mark.extended
 def test_others_that_hold_several_drafters_have_none_that_learns():
     for options in (
         ["drafter=auto", "drafter.drafters=[suffix,{name: model, online: true}]"],

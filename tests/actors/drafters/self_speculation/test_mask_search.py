@@ -126,6 +126,7 @@ def improvements(known, values, candidates):
     return gains, (round(scale / longest, 2), noise)
 
 
+@pytest.mark.extended
 def test_expected_improvements_are_those_of_the_likeliest_process():
     """The values are smooth, rough and noisy, so that every scale and noise is the likeliest somewhere."""
     draw, found = random.Random(0), set()

@@ -139,6 +139,7 @@ def test_all_layers_reproduce_what_the_target_wrote(models, temperature):
         assert Scores(Replay(target), coupled=False).reproduced(window, LayerPlan.whole(REAL)) < 1.0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("search", [Search.swift, pytest.param(Search.exit, marks=pytest.mark.slow)])
 def test_ranks_that_measure_differently_choose_alike(models, on_ranks, search):  # noqa: F811
     """Every rank has a shard of the target; what rank 0 measured decides."""

@@ -30,6 +30,7 @@ WAYS = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", ["exit", pytest.param("exit-tree", marks=pytest.mark.slow), "skip-tree"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_row_is_left_behind(open_room, make_requests, way, seed):

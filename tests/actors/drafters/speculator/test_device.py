@@ -15,6 +15,7 @@ from tests.parallel.fake_accelerator import FakeAccelerator
 PROMPT = (3, 4, 5, 3, 4)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "recipe",
     [

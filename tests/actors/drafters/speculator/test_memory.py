@@ -29,6 +29,7 @@ def runner_of(config, setup) -> Any:
     return build_speculator_drafter(config, setup)[0].runner
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("recipe", ["eagle3", "p_eagle", "chimera", "glide", "gloeckle", "dspark", "medusa"])
 def test_the_bytes_counted_are_those_allocated(setup, speculator, recipe):
     config = SpeculatorDrafterConfig(path=str(speculator(recipe)), kv_slots=50)

@@ -59,6 +59,7 @@ def check_rows(runner, path, token_ids, seq_id):
         torch.testing.assert_close(kept[:, ours], read[:, theirs], atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("target", "draft"),
     [("bytes", "pieces"), pytest.param("pieces", "bytes", marks=pytest.mark.slow), ("words", "bytes")],

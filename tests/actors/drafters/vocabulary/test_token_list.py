@@ -56,6 +56,7 @@ def test_the_most_frequent_that_the_model_has_are_its_rows(tmp_path, models):
     assert head is not None and head.rows == (3, 90)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "kseq"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("strategy", [Strategy.chain, Strategy.tree, Strategy.best_first])

@@ -122,6 +122,7 @@ def check_rows(runner, draft, seq_id):
         torch.testing.assert_close(kept[:, ours], read[:, theirs], atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("strategy", "rule"), list(in_turn([Strategy.chain, Strategy.tree, Strategy.best_first], ["coupled", "rejection"]))
 )

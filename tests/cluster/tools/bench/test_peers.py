@@ -54,6 +54,7 @@ def tokens(run) -> list[tuple[int, ...]]:
     return [one.token_ids for one in run.requests]
 
 
+@pytest.mark.extended
 def test_assisted_generation_gives_the_plain_tokens(target, tiny_checkpoint):
     peer = transformers(target)
     plain = peer.complete(PLAIN, task(NoDrafterConfig()))
@@ -77,6 +78,7 @@ def test_transformers_samples_by_the_same_rules(target, min_p):
     assert config.do_sample and config.min_new_tokens == 3
 
 
+@pytest.mark.extended
 def test_threads_are_those_of_the_target_role(target):
     before = torch.get_num_threads()
     try:

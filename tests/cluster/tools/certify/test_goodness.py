@@ -62,6 +62,7 @@ def test_a_share_is_compared_from_both_sides():
     assert fit_share("half", 400, 1000, 0.5).p_value < 1e-6
 
 
+@pytest.mark.extended
 def test_many_comparisons_have_one_significance():
     """Ten right laws a family: a thousandth each would be one in a hundred together."""
     families = [

@@ -168,6 +168,7 @@ def rules_and_kinds():
     yield "coupled", 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("rule", "kind"), list(rules_and_kinds()))
 def test_counted_draws_of_a_right_rule_fit(readers, rule, kind):
     lookup = kind == SamplingKind.DETERMINISTIC
@@ -190,6 +191,7 @@ def test_every_text_is_drawn_at_every_temperature_under_every_scheme(readers):
     assert names[2] == kinds, "the kind is named where there are several"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_draft_that_stands_untested_is_found_at_its_token(readers, monkeypatch, depth):
     """The first or the second draft token is accepted whatever the target says."""

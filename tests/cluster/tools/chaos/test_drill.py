@@ -172,6 +172,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 @pytest.mark.parametrize("plan", [FEW, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["few", "every"])
 def test_a_handful_of_faults(launch, tmp_path, plan):

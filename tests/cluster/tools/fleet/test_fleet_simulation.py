@@ -32,6 +32,7 @@ def simulations(monkeypatch):
     return seen
 
 
+@pytest.mark.extended
 def test_no_token_differs_and_no_lease_is_left_when_drafters_and_targets_vanish(simulations):
     losses = structs.replace(BAD_LUCK, outages=[Outage(region="west", at_s=1.5, seconds=0.7)])
     result = simulate_fleet(two_regions(losses=losses), LOCAL)
@@ -47,6 +48,7 @@ def test_no_token_differs_and_no_lease_is_left_when_drafters_and_targets_vanish(
     assert len(served) == len(set(served)), "a cell has one pool"
 
 
+@pytest.mark.extended
 def test_a_token_that_a_client_gets_wrong_is_counted(monkeypatch):
     deliver = Traffic._deliver
 
@@ -103,6 +105,7 @@ def test_lengths_come_from_a_file(tmp_path):
     assert 7 * (result.num_requests - 6) <= result.num_tokens <= 7 * result.num_requests
 
 
+@pytest.mark.extended
 def test_money():
     fleet = two_regions(load=BRIEF)
     result = simulate_fleet(fleet, LOCAL)

@@ -26,6 +26,7 @@ def per_target(fleet, layout):
     return result.tokens_per_s / sum(layout.num_targets)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "pipeline", ["sync", *(pytest.param(name, marks=pytest.mark.slow) for name in ("branches", "tree"))]
 )
@@ -72,6 +73,7 @@ def test_rows_that_cost_and_hosts_that_are_slow_are_felt():
     assert per_target(structs.replace(fleet, drafter=slow_host), layout) < 0.9 * flat
 
 
+@pytest.mark.extended
 def test_a_pass_has_the_rows_of_all_its_targets():
     one, three = (simulate_fleet(small_fleet(count, load=BRIEF), pooled(count)) for count in (1, 3))
     assert three.rows_per_draft_pass > 2 * one.rows_per_draft_pass

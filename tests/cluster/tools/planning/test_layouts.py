@@ -122,6 +122,7 @@ def test_a_drafter_on_several_cores_may_leave_them_to_others(tiny_checkpoint):
     assert not [layout for layout in local_layouts(config, 2) if layout.shape and layout.shape.threads]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "layout",
     [

@@ -35,6 +35,7 @@ def test_synchronous_chains_follow_the_closed_form():
     assert found.overrides == SYNC.overrides(4)
 
 
+@pytest.mark.extended
 def test_the_best_draft_length_is_chosen():
     (best,) = predict_all([(SYNC, None)], [1, 4, 8], replace(COSTS, acceptance=(0.5,)), CHAIN)
     speed = {length: expected_tokens(0.5, length) / (10 + length) for length in (1, 4, 8)}
@@ -54,6 +55,7 @@ def test_a_shape_may_have_an_acceptance_of_its_own():
     assert found.tokens_per_round == pytest.approx(1 + 0.8 + 0.8 * 0.4 + 0.8 * 0.4**2, rel=0.03)
 
 
+@pytest.mark.extended
 def test_recorded_text_is_played_back():
     """Two right, one wrong, in turn: three drafted tokens make every round accept two."""
     text = tuple(RecordedToken(7, (7, 8) if i % 3 else (8, 7), (-0.1, -2.0)) for i in range(600))

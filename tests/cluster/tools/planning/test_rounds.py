@@ -77,6 +77,7 @@ def script(texts, batch: int = 1, seconds: float = 0.0) -> ReplayScript:
     return ReplayScript(texts, SAMPLING, batch, (LENGTH,), seconds)
 
 
+@pytest.mark.extended
 def test_drafts_are_accepted_as_often_as_in_the_engine(pair):
     config, texts, counters = pair
     played = replay_drafts(role_of(config, "draft"), script(texts), ReplayRank())
@@ -119,6 +120,7 @@ def test_the_target_verifies_drafts_of_every_length(pair, batch: int):
     assert verdicts and all(accepted == drafted for accepted, drafted in verdicts), "each is the target's text"
 
 
+@pytest.mark.extended
 def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
     config, texts, counters = pair
     todo = role_pair(Layout(1, "sync", "colocated", Shape()), config, Devices((0, 1)))

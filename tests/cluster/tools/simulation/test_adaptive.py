@@ -52,6 +52,7 @@ def cases_of_pipelines():
             yield pytest.param(case, pipeline, marks=[] if (case, pipeline) in by_default else pytest.mark.slow)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("case", "pipeline"), list(cases_of_pipelines()))
 def test_it_comes_close_to_the_best_fixed_length(pipeline, case):
     """Probes, learning and all: within 7 % of a length that was tuned on the very same text of a few hundred rounds."""
@@ -114,6 +115,7 @@ def test_a_drafter_far_away_costs_next_to_nothing(pipeline, link_s):
     assert simulate(far).tokens_per_s > 0.93 * simulate(replace(far, pipeline="plain")).tokens_per_s
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", list(in_turn(["pearl", "branches", "tree"], times={"pearl": 0, "tree": 0})))
 def test_a_far_drafter_beside_a_lookup_is_faster_than_either(pipeline):
     """An exchange of 40 ms beside passes of 10; a pass never waits. The lookup alone is 1.67 times as fast as plain
@@ -127,6 +129,7 @@ def test_a_far_drafter_beside_a_lookup_is_faster_than_either(pipeline):
     assert cold.target_busy > 0.98
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("link_s", "row_s"), list(in_turn([10e-3, 80e-3], [0.75e-3, 5e-3], times={10e-3: 0})))
 def test_a_useless_lookup_beside_a_far_drafter_costs_next_to_nothing(link_s, row_s):
     far = scenario("branches", (0.6, 1.5e-3, 15e-3, row_s, 1), 300)
@@ -139,6 +142,7 @@ def test_a_useless_lookup_beside_a_far_drafter_costs_next_to_nothing(link_s, row
         assert simulate(replace(far, adaptive=True), policy).tokens_per_s > 0.97 * plain
 
 
+@pytest.mark.extended
 def test_drafts_for_a_large_batch_are_not_taken_for_cheaper_than_they_are():
     """An exchange of 20 ms beside passes of 15, and rows that are dear: drafts for 16 requests lose a few per cent."""
     far = scenario("sync", (0.8, 1.5e-3, 15e-3, 0.3e-3, 16))
@@ -149,6 +153,7 @@ def test_drafts_for_a_large_batch_are_not_taken_for_cheaper_than_they_are():
         assert simulate(far, policy).tokens_per_s > 0.97 * plain
 
 
+@pytest.mark.extended
 def test_a_drafter_at_some_distance_is_waited_for():
     """An exchange takes as long as a pass: waiting pays by far."""
     near = replace(scenario("branches", (0.8, 1.5e-3, 10e-3, 0.0, 1), 250), draft_link_s=5e-3, adaptive=True)
@@ -164,6 +169,7 @@ def test_a_trial_with_a_far_drafter_does_not_end_because_the_first_draft_failed(
     assert simulate(replace(far, adaptive=True)).tokens_per_s > (1.15 if pipeline == "sync" else 1.35) * plain
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("requests", "tokens", "seeds"),
     [(4, 150, [0]), *(pytest.param(*case, [0, 1], marks=pytest.mark.slow) for case in ((4, 150), (1, 1000)))],
@@ -199,6 +205,7 @@ def test_the_shortest_draft_is_kept():
     assert lengths[0] == 0 and lengths[1] <= 1 < lengths[2], "only the end of a request may be too near for two"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", ["branches", pytest.param("tree", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("interference", "works_ahead"), [pytest.param(0.0, True, marks=pytest.mark.slow), (0.6, False)]

@@ -27,6 +27,7 @@ def scenario(pipeline: str, num_requests: int, row_share: float) -> Scenario:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("pipeline", "num_requests", "row_share", "candidates"),
     [

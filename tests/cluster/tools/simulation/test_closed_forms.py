@@ -43,6 +43,7 @@ def expected_tokens(alpha, length):
     return sum(alpha**k for k in range(length + 1))
 
 
+@pytest.mark.extended
 def test_a_pass_reads_the_text_behind_it():
     """Plain passes at the mean length of the text; of a draft model with streaming rows, its window at any length."""
     slope = PassCost(((1, TARGET_S),), context_s=1e-6)
@@ -67,6 +68,7 @@ def test_plain_is_one_pass_a_token_and_two_hops():
     assert result.tokens_per_pass == 1 and result.mean_acceptance_length is None and result.branch_hit_rate is None
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("alpha", "length"), list(in_turn([0.5, 0.8, 0.95], [5, 1], times={0.5: 0})))
 def test_synchronous_chain(alpha, length):
     """E tokens in K draft passes, one target pass and four hops."""
@@ -89,6 +91,7 @@ def test_layer_parallel_chain():
     assert result.round_ms == pytest.approx(1e3 * (exact_s + 3 * DRAFT_S + TARGET_S), rel=0.01)
 
 
+@pytest.mark.extended
 def test_acceptance_by_position_comes_out_as_it_went_in():
     result = simulate(replace(scenario("sync", (0.9, 0.8, 0.6, 0.3)), max_tokens=3 * NUM_TOKENS))
     reached = (0.9, 0.9 * 0.8, 0.9 * 0.8 * 0.6, 0.9 * 0.8 * 0.6 * 0.3)
@@ -123,6 +126,7 @@ class NeverWaits(Policy):
         return super().wait_s(num_expecting, num_ready, num_plain, has_first_part=has_first_part)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("alpha", [0.9, *(pytest.param(alpha, marks=pytest.mark.slow) for alpha in (0.6, 0.8))])
 def test_pearl(alpha):
     """Tokens a step of pre- and post-verification: (1 - a^g) / ((1 - a)(1 + a - a^g)) at window g = t_v / t_d."""
@@ -134,6 +138,7 @@ def test_pearl(alpha):
     assert simulate(case, NeverWaits("pearl", window - 1)).tokens_per_pass == pytest.approx(expected, rel=0.015)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("alpha", "redraft"), [pytest.param(0.6, 1, marks=pytest.mark.slow), (0.9, 3)])
 def test_enumerated_outcomes_at_their_own_hit_rate(alpha, redraft):
     """(h E_K + (1 - h) E_K') / (C + (1 - h) K' t_d): on a miss K' tokens are drafted while the target waits."""
@@ -147,6 +152,7 @@ def test_enumerated_outcomes_at_their_own_hit_rate(alpha, redraft):
     assert result.critical.draft == pytest.approx((1 - hit) * redraft * DRAFT_S / seconds, rel=0.02)
 
 
+@pytest.mark.extended
 def test_hits_follow_from_the_outcomes_that_fit_the_width():
     """Three draft tokens have thirteen outcomes; a width that holds them all hits whatever the ranks are."""
     case = scenario("branches", 0.9, BRANCHES)

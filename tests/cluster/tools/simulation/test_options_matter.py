@@ -62,12 +62,14 @@ def test_every_option_is_tried():
     assert set(LANGUAGES) == {field.name for field in fields(Language)}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_option_of_a_scenario_changes_the_run(name):
     changed = simulate(replace(BASE, **{name: CHANGES[name]}))
     assert (changed.tokens_per_s, changed.spans) != (base().tokens_per_s, base().spans)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_an_option_of_a_language_changes_the_run(name):
     assert simulate(replace(BASE, language=replace(LANGUAGE, **{name: LANGUAGES[name]}))) != base()

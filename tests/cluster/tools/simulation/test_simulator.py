@@ -56,6 +56,7 @@ def test_one_seed_one_run(pipeline):
     assert other.tokens != result.tokens and other.round_ms != result.round_ms
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("acceptance", [pytest.param(0.6, marks=pytest.mark.slow), 0.9])
 @pytest.mark.parametrize("pipeline", AHEAD)
 def test_overlap_beats_sync_but_never_its_ceiling(pipeline, acceptance):
@@ -67,6 +68,7 @@ def test_overlap_beats_sync_but_never_its_ceiling(pipeline, acceptance):
     assert 1.05 < gain < ceiling * 1.01
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("delay", "pipeline"),
     list(in_turn(["target_link_s", "draft_link_s", "coordinator_s"], ["sync", "branches", "plain"])),
@@ -77,6 +79,7 @@ def test_delays_never_help(pipeline, delay):
     assert speeds[2] < speeds[0] * 0.9 or (pipeline, delay) == ("plain", "draft_link_s")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", ["sync", *AHEAD])
 def test_time_is_accounted_for(pipeline):
     result = simulate(scenario(pipeline, target_link_s=5e-4, draft_link_s=5e-4))
@@ -96,6 +99,7 @@ def test_what_binds():
     assert simulate(scenario("branches")).binding == "target"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", AHEAD)
 def test_the_timeline_shows_the_overlap(pipeline):
     result = simulate(scenario(pipeline, max_tokens=200))
@@ -123,6 +127,7 @@ def test_another_pipeline_object_takes_the_place_of_the_named_one():
     assert simulate(case, Policy("plain", 4)).counters["num_spec_steps"] == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", ["branches", "tree"])
 def test_a_miss_is_answered_with_a_short_draft(pipeline):
     """A proposal of many nodes must not turn into as many passes while the target waits."""

@@ -49,6 +49,7 @@ def test_a_killed_run_writes_only_what_is_missing(tmp_path: Path, monkeypatch: p
     assert load_rows(tmp_path / "killed" / "2.pt").tokens.tolist() == whole[4:5].tolist()
 
 
+@pytest.mark.extended
 def test_every_group_of_prompts_is_continued_by_draws_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(continuations, "BATCH", 1)
     model = initialised(drafter_config(64), 0, "cpu")

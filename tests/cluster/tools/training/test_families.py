@@ -96,6 +96,7 @@ UNLIKE = dict.fromkeys(FAMILIES, 0) | {"Gemma2": 1, "OPT": 1}
 """Embeddings that are scaled, or have positions of their own: what training reads of each family is compared below."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", list(in_turn(FAMILIES, times=UNLIKE)))
 def test_a_speculator_of_any_target_drafts_as_its_report_says(target_of: MakeTarget, tmp_path: Path, family: str):
     """Features, embedding, head and positions that it was trained on are those that it is given: its divergence from
@@ -127,6 +128,7 @@ def of_engine(runner: ModelRunner, tokens: list[int], taps: tuple[int, ...]) -> 
     return list(output.features), output.logits
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_training_reads_of_a_target_is_what_the_engine_gives(target_of: MakeTarget, family: str):
     target = target_of(family)
@@ -164,6 +166,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("family", "recipe"), EVERY)
 def test_every_recipe_trains_on_every_family_or_says_why_not(
     target_of: MakeTarget, tmp_path: Path, family: str, recipe: str

@@ -33,6 +33,7 @@ def series(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
 
 
+@pytest.mark.extended
 def test_losses_of_a_pair_are_drawn_for_each_model_that_was_trained(tmp_path, panels):
     lines = {"tokens": 1_000_000, "loss": 3.0, "step": 1}, {"tokens": 2_500_000, "loss": 2.0, "step": 2}
     write_log(tmp_path / "target" / "loss.jsonl", *lines)
@@ -47,6 +48,7 @@ def test_losses_of_a_pair_are_drawn_for_each_model_that_was_trained(tmp_path, pa
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.extended
 def test_curves_of_a_recipe_are_drawn_by_what_they_measure(tmp_path, panels):
     write_log(tmp_path / "loss.jsonl", {"tokens": 500_000, "loss": 4.0}, {"tokens": 1_000_000, "loss": 3.0})
     measured = {"loss": 3.5, "loss_at_0.8": 3.75, "accept_1": 0.5, "accept_2": 0.25, "accept_1_at_0.8": 0.4}

@@ -97,6 +97,7 @@ def test_drafters_imitate_the_target(role: str, pair: dict[str, LlamaForCausalLM
     assert agreement_rate(pair["target"], pair[role], held_out_rows) > LOWEST_AGREEMENT
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("role", ["drafter", pytest.param("deep", marks=pytest.mark.slow)])
 def test_acceptance_length_of_some_prompts(role: str, pair: dict[str, LlamaForCausalLM]):
     tokenizer = load_tokenizer(pocket.TARGET)
@@ -106,6 +107,7 @@ def test_acceptance_length_of_some_prompts(role: str, pair: dict[str, LlamaForCa
     assert acceptance_length(matches, 5) > LOWEST_ACCEPTANCE_LENGTH
 
 
+@pytest.mark.extended
 def test_the_bundled_speculator_drafts_what_the_target_writes(tmp_path: Path):
     """The default of `drafter=speculator`, on the target's ranks."""
     options = ["cluster=inprocess", "drafter=speculator", "pipeline.adaptive=false", "job.baseline=false"]

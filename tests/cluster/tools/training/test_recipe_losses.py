@@ -251,6 +251,7 @@ def evaluated(net: Speculator, batch: TargetBatch) -> tuple[float, dict[str, flo
     return float(loss), {name: float(value) for name, value in metrics.items()}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_loss_is_taken_at_the_labels_of_every_depth(
     name: str, target: Checkpoint, batch: TargetBatch, tmp_path: Path
@@ -265,6 +266,7 @@ def test_the_loss_is_taken_at_the_labels_of_every_depth(
         assert evaluated(net.train(is_training), batch)[0] == pytest.approx(expected, rel=1e-4), is_training
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "temperature"), list(in_turn(FAMILIES, [0.0, 0.8])))
 def test_held_out_acceptance_is_that_of_the_drafts_by_depth(
     name: str, target: Checkpoint, batch: TargetBatch, tmp_path: Path, temperature: float

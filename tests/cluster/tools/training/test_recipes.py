@@ -117,6 +117,7 @@ def trace(build: Any, options: Any, target: Checkpoint, batch: TargetBatch, fold
     yield json.loads((folder / "saved" / "config.json").read_text())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("base", BASES)
 def test_no_setting_is_ignored(base: str, target: Checkpoint, batch: TargetBatch, tmp_path: Path):  # noqa: F811
     build, options = BASES[base]

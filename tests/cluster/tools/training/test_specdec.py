@@ -138,6 +138,7 @@ def trained(tiny_checkpoint, tmp_path_factory) -> tuple[Path, Path]:
     return target, run / "drafter"
 
 
+@pytest.mark.extended
 def test_a_trained_drafter_drafts_blocks_and_changes_no_token(trained, open_engine):
     target, path = trained
     sources, sampling = ["def f1(x): return 1", "def f30(x): return 30", "return"], SamplingParams(max_tokens=14)
@@ -151,6 +152,7 @@ def test_a_trained_drafter_drafts_blocks_and_changes_no_token(trained, open_engi
     assert counters["num_draft_tokens"] > 0 and counters["num_accepted_tokens"] > 0
 
 
+@pytest.mark.extended
 def test_the_recipe_and_the_target_have_to_fit(entered, trained):
     target, _ = trained
     code, _, error = entered("job=train", "job.recipe=specdec")

@@ -220,6 +220,7 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "draw_curves", lambda folder, path: None)
 
 
+@pytest.mark.extended
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     target: Path, text: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_picture: None
 ):
@@ -260,6 +261,7 @@ def whole_log(folder: Path) -> Path:
     return folder / "whole" / "work" / "distill" / "loss.jsonl"
 
 
+@pytest.mark.extended
 def test_a_tuned_target_is_a_target(text: Path, tmp_path: Path, no_picture: None):
     """LayerSkip: its exit agrees more with its last layer, and the target it came from is as it was."""
     target = small_target(tmp_path / "untuned", 3)
@@ -274,6 +276,7 @@ def test_a_tuned_target_is_a_target(text: Path, tmp_path: Path, no_picture: None
     assert (target / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.extended
 def test_prefixes_of_a_draft_model_learn_together(
     target: Path, text: Path, start: Path, tmp_path: Path, no_picture: None
 ):
@@ -301,6 +304,7 @@ def test_distillation_brings_the_drafter_nearer(target: Path, text: Path, start:
     assert saved.dtype == torch.bfloat16 and saved.config.vocab_size == 4096
 
 
+@pytest.mark.extended
 def test_every_recipe_is_tried_on_the_target_before_the_text_is_written(text: Path, tmp_path: Path):
     target = small_target(tmp_path, 6)
     model, config = load_target(target, "cpu", torch.bfloat16), small(target, text).job
@@ -308,6 +312,7 @@ def test_every_recipe_is_tried_on_the_target_before_the_text_is_written(text: Pa
         training.check_recipe(training.Course(replace(config, recipe=recipe), str(target), "", ""), model)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("named", "line"),
     [

@@ -23,6 +23,7 @@ def bundled() -> Tokenizer:
     return load_tokenizer(pocket.TARGET)
 
 
+@pytest.mark.extended
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=200))
 def test_any_text_round_trips(bundled: Tokenizer, text: str):
