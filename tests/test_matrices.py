@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from tests import matrices
+from tests.conftest import DEFAULT_MARKS
 from tests.matrices import in_turn
 
 
@@ -64,3 +67,9 @@ def test_a_value_with_a_mark_never_comes_by_default():
 
 def test_a_row_that_is_added_changes_no_other():
     assert usual(in_turn(range(9), "abc", "de")) == usual(in_turn(range(10), "abc", "de"))[:9]
+
+
+def test_the_default_run_is_known_as_such():
+    """A run of named files, which has their `extended` tests too, is told by what `-m` is by default."""
+    options = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert options["addopts"][options["addopts"].index("-m") + 1] == DEFAULT_MARKS
