@@ -131,8 +131,8 @@ def test_a_request_that_takes_too_long_is_aborted(chat_checkpoint, half_agreeing
         assert (status, content["error"]["code"], headers["x-should-retry"]) == (504, "timeout", "false")
         _, _, text = server.ask("/v1/completions", {**LONG, "stream": True})
         assert json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+        asked = dict(model="tiny-chat", prompt="a", max_tokens=500, stream=True)
         with server.client() as client, pytest.raises(openai.APIError, match="timeout_s"):
-            asked = dict(model="tiny-chat", prompt="a", max_tokens=500, stream=True)
             list(client.completions.create(**asked, extra_body={"ignore_eos": True}))
         until(lambda: server.num_running() == 0)
 
