@@ -131,9 +131,9 @@ def test_a_request_that_takes_too_long_is_aborted(chat_checkpoint, half_agreeing
         assert (status, content["error"]["code"], headers["x-should-retry"]) == (504, "timeout", "false")
         _, _, text = server.ask("/v1/completions", {**LONG, "stream": True})
         assert json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["code"] == "timeout"
-        asked = dict(model="tiny-chat", prompt="a", max_tokens=500, stream=True)
+        more = {"ignore_eos": True}
         with server.client() as client, pytest.raises(openai.APIError, match="timeout_s"):
-            list(client.completions.create(**asked, extra_body={"ignore_eos": True}))
+            list(client.completions.create(model="tiny-chat", prompt="a", max_tokens=500, stream=True, extra_body=more))
         until(lambda: server.num_running() == 0)
 
 
