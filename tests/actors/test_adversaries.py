@@ -47,7 +47,6 @@ class Adversary:
                 return TokenTree(tokens, (-1, *(choose.randrange(i) for i in range(1, size + 1))))
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("pipeline", "guesses", "temperature"),
     list(

@@ -91,7 +91,6 @@ def test_drafts_that_do_not_pay_cost_little(machine):
     assert sum(got) / len(got) > 0.975 and min(got) > 0.96
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("paused", [pytest.param(0.0, marks=pytest.mark.slow), 0.01])
 def test_drafts_that_pay_are_made(paused):
     machine = Machine(0.8, draft_s=0.4e-3, slowest=1.2, paused=paused)

@@ -35,7 +35,6 @@ def distance(random_law, rule, kind, *, keeps):
     return worst
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("rule", "kind"),
     [

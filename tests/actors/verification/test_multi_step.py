@@ -117,7 +117,6 @@ def test_rounds_on_a_chain_emit_the_target_s_joint_law(rule):
 MORE_PAIRS = (("kseq", IID), ("rejection", WOR), ("traversal", IID), ("transport", IID))
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     "rule, kind",
     [("traversal", WOR), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)],

@@ -14,7 +14,6 @@ from cluster.tools.planning.layouts import Layout, Shape
 from cluster.tools.planning.prediction import Prediction
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("speculates", [True, False])
 def test_a_trial_is_the_median_of_its_repeats_beside_its_prediction(monkeypatch, speculates):
     runs = [
