@@ -70,6 +70,6 @@ def test_a_row_that_is_added_changes_no_other():
 
 
 def test_the_default_run_is_known_as_such():
-    """A run of named files, which has their `extended` tests too, is told by what `-m` is by default."""
+    """A run of named files has their `extended` tests too where `-m` is what it is by default."""
     options = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert options["addopts"][options["addopts"].index("-m") + 1] == DEFAULT_MARKS

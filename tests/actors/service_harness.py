@@ -8,7 +8,7 @@ from typing import Any
 
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec
-from actors.protocol.membership import Alive, Hello, Join, Ready, Stop
+from actors.protocol.membership import Alive, Hello, Join, Ready, Recall, Stop
 from actors.transport.channel import AnyLink, Hub, Link, open_link
 from actors.transport.keys import HubKeys, peer_of
 
@@ -37,6 +37,7 @@ class Stage:
             name: open_link(self.hub.address, link, KEYS.of(peer_of(link))) for name, link in names.items()
         }
         self.ended: list[object] = []
+        self.ordered: dict[str, Join | Recall] = {}
         service = CoordinatorService(spec, self.hub, watches, ("127.0.0.1", 1) if spec.bridged else None)
         self.thread = threading.Thread(target=self.run_service, args=(service,))
         self.thread.start()
@@ -51,10 +52,17 @@ class Stage:
         self.links[name].send(record)
 
     def receive(self, name, timeout_s=WAIT_S, *, heartbeats=False):
-        """The next record; heartbeats of the coordinator only with `heartbeats`."""
+        """The next record; heartbeats of the coordinator only with `heartbeats`.
+
+        An order that comes again is left out: it is repeated until an answer to it is seen, after 0.3 s.
+        """
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             record = self.links[name].receive(left)
+            if isinstance(record, Join | Recall):
+                if record == self.ordered.get(name):
+                    continue
+                self.ordered[name] = record
             if heartbeats or not isinstance(record, Alive):
                 return record
 
