@@ -6,6 +6,7 @@ It has no batches of its own and its role cannot be lost without the target's.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from actors.coordinator.port import DrafterPort, PassOrders
 from actors.coordinator.scheduler import Demand
@@ -30,16 +31,16 @@ class AttachedPort(DrafterPort):
     def may_draft(self, sequence: Sequence) -> bool:
         return sequence.request.speculates
 
-    def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
+    def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:
         """Chunks of prompts are read beside the target where drafts follow at once; texts before a trial without
         drafts, so that its rounds cost what later ones will."""
-        reached = [sequence for sequence, num_tokens, _ in rows if sequence.may_reach_root(num_tokens)]
+        reached = [sequence for sequence, num_rows, _ in rows if sequence.may_reach_root(num_rows)]
         self._lengths, reading = self._order(reached), []
         if self._policy.mode is Mode.catch_up:
             reading = [*self._lengths]
         elif self._policy.mode in (Mode.speculate, Mode.probe):
-            reading = [sequence.request_id for sequence, num_tokens, _ in rows if num_tokens < sequence.uncached_len]
-        return PassOrders(any(self.may_draft(sequence) for sequence, *_ in rows), self._lengths, reading)
+            reading = [sequence.request_id for sequence, num_rows, _ in rows if num_rows < sequence.uncached_len]
+        return replace(super().begin_pass(rows, sequences), lengths=self._lengths, reading=reading)
 
     def _order(self, reached: list[Sequence]) -> dict[int, int]:
         """Draft tokens for these sequences, which get a verdict; none while a verdict may end speculation."""

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from actors.coordinator.port import DrafterPort, Orders, PassOrders, PendingOrder
-from actors.coordinator.scheduler import Demand
+from actors.coordinator.port import DrafterPort, Orders, PendingOrder
 from actors.coordinator.separate_port import SeparatePort
 from actors.coordinator.sequence import Sequence
 from actors.policy.estimators import Ewma
@@ -188,6 +187,3 @@ class PoolsPort(DrafterPort):
         for port in self._ports:
             found += port.missing_drafts(port.own(running), verifying)
         return found
-
-    def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
-        return PassOrders(any(self.may_draft(sequence) for sequence, *_ in rows))

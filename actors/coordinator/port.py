@@ -1,19 +1,25 @@
 """The port between the rounds of the coordinator and a drafter: orders go in, proposals come out.
 
 The state machine says what happened to requests and roles, and asks for the orders that are due; a proposal comes out
-as `Sequence.draft`. Each kind of drafter is one file: none (here), on ranks of its own (`separate_port.py`), there and
-fed with the target's hidden states (`bridged_port.py`), and on the target's ranks (`attached_port.py`). A port must not
-know how rounds follow each other, whether a draft is waited for, or which algorithm drafts.
+as `Sequence.draft`. Each kind of drafter is one file, which `open_port` loads alone: none (here), on the target's ranks
+(`attached_port.py`), on ranks of its own (`separate_port.py`), there and fed with the target's hidden states
+(`bridged_port.py`), far away (`far_port.py`), and lent by several pools (`pools_port.py`). A port must not know how
+rounds follow each other, whether a draft is waited for, or which algorithm drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from actors.coordinator.scheduler import Demand
 from actors.coordinator.sequence import DraftState, Sequence
 from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, Proposal, ProposalBatch, VerdictBatch
+
+if TYPE_CHECKING:
+    from actors.coordinator.local_drafts import LocalDrafts
+    from actors.policy.policy import Policy
 
 Orders = list[tuple[Sequence, int]]
 """Sequences and the draft tokens to order for each."""
@@ -46,7 +52,7 @@ class PendingOrder:
 class PassOrders:
     """What a pass of the target does for the drafter, as fields of `VerifyBatch` and `VerifyItem`."""
 
-    may_draft: bool = False
+    may_draft: bool
     lengths: Mapping[int, int] = field(default_factory=dict)
     """Draft tokens to draft right after the verdict, by request."""
     reading: Collection[int] = ()
@@ -127,7 +133,7 @@ class DrafterPort:
 
     def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:
         """The target is about to compute these rows; `sequences` are all requests, running or waiting."""
-        return PassOrders()
+        return PassOrders(any(self.may_draft(sequence) for sequence, *_ in rows))
 
     # --- proposals ----------------------------------------------------------------------------------------------------
 
@@ -148,3 +154,42 @@ class DrafterPort:
     def end_pass(self, batch: VerdictBatch, sequences: Mapping[int, Sequence]) -> int:
         """What came with verdicts that were committed; returns the number of stale proposals."""
         return 0
+
+
+def open_port(
+    policy: Policy,
+    read_chunk: int,
+    *,
+    drafts: bool,
+    attached: bool = False,
+    bridged: bool = False,
+    num_seats: int = 1,
+    first_round: int = 0,
+    local_drafter: str | LocalDrafts = "none",
+) -> DrafterPort:
+    """`drafts`: there are ranks of the drafter's own, which are sent hidden states if it is `bridged`; with `attached`
+    the target's ranks draft; of more than one of `num_seats` each is lent by a pool. With a `local_drafter` its drafts
+    are not waited for."""
+    if attached:
+        from actors.coordinator.attached_port import AttachedPort
+
+        return AttachedPort(policy, first_round)
+    if not drafts:
+        return DrafterPort(first_round)
+    if bridged:
+        from actors.coordinator.bridged_port import BridgedPort
+
+        return BridgedPort(policy, first_round, read_chunk)
+    if num_seats > 1:
+        from actors.coordinator.pools_port import PoolsPort
+
+        return PoolsPort(policy, first_round, read_chunk, num_seats)
+    if local_drafter != "none":
+        from actors.coordinator.far_port import FarPort
+        from actors.coordinator.local_drafts import LocalDrafts
+
+        local = LocalDrafts.of(local_drafter) if isinstance(local_drafter, str) else local_drafter
+        return FarPort(policy, first_round, read_chunk, local)
+    from actors.coordinator.separate_port import SeparatePort
+
+    return SeparatePort(policy, first_round, read_chunk)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from actors.coordinator.sequence import Sequence
@@ -16,8 +16,10 @@ class Round:
     """What happens between two verdicts, as far as it is known."""
 
     started: float
-    verifying: dict[int, Proposal | None] | None = None
-    """The requests of the outstanding pass and their proposals; None while no pass is outstanding."""
+    verifying: set[int] | None = None
+    """The requests that await a verdict of the outstanding pass; None while no pass is outstanding."""
+    proposals: Mapping[int, Proposal | None] = field(default_factory=dict)
+    """Those of this pass, by request, also of requests that have ended since."""
     sent_at: float = 0.0
     """When the batch of this pass left."""
     waited_s: float = 0.0
@@ -32,7 +34,6 @@ class Round:
     """The same where none of them is verified: it read text, or the policy decodes plainly since."""
     serves_drafts: bool = False
     """The pass also computes what an attached drafter drafts from."""
-    _num_rows: int = 0  # of decoding
 
     def add_drafting(self, drafts: ProposalBatch, *, is_used: bool) -> None:
         """An attached drafter worked before this round; `is_used`: a draft of it may be verified."""
@@ -50,33 +51,32 @@ class Round:
 
     def commit(self, commit: Commit, num_ordered: int, proposal: Proposal | None) -> None:
         """One sequence got its verdict; `num_ordered` draft tokens had been ordered for it."""
-        num_drafted = 0 if proposal is None else proposal.tree.num_draft_tokens
         num_tokens = len(commit.token_ids)
-        is_own = proposal is not None and not proposal.is_forced  # what a grammar forced says nothing of the drafter
-        path, brought = (commit.path, num_tokens) if is_own and num_drafted else ((), 0)
-        outcome = DraftOutcome(commit.request_id, num_ordered, path, brought)
-        self.outcomes.append(outcome)
+        # what a grammar forced says nothing of the drafter
+        is_own = proposal is not None and not proposal.is_forced and proposal.tree.num_draft_tokens
+        path, brought = (commit.path, num_tokens) if is_own else ((), 0)
+        self.outcomes.append(DraftOutcome(commit.request_id, num_ordered, path, brought))
         self.num_tokens += num_tokens
-        self._num_rows += 1 + num_drafted
-
-    def seconds(self, batch: VerdictBatch, now: float) -> float:
-        """Its length with its own drafts: those that came with this verdict are of the next round."""
-        return now - self.started - (batch.left_at - batch.finished) + self.drafted_before_s
 
     def observation(
-        self, batch: VerdictBatch, seconds: float, running: Collection[Sequence], num_may_speculate: int
+        self, batch: VerdictBatch, now: float, running: Collection[Sequence], num_may_speculate: int
     ) -> RoundObservation:
-        """The round of so many `seconds` that ends with this verdict, as the policy learns from it."""
+        """The round that ends with this verdict, as the policy learns from it."""
         num_running, mean_len, samples = load_of(running)
+        num_decoding_rows = len(batch.verdicts)
+        for verdict in batch.verdicts:
+            if (proposal := self.proposals.get(verdict.request_id)) is not None:
+                num_decoding_rows += proposal.tree.num_draft_tokens
         return RoundObservation(
-            seconds=seconds,
+            # with its own drafts: those that came with this verdict are of the next round
+            seconds=now - self.started - (batch.left_at - batch.finished) + self.drafted_before_s,
             verify_s=batch.finished - batch.started,
             draft_s=self.waited_s,
             num_tokens=self.num_tokens,
             num_running=max(num_running, len(self.outcomes)),  # with those that ended in this round
             mean_len=mean_len,
             num_may_speculate=num_may_speculate,
-            num_prompt_rows=batch.num_tokens - self._num_rows,
+            num_prompt_rows=batch.num_tokens - num_decoding_rows,
             outcomes=self.outcomes,
             skipped_drafts=self.skipped_drafts,
             samples=samples,

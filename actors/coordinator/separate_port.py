@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 
 from actors.coordinator.outbox import Outbox
-from actors.coordinator.port import DrafterPort, Orders, PassOrders, PendingOrder
-from actors.coordinator.scheduler import Demand
+from actors.coordinator.port import DrafterPort, Orders, PendingOrder
 from actors.coordinator.sequence import DraftState, Sequence
 from actors.policy.decision import Mode
 from actors.policy.policy import Policy
@@ -120,9 +119,6 @@ class SeparatePort(DrafterPort):
         return 0
 
     # --- orders -------------------------------------------------------------------------------------------------------
-
-    def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
-        return PassOrders(any(self.may_draft(sequence) for sequence, *_ in rows))
 
     def missing_drafts(self, running: Collection[Sequence], verifying: Collection[int]) -> Orders:
         pending, policy = self.pending, self._policy

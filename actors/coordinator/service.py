@@ -18,7 +18,7 @@ from actors.coordinator.clients import CLIENT, OUT, Clients
 from actors.coordinator.event_log import EventLog
 from actors.coordinator.loop_heartbeat import LoopHeartbeat
 from actors.coordinator.membership import RoleMembership
-from actors.coordinator.ports import open_port
+from actors.coordinator.port import open_port
 from actors.coordinator.record_checks import RecordChecks
 from actors.coordinator.role_rounds import RoleRounds
 from actors.coordinator.scheduler import Capacity, Load, Scheduler
@@ -189,8 +189,9 @@ class CoordinatorService:
         while True:
             received = self._hub.receive(timeout_s=self._timeout_s())
             with self._hub.turn():
-                stop = self._take(*received) if received is not None else self._stop_waiting()
-                if stop is not None:
+                if received is None:
+                    self._stop_waiting()
+                elif (stop := self._take(*received)) is not None:
                     return stop
                 now = time.monotonic()
                 if heartbeat.beat(now):
@@ -202,10 +203,16 @@ class CoordinatorService:
         """Act on a record; returns it if it ends the service."""
         if not self._accepts(link, record):
             return None
-        if isinstance(record, Stop):
-            self._event_log.received(record)
-            return record
-        self._dispatch(link, record)
+        match record:
+            case Stop():
+                self._event_log.received(record)
+                return record
+            case VerdictBatch() | ProposalBatch() | DraftPreviewBatch() | DraftBatch():
+                self._dispatch_batch(link, record)
+            case Request() | Abort() | ReportOrder():
+                self._dispatch_order(link, record)
+            case _:
+                self._dispatch(link, record)
         return None
 
     def _take_near(self, link: str, record: object) -> bool:
@@ -291,15 +298,7 @@ class CoordinatorService:
         self._hub.send([link.removesuffix(OUT)], Outputs((refusal,)))
 
     def _dispatch(self, link: str, record: object) -> None:
-        match record:
-            case VerdictBatch() | ProposalBatch() | DraftPreviewBatch() | DraftBatch():
-                role = link.partition("#")[0].rpartition("-")[0]
-                if role in self._memberships and link in self._memberships[role].links()[:1]:
-                    self._dispatch_batch(role, record)
-                return
-            case Request() | Abort() | ReportOrder():
-                self._dispatch_order(link, record)
-                return
+        """What a rank says of itself, and the owner of the engine."""
         self._event_log.received(record)
         match record:
             case Alive() if record.role in self._memberships:
@@ -335,8 +334,11 @@ class CoordinatorService:
             case ReportOrder():
                 self._order_report(link.removesuffix(OUT), order)
 
-    def _dispatch_batch(self, role: str, batch: VerdictBatch | ProposalBatch | DraftPreviewBatch | DraftBatch) -> None:
-        """A batch from the lead rank of a role: for the state machine, or between two levels of a cascade."""
+    def _dispatch_batch(self, link: str, batch: VerdictBatch | ProposalBatch | DraftPreviewBatch | DraftBatch) -> None:
+        """A batch from the present lead of a role: for the state machine, or between two levels of a cascade."""
+        role = link.partition("#")[0].rpartition("-")[0]
+        if role not in self._memberships or link not in self._memberships[role].links()[:1]:
+            return
         if isinstance(batch, DraftBatch):
             child = child_role(role)
             if self._is_complete.get(child) and batch.epoch == self._memberships[child].epoch:

@@ -25,9 +25,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from actors.coordinator.outbox import Outbox
-from actors.coordinator.port import DrafterPort, PassOrders
+from actors.coordinator.port import DrafterPort
 from actors.coordinator.round import Round, load_of
-from actors.coordinator.scheduler import Demand, Load, Scheduler
+from actors.coordinator.scheduler import Load, Scheduler
 from actors.coordinator.sequence import DraftState, Sequence
 from actors.coordinator.stats import CoordinatorStats
 from actors.policy.policy import Policy, RoundObservation
@@ -97,7 +97,8 @@ class Coordinator:
 
     def expects(self, batch: VerdictBatch) -> bool:
         """Whether its verdicts are on what the target was given; stale ones are, because they change nothing."""
-        if self._round.verifying is None or batch.round != self._verify_round:
+        verifying = self._round.verifying
+        if verifying is None or batch.round != self._verify_round:
             return True
         prompts = {part.request_id: part for part in batch.prompt_logprobs}
         live = [(self._sequences[number], part) for number, part in prompts.items() if number in self._sequences]
@@ -105,9 +106,9 @@ class Coordinator:
         if not are_prompts or len(prompts) < len(batch.prompt_logprobs):
             return False
         for verdict in batch.verdicts:
-            if verdict.request_id not in self._round.verifying:
+            if verdict.request_id not in verifying:
                 continue  # ended since
-            sequence, proposal = self._sequences[verdict.request_id], self._round.verifying[verdict.request_id]
+            sequence, proposal = self._sequences[verdict.request_id], self._round.proposals[verdict.request_id]
             is_path = proposal.tree.has_path(verdict.path) if proposal is not None else not verdict.path
             is_asked = verdict.logprobs is None
             if (kept := sequence.logprobs) is not None:
@@ -186,8 +187,10 @@ class Coordinator:
         """The policy learns from rounds that ended, beside the pass that was started since: from each, or while one
         choice goes on, from as many at once as is enough for the drafter."""
         seen, policy = self._unlearned, self._policy
-        may_go_on = policy.may_learn_later and not policy.may_end and self._sequences
-        if not seen or (may_go_on and len(seen) < self._drafter.rounds_at_once):
+        if not seen:
+            return
+        goes_on = policy.may_learn_later and not policy.may_end and self._sequences
+        if goes_on and len(seen) < self._drafter.rounds_at_once:
             return
         self._unlearned = []
         for one in seen:
@@ -211,19 +214,17 @@ class Coordinator:
             self._preempt(self._scheduler.preempt(unusable))
         orders = self._order_drafts(now)
         running = self._scheduler.candidates
-        missing_drafts, pending = drafter.missing_drafts(running, ()), drafter.pending
-        num_ready = sum([sequence.draft.proposal is not None for sequence in running])
-        held = {sequence.request_id for sequence, _ in missing_drafts} if self._policy.alternates and num_ready else ()
-        if missing_drafts and pending is not None:
-            num_missing, wait_s = len(missing_drafts), 0.0
-            if may_wait:
-                num_plain = len(self._scheduler.running) - num_missing - num_ready + self._scheduler.num_joining
-                is_begun = pending.has_first_part
-                wait_s = self._policy.wait_s(num_missing, num_ready, num_plain, has_first_part=is_begun)
-            if wait_s:
+        missing = [sequence.request_id for sequence, _ in drafter.missing_drafts(running, ())]
+        num_ready, pending = sum([sequence.draft.proposal is not None for sequence in running]), drafter.pending
+        held = {*missing} if self._policy.alternates and num_ready else ()
+        if missing and not held and pending is not None:
+            num_plain = len(self._scheduler.running) - len(missing) - num_ready + self._scheduler.num_joining
+            is_begun = pending.has_first_part
+            wait_s = self._policy.wait_s(len(missing), num_ready, num_plain, has_first_part=is_begun)
+            if may_wait and wait_s:
                 self.wait_until = max(self._round.started, pending.asked_at) + wait_s
                 return [*orders]
-            pending.is_skipped = not held
+            pending.is_skipped = True
         self._round.skipped_drafts = pending is not None and pending.is_skipped
         # Both roles read a prompt at the same time. The target's batch goes first: it depends on no order made now.
         return [*self._start_pass(held, now), *orders, *self._order_drafts(now)]
@@ -237,19 +238,16 @@ class Coordinator:
 
     def _end_round(self, batch: VerdictBatch, now: float) -> Iterable[Tokens | WeightsUpdated]:
         """Commit the verdicts, and emit the tokens; or the target has loaded weights."""
-        round_ = self._round
-        if round_.verifying is None or batch.round != self._verify_round:
+        verifying = self._round.verifying
+        if verifying is None or batch.round != self._verify_round:
             self.stats.num_stale += 1
             return []
         if self._lost_at:
             self._end_outage("target", now)
         if self._loading is not None:
             return [self._end_loading(self._loading, batch.refusal, now)]
-        speculated = any(proposal is not None for proposal in round_.verifying.values())
-        self.stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
         if self._unseen:
             self._take_hits(batch)
-        verifying = round_.verifying
         for part in batch.prompt_logprobs:
             if part.request_id in self._sequences:
                 kept = self._sequences[part.request_id].logprobs
@@ -257,10 +255,7 @@ class Coordinator:
                 kept.add_prompt(part)
         emitted = [self._commit(verdict, now) for verdict in batch.verdicts if verdict.request_id in verifying]
         self.stats.num_stale += len(batch.verdicts) - len(emitted)  # verdicts of requests that were aborted
-        seconds = round_.seconds(batch, now)
-        if speculated:
-            self.stats.add_round(seconds, batch.finished - batch.started, round_.waited_s)
-        self._update_policy(batch, seconds)
+        self._observe(batch, now)
         self.stats.num_stale += self._drafter.end_pass(batch, self._sequences)
         self._round = Round(now)
         if batch.drafts is not None:
@@ -282,9 +277,8 @@ class Coordinator:
         self._unseen = []
 
     def _commit(self, verdict: Verdict, now: float) -> Tokens:
-        round_, sequence = self._round, self._sequences[verdict.request_id]
-        assert round_.verifying is not None
-        proposal, position = round_.verifying[verdict.request_id], sequence.num_generated
+        sequence, proposal = self._sequences[verdict.request_id], self._round.proposals[verdict.request_id]
+        position = sequence.num_generated
         known: dict[str, Any] = {}
         if self._version or sequence.versions:
             sequence.note_version(self._version)
@@ -302,7 +296,7 @@ class Coordinator:
         if sequence.finish_reason == "error":
             end = self._end_early(sequence, "error", now, _no_token_after(sequence.prefix_len))
             return replace(end, position=position, token_ids=commit.token_ids, **known)
-        round_.commit(commit, sequence.draft.num_ordered, proposal)
+        self._round.commit(commit, sequence.draft.num_ordered, proposal)
         self._target_outbox.commit(commit)
         is_own = proposal is None or not proposal.is_forced
         self._drafter.commit(sequence, commit if is_own else replace(commit, path=()))
@@ -323,22 +317,24 @@ class Coordinator:
             proposal = replace(Proposal.deterministic(*known, tree), prepared=None, is_forced=True)
             sequence.draft = DraftState(is_answered=True, proposal=proposal)
 
-    def _update_policy(self, batch: VerdictBatch, seconds: float) -> None:
-        """The policy learns from the round: before the next drafts are ordered, where these may need it, else in
-        `learn`; not while requests are tested singly."""
+    def _observe(self, batch: VerdictBatch, now: float) -> None:
+        """Count the pass and the round that these verdicts end. The policy learns from it before the next drafts are
+        ordered, where these may need it, else in `learn`; not while requests are tested singly."""
+        round_, running, stats = self._round, self._scheduler.running, self.stats
+        has_drafter = self._drafter.is_present
+        num_may_speculate = sum([sequence.request.speculates for sequence in running]) if has_drafter else 0
+        seen = round_.observation(batch, now, running, num_may_speculate)
+        speculated = any(proposal is not None for proposal in round_.proposals.values())
+        stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
+        if speculated:
+            stats.add_round(seen.seconds, seen.verify_s, seen.draft_s)
         if self._scheduler.tested is not None:
             return
-        policy, running, stats = self._policy, self._scheduler.running, self.stats
-        num_may_speculate = (
-            sum([sequence.request.speculates for sequence in running]) if self._drafter.is_present else 0
-        )
-        seen = self._round.observation(batch, seconds, running, num_may_speculate)
         if seen.outcomes and num_may_speculate:
-            stats.add_mode(
-                policy.mode, seen.seconds + seen.unused_s, [outcome.num_ordered for outcome in seen.outcomes]
-            )
+            lengths = [outcome.num_ordered for outcome in seen.outcomes]
+            stats.add_mode(self._policy.mode, seen.seconds + seen.unused_s, lengths)
         self._unlearned.append(seen)
-        if not policy.may_learn_later:
+        if not self._policy.may_learn_later:
             self.learn()
 
     def _order_drafts(self, now: float) -> list[DraftBatch]:
@@ -357,49 +353,30 @@ class Coordinator:
             return []
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
         orders = self._drafter.begin_pass(plan.rows, self._sequences.values())
-        verifying = {one.request_id: proposal for one, num_rows, proposal in plan.rows if one.may_reach_root(num_rows)}
+        items, proposals = list[VerifyItem](), dict[int, Proposal | None]()
+        for sequence, num_rows, proposal in plan.rows:
+            request_id = sequence.request_id
+            num_draft_tokens, reads_text = orders.lengths.get(request_id, 0), request_id in orders.reading
+            items.append(VerifyItem(request_id, num_rows, proposal, num_draft_tokens, reads_text))
+            if sequence.may_reach_root(num_rows):
+                proposals[request_id] = proposal
+            if num_rows < sequence.uncached_len:
+                sequence.cached_len += num_rows  # a chunk of committed text: its rows stay whatever the verdicts are
+            sequence.draft.proposal = None  # used up
         round_ = self._round
-        round_.verifying, round_.sent_at, round_.serves_drafts = verifying, now, any(orders.lengths.values())
-        items = tuple([_feed(demand, orders) for demand in plan.rows])
+        round_.verifying, round_.proposals, round_.sent_at = {*proposals}, proposals, now
+        round_.serves_drafts = any(orders.lengths.values())
         self._fed = tuple([item.request_id for item in items])
         batch = VerifyBatch(
             self._verify_round,
             *self._target_outbox.flush(),
-            items=items,
+            items=tuple(items),
             after=after,
             may_draft=orders.may_draft,
             bridge=orders.bridge,
             num_received=orders.num_received,
         )
         return [batch]
-
-    # --- other weights ------------------------------------------------------------------------------------------------
-
-    def _want(self, weights: Weights) -> list[WeightsUpdated]:
-        """Load these weights once no pass is outstanding. The client asks again where the answer may be lost."""
-        if weights in (self._wanted, self._loading):
-            return []
-        if weights.version == self._version:
-            return [WeightsUpdated(weights.version)]
-        self._wanted = weights
-        return []
-
-    def _start_loading(self, now: float) -> VerifyBatch:
-        """All requests leave the batch, to be read again from their committed tokens once the weights are loaded."""
-        self._loading, self._wanted, self._fed = self._wanted, None, ()
-        self._preempt(self._scheduler.preempt_all())
-        after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
-        self._round.verifying, self._round.sent_at = {}, now
-        return VerifyBatch(self._verify_round, *self._target_outbox.flush(), after=after, weights=self._loading)
-
-    def _end_loading(self, weights: Weights, refusal: str, now: float) -> WeightsUpdated:
-        """The target serves them, or refuses them and serves those that it had. What is known of acceptance is of the
-        weights before; what passes cost stays."""
-        self._loading, self._round = None, Round(now)
-        if not refusal:
-            self._version = weights.version
-            self._policy.forget_acceptance()
-        return WeightsUpdated(weights.version, refusal)
 
     def _receive_proposals(self, batch: ProposalBatch, now: float, role: str) -> None:
         drafter = self._drafter.of(role)
@@ -420,6 +397,34 @@ class Coordinator:
                 drafter.delayed(now - pending.asked_at)
             pending.asked_at = now
         self.stats.num_stale += drafter.receive(batch, self._sequences)
+
+    # --- other weights ------------------------------------------------------------------------------------------------
+
+    def _want(self, weights: Weights) -> list[WeightsUpdated]:
+        """Load these weights once no pass is outstanding. The client asks again where the answer may be lost."""
+        if weights in (self._wanted, self._loading):
+            return []
+        if weights.version == self._version:
+            return [WeightsUpdated(weights.version)]
+        self._wanted = weights
+        return []
+
+    def _start_loading(self, now: float) -> VerifyBatch:
+        """All requests leave the batch, to be read again from their committed tokens once the weights are loaded."""
+        self._loading, self._wanted, self._fed = self._wanted, None, ()
+        self._preempt(self._scheduler.preempt_all())
+        after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
+        self._round.verifying, self._round.sent_at = set(), now
+        return VerifyBatch(self._verify_round, *self._target_outbox.flush(), after=after, weights=self._loading)
+
+    def _end_loading(self, weights: Weights, refusal: str, now: float) -> WeightsUpdated:
+        """The target serves them, or refuses them and serves those that it had. What is known of acceptance is of the
+        weights before; what passes cost stays."""
+        self._loading, self._round = None, Round(now)
+        if not refusal:
+            self._version = weights.version
+            self._policy.forget_acceptance()
+        return WeightsUpdated(weights.version, refusal)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -472,7 +477,7 @@ class Coordinator:
         self._scheduler.remove(sequence)
         self._policy.release(sequence.request_id)
         if self._round.verifying is not None:
-            self._round.verifying.pop(sequence.request_id, None)
+            self._round.verifying.discard(sequence.request_id)
         self._target_outbox.end(sequence.request_id)
         self._drafter.release(sequence)
 
@@ -530,16 +535,6 @@ class Coordinator:
         if order.reset:
             self.stats = CoordinatorStats(since=now, phase=order.phase)
         return report
-
-
-def _feed(demand: Demand, orders: PassOrders) -> VerifyItem:
-    """The item of one sequence, whose proposal is used up."""
-    sequence, num_tokens, proposal = demand
-    request_id, sequence.draft.proposal = sequence.request_id, None
-    if num_tokens < sequence.uncached_len:
-        sequence.cached_len += num_tokens  # a chunk of committed text: its rows stay whatever the verdicts are
-    num_draft_tokens = orders.lengths.get(request_id, 0)
-    return VerifyItem(request_id, num_tokens, proposal, num_draft_tokens, request_id in orders.reading)
 
 
 def _no_token_after(num_tokens: int) -> str:

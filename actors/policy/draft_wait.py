@@ -84,14 +84,12 @@ class DraftWait:
         all of their tokens were accepted: whether they bring it is measured by the decision. Where the drafter does not
         work ahead, an answer without its rest is next to nothing, so its rest is judged as its first part is.
         """
-        pass_s = self._verify_s.mean or self._prefill_s
-        acceptance_len = self._acceptance_len.mean
 
         def break_even_s(tokens: float) -> float:
             """Seconds in which the target makes as many tokens as drafts of this acceptance length bring."""
-            return num_expecting * (tokens - 1) / (num_ready * tokens + num_expecting + num_plain) * pass_s
+            return num_expecting * (tokens - 1) / (num_ready * tokens + num_expecting + num_plain) * self.pass_s
 
-        lately = break_even_s(acceptance_len)
+        lately = break_even_s(self._acceptance_len.mean)
         if has_first_part and works_ahead:
             if not _saves(self._rest_s, lately):
                 return 0.0

@@ -140,10 +140,9 @@ class Policy:
     def wait_s(self, num_expecting: int, num_ready: int, num_plain: int, *, has_first_part: bool) -> float:
         """Seconds that the target should wait for the next part of an answer; 0: start the pass now.
 
-        Of the requests of the pass `num_expecting` await a draft, `num_ready` have one, `num_plain` need none.
+        Of the requests of the pass `num_expecting`, one at least, await a draft, `num_ready` have one, `num_plain` need
+        none.
         """
-        if not num_expecting or (self.alternates and num_ready):
-            return 0.0
         return self.wait.wait_s(
             num_expecting,
             num_ready,

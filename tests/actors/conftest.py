@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.coordinator.ports import open_port
+from actors.coordinator.port import open_port
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.drafters.auto.config import AutoDrafterConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 from actors.coordinator.bridged_port import MOST_UNRECEIVED
 from actors.coordinator.local_drafts import LocalDrafts
-from actors.coordinator.ports import open_port
+from actors.coordinator.port import open_port
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.drafters.by_request import RequestwiseDrafter

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
-from actors.coordinator.ports import open_port
+from actors.coordinator.port import open_port
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.drafters.model.config import ModelDrafterConfig

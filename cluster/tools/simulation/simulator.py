@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Annotated, Any
 
 from actors.coordinator.local_drafts import LocalDrafts
-from actors.coordinator.ports import open_port
+from actors.coordinator.port import open_port
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.coordinator.stats import TimelineSpan

@@ -10,7 +10,7 @@ import pytest
 from actors.coordinator import far_port
 from actors.coordinator.far_port import MOST_UNANSWERED, FarPort
 from actors.coordinator.local_drafts import LocalDrafts
-from actors.coordinator.ports import open_port
+from actors.coordinator.port import open_port
 from actors.coordinator.separate_port import SeparatePort
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.policy.policy import Policy

@@ -127,7 +127,7 @@ class Listened(World):
         assert seen.mean_len == pytest.approx(sum(map(self.length, running)) / max(1, len(running)))
         assert seen.num_may_speculate == sum(self.requests[i].speculates for i in running)
         sizes = {i: proposal.tree.num_draft_tokens for i, proposal in drafted.items()}
-        rows = sum(1 + sizes.get(one.request_id, 0) for one in judged)
+        rows = sum(1 + sizes.get(one.request_id, 0) for one in record.verdicts)  # also on requests that ended meanwhile
         assert seen.num_prompt_rows == record.num_tokens - rows
         assert [one.request_id for one in seen.outcomes] == [one.request_id for one in judged]
         for one, verdict in zip(seen.outcomes, judged, strict=True):
@@ -161,6 +161,21 @@ def test_a_policy_hears_of_every_load_delay_round_and_end(seed):
     assert policy.wait.delays == world.delays
     assert set(policy.released) == {*world.ends} and len(world.ends) == 6
     assert pipeline == "plain" or policy.asked
+
+
+@pytest.mark.parametrize(("pipeline", "name"), [("plain", "decode"), ("sync", "verify")])
+def test_what_was_verified_of_a_request_that_ended_meanwhile_is_no_prompt(pipeline, name):
+    """As where its client has found a stop string: the pass is over a root or a draft, and has read no text."""
+    policy = RecordingPolicy(pipeline)
+    world = World(random.Random(1), pipeline, answers=("right",), policy=policy)
+    world.deliver(Request(0, (1, 2, 3), SamplingParams(max_tokens=30, ignore_eos=True)))
+    while len(policy.seen) < 2 or not world.answers["target"]:
+        world.deliver_one()
+    world.deliver(Abort(0))
+    verdicts: VerdictBatch = world.answers["target"].popleft()
+    world.deliver(replace(verdicts, num_tokens=1 + 4 * (pipeline == "sync")))
+    assert policy.seen[-1].num_prompt_rows == 0 and not policy.seen[-1].outcomes
+    assert [span[1] for span in world.coordinator.stats.spans if span[0] == "target"][-1] == name
 
 
 @pytest.mark.parametrize("later", [False, True])

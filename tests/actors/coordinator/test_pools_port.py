@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.coordinator.pools_port import RETRY, PoolsPort
-from actors.coordinator.ports import open_port
+from actors.coordinator.port import open_port
 from actors.coordinator.sequence import Sequence
 from actors.policy.policy import Policy
 from actors.protocol.messages import Commit, DraftPreview, DraftPreviewBatch, ProposalBatch, Request, TokenTree

@@ -72,6 +72,8 @@ class Table:
         self.hub, self.sent = Hub("tcp://127.0.0.1:*", KEYS), []
         self.hub.send = lambda names, record: self.sent.extend((name, record) for name in names)
         self.service = CoordinatorService(CoordinatorSpec("sync", 4, 1, 1, (1,)), self.hub)
+        self.accepted, self._accepts = False, self.service._accepts
+        self.service._accepts = self._note_accepted
         for link, record in (
             (CLIENT, Hello()),
             *((f"{role}-0#0", Alive(role, 0, 0, 7)) for role in ("target", "draft")),
@@ -83,10 +85,12 @@ class Table:
 
     def receive(self, link, record) -> bool:
         """As the service's loop does; whether the record was accepted."""
-        accepted = self.service._accepts(link, record)
-        if accepted and not isinstance(record, Stop):
-            self.service._dispatch(link, record)
-        return accepted
+        self.service._take(link, record)
+        return self.accepted
+
+    def _note_accepted(self, link, record) -> bool:
+        self.accepted = self._accepts(link, record)
+        return self.accepted
 
     def rejoin(self, role, epoch) -> None:
         link = f"{role}-0#0"

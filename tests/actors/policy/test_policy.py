@@ -24,8 +24,6 @@ def test_orders_are_within_their_bounds(pipeline):
     assert lengths == [0] * 10 if not order.drafts else lengths == [0, 0, 1, 2, 3, 4, 5, 6, 6, 6]
     halves = [0, 1, 1, 2, 2, 3] if order.alternates else range(6)
     assert [policy.num_orders(num_running) for num_running in range(6)] == list(halves)
-    assert policy.wait_s(0, 3, 1, has_first_part=False) == 0.0, "no request expects a draft"
-    assert (policy.wait_s(1, 1, 0, has_first_part=False) == 0.0) == order.alternates, "the other half is ready"
     assert policy.wait_s(1, 0, 1, has_first_part=False) > 0
     assert policy.mode is Mode.speculate and policy.findings() is None and not policy.may_end
 
