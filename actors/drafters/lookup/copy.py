@@ -67,7 +67,8 @@ class CopyDrafter(RequestwiseDrafter):
 
     def _propose(self, context: Context, budget: int) -> Draft:
         """A chain of the prompt's next tokens, shorter than the budget where the prompt ends; empty without a place."""
-        tokens = self._read(context).next_tokens(budget)
+        copying = self._read(context)
+        tokens = copying.next_tokens(budget) if copying is not None else []
         return Draft.chosen(TokenTree.chain(context.token_ids[-1], tokens)) if tokens else Draft.nothing(context)
 
     def truncate(self, context: Context) -> None:
@@ -79,7 +80,10 @@ class CopyDrafter(RequestwiseDrafter):
     def release(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
 
-    def _read(self, context: Context) -> _Copying:
+    def _read(self, context: Context) -> _Copying | None:
+        """None until the prompt is whole, which comes in chunks where it is long."""
+        if len(context.token_ids) < context.prompt_len:
+            return None
         copying = self._requests.get(context.request_id)
         if copying is None:
             copying = self._requests[context.request_id] = _Copying(context, self._trigger_len)

@@ -255,11 +255,13 @@ def paths_of(tree):
 
 @dataclass
 class Shadow:
-    """A request as its parent knows it; `draft` is the proposal that it was given for the present text."""
+    """A request as its parent knows it; `draft` is the proposal that it was given for the present text, `unsent` the
+    end of a prompt that comes in chunks."""
 
     admit: Admit
     token_ids: list[int]
     settled_len: int
+    unsent: list[int]
     draft: TokenTree | None = None
     is_ordered: bool = False
 
@@ -316,10 +318,16 @@ class Parent:
             elif self.case.is_below and i in self.shadows and chance() < 0.02:
                 admits.append(self.admit(i, self.shadows[i]))  # its parent lost an answer
         new = {admit.request_id for admit in admits}
+        reading = [i for i, shadow in self.shadows.items() if shadow.unsent]
         for i, shadow in self.shadows.items():
-            if i not in new and chance() < (0.85 if shadow.is_ordered else 0.15):
+            if i in reading and i not in new:
+                commits.append(self.send_chunk(i, shadow))
+            elif i not in new and chance() < (0.85 if shadow.is_ordered else 0.15):
                 commits.append(self.commit(i, shadow, prepared))
         for i, shadow in self.shadows.items():
+            if i in reading:
+                orders.append(DraftOrder(i, 0))
+                continue
             budget = min(self.choose.randrange(self.longest + 1), self.max_len - len(shadow.token_ids) - 1)
             if shadow.is_ordered or chance() < 0.2:
                 continue
@@ -354,14 +362,23 @@ class Parent:
             prompt = [self.choose.randrange(VOCAB_SIZE) for _ in range(self.choose.randint(1, longest))]
             chosen: Any = self.choose.choice(SAMPLINGS)
             sampling = SamplingParams(seed=request_id, **chosen)
-            admit = Admit(request_id, self.epoch, tuple(prompt), len(prompt), sampling, self.num_admissions)
+            in_chunks = not self.case.config.models() and self.choose.random() < 0.2  # others hardly draft then
+            first = prompt[: self.choose.randint(1, len(prompt))] if in_chunks else prompt
+            admit = Admit(request_id, self.epoch, tuple(first), len(prompt), sampling, self.num_admissions)
+            unsent = prompt[len(first) :]
         else:
-            admit = replace(
-                again.admit, token_ids=tuple(again.token_ids), admission=self.num_admissions, epoch=self.epoch
-            )
-        self.shadows[request_id] = Shadow(admit, list(admit.token_ids), admit.prompt_len)
+            token_ids, unsent = (*again.token_ids, *again.unsent), list[int]()
+            admit = replace(again.admit, token_ids=token_ids, admission=self.num_admissions, epoch=self.epoch)
+        self.shadows[request_id] = Shadow(admit, list(admit.token_ids), admit.prompt_len, unsent)
         self.previews.pop(request_id, None)
         return admit
+
+    def send_chunk(self, request_id, shadow):
+        """Another part of the prompt, as `SeparatePort` sends it."""
+        count, start = self.choose.randint(1, len(shadow.unsent)), len(shadow.token_ids)
+        chunk, shadow.unsent = shadow.unsent[:count], shadow.unsent[count:]
+        shadow.token_ids += chunk
+        return Commit(request_id, shadow.admit.epoch, start, (), tuple(chunk))
 
     def commit(self, request_id, shadow, prepared):
         text, path, start = shadow.token_ids, (), len(shadow.token_ids)
@@ -402,7 +419,8 @@ class Parent:
         releases, self.shadows = tuple(self.shadows), {}
         self.answer(DraftBatch(1, releases=releases))
         for _ in range(4):
-            self.answer(DraftBatch(1, (self.admit(0),), orders=(DraftOrder(0, self.longest),)))
+            admit = self.admit(0)
+            self.answer(DraftBatch(1, (admit,), orders=(DraftOrder(0, 0 if self.shadows[0].unsent else self.longest),)))
             del self.shadows[0]
             self.answer(DraftBatch(1, releases=(0,)))
         for top in [] if self.case.is_remote else drafters_of(self.role.drafter):

@@ -146,6 +146,17 @@ def test_the_draft_depends_on_the_text_alone(trigger_len):
     assert num_drafted > 1000
 
 
+def test_a_prompt_that_comes_in_chunks_is_copied_from_as_a_whole_one():
+    drafter, prompt = CopyDrafter(trigger_len=2), list(range(20))
+    context = Context(0, 0, prompt[:8], len(prompt), SamplingParams(max_tokens=100))
+    drafter.open(context)
+    for chunk in (prompt[8:16], prompt[16:]):
+        drafter.prefill([context])
+        context.extend(chunk)
+    context.extend([12, 13])
+    assert proposed(drafter, context, budget=4) == [14, 15, 16, 17]
+
+
 def test_a_long_prompt_is_read_once():
     """A proposal reads as many tokens behind a prompt of 30 as behind one of 30,000."""
     num_read = {}
