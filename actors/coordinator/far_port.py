@@ -151,8 +151,7 @@ class FarPort(SeparatePort):
             draft.num_ordered, draft.is_answered = length, True
             sequence.preview = prepared = self._prepared(sequence)
             if prepared is not None:
-                prefix = sequence.request_id, sequence.epoch, sequence.prefix_len, sequence.prefix_hash
-                draft.proposal = Proposal.deterministic(*prefix, prepared.best(length))
+                draft.proposal = Proposal.deterministic(*sequence.prefix, prepared.best(length))
             elif sequence.request.drafter is None:
                 missed.append((sequence, length))
         self._local.draft(missed)

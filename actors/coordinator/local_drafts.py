@@ -36,9 +36,9 @@ class LocalDrafts:
         drafts = self._drafter.propose(contexts, [length for _, length in orders])
         for (sequence, _), draft in zip(orders, drafts, strict=True):
             if count := draft.tree.num_draft_tokens:
-                prefix = sequence.request_id, sequence.epoch, sequence.prefix_len, sequence.prefix_hash
                 drawn = draft.tree, draft.sampling_kinds, draft.distributions
-                sequence.draft.proposal = Proposal(*prefix, *drawn, prepared=False, parts=((self._name, count),))
+                parts = ((self._name, count),)
+                sequence.draft.proposal = Proposal(*sequence.prefix, *drawn, prepared=False, parts=parts)
 
     def release(self, request_id: int) -> None:
         if self._contexts.pop(request_id, None) is not None:
@@ -60,6 +60,7 @@ class LocalDrafts:
             admission=sequence.num_admissions,
             scope=request.memory_scope,
             reference=request.reference,
+            source=request.source,
         )
         context.extend(sequence.token_ids)
         self._drafter.open(context)

@@ -200,9 +200,7 @@ class SeparatePort(DrafterPort):
             return DraftOrder(sequence.request_id, length)
         tree = draft.prepared.best(length)
         draft.prepared, draft.is_answered = None, True
-        draft.proposal = Proposal.deterministic(
-            sequence.request_id, sequence.epoch, sequence.prefix_len, sequence.prefix_hash, tree
-        )
+        draft.proposal = Proposal.deterministic(*sequence.prefix, tree)
         return DraftOrder(sequence.request_id, length, tree)
 
     # --- texts to read ------------------------------------------------------------------------------------------------

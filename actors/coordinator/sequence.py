@@ -59,10 +59,10 @@ class SpeculationCounts:
         count_at(self.acceptance_histogram, num_accepted)
 
 
-def count_at(counts: list[int], index: int, amount: int = 1) -> None:
-    """Add to `counts[index]`; the list grows with zeros up to there."""
+def count_at(counts: list[int], index: int) -> None:
+    """Add one to `counts[index]`; the list grows with zeros up to there."""
     counts.extend([0] * (index + 1 - len(counts)))
-    counts[index] += amount
+    counts[index] += 1
 
 
 @dataclass(slots=True)
@@ -158,6 +158,11 @@ class Sequence:
     @property
     def prefix_len(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def prefix(self) -> tuple[int, int, int, int]:
+        """What a proposal for the present text assumes: its first fields."""
+        return self.request_id, self.epoch, len(self.token_ids), self.prefix_hash
 
     @property
     def uncached_len(self) -> int:

@@ -313,8 +313,7 @@ class Coordinator:
         length = min(len(verdict.forced), sequence.most_per_round - 1, self._policy.longest_draft)
         if length > 0 and sequence.finish_reason is None and self._drafter.may_draft(sequence):
             tree = TokenTree.chain(sequence.token_ids[-1], verdict.forced[:length])
-            known = sequence.request_id, sequence.epoch, sequence.prefix_len, sequence.prefix_hash
-            proposal = replace(Proposal.deterministic(*known, tree), prepared=None, is_forced=True)
+            proposal = replace(Proposal.deterministic(*sequence.prefix, tree), prepared=None, is_forced=True)
             sequence.draft = DraftState(is_answered=True, proposal=proposal)
 
     def _observe(self, batch: VerdictBatch, now: float) -> None:

@@ -95,7 +95,8 @@ class TargetRole:
     def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
         started = time.monotonic()
         hits = self._update(batch)
-        answer = VerdictBatch(batch.round, (), started, committed := time.monotonic(), committed=committed, hits=hits)
+        committed = time.monotonic()
+        answer = VerdictBatch(batch.round, (), started, committed, committed=committed, hits=hits)
         if batch.weights is not None:
             self.forget()  # every row that is kept was made of the weights before
             refusal = self._weights.take(batch.weights)

@@ -12,6 +12,7 @@ from actors.coordinator.far_port import MOST_UNANSWERED, FarPort
 from actors.coordinator.local_drafts import LocalDrafts
 from actors.coordinator.port import open_port
 from actors.coordinator.separate_port import SeparatePort
+from actors.coordinator.sequence import Sequence
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.policy.policy import Policy
 from actors.protocol.messages import (
@@ -194,6 +195,18 @@ def test_a_request_that_names_the_drafter_gets_its_drafts_alone(name):
     world.begin(Request(1, (3, 4), REQUEST.sampling, drafter=name))
     found = [drafted(world.verify())[0] for _ in range(6)]
     assert any(found) is (name is None)
+
+
+def test_a_lookup_beside_the_coordinator_copies_from_what_the_request_brings():
+    """The text of an encoder or a reference, as it would on ranks of its own."""
+    source, reference = (11, 12, 13, 14), (21, 22, 23)
+    sequences = [
+        Sequence.start(Request(1, (3,), source=source), 50),
+        Sequence.start(Request(2, (3, 4), reference=reference), 50),
+    ]
+    LocalDrafts.of("copy").draft([(sequence, 3) for sequence in sequences])
+    found: list[Any] = [sequence.draft.proposal for sequence in sequences]
+    assert [proposal.tree.token_ids for proposal in found] == [(3, 11, 12, 13), (4, 21, 22, 23)]
 
 
 def test_the_port_is_that_of_a_drafter_on_ranks_of_its_own():
