@@ -99,7 +99,7 @@ class Context:
 
     @property
     def step(self) -> int:
-        """Counter of the noise of the next draft: a position that is drafted again gets other noise."""
+        """Key of the noise of the next draft: a position that is drafted again gets other noise."""
         return extend_hash(HASH_SEED, (self.admission, self.epoch, self.num_cuts, len(self.token_ids)))
 
     def cut(self, length: int) -> None:

@@ -42,6 +42,10 @@ _MOST_WITH_DRAFT = 32
 """Tokens to read that are part of the price of a draft; more are weighed by themselves."""
 _LONGEST_RUN = 7
 """Tokens in a row that a drafter was right about, beyond which a longer run predicts no more."""
+_LEAST_REST = 0.5
+"""Least time of a target's pass that is extrapolated to, in mean ones."""
+UNMEASURED = RoundTimes(lambda *_: 0.0, 1.0, 0.0)
+"""Stands for the times of rounds before one was measured, for which any drafts serve."""
 
 
 @dataclass(slots=True)
@@ -55,7 +59,7 @@ class _Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _Answer:
     """Drafts that left together: when, for how many requests, and their mean number of rows."""
 
     sent_at: float
@@ -87,9 +91,9 @@ class _Request:
     read: dict[int, int] = field(default_factory=dict)
     """Other drafters -> tokens of the text that they have read."""
     num_verdicts: int = 0
-    """Since the last order."""
-    order: _Order | None = None
-    """The last one; None where the time until the next may be idle time."""
+    """Since the last draft left."""
+    answer: _Answer | None = None
+    """The one that it left with; None where the time until the next order may be idle time."""
 
 
 class AutoDrafter:
@@ -137,11 +141,11 @@ class AutoDrafter:
         for one in self.members:
             one.drafter.open(context)
         self._requests[context.request_id] = _Request(context)
-        self._forget_orders()
+        self._expect_idle_time()
 
     def prefill(self, contexts: Sequence[Context]) -> None:
         """Text is entered into lookups, and read by those models for which that is expected to pay."""
-        self._forget_orders()
+        self._expect_idle_time()
         for i, one in enumerate(self.members):
             if (prefills := one.drafter.capabilities.prefills) is None:
                 continue
@@ -168,9 +172,9 @@ class AutoDrafter:
         drafts |= self._finished([context for context, _ in rest if context.request_id in self._begun])
         drafts |= self._chosen([one for one in rest if one[0].request_id not in drafts])
         num_rows = sum(draft.tree.num_draft_tokens for draft in drafts.values()) / len(drafts)
-        order = _Order(self._clock(), len(contexts), num_rows)
+        answer = _Answer(self._clock(), len(contexts), num_rows)
         for request in [self._requests[context.request_id] for context in contexts]:
-            request.order, request.num_verdicts = order, 0
+            request.answer, request.num_verdicts = answer, 0
         return [drafts[context.request_id] for context in contexts]
 
     def previews(self) -> list[DraftPreview]:
@@ -183,7 +187,7 @@ class AutoDrafter:
         assert sends is not None
         sends.prefetched(context, min(budget, self.members[number].longest), tree)
         self._uses(context, number, tree)
-        self._requests[context.request_id].order = None  # it left before
+        self._requests[context.request_id].answer = None  # it left before
 
     def observe(self, context: Context, commit: Commit) -> None:
         request = self._requests[context.request_id]
@@ -225,7 +229,8 @@ class AutoDrafter:
             own = [order for order in orders if self._ahead.prepared_by(order[0]) == i]
             if not own:
                 continue
-            found = one.drafter.propose([one for one, _ in own], [min(budget, one.longest) for _, budget in own])
+            budgets = [min(budget, one.longest) for _, budget in own]
+            found = one.drafter.propose([context for context, _ in own], budgets)
             self._count(i, found, 0.0)
             for (context, _), draft in zip(own, found, strict=True):
                 drafts[context.request_id] = self._taken(context, i, draft)
@@ -255,9 +260,10 @@ class AutoDrafter:
         return self._pick(contexts, budgets, shown, times), shown
 
     def _taken(self, context: Context, number: int, draft: Draft) -> Draft:
-        """The draft of this drafter, which goes to the target."""
+        """The draft of this drafter, which goes to the target; named as the one that made it unless its levels are."""
         self._uses(context, number, draft.tree)
-        return self._named(number, draft)
+        size = draft.tree.num_draft_tokens
+        return draft if draft.parts or not size else replace(draft, parts=((self.members[number].name, size),))
 
     def _pick(
         self, contexts: Sequence[Context], budgets: Sequence[int], shown: dict[int, list[Draft]], times: RoundTimes
@@ -275,11 +281,6 @@ class AutoDrafter:
                 if context.drafter is not None and own and own[0].lengths:
                     picks[row] = own[0].drafter, own[0].lengths[-1]
         return self._agree(picks)
-
-    def _named(self, number: int, draft: Draft) -> Draft:
-        """The draft, with this drafter as the one that made it, or its levels where it has any."""
-        size = draft.tree.num_draft_tokens
-        return draft if draft.parts or not size else replace(draft, parts=((self.members[number].name, size),))
 
     def _uses(self, context: Context, number: int, tree: TokenTree) -> None:
         """This draft of this drafter goes to the target."""
@@ -314,10 +315,10 @@ class AutoDrafter:
             num_draft_tokens=work.num_draft_tokens + sum(sizes),
         )
 
-    def _forget_orders(self) -> None:
-        """The time until the next order may be idle time."""
+    def _expect_idle_time(self) -> None:
+        """The time until the next order does not tell what a round takes."""
         for request in self._requests.values():
-            request.order = None
+            request.answer = None
 
     def _unread(self, number: int, context: Context) -> int:
         """Tokens of the text that the drafter has yet to read."""
@@ -369,10 +370,10 @@ class AutoDrafter:
         """What rounds of so many requests cost; measures the one that ended."""
         rest = self._rest_s_of(len(contexts))
         requests = [self._requests[context.request_id] for context in contexts]
-        order = requests[0].order
-        is_whole = order is not None and order.num_requests == len(requests)
-        if order is not None and is_whole and all(one.order is order and one.num_verdicts == 1 for one in requests):
-            rest.update(order.num_rows, now - order.sent_at)
+        answer = requests[0].answer
+        is_shared = all(one.answer is answer and one.num_verdicts == 1 for one in requests)
+        if answer is not None and answer.num_requests == len(requests) and is_shared:
+            rest.update(answer.num_rows, now - answer.sent_at)
         if not rest.weight:
             return UNMEASURED
         slope = rest.slope(0.0, _ROW_STIFFNESS)
@@ -490,14 +491,6 @@ def _measure(member: Member, longest: int, unread: Sequence[int], seconds: float
         member.read_s.update(read_s / sum(late), sum(late))
     else:
         member.pass_s.update(sum(unread) / len(unread), seconds / longest)
-
-
-_LEAST_REST = 0.5
-"""Least time of a target's pass that is extrapolated to, in mean ones."""
-
-
-UNMEASURED = RoundTimes(lambda *_: 0.0, 1.0, 0.0)
-"""Stands for the times of rounds before one was measured, for which any drafts serve."""
 
 
 def _num_generated(context: Context) -> int:

@@ -108,9 +108,8 @@ class ModelDrafter:
         self._chain_rule = _chain_rule(config)
         self._rows: dict[int, _Rows] = {}
         self._growing: dict[int, _Growing] = {}  # drafts that are made pass by pass
-        self._shares_rows = not (
-            isinstance(config, LearningDrafterConfig) and config.online
-        )  # rows of older weights are not found
+        learns = isinstance(config, LearningDrafterConfig) and config.online
+        self._shares_rows = not learns  # those of older weights are not to be found
         self._calibration = CalibrationSchedule(config)
         self._merge_ngram = config.merge_ngram
         self.num_fed_nodes = 0

@@ -62,11 +62,13 @@ class Crossed:
 
 
 class Rounds:
-    """Plays a drafter and a target that always agree, as threads of the coordinator's process, with one request."""
+    """Plays a drafter and a target that always agree, as threads of the coordinator's process, with one request. The
+    drafter may be `attached` to the target's rank."""
 
-    def __init__(self, stage, *, previews):
+    def __init__(self, stage, *, previews, attached):
         self._stage = stage
         self._previews = previews
+        self._attached = attached
         self._text = [3, 4]
         stage.get_ready()
         stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=3000, ignore_eos=True)))
@@ -77,7 +79,8 @@ class Rounds:
     def verdict(self) -> VerdictBatch:
         """What the target is about to send; the drafter has answered its orders before."""
         for _ in range(1000):
-            self._draft()
+            if not self._attached:
+                self._draft()
             batch = self._stage.links["target-0"].receive(0.0)
             if isinstance(batch, VerifyBatch) and batch.items:
                 return self._verify(batch)
@@ -87,10 +90,13 @@ class Rounds:
         batch = self._stage.links["draft-0"].receive(0.01)
         if isinstance(batch, DraftBatch):
             lengths = [order.num_draft_tokens for order in batch.orders if order.prefetched is None]
-            trees = [TokenTree.chain(self._text[-1], [TOKEN] * length) for length in lengths if length]
-            proposals = tuple([Proposal.deterministic(*self._place(), tree) for tree in trees])
-            now = time.monotonic()
-            self._stage.send("draft-0", ProposalBatch(batch.round, proposals, now, now + 1e-5))
+            self._stage.send("draft-0", self._proposals(batch.round, lengths))
+
+    def _proposals(self, round_, lengths):
+        trees = [TokenTree.chain(self._text[-1], [TOKEN] * length) for length in lengths if length]
+        now = time.monotonic()
+        proposals = tuple([Proposal.deterministic(*self._place(), tree) for tree in trees])
+        return ProposalBatch(round_, proposals, now, now + 1e-5)
 
     def _verify(self, batch):
         started = time.monotonic()
@@ -101,21 +107,25 @@ class Rounds:
         path = () if item.proposal is None else tuple(range(1, item.proposal.tree.num_draft_tokens + 1))
         verdict = Verdict(1, 0, len(self._text), path, (TOKEN,))
         self._text += [TOKEN] * (len(path) + 1)
-        return VerdictBatch(batch.round, (verdict,), started, time.monotonic(), item.num_tokens + len(path))
+        drafts = self._proposals(batch.round, [item.num_draft_tokens]) if self._attached else None
+        num_rows = item.num_tokens + len(path)
+        return VerdictBatch(batch.round, (verdict,), started, time.monotonic(), num_rows, drafts=drafts)
 
 
-MOST = {("sync", False): (93, 21), ("branches", False): (110, 22)}
+MOST = {("attached", False): (97, 21), ("sync", False): (92, 21), ("branches", False): (109, 22)}
 MOST |= {("sync", True): (186, 25), ("branches", True): (196, 27)}
-"""Functions and files of a round in each pipeline, with fixed draft lengths and with the decision, which takes other
-branches where the machine is busy."""
+"""Functions and files of a round in each pipeline, and in `sync` with an attached drafter, with fixed draft lengths and
+with the decision, which takes other branches where the machine is busy."""
 
 
 @pytest.mark.parametrize(("pipeline", "adaptive"), MOST)
 def test_a_verdict_crosses_few_functions(open_stage, monkeypatch, pipeline, adaptive):
     monkeypatch.setitem(FACTS, "max_model_len", 1000)
     monkeypatch.setitem(FACTS, "kv_slots", 2000)
-    stage = open_stage(near=True, pipeline=pipeline, adaptive=adaptive, min_draft_tokens=0 if adaptive else 4)
-    rounds = Rounds(stage, previews=pipeline == "branches")
+    attached, least = pipeline == "attached", 0 if adaptive else 4
+    place = {"pipeline": "sync", "draft_ranks": 0, "attached": True} if attached else {"pipeline": pipeline}
+    stage = open_stage(near=True, adaptive=adaptive, min_draft_tokens=least, **place)
+    rounds = Rounds(stage, previews=pipeline == "branches", attached=attached)
     for _ in range(30):
         stage.send("target-0", rounds.verdict())
     several = []  # what the decision does in a round depends on how long the ones before took

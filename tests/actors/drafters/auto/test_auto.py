@@ -676,7 +676,7 @@ def test_halves_of_a_batch_that_take_turns_are_measured_each(clock):
             clock.now += 0.005
             other = halves[1 - context.request_id]
             start = len(other.token_ids)
-            if auto._requests[other.request_id].order is not None:
+            if auto._requests[other.request_id].answer is not None:
                 auto.observe(other, Commit(other.request_id, 0, start, (), (TEXT[start],)))
                 other.extend((TEXT[start],))
     times = auto._times([halves[0]], clock.now)
