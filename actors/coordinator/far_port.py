@@ -133,10 +133,7 @@ class FarPort(SeparatePort):
         reading = [] if is_reading else self._read_texts(running)
         if not (known or reading or self._is_due):
             return []
-        if reading:
-            self._last_read = least_round
-        after, self.round = self.round, max(self.round + 1, least_round)
-        batch = self._batch(known, reading, running, after, now)
+        batch = self._batch(known, reading, running, least_round, now)
         assert self.pending is not None
         self._unanswered[self.round] = self.pending
         self.pending.num_prefetched = sum(sequence.preview is not None for sequence, _ in known)

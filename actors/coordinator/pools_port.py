@@ -74,9 +74,9 @@ class LeasedPort(SeparatePort):
         return {number: sequences[number] for number in self.requests if number in sequences}
 
     def _batch(
-        self, chosen: Orders, reading: list[int], running: Collection[Sequence], after: int, now: float
+        self, chosen: Orders, reading: list[int], running: Collection[Sequence], least_round: int, now: float
     ) -> DraftBatch:
-        batch = super()._batch(chosen, reading, running, after, now)
+        batch = super()._batch(chosen, reading, running, least_round, now)
         if self.pending is not None and self.pending.num_prefetched:
             self.delay_s.update(0.0, self.pending.num_prefetched)
         return replace(batch, seat=self._seat)

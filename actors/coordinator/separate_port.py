@@ -153,10 +153,7 @@ class SeparatePort(DrafterPort):
         reading = [] if chosen and self._policy.weighs_waiting else self._read_texts(running)
         if not (chosen or reading or self._is_due):
             return []
-        if reading:
-            self._last_read = least_round
-        after, self.round = self.round, max(self.round + 1, least_round)
-        return [self._batch(chosen, reading, running, after, now)]
+        return [self._batch(chosen, reading, running, least_round, now)]
 
     @property
     def _is_due(self) -> bool:
@@ -164,8 +161,11 @@ class SeparatePort(DrafterPort):
         return self._outbox.is_due
 
     def _batch(
-        self, chosen: Orders, reading: list[int], running: Collection[Sequence], after: int, now: float
+        self, chosen: Orders, reading: list[int], running: Collection[Sequence], least_round: int, now: float
     ) -> DraftBatch:
+        if reading:
+            self._last_read = least_round
+        after, self.round = self.round, max(self.round + 1, least_round)
         admits, commits, releases = self._outbox.flush()
         orders = {sequence.request_id: self._take_preview_or_order(sequence, length) for sequence, length in chosen}
         exports, fed = self._flush_exports(running)

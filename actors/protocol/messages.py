@@ -577,7 +577,7 @@ class DraftBatch:
     seat: int = 0
     """The seat of the role that it is for, where several pools lend their drafters."""
     streams: bool = False
-    """Whether it shows what it has prepared all the time, for any later verdict."""
+    """Whether the drafter shows what it has prepared all the time, for any later verdict."""
 
 
 @dataclass(frozen=True, slots=True)
