@@ -152,7 +152,9 @@ def test_a_verdict_that_is_read_in_a_later_draft_is_found(monkeypatch):
     )
 
     def verifying() -> dict[int, Proposal | None]:
-        return worlds[-1].coordinator._round.verifying or {}
+        round_ = worlds[-1].coordinator._round
+        proposals: Any = round_.proposals if round_.verifying is not None else {}
+        return proposals
 
     monkeypatch.setattr(FarPort, "receive_previews", replaces)
     assert distance("rejection", branches=False) > 0.01
