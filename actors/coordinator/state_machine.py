@@ -253,9 +253,10 @@ class Coordinator:
                 kept = self._sequences[part.request_id].logprobs
                 assert kept is not None, "`expects` has seen to it"
                 kept.add_prompt(part)
+        is_test = self._scheduler.tested is not None  # until its last verdict is committed
         emitted = [self._commit(verdict, now) for verdict in batch.verdicts if verdict.request_id in verifying]
         self.stats.num_stale += len(batch.verdicts) - len(emitted)  # verdicts of requests that were aborted
-        self._observe(batch, now)
+        self._observe(batch, now, is_test=is_test)
         self.stats.num_stale += self._drafter.end_pass(batch, self._sequences)
         self._round = Round(now)
         if batch.drafts is not None:
@@ -316,9 +317,9 @@ class Coordinator:
             proposal = replace(Proposal.deterministic(*sequence.prefix, tree), prepared=None, is_forced=True)
             sequence.draft = DraftState(is_answered=True, proposal=proposal)
 
-    def _observe(self, batch: VerdictBatch, now: float) -> None:
+    def _observe(self, batch: VerdictBatch, now: float, *, is_test: bool) -> None:
         """Count the pass and the round that these verdicts end. The policy learns from it before the next drafts are
-        ordered, where these may need it, else in `learn`; not while requests are tested singly."""
+        ordered, where these may need it, else in `learn`; not from the test of a single request."""
         round_, running, stats = self._round, self._scheduler.running, self.stats
         has_drafter = self._drafter.is_present
         num_may_speculate = sum([sequence.request.speculates for sequence in running]) if has_drafter else 0
@@ -327,7 +328,7 @@ class Coordinator:
         stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
         if speculated:
             stats.add_round(seen.seconds, seen.verify_s, seen.draft_s)
-        if self._scheduler.tested is not None:
+        if is_test:
             return
         if seen.outcomes and num_may_speculate:
             lengths = [outcome.num_ordered for outcome in seen.outcomes]

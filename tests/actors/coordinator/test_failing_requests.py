@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.options import SchedulerConfig
-from actors.policy.policy import PIPELINES
+from actors.policy.policy import PIPELINES, Policy, RoundObservation
 from actors.protocol.membership import PassFailed
 from actors.protocol.messages import Request, SamplingParams, VerifyBatch, VerifyItem
 from tests.actors.scripted_roles import World
@@ -129,6 +129,18 @@ def test_while_one_is_tested_passes_hold_it_alone_and_then_all_share_them_again(
     sizes = [len(batch.items) for batch in world.sent if isinstance(batch, VerifyBatch)]
     assert sizes[:16] == [1, 4, 4, *[1] * 12, 4], "three verdicts each"
     check(world, requests, set())
+
+
+def test_no_round_of_a_test_tells_the_policy_what_rounds_cost():
+    """The last one neither, after whose verdict the request is tested no longer."""
+    requests = [Request(i, (3, 4 + i), SamplingParams(max_tokens=25, ignore_eos=True)) for i in range(3)]
+    policy, seen = Policy("plain", 4), list[RoundObservation]()
+    policy.update = seen.append
+    world = Fragile(random.Random(0), "plain", breaks=failing_at(4), policy=policy)
+    serve(world, requests)
+    check(world, requests, set())
+    assert world.num_failures == 1
+    assert len(seen) > 20 and all(len(one.outcomes) == one.num_running for one in seen)
 
 
 def test_the_death_of_a_process_that_reported_nothing_suspects_no_request():
