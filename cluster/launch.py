@@ -57,7 +57,11 @@ def main() -> None:
     logging.raiseExceptions = False  # a full disk is one line of what has to be written, not a trace for each log line
     try:
         keys = _keys_to_explain(sys.argv[1:])
-        if keys:
+        if sys.argv[1:] == ["--version"]:
+            from cluster.observability.report import PACKAGE, versions  # as for help: not for every launch
+
+            sys.stdout.write(f"{PACKAGE} {versions()[PACKAGE]}, Hydra {hydra.__version__}\n")
+        elif keys:
             sys.stdout.write("\n\n".join(map(_page().help_text, keys)) + "\n")
         else:
             launch()

@@ -5,8 +5,11 @@ Reads exceptions and the records that they name; it must not know how anything i
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from shlex import quote
+from typing import Any
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import (
@@ -17,7 +20,8 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from cluster.config.schema import CHOICES
+from cluster.config.schema import CHOICES, SamplingConfig, SchedulerConfig
+from cluster.config.server import ServerConfig
 
 
 def describe(error: BaseException) -> str:
@@ -28,7 +32,7 @@ def describe(error: BaseException) -> str:
         case MissingConfigException(), _:
             line = _unknown_choice(error)
         case OverrideParseException(), _:
-            line = f"{error.override}: is no override; write key=value, and quote lists, as 'sampling.stop=[a,b]'"
+            line = _no_override(error)
         case _, ConfigAttributeError() | ConfigKeyError():
             line = _unknown_key(cause)
         case _, ValidationError():
@@ -37,6 +41,8 @@ def describe(error: BaseException) -> str:
             line = f"{cause.full_key}: has no value; give {cause.full_key}=..."
         case _, OmegaConfBaseException():
             line = f"{cause.full_key}: {_first_line(cause)}" if cause.full_key else _first_line(cause)
+        case _ if line.startswith("Ambiguous value for argument "):
+            line = _several_values(line.removeprefix("Ambiguous value for argument ").strip("'"))
         case _ if line.startswith("Config group override must be"):
             line = "a group takes the name of one of its choices, not a number or null; see --help"
     return line
@@ -45,6 +51,25 @@ def describe(error: BaseException) -> str:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def _no_override(error: OverrideParseException) -> str:
+    """Hydra's grammar knows few characters outside of quotes; these have to reach it through the shell."""
+    key, equals, value = str(error.override).partition("=")
+    remedy = "write key=value, and quote lists, as 'sampling.stop=[a,b]'"
+    if re.search(r"\s[\w.]+=", value):
+        remedy = "give each KEY=VALUE to the shell as a word of its own"
+    elif equals and value.startswith(("[", "{")):
+        remedy = """quote lists, and special characters in them, as 'sampling.stop=["<end>"]'"""
+    elif equals and not value.startswith(("'", '"')):
+        escaped = value.replace('"', '\\"')
+        remedy = "quote special characters, also from the shell: " + quote(f'{key}="{escaped}"')
+    return f"{error.override}: is no override; {remedy}"
+
+
+def _several_values(override: str) -> str:
+    key, _, values = override.partition("=")
+    return f"{override}: has several values; write -m for a run with each, '{key}=[{values}]' for a list"
 
 
 def _unknown_choice(error: MissingConfigException) -> str:
@@ -64,13 +89,24 @@ def unknown_key(section: str, key: str, known: list[str]) -> str:
     prefix = f"{section}." if section else ""
     choices = CHOICES.get(section, {}).items()
     owners = [name for name, record in choices if any(item.name == key for item in fields(record))]
-    close = get_close_matches(key, known, n=1)
+    close = [f"{prefix}{name}" for name in get_close_matches(key, known, n=1)] or ([] if section else _elsewhere(key))
     remedy = f"choose one of {', '.join(known)}" if known else "see --help"
     if owners:
         remedy = f"it is one of {section}={', '.join(owners)}; add one of these"
     elif close:
-        remedy = f"did you mean {prefix}{close[0]}?"
+        remedy = f"did you mean {' or '.join(close)}?"
     return f"{prefix}{key}: no such key; {remedy}"
+
+
+def _elsewhere(key: str) -> list[str]:
+    """The key with its section, in each that has one of this name."""
+    records: dict[str, list[Any]] = {name: list(choices.values()) for name, choices in CHOICES.items()}
+    records |= {"scheduler": [SchedulerConfig], "sampling": [SamplingConfig], "server": [ServerConfig]}
+    return [
+        f"{section}.{key}"
+        for section, kinds in records.items()
+        if key != "name" and any(item.name == key for kind in kinds for item in fields(kind))
+    ]
 
 
 def _bad_value(error: ValidationError) -> str:

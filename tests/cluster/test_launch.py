@@ -306,6 +306,11 @@ def test_no_composition_copies_the_records_of_all_choices_or_changes_them(entere
     assert copy.deepcopy(store) is store
 
 
+def test_the_version_is_that_of_the_package(entered):
+    code, out, err = entered("--version")
+    assert (code, err) == (0, "") and re.fullmatch(r"specdec \d+\.\d+\S*, Hydra \S+\n", out)
+
+
 def test_help_explains_a_key(entered):
     code, out, err = entered("--help", "drafter.kv_slots")
     assert (code, err) == (0, "")

@@ -379,7 +379,18 @@ NOT_UNDERSTOOD = [
     (["sampling=3"], "sampling: is a section, not a value; set its keys"),
     (["scheduler=${target}"], "scheduler: must be object, got TargetConfig; set its keys"),
     (["nonsense"], "nonsense: is no override; write key=value"),
-    (["sampling.stop=[a"], "sampling.stop=[a: is no override; write key=value"),
+    (["sampling.stop=[a"], "sampling.stop=[a: is no override; quote lists, and special characters in them, as "),
+    (["job.prompts=~/a b"], "job.prompts=~/a b: is no override; quote special characters, also from the shell: 'job."),
+    (
+        ["job.prompts=~/a job.limit=2"],
+        "job.prompts=~/a job.limit=2: is no override; give each KEY=VALUE to the shell as",
+    ),
+    (
+        ["sampling.stop=a,b"],
+        "sampling.stop=a,b: has several values; write -m for a run with each, 'sampling.stop=[a,b]'",
+    ),
+    (["temperature=1"], "temperature: no such key; did you mean sampling.temperature?"),
+    (["path=1"], "path: no such key; did you mean target.path or drafter.path?"),
 ]
 
 
