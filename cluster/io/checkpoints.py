@@ -15,11 +15,18 @@ from parallel.model.checkpoint import find_tensors, tensor_shapes
 from parallel.model.config_fields import read_config_file
 from parallel.model.families.registry import read_config
 
+_MARKS = {"speculator", "speculators_model_type"}
+"""Fields of config.json that speculators alone have, ours and those of vLLM's library."""
+
 
 def check_checkpoints(target: Path, drafter: DrafterConfig) -> None:
     """Raise ValueError, one line, unless all weights are there, all draft models but the translated ones have the
     target's vocabulary, and speculators were made for the target."""
     drafters = [*map(Path, drafter.models())]
+    for path in drafters:
+        with _naming("drafter.path"):
+            if _MARKS & read_config_file(path).keys():
+                raise ValueError(f"{described(path)} is a speculator, no draft model; use drafter=speculator")
     for key, path in (("target.path", target), *(("drafter.path", one) for one in drafters)):
         with _naming(key):
             find_tensors(path, tensor_shapes(read_config(path)))

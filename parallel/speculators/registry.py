@@ -15,7 +15,7 @@ from parallel.model.config import DecoderConfig
 from parallel.model.config_fields import read_config_file
 from parallel.model.decoder import Decoder
 from parallel.model.families.fields import HfConfig
-from parallel.model.families.registry import read_config
+from parallel.model.families.registry import FAMILIES, read_config
 from parallel.model.layers.weight import Stored
 from parallel.model.weights import load_weights
 from parallel.runtime.decoder_runner import DecoderRunner
@@ -202,7 +202,9 @@ def _layout_of(hf: HfConfig) -> CheckpointLayout:
     for layout in LAYOUTS.values():
         if layout.recognises(hf):
             return layout
-    raise ValueError(f"is of no known speculator; known are {', '.join(LAYOUTS)}")
+    is_model = not FAMILIES.keys().isdisjoint(hf.get("architectures") or ())
+    remedy = "use drafter=model for a whole model; " if is_model else ""
+    raise ValueError(f"is of no known speculator; {remedy}known are {', '.join(LAYOUTS)}")
 
 
 def _check_target(directory: Path, config: SpeculatorConfig, target: DecoderConfig) -> None:

@@ -100,7 +100,8 @@ def _proposed(hf: HfConfig) -> int:
 
 
 def is_eagle(hf: HfConfig) -> bool:
-    return _is_llama_layer(hf) and not is_eagle3(hf)
+    """Its authors' config.json is that of a Llama of one layer, which a whole model may be too."""
+    return _is_llama_layer(hf) and not is_eagle3(hf) and "model.norm.weight" not in _stored(hf)
 
 
 def _is_llama_layer(hf: HfConfig) -> bool:

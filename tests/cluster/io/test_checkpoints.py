@@ -56,6 +56,11 @@ def test_a_speculator_is_of_its_target(tiny_checkpoint):
         check_checkpoints(tiny_checkpoint("Llama"), drafter)
 
 
+def test_a_speculator_is_no_draft_model():
+    with pytest.raises(ValueError, match=r"^drafter\.path: .*/speculator \(bundled\) is a speculator"):
+        check_checkpoints(pocket.TARGET, ModelDrafterConfig(path=str(pocket.SPECULATOR)))
+
+
 def test_a_draft_model_of_another_vocabulary_is_refused_unless_it_is_translated(tiny_checkpoint):
     target, other = tiny_checkpoint("Llama"), str(tiny_checkpoint("Llama", vocab_size=300, num_hidden_layers=1))
     with pytest.raises(ValueError, match=r"^drafter\.path: .* has 300 tokens, the target .* 257;"):

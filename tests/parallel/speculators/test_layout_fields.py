@@ -154,7 +154,7 @@ REFUSED_LAYERS = [
     (LLAMA_OWN | {"speculator": {"method": "p_eagle", "taps": [1], "num_depths": 1}}, "p_eagle drafts 2 or more"),
     (LLAMA_OWN | {"speculator": {"method": "eagle3", "taps": [1], "num_depths": 2}}, "p_eagle drafts 2 or more"),
     (LLAMA_OWN | {"speculator": {"method": "eagle", "taps": [1]}}, "reads the final hidden state"),
-    (EAGLE | {"num_hidden_layers": 2}, "is of no known speculator"),
+    (EAGLE | {"num_hidden_layers": 2}, "is of no known speculator; use drafter=model for a whole model; known are"),
     (MIMO | {"num_nextn_predict_layers": 0}, "is of no known speculator"),
     (EAGLE | {"medusa_num_heads": 3}, "lacks medusa_num_layers"),
 ]
@@ -164,6 +164,12 @@ REFUSED_LAYERS = [
 def test_what_is_no_draft_layer_is_refused(tmp_path, hf, line):
     with pytest.raises(ValueError, match=line):
         read_speculator(written(tmp_path, hf))
+
+
+def test_a_draft_model_of_one_layer_is_no_eagle(tmp_path):
+    path = written(tmp_path, EAGLE, ("model.norm.weight",))
+    with pytest.raises(ValueError, match=r"is of no known speculator; use drafter=model for a whole model"):
+        read_speculator(path)
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
