@@ -46,7 +46,7 @@ def parse_json(text: str | bytes) -> Any:
 def read_text(path: Path, where: str) -> str:
     """The text of a file; ValueError, one line that begins with `where`, if it has none."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # with or without the mark that some editors put first
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except OSError as error:

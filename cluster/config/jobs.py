@@ -36,13 +36,14 @@ class PromptsJobConfig(JobConfig):
     """Base of the jobs that complete prompts."""
 
     prompts: str = ""
-    """JSONL file with a `prompt` field or Spec-Bench `turns` per line, or a folder of such files, of which
-    `job.workload` names one; empty = bundled prompts."""
+    """JSONL file with a `prompt` field or Spec-Bench `turns` per line, of which the first is taken, or a folder of such
+    files, of which `job.workload` names one; empty = bundled prompts. A line may also have `category`, `source`,
+    `question_id` or `task_id`, and the `drafter` of its prompt; `sampling.*` hold for all of them."""
     workload: str = "completion"
     """Bundled prompts: completion (held-out code), editing (answers copy from the prompt), or agent (sessions whose
     prompts repeat each other); of a folder, the file NAME.jsonl or NAME/question.jsonl."""
     limit: Annotated[int, Range(0, zero="all prompts")] = 8
-    """Prompts to read from the start of the file; 0 = all."""
+    """Prompts of the file at most, in its order and spread evenly over its categories; 0 = all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class CertifyConfig(PromptsJobConfig):
     name: str = "certify"
     """Set by the choice `job=`."""
     limit: Annotated[int, Range(0, zero="all prompts")] = 6
-    """Prompts to read from the start of the file; 0 = all."""
+    """Prompts of the file at most, in its order and spread evenly over its categories; 0 = all."""
     concurrency: Annotated[int, Range(0, zero="all at once")] = 4
     """Requests in flight; 0 = all at once."""
     temperatures: Annotated[list[float], replace(TEMPERATURE, filled=True)] = field(default_factory=lambda: [0.0, 1.0])
@@ -172,7 +173,7 @@ class PlanConfig(JobConfig):
     """JSONL file with a `prompt` field or Spec-Bench `turns` per line; empty = the held-out prompts of the bundled
     pair."""
     limit: Annotated[int, Range(0, zero="all prompts")] = 4
-    """Prompts to read from the start of the file; 0 = all."""
+    """Prompts of the file at most, in its order and spread evenly over its categories; 0 = all."""
     batch: Annotated[int, Range(1)] = 1
     """Requests in flight."""
     draft_lengths: Annotated[list[int], Range(1, filled=True)] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
@@ -231,7 +232,7 @@ class VocabularyConfig(PromptsJobConfig):
     name: str = "vocabulary"
     """Set by the choice `job=`."""
     limit: Annotated[int, Range(0, zero="all prompts")] = 0
-    """Prompts to read from the start of the file; 0 = all."""
+    """Prompts of the file at most, in its order and spread evenly over its categories; 0 = all."""
     concurrency: Annotated[int, Range(0, zero="all at once")] = 4
     """Requests in flight; 0 = all at once."""
     files: list[str] = field(default_factory=list)
@@ -249,7 +250,7 @@ class TreeConfig(PromptsJobConfig):
     name: str = "tree"
     """Set by the choice `job=`."""
     limit: Annotated[int, Range(0, zero="all prompts")] = 16
-    """Prompts to read from the start of the file; 0 = all."""
+    """Prompts of the file at most, in its order and spread evenly over its categories; 0 = all."""
     nodes: Annotated[int, Range(1, cap=1024)] = 31
     """Draft tokens of the largest tree; smaller ones are written too."""
     depth: Annotated[int, Range(1, cap=128)] = 8

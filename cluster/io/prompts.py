@@ -7,7 +7,7 @@ an error names the bad line. Must not know tokenizers or engines.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -40,7 +40,7 @@ class Prompt:
 
 
 class PromptFields(TypedDict, total=False):
-    """The keys of a line that are read; others are left alone."""
+    """The keys of a line that are known; others are left alone."""
 
     prompt: str | None
     turns: list[str] | None
@@ -49,6 +49,17 @@ class PromptFields(TypedDict, total=False):
     task_id: str | int | None
     source: str | None
     drafter: str | None
+    # Not of a line, but of the run. They are known so that `read_prompts` can say so.
+    sampling: object
+    max_tokens: object
+    temperature: object
+    top_p: object
+    top_k: object
+    seed: object
+    stop: object
+
+
+_OF_THE_RUN = frozenset({"sampling", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop"})
 
 
 def prompt_sets(folder: Path) -> dict[str, Path]:
@@ -57,19 +68,31 @@ def prompt_sets(folder: Path) -> dict[str, Path]:
     return nested | {file.stem: file for file in sorted(folder.glob("*.jsonl"))}
 
 
-def read_prompts(path: Path, limit: int = 0, *, drafters: Collection[str] | None = None) -> list[Prompt]:
-    """Prompts in the file's order, at most `limit` (0: all) spread evenly over its categories.
+def read_prompts(
+    path: Path,
+    limit: int = 0,
+    *,
+    drafters: Collection[str] | None = None,
+    note: Callable[[str], None] = lambda _line: None,
+) -> list[Prompt]:
+    """Prompts in the file's order, at most `limit` (0: all) spread evenly over its categories. `note` is called with a
+    line about what of the file is not used.
 
     Raises ValueError for a file without prompts, and for the first line that is not a prompt or names a drafter that
     is none of these (None: any is).
     """
     where = f"job.prompts={path}"
-    prompts = []
+    prompts, unused = list[Prompt](), set[str]()
     for place, record in json_lines(read_text(path, where), PromptFields, where):
         prompts.append(_prompt(place, record))
         _check_drafter(place, prompts[-1].drafter, drafters)
+        unused |= record.keys() & _OF_THE_RUN
     if not prompts:
         raise ValueError(f"job.prompts={path}: holds no prompt; give one JSON object a line with `prompt` or `turns`")
+    if unused:
+        note(f"{where}: {', '.join(sorted(unused))} of its lines are not read; sampling.* hold for all prompts")
+    if 0 < limit < len(prompts):
+        note(f"job.limit={limit}: {limit} of the {len(prompts)} prompts of {path.name}; job.limit=0 takes all")
     return spread(prompts, limit) if limit else prompts
 
 

@@ -40,6 +40,7 @@ from cluster.observability.report import (
 )
 from cluster.observability.results import Run, Served
 from cluster.placement.ranks import RankPlacement
+from cluster.pocket import is_bundled
 from cluster.run_prompts import serve_prompts
 from parallel.whole_files import append_text, write_text
 
@@ -51,8 +52,8 @@ COMPLETIONS_SHOWN = 8
 def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for prompts that cannot be read, EngineError if a request failed, KeyboardInterrupt."""
     job: GenerateConfig = config.job
-    prompts = read_prompts(Path(job.prompts), job.limit, drafters=config.drafter.names_in(config.pipeline.name))
     completions, report_file, terminal = run_dir / "completions.jsonl", run_dir / "report.json", Terminal()
+    prompts = _read_prompts(config, terminal)
     finished = drop_unfinished(completions, prompts) if job.resume else set()
     indices = [index for index in range(len(prompts)) if index not in finished]
     if finished:
@@ -102,6 +103,15 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     _show(terminal, speculative)
     _summarise(terminal, report, run_dir)
     _check_completed(report, speculative, indices)
+
+
+def _read_prompts(config: LaunchConfig, terminal: Terminal) -> list[Prompt]:
+    """Those of the run; of a user's file it is said what is not used."""
+    job, drafters, notes = config.job, config.drafter.names_in(config.pipeline.name), list[str]()
+    prompts = read_prompts(Path(job.prompts), job.limit, drafters=drafters, note=notes.append)
+    for note in [] if is_bundled(job.prompts) else notes:
+        terminal.line(f"note: {note}")
+    return prompts
 
 
 def _report_nothing(config: LaunchConfig, file: Path, num_resumed: int) -> None:

@@ -40,6 +40,27 @@ def test_every_field_of_a_line_has_its_place(tmp_path):
     assert [len(read_prompts(path, limit)) for limit in (0, 1, 2, 3)] == [2, 1, 2, 2]
 
 
+def test_what_of_a_file_is_not_used_is_said(tmp_path):
+    line = {"prompt": "p", "reference": 1}
+    path = write(tmp_path, line | {"max_tokens": 3}, line | {"temperature": None, "seed": 1}, line)
+    said: list[str] = []
+    assert len(read_prompts(path, 3, note=said.append)) == 3
+    unread = "max_tokens, seed, temperature of its lines are not read; sampling.* hold for all prompts"
+    assert said == [f"job.prompts={path}: {unread}"]
+    path = write(tmp_path, line, line, line)
+    cut = "job.limit=2: 2 of the 3 prompts of prompts.jsonl; job.limit=0 takes all"
+    for limit, note in ((0, []), (3, []), (2, [cut])):
+        said.clear()
+        read_prompts(path, limit, note=said.append)
+        assert said == note
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n')
+    assert [prompt.text for prompt in read_prompts(path)] == ["a"]
+
+
 def test_a_line_may_name_a_drafter_that_the_engine_has_or_none(tmp_path):
     path = write(tmp_path, {"prompt": "a"}, *({"prompt": "b", "drafter": name} for name in ("none", "ngram", "medusa")))
     assert [prompt.drafter for prompt in read_prompts(path)] == [None, "none", "ngram", "medusa"]

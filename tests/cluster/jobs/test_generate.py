@@ -31,7 +31,7 @@ def read_lines(path):
 
 def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_path, capsys):
     prompts = write_prompts(
-        {"prompt": "def median(values):", "source": "statistics.py"},
+        {"prompt": "def median(values):", "source": "statistics.py", "max_tokens": 1},
         {"turns": ["Name a bird."], "category": "qa", "question_id": 7},
     )
     config = tiny_launch(GenerateConfig(prompts=prompts, concurrency=2))
@@ -69,6 +69,7 @@ def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_
     assert {event["cat"] for event in trace if event["ph"] == "X"} == {"target", "draft", "messages"}
     shown = capsys.readouterr().out
     assert "speed-up" in shown and "all equal" in shown
+    assert f"note: job.prompts={prompts}: max_tokens of its lines are not read" in shown
     for label, value in {
         "requests": "2, 0 failed",
         "tokens": f"26 in {report['wall_s']:.1f} s",
