@@ -6,6 +6,7 @@ Holds layout only; the text and the figures come from the jobs. In a pipe or a b
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,24 +25,47 @@ COMPLETION_SHOWN = 320
 PIPE_WIDTH = 160
 REFRESH_HZ = 4
 """Drawing takes time from what is measured, so it is rare."""
+LOG_EVERY_S = 30.0
+"""The least time between two lines about a bar that is not shown."""
 ABSENT = "–"  # noqa: RUF001  an en dash stands for a figure that was not measured
 _FIGURE = re.compile(rf"{ABSENT}|[-+]?\d[\d.,]*(-\d[\d.,]*)?( ?[^\s\d]+)?|")
 """A number or a range with at most one word behind it, or nothing: such columns are right-aligned."""
 
 
 class Bar:
-    """A progress bar on the screen."""
+    """A progress bar on the screen; without one a line now and then."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
         self._task = task
+        self._log = RareLines(progress.console)
 
     def advance(self) -> None:
         self._progress.advance(self._task)
+        self._log.offer(self._line)
 
     def say(self, text: str) -> None:
         """Replace the text before the bar."""
         self._progress.update(self._task, description=text)
+        self._log.offer(self._line)
+
+    def _line(self) -> str:
+        task = self._progress.tasks[self._task]
+        return f"{task.description}: {task.completed:g} of {task.total:g}, {task.elapsed or 0:.0f} s"
+
+
+class RareLines:
+    """Signs of life for the log of a batch job, where a bar is written at its end alone; none on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last = time.monotonic()
+
+    def offer(self, make_line: Callable[[], str]) -> None:
+        """Print the line, unless the last one is younger than `LOG_EVERY_S`."""
+        if not self._console.is_terminal and time.monotonic() >= self._last + LOG_EVERY_S:
+            self._last = time.monotonic()
+            self._console.print(Text(make_line()), soft_wrap=True)
 
 
 class Terminal:

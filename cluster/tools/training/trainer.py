@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
+from cluster.io.console import RareLines
 from parallel.training.checkpoints import save_whole
 from parallel.training.precision import fast_passes
 from parallel.whole_files import append_text, write_text
@@ -310,7 +311,7 @@ def fit(
     model.train()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True, disable=not is_first) as bar:
-        task = bar.add_task(work.name, total=1.0)
+        task, log = bar.add_task(work.name, total=1.0), RareLines(bar.console)
         while (progress := ranks.agreed(budget.progress(run.step))) < 1.0:
             with fast_passes(device):
                 outcome = step_loss(run.step, progress)
@@ -321,6 +322,7 @@ def fit(
                 run.write("loss", {"loss": run.losses[-1], **{name: float(v) for name, v in outcome.metrics.items()}})
                 said = f"{work.name} {budget.seconds:.0f} s loss {run.losses[-1]:.3f}{shown}"
                 bar.update(task, completed=progress, description=said)
+                log.offer(lambda: f"{said}, {progress:.0%} done")  # noqa: B023  (called at once)
             if budget.seconds - evaluated_at > 60 * recipe.evaluation_minutes:
                 shown, evaluated_at = measure(), budget.seconds
             if budget.seconds - saved_at >= 60 * recipe.checkpoint_minutes:

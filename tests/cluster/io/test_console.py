@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,20 @@ def test_progress_shows_counts_and_seconds():
         bar.advance()
         bar.advance()
     assert "measuring" in out.getvalue() and "2/3" in out.getvalue() and "0:00:0" in out.getvalue()
+
+
+def test_a_bar_that_is_not_shown_is_a_line_every_half_minute(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    for (terminal, out), is_logged in ((captured(), True), (on_a_terminal(), False)):
+        now = 0.0
+        with terminal.counting("completing", 100) as bar:
+            for _ in range(61):
+                now += 1.0
+                bar.advance()
+            lines = [line for line in out.getvalue().splitlines() if line.startswith("completing: ")]
+        wanted = ["completing: 30 of 100, 0 s", "completing: 60 of 100, 0 s"]
+        assert [line.rstrip() for line in lines] == (wanted if is_logged else [])
 
 
 @pytest.mark.parametrize("says", ["loading [1 of 2]", "[red]loading[/red] [/]"])

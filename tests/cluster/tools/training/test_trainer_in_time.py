@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.io import console
 from cluster.tools.training import trainer as module
 from cluster.tools.training.token_stream import spread_rows
 from cluster.tools.training.trainer import Recipe, StepOutcome, TrainingBudget, fit, rate_factor
@@ -34,6 +35,23 @@ class Line(torch.nn.Module):
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_log_without_a_bar_has_a_line_now_and_then(tmp_path, clock, monkeypatch, capsys):
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    model = Line()
+
+    def step_loss(step: int, progress: float) -> StepOutcome:
+        clock[0] += 20.0
+        return StepOutcome(model.number.sum() * 0 + 2, 7)
+
+    budget = TrainingBudget(2.0)
+    fit(model, step_loss, Recipe(log_steps=1), budget, tmp_path / "run", evaluate=lambda: {"length": 1.5})
+    assert [line for line in capsys.readouterr().out.splitlines() if "loss" in line] == [
+        "run 40 s loss 2.000 held-out length 1.50, 17% done",
+        "run 80 s loss 2.000 held-out length 1.50, 50% done",
+        "run 120 s loss 2.000 held-out length 1.50, 83% done",
+    ]
 
 
 def test_evaluations_saves_and_logs_come_at_their_times(tmp_path, clock, monkeypatch):
