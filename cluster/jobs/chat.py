@@ -132,7 +132,8 @@ def _template(path: str) -> ChatTemplate:
         raise ValueError(f"job=chat: needs {error.name}; install it with pip install specdec[serve]") from error
     template = ChatTemplate.read(Path(path))
     if template is None:
-        raise ValueError(f"target.path={path}: has no chat template in tokenizer_config.json; use job=generate")
+        where = "chat_template.jinja or tokenizer_config.json"
+        raise ValueError(f"target.path={path}: has no chat template ({where}); use job=generate")
     return template
 
 
@@ -149,13 +150,18 @@ def _typed_lines(terminal: Terminal) -> Iterator[str]:
             continue
         except EOFError:
             return
-        yield line
+        yield _readable(line)
 
 
 def _piped_lines(terminal: Terminal) -> Iterator[str]:
-    for line in sys.stdin:
+    for line in map(_readable, sys.stdin):
         terminal.line(_PROMPT + line.strip())
         yield line
+
+
+def _readable(line: str) -> str:
+    """Without the bytes that are no UTF-8, which Python reads as halves of surrogate pairs in some locales."""
+    return line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _drop_line() -> None:

@@ -10,16 +10,32 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from parallel.typed_json import as_type, read_json
 
 _DEFAULT = "default"
 """Name of the one to take, where a checkpoint has several."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`, by which training tells the model's own words apart, as in transformers; here it changes
+    nothing."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+_EXTENSIONS = (loopcontrols, _GenerationTag)
 
 
 class ChatTemplate:
@@ -57,7 +73,7 @@ class ChatTemplate:
 
 
 def _compile(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS)
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     try:

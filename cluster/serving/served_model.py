@@ -151,7 +151,8 @@ class ServedModel:
     ) -> str:
         """A chat, as the checkpoint's template writes it."""
         if self._template is None:
-            line = f"messages: {self.name} has no chat template in its tokenizer_config.json; use /v1/completions"
+            where = "chat_template.jinja or tokenizer_config.json"
+            line = f"messages: {self.name} has no chat template ({where}); use /v1/completions"
             raise ApiError(400, line, param="messages", code="no_chat_template")
         options = {"add_generation_prompt": add_generation_prompt, **options}
         if tools:

@@ -64,6 +64,13 @@ def test_each_line_is_answered_after_those_before_it(launch, tmp_path, monkeypat
     assert re.search(f"{answers[0]}{note}{opening}{answers[1]}{note}{forgotten}{answers[0]}{note}$", shown)
 
 
+def test_bytes_that_are_no_text_are_shown_as_such(launch, tmp_path, monkeypatch, capsys):
+    """Where the locale has Python read them as halves of surrogate pairs."""
+    typed(monkeypatch, b"a\xffb".decode("utf-8", "surrogateescape"))
+    run(launch(), tmp_path)
+    assert capsys.readouterr().out.count("> a\ufffdb\n") == 1
+
+
 class Interrupts(io.StringIO):
     """Sends Ctrl-C once the first part of an answer is written."""
 
@@ -118,5 +125,5 @@ def test_the_oldest_turns_are_forgotten_and_a_long_message_is_refused(launch):
 
 
 def test_a_checkpoint_without_a_template_is_refused_before_the_engine_starts(tiny_launch, tmp_path):
-    with pytest.raises(ValueError, match=r"has no chat template in tokenizer_config\.json; use job=generate"):
+    with pytest.raises(ValueError, match=r"has no chat template \(chat_template\.jinja or .*\); use job=generate"):
         run(tiny_launch(ChatConfig()), tmp_path)

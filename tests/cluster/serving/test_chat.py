@@ -134,7 +134,8 @@ def test_templates_are_those_of_transformers(tmp_path, tiny_checkpoint):
     shutil.copytree(tiny_checkpoint("Llama"), tmp_path, dirs_exist_ok=True)
     source = (
         "{%- for m in messages %}\n    {%- if loop.index0 > 3 %}{% break %}{% endif %}\n"
-        "    {{- m.role + ': ' + m.content | tojson + '\\n' }}\n{%- endfor %}\n"
+        "    {%- generation %}\n    {%- set said = m.content | tojson %}\n    {{- m.role + ': ' + said + '\\n' }}\n"
+        "    {%- endgeneration %}{{ said }}\n{%- endfor %}\n"
         "{% if add_generation_prompt %}\n>{% endif %}"
     )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|endoftext|>", "chat_template": source}))
