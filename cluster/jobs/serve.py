@@ -43,7 +43,8 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
             _describe(terminal, http.url, service.model_name, engine, keys)
             while not stopping.wait(_POLL_S):
                 engine.check_alive()
-            terminal.line("draining: new requests are refused, running ones finish")
+            left = f"{service.num_in_flight} in flight get {server.drain_s:g} s to finish"
+            terminal.line(f"draining: new requests are refused, {left}; Ctrl-C again aborts them")
             if not service.drain(server.drain_s):
                 terminal.line(f"server.drain_s={server.drain_s:g}: requests that still run are aborted")
         finally:

@@ -83,6 +83,7 @@ class Api:
         app.post("/tokenize")(self.tokenize)
         app.post("/detokenize")(self.detokenize)
         app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}")(self.one_model)
         app.get("/health", response_class=Response)(self.health)
         app.get("/ready", response_class=Response)(self.ready)
         app.get("/version")(self.version)
@@ -129,9 +130,16 @@ class Api:
         return _json({"prompt": await asyncio.to_thread(self._model.decode, body.tokens, "tokens")})
 
     async def models(self) -> Response:
+        return _json({"object": "list", "data": [self._entry()]})
+
+    async def one_model(self, name: str) -> Response:
+        self._model.check_name(name)
+        return _json(self._entry())
+
+    def _entry(self) -> dict[str, Any]:
         model = self._model
         entry = {"id": model.name, "object": "model", "created": model.created, "owned_by": "specdec"}
-        return _json({"object": "list", "data": [{**entry, "max_model_len": model.max_model_len}]})
+        return {**entry, "max_model_len": model.max_model_len}
 
     async def health(self) -> Response:
         """200 while the engine lives."""

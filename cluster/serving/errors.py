@@ -110,13 +110,15 @@ def answer(error: HTTPException) -> Response:
     return Response(body_of(error), error.status_code, error.headers, media_type="application/json")
 
 
-async def answer_refusal(_: Request, error: Exception) -> Response:
+async def answer_refusal(request: Request, error: Exception) -> Response:
     """The answer to a request that ended with an error, for FastAPI."""
     match error:
         case RequestValidationError():
             return answer(invalid_fields(error))
         case EngineError():
             return answer(engine_failure(error))
+        case HTTPException(status_code=404) if not isinstance(error, ApiError):
+            return answer(ApiError(404, f"there is no route {request.url.path}; /openapi.json has those there are"))
         case HTTPException():
             return answer(error)
     return answer(ApiError(500, "the server failed; its log has the reason"))

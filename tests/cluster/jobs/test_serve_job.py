@@ -78,7 +78,7 @@ def test_it_says_what_it_serves_and_ends_in_order(started):
     assert process.wait(60) == 0
     asking.join()
     assert answers[0]["usage"]["completion_tokens"] == 100
-    assert "draining" in process.stdout.read()
+    assert "draining: new requests are refused, 1 in flight get 60 s to finish" in process.stdout.read()
 
 
 def test_the_first_signal_asks_for_an_end_and_the_second_does_what_it_did():

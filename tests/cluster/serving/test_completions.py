@@ -30,6 +30,7 @@ def streamed(client: openai.OpenAI, **body) -> tuple[dict[int, str], dict[int, s
 def test_the_model_is_listed(client):
     (model,) = client.models.list().data
     assert (model.id, model.object, model.max_model_len) == ("tiny-chat", "model", 512)
+    assert client.models.retrieve("tiny-chat") == model
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0, "max_tokens": 24}, SAMPLED], ids=["greedy", "sampled"])

@@ -134,7 +134,10 @@ def test_a_body_that_is_no_request_is_refused(server: RunningServer, body):
 def test_an_unknown_model_route_or_method_is_not_found(server: RunningServer):
     status, error = refused(server, COMPLETIONS, {"model": "other", "prompt": "a"})
     assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
-    assert refused(server, "/v1/embeddings", {})[0] == 404
+    status, error = refused(server, "/v1/models/org/other", None)
+    assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+    status, error = refused(server, "/v1/embeddings", {})
+    assert status == 404 and error["message"].startswith("there is no route /v1/embeddings; /openapi.json has")
     assert refused(server, "/v1/completions", None)[0] == 405
 
 
