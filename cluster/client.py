@@ -235,8 +235,11 @@ class Client:
     ) -> list[Completion]:
         """Completions of all prompts, each as of `submit`; `on_finished` is called with each, in order.
 
-        Raises the EngineError of the first that failed, once the others have ended too.
+        Raises the EngineError of the first that failed, once the others have ended too, and ValueError for one text in
+        place of several.
         """
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts={prompts!r:.40}: is one text; give a list of them")
         options: dict[str, Any] = {"drafter": drafter, "num_draft_tokens": num_draft_tokens, "grammar": grammar}
         options |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         completions = [self.submit(prompt, sampling, **options) for prompt in prompts]

@@ -220,6 +220,13 @@ def test_generate_waits_for_all_and_raises_the_first_failure(opened):
         refused.result(0)
 
 
+def test_one_text_is_not_taken_for_a_list_of_letters(opened):
+    client, line = opened
+    with pytest.raises(ValueError, match=r"^prompts='def f': is one text; give a list of them$"):
+        client.generate("def f")
+    assert line.sent == []
+
+
 def test_generate_returns_the_completions_of_all_prompts(opened):
     client, line = opened
     made: list[Any] = []
