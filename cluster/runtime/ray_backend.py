@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from actors.coordinator.service import CoordinatorSpec, Watch
 from actors.logs import LogSpec
@@ -88,8 +88,11 @@ class RayBackend(Backend):
         try:
             with dashboard_apart() as start_dashboard:
                 ray.init(**options)
-        except (OSError, RayError, RuntimeError, ValueError) as error:
-            line = str(error).strip().splitlines()[0]
+        except Exception as error:  # Ray raises bare Exception where its own processes are late
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            if self._is_local:
+                remedy = "start again when the machine is less busy, or use cluster=inprocess"
+                raise ValueError(f"cluster=local: Ray did not start ({line}); {remedy}") from error
             raise ValueError(f"cluster.address: Ray cannot be reached or started ({line}); see `ray status`") from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's handler would end the process before its results are written

@@ -354,6 +354,10 @@ def test_a_ray_that_does_not_start_is_one_line(fake, joined):
         ValueError, match=r"^cluster\.address: Ray cannot be reached or started \(no port\); see `ray s"
     ):
         joined()
+    fake.fails = Exception("The current node timed out during startup.\nand more")  # as on a busy machine
+    line = r"^cluster=local: Ray did not start \(The current node timed out during startup\); start again when"
+    with pytest.raises(ValueError, match=line):
+        joined(name=ClusterName.local, dashboard=False)
 
 
 def test_a_dashboard_that_does_not_start_is_named_and_nothing_ends(fake):
