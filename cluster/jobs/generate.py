@@ -325,6 +325,8 @@ def _findings(report: GenerateReport) -> Iterator[str]:
         yield "interrupted: the figures are of the requests that ended before"
     if losses:
         yield "processes were lost: " + ", ".join(f"{role} {count} times" for role, count in sorted(losses.items()))
+    if speedup is not None and not (report["num_spec_steps"] or report["num_guessed_states"]):
+        yield f"no draft was verified: plain decoding, at {speedup:.2f}x of what it reached when timed for itself"
     if speedup is not None and round(speedup, 2) < 1:
         bound_by = report["bound_by"] or "target"
         yield f"slower than plain decoding ({speedup:.2f}x); most of a round with a draft went to: {bound_by}"

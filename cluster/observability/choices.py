@@ -16,15 +16,16 @@ def describe_choices(config: LaunchConfig, run: RunFigures) -> str | None:
     """None where nothing is drafted."""
     if not config.drafter.member_names or config.pipeline.name == "plain":
         return None
-    return "; ".join([_place(config), *_members(config, run), *_decoding(run)])
+    return "; ".join([_place(config, run), *_members(config, run), *_decoding(run)])
 
 
-def _place(config: LaunchConfig) -> str:
+def _place(config: LaunchConfig, run: RunFigures) -> str:
     drafter, pipeline = config.drafter, config.pipeline.name
     is_attached = drafter.is_attached(pipeline)
     if pools := [address for address, _ in drafter.lenders]:
         count = "a pool" if drafter.num_seats == 1 else f"{drafter.num_seats} pools at a time"
-        return f"lent by {count}, the first that grants a lease of {', '.join(pools)}"
+        lent = f"lent by {count}, the first that grants a lease" if run["num_spec_steps"] else "no draft verified"
+        return f"{lent} of {', '.join(pools)}"
     where = "on the target's ranks" if is_attached else "on ranks of its own"
     if not isinstance(drafter, PlacedDrafterConfig):
         return where
@@ -52,6 +53,9 @@ def _decoding(run: RunFigures) -> Iterator[str]:
     if run["guard"] is None:
         return
     gain, rest_s = run["guard"].get("gain"), run["fallback_s"] or 0.0
+    if gain is None and not run["num_spec_steps"]:
+        yield "decoding was plain"
+        return
     measured = "never measured against plain decoding" if gain is None else f"measured at {gain:.2f}x of plain rounds"
     share = rest_s / run["wall_s"] if run["wall_s"] else 0.0
     yield f"{measured}, plain decoding for {share:.0%} of the time"

@@ -101,6 +101,8 @@ def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_
     [
         ({}, "1.25x the speed of plain decoding"),
         ({"speedup_vs_ar": 0.9}, "slower than plain decoding (0.90x); most of a round with a draft went to: drafter"),
+        ({"speedup_vs_ar": 0.9, "num_spec_steps": 0}, "no draft was verified: plain decoding, at 0.90x of what"),
+        ({"num_spec_steps": None, "num_guessed_states": 4}, "1.25x the speed of plain decoding"),
         ({"speedup_vs_ar": 0.997}, "1.00x the speed of plain decoding"),
         ({"speedup_vs_ar": 0.9, "role_losses": {"draft": 2}}, "processes were lost: draft 2 times"),
         ({"num_unequal_requests": 1}, "tokens of 1 requests differ from plain decoding"),
@@ -119,6 +121,8 @@ def test_the_last_line_names_what_deserves_a_look(changed, line):
         "speedup_vs_ar": 1.25,
         "tokens_per_s": 80.0,
         "bound_by": "drafter",
+        "num_spec_steps": 7,
+        "num_guessed_states": None,
         "notes": [],
     }
     assert generate.finding(report | changed).startswith(line)

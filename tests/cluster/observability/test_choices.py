@@ -33,8 +33,17 @@ GUARD = {"gain": 1.994}
     ],
 )
 def test_the_place_is_said_with_its_reason(overrides, place):
-    run: Any = {"levels": None, "guard": None, "fallback_s": 0.0, "wall_s": 1.0}
+    run: Any = {"levels": None, "guard": None, "fallback_s": 0.0, "wall_s": 1.0, "num_spec_steps": 3}
     assert describe_choices(load_quickly(["cluster=inprocess", *overrides]), run) == place
+
+
+def test_a_pool_that_lent_nothing_is_not_said_to_have_lent():
+    pools = ["drafter=pool", "drafter.pools=[tcp://h:1]", f"drafter.key_files=[{__file__}]"]
+    config = load_quickly(["cluster=inprocess", "pipeline=branches", *pools])
+    run: Any = {"levels": None, "guard": {"gain": None}, "fallback_s": 0.0, "wall_s": 1.0, "num_spec_steps": 0}
+    assert describe_choices(config, run) == "no draft verified of tcp://h:1; decoding was plain"
+    run |= {"num_spec_steps": 3, "guard": None}
+    assert describe_choices(config, run) == "lent by a pool, the first that grants a lease of tcp://h:1"
 
 
 @pytest.mark.parametrize("overrides", [["drafter=none", "pipeline=plain"], ["drafter=model", "pipeline=plain"]])
@@ -52,7 +61,7 @@ def test_nothing_is_said_where_nothing_is_drafted(overrides):
 )
 def test_drafters_are_named_by_their_share_and_decoding_by_its_measurement(guard, words):
     levels = {"model": {"num_drafts": 77}, "suffix": {"num_drafts": 135}}
-    run: Any = {"levels": levels, "guard": guard, "fallback_s": 0.5, "wall_s": 2.0}
+    run: Any = {"levels": levels, "guard": guard, "fallback_s": 0.5, "wall_s": 2.0, "num_spec_steps": 3}
     by_share = "drafts by tokens per second: suffix 64%, model 36%"
     assert describe_choices(load_quickly([]), run) == f"on the target's ranks, {TURNS}; {by_share}; {words}"
     run["levels"] = {"model": {"num_drafts": 0}, "suffix": {"num_drafts": None}}
