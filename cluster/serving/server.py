@@ -10,7 +10,7 @@ import socket
 import threading
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 _BACKLOG = 2048
 _END_S = 5
@@ -21,13 +21,15 @@ class HttpServer:
     """Answers on the bound socket `listener` from construction to `close`."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+        self._app = app
         self._socket = listener
         listener.listen(_BACKLOG)  # so that a client may connect as soon as this is made
         self.host: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
-                app,
+                self._answer,
+                interface="asgi3",  # it takes a bound method for the older one
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -49,6 +51,14 @@ class HttpServer:
         self._uvicorn.should_exit = True
         self._thread.join()
         self._socket.close()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What `close` cuts off is no failure of the application, of which uvicorn would log a trace."""
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._uvicorn.should_exit:
+                raise
 
     def _run(self) -> None:
         asyncio.run(self._uvicorn.serve(sockets=[self._socket]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -12,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from cluster.serving import server as server_module
+from cluster.serving.server import HttpServer, bind
 from tests.cluster.serving.conftest import KEY, RunningServer, serving
 
 LONG = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
@@ -150,7 +153,31 @@ def test_an_engine_that_fails_is_no_longer_healthy(chat_checkpoint, half_agreein
             assert server.ask(path)[0] == 503
 
 
+<<<<<<< HEAD
 @pytest.mark.extended
+=======
+def test_what_the_end_cuts_off_leaves_no_trace(monkeypatch, caplog):
+    """As after a second Ctrl-C, or once `server.drain_s` are over."""
+    monkeypatch.setattr(server_module, "_END_S", 0.1)
+    began = threading.Event()
+
+    async def endless(_scope: object, _receive: object, send: Callable) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        began.set()
+        await asyncio.Event().wait()
+
+    http = HttpServer(endless, bind("127.0.0.1", 0))
+    with socket.create_connection((http.host, http.port)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert began.wait(30)
+        http.close()
+        assert "Cancel 1 running task" in caplog.text and not [one for one in caplog.records if one.exc_info]
+        while connection.recv(4096):  # its end
+            pass
+
+
+>>>>>>> 3ddd3566 (What the end of the server cuts off leaves no trace)
 def test_shutting_down_lets_running_requests_end(slow: RunningServer):
     """Last of this file: the server takes no further requests."""
     with ThreadPoolExecutor(2) as pool:
