@@ -145,9 +145,11 @@ class RoundCosts:
         """Seconds of a round in the mean: of plain rounds all there is to know."""
         return self.gap.mean_y + self.verify.mean_y
 
-    def update(self, times: MeasuredRound) -> None:
+    def update(self, times: MeasuredRound, slope: float = 0.0) -> None:
+        """A round was measured; a draft token more for every request is taken to add `slope` seconds to its pass, where
+        that decides whether the pass is an outlier."""
         self.gap.update(times.longest, times.gap_s)
-        self.verify.update(times.mean, times.verify_s, self.rows_s)
+        self.verify.update(times.mean, times.verify_s, slope)
         self.draft_s.update(times.longest, times.draft_s)
         self.served.update(times.served)
         self.arrived.update(times.arrived)
@@ -209,7 +211,11 @@ class LoadCosts:
         self._measured.add(choice)
         before_s = plain.verify.mean_y
         times = times.at(factor)
-        costs.update(times if costs is plain else self._without_pause(costs, times))
+        slope = 0.0
+        if costs is not plain:
+            slope = costs.by_length(before_s).verify_s if costs.weight else costs.rows_s
+            times = self._without_pause(costs, times, slope)
+        costs.update(times, slope)
         if before_s:
             self._scale_borrowed(plain.verify.mean_y / before_s)
         if is_first:
@@ -235,15 +241,17 @@ class LoadCosts:
             if choice not in self._measured:
                 costs.scale_pass(ratio)
 
-    def _without_pause(self, costs: RoundCosts, times: MeasuredRound) -> MeasuredRound:
+    def _without_pause(self, costs: RoundCosts, times: MeasuredRound, slope: float) -> MeasuredRound:
         """A pass over drafts that is an outlier beside what passes of its rows usually take was a pause.
 
-        Of a first one the plain passes tell that, and what rows of prompts or of other batches add to them.
+        Of a first one the plain passes tell that, and what rows of prompts or of other batches add to them; of later
+        ones the line of this `slope` too: where a batch is large, many rows take many times a plain pass, and a clamped
+        pass over long drafts would hold the line down for a hundred rounds.
         """
         plain = self.plain
         if plain.weight <= 1:
             return times
-        usual_s = max(plain.verify.mean_y + costs.rows_s * times.mean, costs.verify.at(times.mean, costs.rows_s))
+        usual_s = max(plain.verify.mean_y + costs.rows_s * times.mean, costs.verify.at(times.mean, slope))
         return times if times.verify_s < OUTLIER * usual_s else replace(times, verify_s=OUTLIER * usual_s)
 
     def _expected_pass(self, costs: RoundCosts, times: MeasuredRound, factor: float) -> tuple[float, float]:

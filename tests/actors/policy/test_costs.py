@@ -359,6 +359,19 @@ def test_a_first_pass_over_many_drafts_is_a_pause_only_beside_what_its_rows_take
     assert counted_s == pytest.approx(min(most_s, pass_s(320) + paused_s), rel=1e-3)
 
 
+@pytest.mark.parametrize(("paused_s", "most_s"), [(0.0, 1.0), (1.0, 2.0)])
+def test_a_pass_over_long_drafts_is_a_pause_only_beside_what_short_ones_show_of_rows(paused_s, most_s):
+    """Seven draft tokens for each of 64 requests take 3.2 times as long as one; no prompts showed what rows take."""
+    load, speed, pass_s = large_batch(0.3e-3, ())
+    load.measure(IN_TURN, MeasuredRound(pass_s(128), 0.006, 0.001, 1, 1.0), speed, is_first=False)
+    assert pass_s(512) > 3 * pass_s(128)
+    load.measure(IN_TURN, MeasuredRound(pass_s(512) + paused_s, 0.012, 0.007, 7, 7.0), speed, is_first=False)
+    lines = load.by_choice[IN_TURN].by_length(pass_s(64))
+    assert lines.pass_of(7.0) == pytest.approx(most_s * pass_s(512), rel=0.01)
+    if not paused_s:
+        assert lines.seconds(8)[2:] == pytest.approx([0.005 + 0.001 * k + pass_s(64 + 64 * k) for k in range(2, 9)])
+
+
 @pytest.mark.parametrize("row_s", [0.0, 0.3e-3])
 def test_drafts_for_few_requests_tell_what_drafts_for_all_take(row_s):
     """Two tokens for eight of 64 requests, in a pass that is 5 % slower than usual; a fifth of a pass over all."""
