@@ -1,8 +1,8 @@
 """How many tokens to draft for each request, once it is decided that there are drafts.
 
 All requests get the length with the most tokens per second, E(k) / T(k). In a batch each gets draft tokens as long as
-its next one is likelier to be accepted than what its time brings elsewhere. A request whose drafts are never accepted
-gets none but for a rare attempt. Works on counts and seconds; has no clock.
+its next one, by its chance to be accepted, saves the request more time than its row takes. A request whose drafts are
+never accepted gets none but for a rare attempt. Works on counts and seconds; has no clock.
 
 Sources: goodput of SmartSpec (arXiv 2406.14066), survival-ordered allocation of TETRIS (2502.15197).
 """
@@ -132,32 +132,39 @@ class DraftLengths:
                 length = other
         self._length = length
         if len(request_ids) > 1:
-            self._share_out(tradeoff, tradeoff.speeds[length], request_ids, acceptance, chances)
+            self._share_out(tradeoff, request_ids, acceptance, chances)
 
     def _share_out(
-        self,
-        tradeoff: Tradeoff,
-        speed: float,
-        request_ids: Collection[int],
-        acceptance: AcceptanceModel,
-        average: Sequence[float],
+        self, tradeoff: Tradeoff, request_ids: Collection[int], acceptance: AcceptanceModel, average: Sequence[float]
     ) -> None:
-        """Lengths of the requests of a batch: place by place, as long as a place brings more than its time elsewhere.
+        """Lengths of the requests of a batch: place by place, as long as a place saves more time than it takes.
 
-        `speed` is tokens per second of one sequence. A drafting pass costs `draft_s` however few requests take part.
+        An accepted token saves a request the time of as many rounds as a token takes it, of each an equal share of what
+        the round costs beside the rows of drafts. So a place deep in a draft is worth less to a request of many tokens
+        a round than to others. Were it worth the same to all, drafts of easy texts would be too long: what is fastest
+        now leaves the hard ones for later, where they fill the batch. Whether a request is drafted for at all is also
+        judged by the speed of the batch, since its own is not known without drafts. A drafting pass costs `draft_s`
+        however few requests take part.
         """
         lengths = {one: self._shortest for one in acceptance.requests if one not in self._retries}
-        offered = [(request_id, acceptance.of_request(request_id).ratio()) for request_id in lengths]
+        offered = []
+        for request_id in lengths:
+            ratio = acceptance.of_request(request_id).ratio()
+            chances = [min(average[place - 1] * ratio**place, 1.0) for place in range(1, self._shortest + 1)]
+            offered.append((request_id, ratio, 1.0 + sum(chances)))
         draft_s, verify_s = tradeoff.draft_s * len(request_ids), tradeoff.verify_s
+        speed, shared_s = tradeoff.speeds[self._length], max(0.0, tradeoff.seconds[self._length] - self._length * verify_s)
         for place in range(self._shortest + 1, self._longest + 1):
-            chance, least, worth, total = average[place - 1], speed * verify_s, [], 0.0
-            for request_id, ratio in offered:
-                if (its_chance := chance * ratio**place) >= least:
-                    worth.append((request_id, ratio))
-                    total += its_chance
-            if total < speed * (draft_s + verify_s * len(worth)):
+            round_s, worth, saved_s = shared_s + (place - 1) * verify_s, [], 0.0
+            for request_id, ratio, tokens in offered:
+                chance = min(average[place - 1] * ratio**place, 1.0)
+                token_s = round_s / tokens if place > 1 else min(round_s, 1 / speed)
+                if (saves_s := chance * token_s) >= verify_s:
+                    worth.append((request_id, ratio, tokens + chance))
+                    saved_s += saves_s
+            if not worth or saved_s < draft_s + verify_s * len(worth):
                 break
-            lengths.update([(request_id, place) for request_id, _ in worth])
+            lengths.update([(request_id, place) for request_id, *_ in worth])
             offered = worth
         if any(lengths.values()):  # else the decision is for plain decoding, on measured rounds
             self._retries.update({request_id: _Retry() for request_id, length in lengths.items() if not length})

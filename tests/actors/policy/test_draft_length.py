@@ -85,7 +85,7 @@ def test_what_never_passes_gets_next_to_nothing_while_its_neighbours_go_on():
     rounds = Rounds(AdaptivePolicy("sync", 0, 8), {1: 0.9, 2: 0.9, 3: 0.0}, row_s=0.001)
     rounds.run(60)
     ordered = rounds.run(300)
-    assert sum(map(bool, ordered[3])) < 10 and mean(ordered[1]) > 2
+    assert sum(map(bool, ordered[3])) < 15 and mean(ordered[1]) > 2
     rounds.chances[3] = 0.9
     rounds.run(600)
     assert mean(rounds.run(100)[3]) > 1.5, "a request whose drafts pass again is drafted for again"

@@ -114,7 +114,7 @@ def test_a_single_request_gets_the_fastest_length_and_now_and_then_one_beside_it
 
 @pytest.mark.parametrize("shortest", [0, 2])
 @pytest.mark.parametrize("seed", range(25))
-def test_in_a_batch_a_place_is_drafted_where_it_brings_more_than_its_time_elsewhere(seed, shortest):
+def test_in_a_batch_a_place_is_drafted_where_it_saves_the_request_more_time_than_its_row_takes(seed, shortest):
     trained = Trained(seed, 5, shortest)
     lengths, size = trained.lengths, 5 + trained.draw.randrange(3)  # some take no part in speculation
     costs = costs_of(trained.draw.choice([0.0, 0.0005, 0.004]), trained.draw.choice([0.0, 0.0005, 0.002]))
@@ -126,8 +126,14 @@ def test_in_a_batch_a_place_is_drafted_where_it_brings_more_than_its_time_elsewh
     ratios = np.array([[trained.requests[i].ratio()] for i in trained.requests])
     chances = np.array(trained.survival.chances) * ratios**places
     later = places > shortest
-    worth = np.logical_and.accumulate((chances >= speeds[best] * verify_s) | ~later, axis=1)
-    gain = (chances * worth).sum(axis=0) - speeds[best] * (draft_s * size + verify_s * worth.sum(axis=0))
+    chances = np.minimum(chances, 1.0)
+    shared_s = lines.seconds(LONGEST)[best] - best * verify_s
+    tokens = 1 + np.cumsum(chances, axis=1) - chances  # of the places before
+    token_s = (shared_s + (places - 1) * verify_s) / tokens
+    if shortest == 0:
+        token_s[:, 0] = np.minimum(token_s[:, 0], 1 / speeds[best])
+    worth = np.logical_and.accumulate((chances * token_s >= verify_s) | ~later, axis=1)
+    gain = (chances * token_s * worth).sum(axis=0) - (draft_s * size + verify_s * worth.sum(axis=0))
     drafted = np.logical_and.accumulate((gain >= 0) | ~later)
     expected = (worth & drafted).sum(axis=1)
     if not expected.any():
