@@ -40,7 +40,8 @@ class AttachedPort(DrafterPort):
             reading = [*self._lengths]
         elif self._policy.mode in (Mode.speculate, Mode.probe):
             reading = [sequence.request_id for sequence, num_rows, _ in rows if num_rows < sequence.uncached_len]
-        return replace(super().begin_pass(rows, sequences), lengths=self._lengths, reading=reading)
+        orders = super().begin_pass(rows, sequences)
+        return replace(orders, lengths=self._lengths, reading=reading, least_chance=self._policy.least_chance)
 
     def _order(self, reached: list[Sequence]) -> dict[int, int]:
         """Draft tokens for these sequences, which get a verdict; none while a verdict may end speculation."""

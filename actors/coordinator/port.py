@@ -59,6 +59,7 @@ class PassOrders:
     """Requests whose text is read for drafts."""
     bridge: int = 0
     num_received: int = 0
+    least_chance: float = 0.0
 
 
 class DrafterPort:

@@ -52,10 +52,12 @@ class Round:
     def commit(self, commit: Commit, num_ordered: int, proposal: Proposal | None) -> None:
         """One sequence got its verdict; `num_ordered` draft tokens had been ordered for it."""
         num_tokens = len(commit.token_ids)
-        # what a grammar forced says nothing of the drafter
-        is_own = proposal is not None and not proposal.is_forced and proposal.tree.num_draft_tokens
-        path, brought = (commit.path, num_tokens) if is_own else ((), 0)
-        self.outcomes.append(DraftOutcome(commit.request_id, num_ordered, path, brought))
+        path, brought, num_dropped = (), 0, 0
+        if proposal is not None and not proposal.is_forced:  # what a grammar forced says nothing of the drafter
+            num_dropped = proposal.num_dropped
+            if proposal.tree.num_draft_tokens:
+                path, brought = commit.path, num_tokens
+        self.outcomes.append(DraftOutcome(commit.request_id, num_ordered, path, brought, num_dropped))
         self.num_tokens += num_tokens
 
     def observation(

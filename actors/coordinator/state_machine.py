@@ -375,6 +375,7 @@ class Coordinator:
             may_draft=orders.may_draft,
             bridge=orders.bridge,
             num_received=orders.num_received,
+            least_chance=orders.least_chance,
         )
         return [batch]
 

@@ -59,6 +59,7 @@ class Context:
     scope: int = 0  # of the client and its `cache_salt`; what is remembered of ended requests is kept apart by it
     reference: tuple[int, ...] = ()  # a text of the request that its output may follow
     source: tuple[int, ...] = ()  # what the target's encoder reads; empty where it has none
+    least_chance: float = 0.0  # draft tokens that are accepted less often are not worth a row of the target's pass
 
     @classmethod
     def admitted(cls, admit: Admit, vocab_size: int | None, life: int = 0) -> Context:
@@ -152,6 +153,7 @@ class Draft:
     sampling_kinds: tuple[int, ...] = ()
     distributions: tuple[SparseDistribution | None, ...] = ()
     parts: tuple[tuple[str, int], ...] = ()
+    num_dropped: int = 0
 
     @staticmethod
     def nothing(context: Context) -> Draft:

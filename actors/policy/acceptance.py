@@ -26,13 +26,15 @@ class DraftOutcome:
     """Draft tokens that were ordered for a request in a round, and the nodes of its draft that were accepted.
 
     Tokens that were ordered and did not come, or not in time, count as not accepted: the order is what is chosen.
-    `num_tokens` is what the pass brought the request if it verified a draft, else 0.
+    `num_tokens` is what the pass brought the request if it verified a draft, else 0. `num_dropped` of the ordered
+    tokens were not worth a row of it.
     """
 
     request_id: int
     num_ordered: int
     path: Sequence[int]
     num_tokens: int = 0
+    num_dropped: int = 0
 
 
 class Survival:

@@ -153,7 +153,10 @@ class DraftLengths:
             chances = [min(average[place - 1] * ratio**place, 1.0) for place in range(1, self._shortest + 1)]
             offered.append((request_id, ratio, 1.0 + sum(chances)))
         draft_s, verify_s = tradeoff.draft_s * len(request_ids), tradeoff.verify_s
-        speed, shared_s = tradeoff.speeds[self._length], max(0.0, tradeoff.seconds[self._length] - self._length * verify_s)
+        speed, shared_s = (
+            tradeoff.speeds[self._length],
+            max(0.0, tradeoff.seconds[self._length] - self._length * verify_s),
+        )
         for place in range(self._shortest + 1, self._longest + 1):
             round_s, worth, saved_s = shared_s + (place - 1) * verify_s, [], 0.0
             for request_id, ratio, tokens in offered:

@@ -129,6 +129,11 @@ class Policy:
         # The target adds one token of its own after the path, so the last one is never worth drafting.
         return max(0, min(self.longest_draft, remaining - 1))
 
+    @property
+    def least_chance(self) -> float:
+        """How often a draft token must be accepted for it to be worth a row of the target's pass; 0: not known."""
+        return 0.0
+
     def num_orders(self, num_running: int) -> int:
         """Requests to order drafts for at a time."""
         return (num_running + 1) // 2 if self.alternates else num_running
@@ -219,6 +224,7 @@ class AdaptivePolicy(Policy):
         self._reads = Ewma(_PROMPT_MEMORY, weight=33.0)  # share of rounds that read prompts
         self._last_read_prompt = False
         self._num_late = 0
+        self._least_chance = 0.0
         self._may_end = False  # found where rounds are learned from, beside a pass, since it takes a while
         self._num_running = 1
         self._tries_all = False
@@ -258,6 +264,11 @@ class AdaptivePolicy(Policy):
         if self._longest_only and length:
             length = self.longest_draft
         return max(0, min(self.longest_draft, remaining - 1, length))
+
+    @property
+    def least_chance(self) -> float:
+        """Of what a row costs, in tokens at the expected speed; in a trial all are verified, which shows more."""
+        return self._least_chance if self.weighs_waiting and self.mode is Mode.speculate else 0.0
 
     def num_followed(self, num_requests: int) -> int:
         """Requests whose texts the drafter should have read: all, those of a trial, or none."""
@@ -350,7 +361,7 @@ class AdaptivePolicy(Policy):
             self._loads.saw_plain_pass(num_rows, seen.verify_s / self._speed.factor)
         num_requests = len(seen.outcomes)
         longest = max([outcome.num_ordered for outcome in seen.outcomes])
-        verified = sum([outcome.num_ordered for outcome in seen.outcomes if outcome.num_tokens])  # those that came
+        verified = sum([one.num_ordered - one.num_dropped for one in seen.outcomes if one.num_tokens])  # that came
         arrived = 1.0  # of drafts that are late, the next pass may wait for all
         if drafted and not seen.skipped_drafts:
             arrived = verified / sum([outcome.num_ordered for outcome in seen.outcomes])
@@ -408,6 +419,7 @@ class AdaptivePolicy(Policy):
         if not self._load.by_choice[way].weight or not (is_trial or self._decision.choice.drafts):
             return
         chances = self._acceptance.of_class(self._text_class).chances
+        self._least_chance = tradeoffs[way].speeds[tradeoffs[way].best] * self._load.by_length(way).verify_s
         self._lengths.choose(tradeoffs[way], request_ids, self._acceptance, chances, self._decision.spend)
         if is_trial:
             self._lengths.choose_for_trial(tradeoffs[way])

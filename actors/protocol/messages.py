@@ -135,6 +135,8 @@ class Proposal:
     """(Level, number of nodes that it drafted) of a cascade, in node order; empty without levels."""
     is_forced: bool = False
     """It was made of a grammar, so its path says nothing of the drafter."""
+    num_dropped: int = 0
+    """Ordered draft tokens that were not worth a row of the pass (`DraftBatch.least_chance`)."""
 
     def proposers(self, path: Sequence[int]) -> tuple[tuple[str, int], ...]:
         """The sources of the nodes of a path, as runs of (name, number of nodes): levels by their names, what a grammar
@@ -578,6 +580,8 @@ class DraftBatch:
     """The seat of the role that it is for, where several pools lend their drafters."""
     streams: bool = False
     """Whether the drafter shows what it has prepared all the time, for any later verdict."""
+    least_chance: float = 0.0
+    """A draft token that is accepted less often is not worth a row of the target's pass; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -699,6 +703,8 @@ class VerifyBatch:
     """The bridge over which hidden states of requests that speculate are sent to the drafter; 0: none are."""
     num_received: int = 0
     """Tensors of this bridge that have arrived: the first ones."""
+    least_chance: float = 0.0
+    """For an attached drafter, as in `DraftBatch`."""
     weights: Weights | None = None
     """A batch with weights has no items: it releases all requests and rows, and later passes are of these weights."""
 

@@ -99,6 +99,7 @@ class AttachedDrafter(AfterVerdicts):
             tuple(orders),
             works_ahead=False,
             top_tokens=top_tokens,
+            least_chance=batch.least_chance,
         )
         self._admits, self._releases, self._commits = {}, [], {}
         (drafts,) = self.role.answer(order, features)

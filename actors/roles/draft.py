@@ -166,6 +166,7 @@ class DraftRole:
         wanted = []
         for order in batch.orders:
             context = self.contexts[order.request_id]
+            context.least_chance = batch.least_chance
             if order.prefetched is not None and self._capabilities.sends_previews is not None:
                 self._capabilities.sends_previews.prefetched(context, order.num_draft_tokens, order.prefetched)
                 self._timing.preview_used()
@@ -222,6 +223,7 @@ class DraftRole:
                 distributions=draft.distributions,
                 prepared=prepared,
                 parts=draft.parts,
+                num_dropped=draft.num_dropped,
             )
             for context, draft in zip(contexts, drafts, strict=True)
         )

@@ -37,7 +37,7 @@ from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import LOCAL_DRAFTERS, Parallel, PipelineName, SchedulerConfig, VerifyRule
 from actors.policy.decision import Mode
-from actors.policy.policy import PIPELINES
+from actors.policy.policy import PIPELINES, Policy
 from actors.protocol.messages import PLAIN_DECODING, SamplingParams, TokenTree
 from actors.verification.compatibility import EXACT_FOR, is_exact
 from actors.verification.logprobs import LogprobReader
@@ -75,6 +75,7 @@ DRAFTERS = {
     "thompson": ModelDrafterConfig(num_draft_tokens=5, length_rule=LengthRule.thompson),
     "probability": ModelDrafterConfig(num_draft_tokens=5, length_rule=LengthRule.probability),
     "gap": ModelDrafterConfig(num_draft_tokens=5, length_rule=LengthRule.gap),
+    "priced": ModelDrafterConfig(num_draft_tokens=5, length_rule=LengthRule.priced),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "branching": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, branching=[3, 2, 1]),
     "fixed": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=9, tree=small_trees()),
@@ -336,6 +337,34 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
         assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
         if pipeline in AHEAD and drafter == "chain":
             assert room.stats.num_prefetched > 0, "no preview was ever of use"
+
+
+PRICED = {
+    "model": (DRAFTERS["priced"], False),
+    "attached": (DRAFTERS["priced"], True),
+    "eagle": (SpeculatorDrafterConfig(path="eagle", num_draft_tokens=5, length_rule=LengthRule.priced), False),
+    "kangaroo": (SpeculatorDrafterConfig(path="kangaroo", num_draft_tokens=5, length_rule=LengthRule.priced), True),
+    "medusa": (SpeculatorDrafterConfig(path="medusa", num_draft_tokens=5, length_rule=LengthRule.priced), True),
+}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "pipeline", "sampling"),
+    list(in_turn(PRICED, ["sync", "pingpong"], USUAL, exists=lambda one, way, _: not PRICED[one][1] or way == "sync")),
+)
+def test_tokens_that_are_not_worth_a_row_are_dropped_and_no_token_changes(
+    open_room, make_requests, plain_tokens, monkeypatch, drafter, sampling, pipeline
+):
+    """A token has to be accepted in six cases of ten."""
+    requests = make_requests(NUM_REQUESTS, max_tokens=FEW_TOKENS, **SAMPLINGS[sampling])
+    if ("few", sampling) not in plain_tokens:
+        plain_tokens["few", sampling] = open_room(pipeline="plain").serve(requests).said
+    (config, attached), rooms = PRICED[drafter], []
+    for least_chance in (0.0, 0.6):
+        monkeypatch.setattr(Policy, "least_chance", least_chance)
+        rooms.append(open_room(config, pipeline=pipeline, attached=attached).serve(requests))
+        assert rooms[-1].said == plain_tokens["few", sampling]
+    assert rooms[1].stats.num_draft_tokens < rooms[0].stats.num_draft_tokens
 
 
 FAR = "chain", "best_first", "cape", "layer", "newest-rows", "prefixes", "trimmed"

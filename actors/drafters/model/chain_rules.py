@@ -37,6 +37,16 @@ class ChainRule(ABC):
 
     reads_gaps = False
     """Whether it is given, in place of log-probabilities, the gap between the two likeliest tokens of each place."""
+    reads_leads = False
+    """The same in nats, noise included."""
+
+    def begin(self, request_id: int, *, samples: bool, least_chance: float) -> None:
+        """A draft begins, of a greedy request or one that samples. A token that is accepted less often than
+        `least_chance` is not worth a row of the target's pass."""
+
+    def num_dropped(self, request_id: int) -> int:  # noqa: ARG002 (see the module's docstring)
+        """Tokens at the end of the request's chain that are not proposed."""
+        return 0
 
     @abstractmethod
     def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:

@@ -111,6 +111,7 @@ class LengthRule(StrEnum):
     thompson = "thompson"
     probability = "probability"
     gap = "gap"
+    priced = "priced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,9 @@ class PassDrafterConfig(PlacedDrafterConfig):
     token after which the chance that one is rejected exceeds `rejection_threshold` (SpecDec++); thompson: each further
     token with a probability drawn from the posterior of the request's acceptance (EESD); probability: to the first
     token that the drafter itself gives less than `least_probability` (Kangaroo, Draft & Verify); gap: to the first
-    token where the two likeliest are as close as where it is wrong with more than `rejection_threshold` (FREE)."""
+    token where the two likeliest are as close as where it is wrong with more than `rejection_threshold` (FREE); priced:
+    as ordered, less the tokens that are not likely enough to be worth a row of the target's pass, with verify=coupled
+    and pipeline.adaptive=true."""
     rejection_threshold: Annotated[float, Range(above=0, below=1, zero="as published")] = 0.0
     """length_rule=threshold or gap: chance of a rejected token from which on a draft ends; 0 = as published, 0.3 for
     threshold and 0.6 for gap."""
@@ -246,7 +249,7 @@ class PassDrafterConfig(PlacedDrafterConfig):
 
     @property
     def chooses_lengths(self) -> bool:
-        return self.length_rule is not LengthRule.ordered
+        return self.length_rule not in (LengthRule.ordered, LengthRule.priced)
 
     @property
     def paces_ms(self) -> list[Any]:
@@ -259,7 +262,11 @@ class PassDrafterConfig(PlacedDrafterConfig):
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         super(PassDrafterConfig, self).check_with(rule, pipeline, where)
         remedy = f"cannot end what pipeline={pipeline} prepares ahead of time; use sync or pingpong, or drop it"
-        require(not (self.chooses_lengths and pipeline in AHEAD), f"{where}.length_rule", self.length_rule, remedy)
+        ends_early = self.length_rule is not LengthRule.ordered
+        require(not (ends_early and pipeline in AHEAD), f"{where}.length_rule", self.length_rule, remedy)
+        is_exact = self.length_rule is not LengthRule.priced or rule is VerifyRule.coupled
+        remedy = "drops tokens by their probability, which is exact with verify=coupled only; use that or drop it"
+        require(is_exact, f"{where}.length_rule", self.length_rule, remedy)
         nodes = self.batch_nodes
         remedy = f"drafts of pipeline={pipeline} are made one by one, ahead of time; use sync or pingpong, or drop it"
         require(not (nodes and pipeline in AHEAD), f"{where}.batch_nodes", nodes, remedy)

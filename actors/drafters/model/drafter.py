@@ -28,6 +28,7 @@ from actors.drafters.model.config import DRAWN, LearningDrafterConfig, LengthRul
 from actors.drafters.model.fixed_trees import FixedTreeGrowth, read_trees
 from actors.drafters.model.merging import leaders
 from actors.drafters.model.prefill import prefill
+from actors.drafters.model.priced_chains import PricedRule
 from actors.drafters.model.tree_growth import (
     BeamGrowth,
     BestFirstGrowth,
@@ -100,7 +101,7 @@ class ModelDrafter:
         self._is_dynamic = config.strategy is Strategy.dynamic
         self._may_sample = config.strategy in DRAWN
         by_chance = config.strategy not in (Strategy.chain, Strategy.tree)
-        reads_chances = config.length_rule in (LengthRule.threshold, LengthRule.probability)
+        reads_chances = config.length_rule in (LengthRule.threshold, LengthRule.probability, LengthRule.priced)
         self._ranks_given_noise = by_chance or reads_chances
         self._price = PassPrice()
         self._price_share = 0.0
@@ -218,7 +219,7 @@ class ModelDrafter:
     def begin(self, contexts: Sequence[Context], budgets: Sequence[int]) -> None:
         for context, budget in self._with_room(contexts, budgets):
             self._prefill(context, leave=self._options.prefill_chunk)
-            self._growing[context.request_id] = _Growing.begun(context, budget)
+            self._growing[context.request_id] = self._begun(context, budget)
 
     def is_drafting(self, request_id: int) -> bool:
         return request_id in self._growing and bool(self._growing[request_id].frontier)
@@ -314,7 +315,7 @@ class ModelDrafter:
     def _trees(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
         if self._is_dynamic:
             self._agree_on_price()
-        drafts = [_Growing.begun(*order) for order in zip(contexts, budgets, strict=True)]
+        drafts = [self._begun(*order) for order in zip(contexts, budgets, strict=True)]
         output = self._feed_frontiers(drafts)
         self._price.draft_started()
         self._grow(drafts, output)
@@ -323,6 +324,12 @@ class ModelDrafter:
             self._price.pass_done()
             self._grow(drafts, output)
         return self._finished(drafts)
+
+    def _begun(self, context: Context, budget: int) -> _Growing:
+        if self._chain_rule is not None:
+            samples, least_chance = not is_greedy(context.sampling), context.least_chance
+            self._chain_rule.begin(context.request_id, samples=samples, least_chance=least_chance)
+        return _Growing.begun(context, budget)
 
     def _grow(self, drafts: list[_Growing], output: PassOutput) -> None:
         """Add a level to each, by the logits at its frontier."""
@@ -405,8 +412,10 @@ class ModelDrafter:
         places = [(i, node) for i, one in enumerate(drafts) for node in one.frontier]
         sampled = [row for row, one in enumerate(params) if self._samples(one)]
         ranked: Iterable[tuple[list[int], list[float]]] = [([], [])] * len(params)
+        reads_leads = self._chain_rule is not None and self._chain_rule.reads_leads
         if len(sampled) < len(params):
-            likeliest = top_children(scores, drawing, positions, max(widths), given_noise=self._ranks_given_noise)
+            width = max(*widths, 2 * reads_leads)
+            likeliest = top_children(scores, drawing, positions, width, given_noise=self._ranks_given_noise)
             ranked = zip(*(values.tolist() for values in to_host(likeliest)), strict=True)
         drawn = dict(zip(sampled, self._draw(scores, drafts, places, sampled, max(widths)), strict=True))
         offered: list[list[Candidate]] = [[] for _ in drafts]
@@ -419,6 +428,8 @@ class ModelDrafter:
                 offered[i] += [Candidate(node, *child) for child in fields]
             else:
                 path, pairs = drafts[i].tree.values[node], zip(token_ids, log_probs, strict=True)
+                if reads_leads:
+                    drafts[i].predicted.append(log_probs[0] - log_probs[1])
                 offered[i] += [
                     Candidate(node, token, value, path + value)
                     for token, value in islice(pairs, widths[i])
@@ -457,11 +468,14 @@ class ModelDrafter:
     def _finish(
         self, context: Context, distributions: dict[int, SparseDistribution], grown: TokenTree, kept: list[int]
     ) -> Draft:
-        rows = self._rows[context.request_id]
+        rows, num_dropped = self._rows[context.request_id], 0
+        if self._chain_rule is not None and (num_dropped := self._chain_rule.num_dropped(context.request_id)):
+            kept = kept[:-num_dropped]
+            grown = TokenTree(grown.token_ids[:-num_dropped], grown.parents[:-num_dropped])
         place = {node: i for i, node in enumerate(kept)}
         rows.of_node = {place[node]: row for node, row in rows.of_node.items() if node in place}
         if self._coupled:
-            return Draft(grown)
+            return Draft(grown, num_dropped=num_dropped)
         if not distributions:
             return Draft.chosen(grown)
         sampling_kinds = (SamplingKind.ROOT, *[self._kind] * grown.num_draft_tokens)
@@ -479,11 +493,16 @@ def _chain_rule(config: PassDrafterConfig) -> ChainRule | None:
             return ProbabilityRule(config.least_probability)
         case LengthRule.gap:
             return GapRule(config.rejection_threshold)
+        case LengthRule.priced:
+            return PricedRule()
     return None
 
 
 def _seen_before_drawing(rule: ChainRule, output: PassOutput) -> Iterator[float] | None:
-    """What the rule reads of each row in place of the probability of the token drawn there; None: that probability."""
+    """What the rule reads of each row in place of the probability of the token drawn there; None: that probability, or
+    what was found when the token was drawn."""
+    if rule.reads_leads:
+        return None
     if rule.reads_gaps:
         likeliest = output.logits.softmax(dim=-1).topk(2, dim=-1).values
         return iter((likeliest[:, 0] - likeliest[:, 1]).tolist())

@@ -172,15 +172,16 @@ class ScriptedDrafter(ModelDrafter):
         return False
 
     def _draw_candidates(self, drafts: Any, logits: Any) -> list[list[Candidate]]:
-        rows = iter(logits)
-        return [
-            [
-                Candidate(node, token, log_prob)
-                for node in one.frontier
-                for token, log_prob in zip(*next(rows).children(self._growth.width(one.level)), strict=True)
-            ]
-            for one in drafts
-        ]
+        rows, reads_leads = iter(logits), self._chain_rule is not None and self._chain_rule.reads_leads
+        offered: list[list[Candidate]] = [[] for _ in drafts]
+        for one, candidates in zip(drafts, offered, strict=True):
+            width = self._growth.width(one.level)
+            for node in one.frontier:
+                token_ids, log_probs = next(rows).children(max(width, 2 * reads_leads))
+                if reads_leads:
+                    one.predicted.append(log_probs[0] - log_probs[1])
+                candidates += [Candidate(node, *child) for child in zip(token_ids[:width], log_probs, strict=False)]
+        return offered
 
 
 class ScriptedAheadDrafter(ScriptedDrafter, AheadDrafter):

@@ -115,11 +115,19 @@ PIPELINES = (*SYNC, *AHEAD)
 WITH = [
     (SPECULATOR, dict(prune_below=0.1), "prune_below", lambda rule, _: rule is not VerifyRule.coupled),
     (SPECULATOR, dict(length_rule=LengthRule.gap), "length_rule", lambda _, pipeline: pipeline in AHEAD),
+    (
+        SPECULATOR,
+        dict(length_rule=LengthRule.priced),
+        "length_rule",
+        lambda rule, pipeline: pipeline in AHEAD or rule is not VerifyRule.coupled,
+    ),
     (OWN, {}, None, lambda _, pipeline: pipeline is not PipelineName.sync),
 ]
 
 
-@pytest.mark.parametrize(("config", "options", "key", "is_wrong"), WITH, ids=["prune_below", "length_rule", "self"])
+@pytest.mark.parametrize(
+    ("config", "options", "key", "is_wrong"), WITH, ids=["prune_below", "length_rule", "priced", "self"]
+)
 def test_what_a_rule_or_a_pipeline_excludes(config, options, key, is_wrong):
     wrong = replace(config, **options)
     for rule in VerifyRule:
