@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -295,6 +296,28 @@ def test_a_drafter_that_chooses_lengths_is_ordered_the_longest():
         ordered[longest_only] = policy.draft_length(0, 99)
     assert tried[True] == LONGEST > tried[False]
     assert ordered[True] == LONGEST > ordered[False]
+
+
+def test_what_a_row_costs_is_learned_from_rows_that_were_verified_and_prices_the_others():
+    """The drafter drops every other token of a batch of 16: a row costs 0.2 ms, whatever was ordered."""
+    policy, draw, size, row_s = AdaptivePolicy("sync", 0, LONGEST), random.Random(0), 16, 2e-4
+    assert policy.least_chance == Policy("sync", LONGEST).least_chance == 0.0, "nothing is known of costs"
+    speeds = []
+    for round_ in range(120):
+        policy.caught_up()
+        lengths = [policy.draft_length(i, 99) if i < policy.num_followed(size) else 0 for i in range(size)]
+        dropped = [length // 2 * (policy.mode is Mode.speculate) for length in lengths]
+        counts = [next((k for k in range(a - b) if draw.random() > 0.8), a - b) for a, b in zip(lengths, dropped, strict=True)]
+        found = enumerate(zip(lengths, counts, dropped, strict=True))
+        outcomes = [DraftOutcome(i, k, range(1, n + 1), n + 1 if k > off else 0, off) for i, (k, n, off) in found]
+        verify_s, draft_s = 0.01 + row_s * (size + sum(lengths) - sum(dropped)), 2e-4 * max(lengths)
+        seen = (verify_s + draft_s, verify_s, draft_s, sum(counts) + size, size, 100.0, size, 0, outcomes)
+        policy.update(RoundObservation(*seen))
+        if round_ >= 60:
+            speeds.append((sum(counts) + size) / (verify_s + draft_s))
+            assert (policy.least_chance > 0.0) is (policy.mode is Mode.speculate)
+    assert policy.mode is Mode.speculate
+    assert policy.least_chance == pytest.approx(row_s * mean(speeds), rel=0.15)
 
 
 def test_requests_that_join_find_the_lengths_of_their_load():

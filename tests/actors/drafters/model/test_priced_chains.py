@@ -37,7 +37,7 @@ def test_a_chain_ends_before_the_first_token_that_is_not_worth_a_row():
 def test_greedy_and_sampled_requests_teach_chances_of_their_own():
     """Tokens are kept by a logistic law of the logarithm of their leads."""
     rule, draw = PricedRule(), random.Random(0)
-    for round_ in range(400):
+    for _ in range(400):
         for request_id in range(8):
             samples, leads = bool(request_id % 2), [draw.expovariate(0.7) for _ in range(5)]
             _, length = proposed(rule, leads, 0.2, request_id, samples=samples)

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.model.config import LengthRule, ModelDrafterConfig
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate, tuned
 from tests.matrices import in_turn
 
@@ -219,3 +219,23 @@ def test_draft_ahead_is_cut_where_it_slows_the_target_by_more_than_it_hides(pipe
     assert (fixed.tokens_per_s > in_turn.tokens_per_s) is works_ahead
     assert adaptive.tokens_per_s > 0.9 * max(fixed.tokens_per_s, in_turn.tokens_per_s)
     assert (adaptive.draft_busy > 0.8 * fixed.draft_busy) is works_ahead
+
+
+@pytest.mark.parametrize("requests", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_rows_go_to_the_tokens_of_the_batch_that_are_likeliest(requests):
+    """A cheap drafter that knows where it is unsure, and rows that are dear: those of tokens that are hardly accepted
+    are saved. The target of the simulator checks every token."""
+    row_s = 9.6e-3 / requests
+    text = Language((0.8,), power_law(0.8), unevenness=3.0)
+    dear = scenario("sync", (0.8, 0.3e-3, 15e-3, row_s, requests))
+    dear = replace(dear, draft=PassCost.flat(0.3e-3), language=text, max_tokens=120, adaptive=True)
+    speeds, shares = [], []
+    for rule in (LengthRule.ordered, LengthRule.priced):
+        case = replace(dear, drafter=replace(dear.drafter, length_rule=rule))
+        policy = case.make_policy()
+        _, warm = (simulate(case, policy) for _ in range(2))
+        speeds.append(warm.tokens_per_s)
+        shares.append(warm.counters["num_accepted_tokens"] / warm.counters["num_draft_tokens"])
+    _, best = tuned(replace(dear, adaptive=False), (1, 2, 3))
+    assert speeds[1] > 1.03 * max(speeds[0], best.tokens_per_s)
+    assert shares[1] > shares[0] + 0.1
