@@ -307,7 +307,9 @@ def test_what_a_row_costs_is_learned_from_rows_that_were_verified_and_prices_the
         policy.caught_up()
         lengths = [policy.draft_length(i, 99) if i < policy.num_followed(size) else 0 for i in range(size)]
         dropped = [length // 2 * (policy.mode is Mode.speculate) for length in lengths]
-        counts = [next((k for k in range(a - b) if draw.random() > 0.8), a - b) for a, b in zip(lengths, dropped, strict=True)]
+        counts = [
+            next((k for k in range(a - b) if draw.random() > 0.8), a - b) for a, b in zip(lengths, dropped, strict=True)
+        ]
         found = enumerate(zip(lengths, counts, dropped, strict=True))
         outcomes = [DraftOutcome(i, k, range(1, n + 1), n + 1 if k > off else 0, off) for i, (k, n, off) in found]
         verify_s, draft_s = 0.01 + row_s * (size + sum(lengths) - sum(dropped)), 2e-4 * max(lengths)
