@@ -267,7 +267,7 @@ class AdaptivePolicy(Policy):
 
     @property
     def least_chance(self) -> float:
-        """Of what a row costs, in tokens at the expected speed; in a trial all are verified, which shows more."""
+        """What a row costs, in tokens at the expected speed; in a trial all are verified, which shows more."""
         return self._least_chance if self.weighs_waiting and self.mode is Mode.speculate else 0.0
 
     def num_followed(self, num_requests: int) -> int:

@@ -704,7 +704,7 @@ class VerifyBatch:
     num_received: int = 0
     """Tensors of this bridge that have arrived: the first ones."""
     least_chance: float = 0.0
-    """For an attached drafter, as in `DraftBatch`."""
+    """The bound for an attached drafter, as in `DraftBatch`."""
     weights: Weights | None = None
     """A batch with weights has no items: it releases all requests and rows, and later passes are of these weights."""
 

@@ -401,12 +401,12 @@ def compare_offline(recorded: Recorded, names: Sequence[str], batches: Sequence[
             hoped, steps = chances_of(recorded, length, drawn=False)
             shared = decoded(recorded, batch, costs, before(hoped), expected)
             known = (recorded.num_right[..., None] > np.arange(LONGEST)).astype(float)
-            chosen, told = (
+            chosen, known_best = (
                 max(decoded(recorded, batch, costs, after(one, most), expected) for most in (1, 2, 3, 4, 6, 8))
                 for one in (drawn, known)
             )
             paying = decoded(recorded, batch, costs, while_it_pays(drawn, steps), expected)
-            ratios = [one / plain for one in (speeds[length], shared, chosen, paying, told)]
+            ratios = [one / plain for one in (speeds[length], shared, chosen, paying, known_best)]
             gain = max(chosen, paying) / max(expected, shared)
             cells = [
                 f"{plain:.0f}",

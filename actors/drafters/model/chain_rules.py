@@ -15,8 +15,9 @@ Beside the ordered length (`actors/policy/draft_length.py`, value per cost), a d
   by two Beta distributions fitted to the verdicts: the exit rule of FREE (arXiv 2310.05424).
 
 A rule sees the tokens that were kept, through their probabilities, and none that is still to be drawn: the token that
-ends a chain stays part of it. So every rule is exact under the ratio tests; dropping that token would not be. Knows no
-model; its random numbers follow from the step of the draft, so they are the same on every rank.
+ends a chain stays part of it. So every rule is exact under the ratio tests; dropping that token would not be, as the
+rule of `priced_chains.py` does for the coupled one. Knows no model; its random numbers follow from the step of the
+draft, so they are the same on every rank.
 """
 
 from __future__ import annotations

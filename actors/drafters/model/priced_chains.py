@@ -86,7 +86,7 @@ class PricedRule(ChainRule):
 
     def __init__(self) -> None:
         self.chances = {False: LeadChances(), True: LeadChances()}
-        """Of greedy and of sampled requests."""
+        """Those of greedy and of sampled requests."""
         self._chains: dict[int, _Chain] = {}
 
     def begin(self, request_id: int, *, samples: bool, least_chance: float) -> None:
