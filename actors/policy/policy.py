@@ -90,6 +90,8 @@ class RoundObservation:
 class Policy:
     """Fixed draft lengths; the first part of an answer is always waited for."""
 
+    least_chance = 0.0
+    """How often a draft token must be accepted for it to be worth a row of the target's pass; 0: not known."""
     weighs_waiting = False
     """Whether drafts are waited for only while that costs less than they bring."""
 
@@ -128,11 +130,6 @@ class Policy:
         """Draft tokens to order for a request that may get `remaining` more tokens; 0 for none."""
         # The target adds one token of its own after the path, so the last one is never worth drafting.
         return max(0, min(self.longest_draft, remaining - 1))
-
-    @property
-    def least_chance(self) -> float:
-        """How often a draft token must be accepted for it to be worth a row of the target's pass; 0: not known."""
-        return 0.0
 
     def num_orders(self, num_running: int) -> int:
         """Requests to order drafts for at a time."""
@@ -224,7 +221,6 @@ class AdaptivePolicy(Policy):
         self._reads = Ewma(_PROMPT_MEMORY, weight=33.0)  # share of rounds that read prompts
         self._last_read_prompt = False
         self._num_late = 0
-        self._least_chance = 0.0
         self._may_end = False  # found where rounds are learned from, beside a pass, since it takes a while
         self._num_running = 1
         self._tries_all = False
@@ -264,11 +260,6 @@ class AdaptivePolicy(Policy):
         if self._longest_only and length:
             length = self.longest_draft
         return max(0, min(self.longest_draft, remaining - 1, length))
-
-    @property
-    def least_chance(self) -> float:
-        """What a row costs, in tokens at the expected speed; in a trial all are verified, which shows more."""
-        return self._least_chance if self.weighs_waiting and self.mode is Mode.speculate else 0.0
 
     def num_followed(self, num_requests: int) -> int:
         """Requests whose texts the drafter should have read: all, those of a trial, or none."""
@@ -411,7 +402,7 @@ class AdaptivePolicy(Policy):
         """Choose for the next round, and the draft lengths if it has drafts."""
         drafted = self._decision.choice.drafts
         self._decision.decide(estimates)
-        way = self._way
+        way, self.least_chance = self._way, 0.0
         is_trial = self.mode in (Mode.catch_up, Mode.trial)
         self._tries_all = is_trial and self._should_try_all(tradeoffs[way], estimates)
         if self._decision.choice.drafts and not drafted:
@@ -419,7 +410,9 @@ class AdaptivePolicy(Policy):
         if not self._load.by_choice[way].weight or not (is_trial or self._decision.choice.drafts):
             return
         chances = self._acceptance.of_class(self._text_class).chances
-        self._least_chance = tradeoffs[way].speeds[tradeoffs[way].best] * self._load.by_length(way).verify_s
+        if self.weighs_waiting and self.mode is Mode.speculate:  # in a trial all are verified, which shows more
+            speed = tradeoffs[way].speeds[tradeoffs[way].best]
+            self.least_chance = speed * self._load.by_length(way).verify_s
         self._lengths.choose(tradeoffs[way], request_ids, self._acceptance, chances, self._decision.spend)
         if is_trial:
             self._lengths.choose_for_trial(tradeoffs[way])

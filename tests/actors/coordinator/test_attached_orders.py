@@ -15,6 +15,8 @@ from actors.protocol.messages import Proposal, ProposalBatch, TokenTree, Verdict
 class Policy:
     """Orders three tokens for everybody it follows."""
 
+    least_chance = 0.25
+
     def __init__(self, mode, *, may_end=False, num_followed=9, length=3):
         self.mode, self.may_end, self._num_followed, self._length = mode, may_end, num_followed, length
         self.num_caught_up = 0
@@ -61,6 +63,7 @@ def test_each_mode_reads_what_its_drafts_need(mode, reading):
     )
     _, orders = begun(Policy(mode), *rows)
     assert orders.may_draft and orders.lengths == {1: 3, 4: 2} and list(orders.reading) == reading
+    assert orders.least_chance == 0.25
 
 
 def test_where_no_request_speculates_nothing_is_ordered():

@@ -16,6 +16,7 @@ class Decided:
     """A policy that is in one mode, and follows some of the requests."""
 
     may_end = False
+    least_chance = 0.0
 
     def __init__(self, mode: Mode, num_followed: int = 2, length: int = 3) -> None:
         self.mode, self.length, self._num_followed = mode, length, num_followed
