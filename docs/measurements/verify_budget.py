@@ -2,6 +2,7 @@
 
     python -m docs.measurements.verify_budget record FILE.npz --prompts PROMPTS.jsonl [--temperature 1]
     python -m docs.measurements.verify_budget offline FILE.npz
+    python -m docs.measurements.verify_budget policy FILE.npz
     python -m docs.measurements.verify_budget engine FILE.npz
 
 `record`: what the bundled target writes after each prompt, and at every token of it the bundled drafter's chain of
@@ -9,7 +10,8 @@
 token, so every rule meets these texts. `offline` decodes batches of them round by round under each rule, which knows
 what passes cost: a fixed length; lengths from what a request accepted lately; and, once all have drafted so many
 tokens or as long as another pass is expected to pay, the globally best beginnings of all chains, up to the most tokens
-for the time. Chances are fitted to half of the texts and used on the other half. `engine` runs the coordinator and the
+for the time. Chances are fitted to half of the texts and used on the other half. `policy` lets the engine's policy
+choose the lengths of the same rounds, from what it learns of them. `engine` runs the coordinator and the
 draft role on the virtual clock over the same chains: fixed lengths, `length_rule=ordered` and `priced`, warm.
 """
 
@@ -26,6 +28,8 @@ import torch
 from torch import Tensor
 
 from actors.drafters.model.config import LengthRule, ModelDrafterConfig
+from actors.policy.acceptance import DraftOutcome
+from actors.policy.policy import AdaptivePolicy, RoundObservation
 from actors.sampling.noise import NoiseStream, gumbel, noise_key
 from cluster import pocket
 from cluster.io.prompts import read_prompts
@@ -89,7 +93,7 @@ COSTS = {
 }
 
 
-# --- recording --------------------------------------------------------------------------------------------------------
+# --- recording ---------------------------------------------------------------------------------------------------------
 
 
 def draws(logits: Tensor, temperature: float, seed: int, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -417,7 +421,51 @@ def compare_offline(recorded: Recorded, names: Sequence[str], batches: Sequence[
             print(f"| {name} | {batch} |", " | ".join(cells), "|", flush=True)
 
 
-# --- the engine on the virtual clock ----------------------------------------------------------------------------------
+# --- the engine's policy, and all of the engine on the virtual clock --------------------------------------------------
+
+
+def decoded_by_policy(recorded: Recorded, batch: int, costs: Costs) -> float:
+    """Tokens per second with the lengths of the policy, after the first third."""
+    slots, (target, draft), policy = Slots(recorded, batch), costs.of(batch), AdaptivePolicy("sync", 0, LONGEST)
+    names, num_named, total, tokens, seconds = [*range(batch)], batch, 0, 0, 0.0
+    while total < TOKENS[batch] * batch:
+        policy.caught_up()
+        lengths = np.array([policy.draft_length(name, TOKENS[batch]) for name in names])
+        kept = np.minimum(slots.of(recorded.num_right), lengths)
+        drafting_s, verify_s = draft_passes(lengths, draft), target(batch + int(lengths.sum()))
+        outcomes = [
+            DraftOutcome(name, int(length), range(1, count + 1), count + 1 if length else 0)
+            for name, length, count in zip(names, lengths, kept.tolist(), strict=True)
+        ]
+        brought, took_s = batch + int(kept.sum()), drafting_s + verify_s
+        policy.update(
+            RoundObservation(
+                took_s, verify_s, drafting_s, brought, batch, 100.0, batch, num_prompt_rows=0, outcomes=outcomes
+            )
+        )
+        before = slots.place.copy()
+        slots.advance(1 + kept)
+        for i in np.flatnonzero(slots.place <= before):
+            policy.release(names[i])
+            names[i], num_named = num_named, num_named + 1
+        total += brought
+        if total > TOKENS[batch] * batch / 3:
+            tokens, seconds = tokens + brought, seconds + took_s
+    return tokens / seconds
+
+
+def compare_policy(recorded: Recorded, names: Sequence[str], batches: Sequence[int]) -> None:
+    print("| costs | batch | plain | best fixed | the policy |")
+    print("|---" * 5 + "|")
+    for name in names:
+        for batch in batches:
+            plain = decoded(recorded, batch, COSTS[name], fixed(0))
+            best = max((decoded(recorded, batch, COSTS[name], fixed(length)), length) for length in (1, 2, 3, 4, 6, 8))
+            speed = decoded_by_policy(recorded, batch, COSTS[name])
+            print(
+                f"| {name} | {batch} | {plain:.0f} | {best[0] / plain:.2f} ({best[1]}) | {speed / plain:.2f} |",
+                flush=True,
+            )
 
 
 def compare_engine(recorded: Recorded, names: Sequence[str], batches: Sequence[int]) -> None:
@@ -459,7 +507,7 @@ def compare_engine(recorded: Recorded, names: Sequence[str], batches: Sequence[i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("record", "offline", "engine"))
+    parser.add_argument("what", choices=("record", "offline", "policy", "engine"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--prompts", type=Path, default=pocket.PROMPTS)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -471,7 +519,7 @@ def main() -> None:
     if options.what == "record":
         record(options)
         return
-    compare = compare_offline if options.what == "offline" else compare_engine
+    compare = {"offline": compare_offline, "policy": compare_policy, "engine": compare_engine}[options.what]
     compare(Recorded.read(options.file), options.costs, options.batches)
 
 

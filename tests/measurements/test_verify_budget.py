@@ -19,6 +19,7 @@ from docs.measurements.verify_budget import (
     best_beginnings,
     chances_of,
     decoded,
+    decoded_by_policy,
     drafted,
     draws,
     fixed,
@@ -85,6 +86,12 @@ def test_where_the_drafter_knows_where_it_is_unsure_choosing_after_drafting_is_f
     )
     assert plain < best < 1.02 * min(chosen, paying) and shared < 1.03 * best
     assert max(chosen, paying) > 1.04 * best and known_best > chosen
+
+
+def test_the_policy_comes_close_to_the_best_fixed_length(recorded):
+    """Three texts in five are hard from place to place, so that no text is: its lengths differ by chance alone."""
+    plain, best = (max(decoded(recorded, 16, STEEP, fixed(k)) for k in ks) for ks in ((0,), (1, 2, 3, 4)))
+    assert best > 1.2 * plain and decoded_by_policy(recorded, 16, STEEP) > 0.95 * best
 
 
 def test_the_simulator_drafts_what_was_recorded(recorded):
