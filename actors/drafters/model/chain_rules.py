@@ -41,11 +41,11 @@ class ChainRule(ABC):
     reads_leads = False
     """The same in nats, noise included."""
 
-    def begin(self, request_id: int, *, samples: bool, least_chance: float) -> None:
+    def begin(self, request_id: int, *, samples: bool, least_chance: float) -> None:  # noqa: B027 (most need not know)
         """A draft begins, of a greedy request or one that samples. A token that is accepted less often than
         `least_chance` is not worth a row of the target's pass."""
 
-    def num_dropped(self, request_id: int) -> int:  # noqa: ARG002 (see the module's docstring)
+    def num_dropped(self, request_id: int) -> int:
         """Tokens at the end of the request's chain that are not proposed."""
         return 0
 

@@ -1,4 +1,4 @@
-"""`length_rule=priced`: of the ordered chains of a batch only those tokens are proposed that are worth a row of the pass.
+"""`length_rule=priced`: of the ordered chains of a batch only tokens that are worth a row of the pass are proposed.
 
 The coordinator knows what a row of the target's pass costs, and says with its orders how likely a token must be to be
 accepted for it (`DraftBatch.least_chance`); the drafter knows how likely each is. A chain's tokens are accepted with
@@ -93,7 +93,7 @@ class PricedRule(ChainRule):
         self.chances[samples].fit()
         self._chains[request_id] = _Chain(samples, least_chance)
 
-    def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:  # noqa: ARG002 (of other rules)
+    def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
         """Given the leads of the tokens."""
         chain, leads = self._chains[request_id], log_probs
         chance_of = self.chances[chain.samples].of

@@ -85,7 +85,7 @@ def test_nothing_is_ordered_while_a_verdict_may_end_speculation(proposal, length
 
 
 def test_a_trial_begins_once_texts_were_read():
-    policy = Policy(Mode.catch_up, num_followed=0)
+    policy: Any = Policy(Mode.catch_up, num_followed=0)
     port: Any = AttachedPort(policy, 0)
     rows = [(sequence(1), 1, None)]
     for num_followed, caught_up in ((0, 0), (9, 0), (9, 1), (0, 2), (9, 2)):
