@@ -535,5 +535,8 @@ def test_any_history_ends_like_a_fresh_start(hashed, name, seed):
     num_slots = choose.choice((24, 60, ROOMY, ROOMY))
     parent = Parent(case, choose, num_slots, MAX_POSITIONS + choose.choice((-4, 0, 1, 9)))
     shorter = 1 if seed else 3  # by default; the slow ones go on
-    parent.run((20 if case.config.models() else 150) // shorter)
+    for _ in range(5):  # where few slots leave little room for drafts, one is too short
+        parent.run((20 if case.config.models() else 150) // shorter)
+        if parent.num_drafts > 3:
+            break
     assert parent.num_drafts > 3, "it drafted next to nothing: the test shows nothing"

@@ -153,9 +153,6 @@ def test_an_engine_that_fails_is_no_longer_healthy(chat_checkpoint, half_agreein
             assert server.ask(path)[0] == 503
 
 
-<<<<<<< HEAD
-@pytest.mark.extended
-=======
 def test_what_the_end_cuts_off_leaves_no_trace(monkeypatch, caplog):
     """As after a second Ctrl-C, or once `server.drain_s` are over."""
     monkeypatch.setattr(server_module, "_END_S", 0.1)
@@ -177,7 +174,7 @@ def test_what_the_end_cuts_off_leaves_no_trace(monkeypatch, caplog):
             pass
 
 
->>>>>>> 3ddd3566 (What the end of the server cuts off leaves no trace)
+@pytest.mark.extended
 def test_shutting_down_lets_running_requests_end(slow: RunningServer):
     """Last of this file: the server takes no further requests."""
     with ThreadPoolExecutor(2) as pool:
