@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cluster.io.console import RareLines
 from parallel.training.checkpoints import save_whole
+from parallel.training.muon import Muon
 from parallel.training.precision import fast_passes
 from parallel.whole_files import append_text, write_text
 
@@ -177,7 +178,7 @@ def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optim
     steppers: list[torch.optim.Optimizer] = []
     if matrices:
         rate = recipe.matrix_learning_rate
-        steppers.append(torch.optim.Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw"))
+        steppers.append(Muon(matrices, rate))
     if others:
         rate = recipe.other_learning_rate
         steppers.append(torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0))

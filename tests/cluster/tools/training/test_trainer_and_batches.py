@@ -13,6 +13,7 @@ import torch
 from cluster.tools.training.models import drafter_config, initialised
 from cluster.tools.training.trainer import Ranks, Recipe, StepOutcome, TrainingBudget, fit, optimizers, rate_factor
 from docs.measurements.pocket.batches import DistillationSet, StreamBatches
+from parallel.training.muon import Muon
 
 
 def test_rate_rises_holds_and_falls_to_zero():
@@ -86,7 +87,7 @@ class Probe(torch.nn.Module):
 def test_matrices_are_muons_and_tables_and_vectors_adamws():
     probe = Probe()
     muon, adamw = optimizers(probe, Recipe(matrix_learning_rate=0.1, other_learning_rate=0.2))
-    assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
+    assert isinstance(muon, Muon) and isinstance(adamw, torch.optim.AdamW)
     assert [id(one) for one in muon.param_groups[0]["params"]] == [id(probe.inner.weight)]
     assert {id(one) for one in adamw.param_groups[0]["params"]} == {id(probe.inner.bias), id(probe.table.weight)}
     assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (0.1, 0.2)
@@ -97,11 +98,11 @@ def test_steps_follow_the_schedule_and_gradients_are_clipped(tmp_path: Path, mon
     """What the optimizers are given at every step: rates of the schedule, and gradients of norm 0.5 at most."""
     probe, rates, norms = Probe(), [], []
 
-    def stepping(self: torch.optim.Muon, *_: Any) -> None:  # the first of the two: all gradients are there
+    def stepping(self: Muon, *_: Any) -> None:  # the first of the two: all gradients are there
         rates.append(self.param_groups[0]["lr"])
         norms.append(torch.cat([one.grad.flatten() for one in probe.parameters() if one.grad is not None]).norm())
 
-    monkeypatch.setattr(torch.optim.Muon, "step", stepping)
+    monkeypatch.setattr(Muon, "step", stepping)
 
     def loss(step: int, _: float) -> StepOutcome:
         return StepOutcome(10**step * (probe.inner.weight.sum() + probe.table.weight.sum() + probe.inner.bias.sum()), 7)
