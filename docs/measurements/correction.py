@@ -1,6 +1,7 @@
 """A pocket encoder-decoder that corrects lines of Python, its SpecDec drafter, and what speculation gives it.
 
     python docs/measurements/correction.py target RUN --minutes 8      # trains RUN/target
+    python docs/measurements/correction.py score RUN --count 256       # lines of held-out modules that it restores
     ./launch.sh job=train job.recipe=specdec target=hf target.path=RUN/target hydra.run.dir=RUN/specdec
     python docs/measurements/correction.py prompts RUN                 # RUN/prompts.jsonl: held-out corrupted lines
     ./launch.sh job=bench target=hf target.path=RUN/target job.prompts=RUN/prompts.jsonl ...   # docs/encoder_decoder.md
@@ -15,6 +16,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,26 +59,46 @@ def loss_of(model: BartForConditionalGeneration, pairs: TokenPairs) -> torch.Ten
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def train_target(run: Path, minutes: float, size: int, layers: int, batch: int, count: int) -> None:
+def train_target(given: argparse.Namespace) -> None:
+    run, batch = given.run, given.batch
     tokenizer = load_tokenizer(pocket.TARGET)
-    pairs = library_pairs(library_sources(load_corpus(0)), count, SEED)
-    model = make_model(size, layers)
+    pairs = library_pairs(library_sources(load_corpus(0)), given.pairs, SEED)
+    model = make_model(given.size, given.layers)
     tokens = written_pairs(model, tokenizer, pairs, TrainConfig(data="fixed"), print)
     held_out, training = tokens.part(torch.arange(256)), tokens.part(torch.arange(256, len(tokens)))
+    by_length = training.text_lens.argsort()  # texts of a step are about equally long: half of its rows were padding
 
     def step_loss(step: int, _: float) -> StepOutcome:
-        chosen = torch.randint(len(training), (batch,), generator=torch.Generator().manual_seed(step))
-        part = training.part(chosen)
+        first = int(torch.randint(len(training) - batch, (), generator=torch.Generator().manual_seed(step)))
+        part = training.part(by_length[first : first + batch])
         return StepOutcome(loss_of(model, part), int(part.text_lens.sum()))
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
         return {"loss": float(loss_of(model, held_out))}
 
-    record = fit(model, step_loss, Recipe(3e-3, 2e-3), TrainingBudget(minutes), run / "work", evaluate=evaluate)
+    recipe, budget = Recipe(3e-3, 2e-3), TrainingBudget(given.minutes, given.steps)
+    record = fit(model, step_loss, recipe, budget, run / "work", evaluate=evaluate, resume=given.resume)
     model.save_pretrained(run / "target")
     shutil.copyfile(pocket.TARGET / "tokenizer.json", run / "target" / "tokenizer.json")
     print(record, evaluate(), f"{len(training)} pairs, {model.num_parameters():,} parameters")
+
+
+@torch.no_grad()
+def score(run: Path, count: int) -> None:
+    """Print how many corrupted lines of held-out modules the target's greedy texts restore."""
+    tokenizer = load_tokenizer(run / "target")
+    model: Any = BartForConditionalGeneration.from_pretrained(run / "target").eval()
+    pairs = library_pairs(list(load_corpus(0).held_out), count, SEED)
+    exact = right = labels = 0
+    for pair in pairs:
+        source = torch.tensor([tokenizer.encode(pair.source).ids])
+        written = model.generate(source, max_new_tokens=96, num_beams=1, do_sample=False)[0].tolist()
+        exact += tokenizer.decode([token for token in written if token != START]) == pair.text
+        text = torch.tensor([[START, *tokenizer.encode(pair.text).ids, START]])
+        right += int((model(source, decoder_input_ids=text[:, :-1]).logits.argmax(-1) == text[:, 1:]).sum())
+        labels += text.shape[1] - 1
+    print(f"{exact} of {len(pairs)} lines restored exactly; {right / labels:.1%} of tokens behind right text")
 
 
 def write_prompts(run: Path, count: int) -> None:
@@ -88,19 +110,25 @@ def write_prompts(run: Path, count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["target", "prompts"])
+    parser.add_argument("what", choices=["target", "prompts", "score"])
     parser.add_argument("run", type=Path)
     parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument(
+        "--steps", type=int, default=0, help="the nearer of the two ends the training; 0: minutes alone"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with a training that was killed")
     parser.add_argument("--size", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64, help="texts of a step")
-    parser.add_argument("--pairs", type=int, default=200_000, help="pairs to train on; tokenising them takes minutes")
-    parser.add_argument("--count", type=int, default=48, help="prompts")
+    parser.add_argument("--pairs", type=int, default=200_000, help="pairs to train on")
+    parser.add_argument("--count", type=int, default=48, help="prompts, and lines of a score")
     given = parser.parse_args()
     given.run.mkdir(parents=True, exist_ok=True)
     if given.what == "target":
         torch.set_num_threads(1)
-        train_target(given.run, given.minutes, given.size, given.layers, given.batch, given.pairs)
+        train_target(given)
+    elif given.what == "score":
+        score(given.run, given.count)
     else:
         write_prompts(given.run, given.count)
 

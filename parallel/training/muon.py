@@ -1,8 +1,8 @@
 """Muon with its iteration in the precision that the device is fast in.
 
-`torch.optim.Muon` orthogonalises in bfloat16 everywhere. On CPUs that oneDNN computes no bfloat16 on, PyTorch's own loops
-then take 20 to 30 times as long as float32 (5.0 and 0.19 s for a matrix of 512 x 1536 on one core without AVX-512), and
-steps of a small model are little else.
+`torch.optim.Muon` orthogonalises in bfloat16 everywhere. On CPUs that oneDNN computes no bfloat16 on, PyTorch's own
+loops then take 20 to 30 times as long as float32 (5.0 and 0.19 s for a matrix of 512 x 1536 on one core without
+AVX-512), and steps of a small model are little else.
 """
 
 from __future__ import annotations
