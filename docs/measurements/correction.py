@@ -77,7 +77,7 @@ def train_target(given: argparse.Namespace) -> None:
     def evaluate() -> dict[str, float]:
         return {"loss": float(loss_of(model, held_out))}
 
-    recipe, budget = Recipe(3e-3, 2e-3), TrainingBudget(given.minutes, given.steps)
+    recipe, budget = Recipe(3e-3, 2e-3, evaluation_minutes=10.0), TrainingBudget(given.minutes, given.steps)
     record = fit(model, step_loss, recipe, budget, run / "work", evaluate=evaluate, resume=given.resume)
     model.save_pretrained(run / "target")
     shutil.copyfile(pocket.TARGET / "tokenizer.json", run / "target" / "tokenizer.json")
