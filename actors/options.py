@@ -94,7 +94,7 @@ class TargetConfig(Section):
     stretch: Annotated[int, Range(0, cap=10_000, zero="off")] = 0
     """Extra layers that change no token: a larger model on a small machine. Reports show when it is on."""
     max_model_len: Annotated[int, Range(0, zero="the checkpoint's")] = 0
-    """Longest sequence in tokens, prompt included; 0 = the checkpoint's limit."""
+    """Longest sequence in tokens, prompt included, at most the checkpoint's limit; 0 = that."""
     kv_slots: Annotated[int, Range(0, zero="sized automatically")] = 0
     """Token slots in the KV pool of each rank; 0 = sized from the memory that is free."""
     kv_dtype: Annotated[str, OneOf(KV_DTYPES)] = "auto"

@@ -69,6 +69,8 @@ def test_the_first_eight_completions_are_shown_in_the_order_of_the_prompts():
         ({"bound_by": None, "speedup_vs_ar": 0.5}, "slower than plain decoding (0.50x); most of a round with a draft"),
         ({"speedup_vs_ar": 0.994}, "slower than plain decoding (0.99x)"),
         ({"speedup_vs_ar": 1.0}, "1.00x the speed of plain decoding"),
+        ({"num_spec_steps": 0}, "no draft was verified: plain decoding, at 1.25x of what it reached when timed"),
+        ({"num_spec_steps": 0, "num_guessed_states": 7}, "1.25x the speed of plain decoding"),
         ({"role_losses": {"target": 1, "draft": 2}}, "processes were lost: draft 2 times, target 1 times"),
         ({"role_losses": None}, "1.25x the speed of plain decoding"),
         ({"interrupted": True, "role_losses": {"draft": 1}}, "interrupted: the figures are of the requests that ended"),
@@ -84,6 +86,8 @@ def test_what_is_most_important_comes_first(changed, words):
         "speedup_vs_ar": 1.25,
         "tokens_per_s": 80.0,
         "bound_by": "drafter",
+        "num_spec_steps": 40,
+        "num_guessed_states": 0,
         "notes": [],
     }
     assert generate.finding(report | changed).startswith(words)
