@@ -32,6 +32,7 @@ def test_a_quantile_is_a_value_that_was_measured(share, wanted):
     assert quantile([3, 1, 4, 2], share) == wanted
 
 
+@pytest.mark.extended
 def test_every_body_is_served_though_some_are_refused(tiny_checkpoint):
     """Four places and none to wait in: the others are refused, and come again."""
     path = tiny_checkpoint("Llama")

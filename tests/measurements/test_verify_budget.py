@@ -75,6 +75,7 @@ def test_the_best_beginnings_are_the_best_of_all_choices():
         assert worth == pytest.approx(max(values.values())) == pytest.approx(values[tuple(found.tolist())])
 
 
+@pytest.mark.extended
 def test_where_the_drafter_knows_where_it_is_unsure_choosing_after_drafting_is_faster(recorded):
     plain, best = (max(decoded(recorded, 16, STEEP, fixed(k)) for k in ks) for ks in ((0,), (1, 2, 3, 4)))
     drawn, _ = chances_of(recorded, 3, drawn=True)

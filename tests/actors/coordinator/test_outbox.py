@@ -32,6 +32,7 @@ class TextAtRole:
             self.texts[commit.request_id] += commit.token_ids
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(40))
 def test_a_role_that_reads_every_batch_knows_every_text(seed):
     draw, outbox, role = random.Random(seed), Outbox(), TextAtRole()

@@ -118,6 +118,7 @@ MOST |= {("sync", True): (186, 25), ("branches", True): (196, 27)}
 with the decision, which takes other branches where the machine is busy."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("pipeline", "adaptive"), MOST)
 def test_a_verdict_crosses_few_functions(open_stage, monkeypatch, pipeline, adaptive):
     monkeypatch.setitem(FACTS, "max_model_len", 1000)

@@ -122,6 +122,7 @@ def test_a_level_hears_nothing_that_was_meant_for_an_epoch_it_has_left(open_stag
     assert stage.receive("draft2-0") == DraftBatch(3, epoch=second)
 
 
+@pytest.mark.extended
 def test_a_level_that_joins_counts_its_rounds_from_the_start(open_stage):
     """The drafter above it may be new as well and begins at 0; rounds of the coordinator are those of lead roles."""
     stage = open_stage(level_ranks=(1,))

@@ -52,6 +52,7 @@ def test_the_order_for_a_bridge_also_goes_to_the_link_of_the_heartbeats(open_sta
     assert stage.receive("heart") == order
 
 
+@pytest.mark.extended
 def test_a_silent_rank_is_reported_and_its_role_goes_on_without_it(open_stage):
     stage = open_stage(silence_s=1.0)
     stage.get_ready()
@@ -137,12 +138,14 @@ def drain(stage) -> None:
         pass
 
 
+@pytest.mark.extended
 def test_a_long_record_does_not_stop_the_heart(busy_stage):
     busy_stage.send(CLIENT, Hello())
     beats = [busy_stage.receive(CLIENT, heartbeats=True) for _ in range(5)]
     assert all(isinstance(beat, Alive) and not beat.waiting for beat in beats), "the loop has not read the greeting"
 
 
+@pytest.mark.extended
 def test_the_heart_of_a_loop_that_hangs_stops_until_the_loop_goes_on(busy_stage, monkeypatch):
     monkeypatch.setattr(loop_heartbeat, "HUNG_S", 0.0)
     drain(busy_stage)

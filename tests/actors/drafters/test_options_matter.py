@@ -135,6 +135,7 @@ def test_an_option_changes_drafts(config, change):
     assert drafts_of(replace(config, **change)) != plain_drafts_of(config), change
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("config", OPTIONS, ids=lambda one: one.name)
 def test_drafts_follow_from_the_texts(config):
     """So a difference is the option's."""

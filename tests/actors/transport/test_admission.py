@@ -133,6 +133,7 @@ def test_refused_records_under_another_name_cost_their_sender(hub, open_link, op
     assert hub.receive(0.2) is None, "the thief has used up what it may send"
 
 
+@pytest.mark.extended
 def test_a_client_that_connects_too_often_is_not_answered_and_the_others_are(hub, open_link, monkeypatch):
     monkeypatch.setattr(admission, "CONNECTS_BURST", 2)
     monkeypatch.setattr(admission, "CONNECTS_PER_S", 0)

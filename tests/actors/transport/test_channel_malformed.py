@@ -93,6 +93,7 @@ def test_a_connection_that_is_not_authenticated_in_time_is_closed(monkeypatch, s
     hub.close()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mechanism", ["another hub", "another key", "none", "plain"])
 def test_without_a_key_nothing_is_received_in_either_direction(hub, open_link, mechanism):
     with zmq.Context() as context, context.socket(zmq.DEALER) as other:

@@ -62,6 +62,7 @@ def test_the_connection_of_a_message_of_ever_more_frames_is_closed(hub, open_lin
     assert hub.num_unreadable == 0
 
 
+@pytest.mark.extended
 def test_a_connection_with_all_that_may_wait_is_not_closed(hub, open_link):
     """Its long records wait while the hub does something else; none is lost."""
     hub.limit_clients(60_000)
@@ -99,6 +100,7 @@ def test_connections_of_one_key_may_have_so_much_waiting_together(hub, open_link
         monitor.close()
 
 
+@pytest.mark.extended
 def test_a_key_whose_closed_connections_left_much_gets_no_further_one_until_it_is_read(hub, open_link, monkeypatch):
     """Else what is left would grow with each connection that is closed."""
     monkeypatch.setattr(client_limits, "MOST_WAITING_BYTES", 200_000)
@@ -124,6 +126,7 @@ def test_a_key_whose_closed_connections_left_much_gets_no_further_one_until_it_i
         monitor.close()
 
 
+@pytest.mark.extended
 def test_what_messages_take_on_their_way_is_counted_to_the_byte(hub, open_link):
     """Else connections that last would be closed, or be allowed ever more."""
     link = open_link("client:1")

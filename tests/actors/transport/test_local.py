@@ -166,6 +166,7 @@ def test_another_user_is_not_let_in_even_if_the_folder_was_opened_since(hub, fol
     link.close()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "key"),
     [

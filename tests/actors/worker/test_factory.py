@@ -230,6 +230,7 @@ def test_a_recalled_role_keeps_its_weights_and_forgets_every_request(open_ranks,
     assert readies[0].facts["load_s"] > 0 and not ranks.errors
 
 
+@pytest.mark.extended
 def test_ranks_called_to_a_coordinator_that_is_gone_come_back_and_follow_its_successor(open_ranks, spec, monkeypatch):
     """The coordinator died between `Join` and the forming of the group; the store, which it hosts, died with it."""
     monkeypatch.setattr(factory, "MEETING_S", 0.5)

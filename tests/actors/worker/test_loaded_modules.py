@@ -114,6 +114,7 @@ def test_a_target_rank_loads_no_method(loaded, spec):
     assert not {one for one in modules if one.startswith("parallel.speculators")}
 
 
+@pytest.mark.extended
 def test_a_speculator_loads_no_other_familys_runner(loaded, spec, speculator):
     drafter = SpeculatorDrafterConfig(path=str(speculator("medusa")))
     modules = loaded(BUILD, pickle.dumps(replace(spec, drafter=drafter, role="draft")))

@@ -278,6 +278,7 @@ def test_the_pool_whose_drafts_come_soonest_lends_first(open_engine, plain_texts
     eventually(lambda: accepted(engine) > 0)
 
 
+@pytest.mark.extended
 def test_two_pools_draft_at_a_time_and_one_that_is_gone_costs_speed_alone(open_engine, plain_texts, open_pool):
     plain = plain_texts(max_tokens=70)
     pools = [open_pool(), open_pool()]
@@ -460,6 +461,7 @@ def test_a_key_that_is_taken_away_ends_its_leases_alone(open_engine, plain_texts
         ask(1)
 
 
+@pytest.mark.extended
 def test_a_file_of_keys_that_cannot_be_read_changes_nothing(open_pool, caplog, monkeypatch):
     monkeypatch.setattr("actors.pool.service._READ_S", 0.1)
     pool = open_pool()

@@ -144,6 +144,7 @@ def test_a_rank_that_is_replaced_reads_its_sources_again(open_engine, reference,
     assert len(passes) > 4
 
 
+@pytest.mark.extended
 def test_sampled_text_is_the_same_whatever_drafts(open_engine, reference):
     path, _ = reference("Marian", "rules")
     sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=3)

@@ -141,6 +141,7 @@ def ask(driver) -> Ask:
 LOOKUP = ["drafter=ngram", "drafter.placement=separate"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("pipeline", "is_lookup"),
     [

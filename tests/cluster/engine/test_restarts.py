@@ -273,6 +273,7 @@ def test_an_engine_may_be_closed_while_a_role_is_away(open_engine, break_at):
         completion.result(WAIT_S)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "owner, method, within_s, reason",
     [(Scheduler, "plan", WAIT_S, "coordinator: RuntimeError"), (TargetRole, "answer", 0.5, "is ending")],

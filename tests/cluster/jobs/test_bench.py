@@ -24,6 +24,7 @@ def prompts(write_prompts):
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("batches", [[1], pytest.param([1, 2], marks=pytest.mark.slow)])
 def test_times_every_setting_against_plain_decoding_and_peers(tiny_launch, prompts, tmp_path, capsys, batches):
     job = BenchConfig(
@@ -97,7 +98,6 @@ def test_contexts_and_temperatures_are_axes(tiny_launch, prompts, tmp_path):
     assert all(entry["tokens_equal_plain"] for entry in report["settings"])
 
 
-@pytest.mark.extended
 def test_workloads_are_an_axis(tiny_launch, tmp_path, prompts, capsys):
     folder = tmp_path / "sets"
     (folder / "spec_bench").mkdir(parents=True)

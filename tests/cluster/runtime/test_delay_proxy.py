@@ -78,6 +78,7 @@ def test_who_leaves_one_end_is_gone_at_the_other_behind_the_last_word(line):
 FAR = PipelineConfig(PipelineName.tree, adaptive=False, local_drafter="ngram")
 
 
+@pytest.mark.extended
 def test_a_drafter_behind_a_slow_line_is_not_waited_for(open_engine, monkeypatch):
     prompts, sampling = ["def median(values):", "x"], SamplingParams(max_tokens=24, ignore_eos=True)
     expected = [completion.token_ids for completion in open_engine("none").generate(prompts, sampling)]

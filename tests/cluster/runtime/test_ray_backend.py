@@ -391,6 +391,7 @@ def test_titles_say_what_an_actor_does(launch):
     ]
 
 
+@pytest.mark.extended
 def test_ranks_that_share_a_device_meet_in_one_bundle(launch):
     """Two GPUs halved between four ranks: each half must be of the GPU in the layout."""
     from cluster.runtime.ray_reservation import device_bundles

@@ -59,6 +59,7 @@ def test_nodes_that_are_enough_are_not_waited_for():
     assert waiting.now == 0.0 and not waiting.reported
 
 
+@pytest.mark.extended
 def test_a_head_that_comes_late_is_waited_for_and_one_that_never_comes_is_named_soon(monkeypatch):
     monkeypatch.setattr("cluster.runtime.ray_nodes._HEAD_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:

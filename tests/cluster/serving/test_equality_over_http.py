@@ -152,6 +152,7 @@ def test_a_chat_says_what_it_says_alone(server, client, alone, drafter, rows, ho
     assert bool(num_drafts) == (drafter != "off")
 
 
+@pytest.mark.extended
 def test_the_table_has_texts_of_each_form(alone):
     for (_, form, logprobs), (content, calls, reason, listed) in alone.items():
         assert reason == {"free": "length", "required": "tool_calls"}.get(form, "stop")

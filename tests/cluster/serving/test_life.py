@@ -116,6 +116,7 @@ def test_a_request_that_is_refused_takes_no_place(slow: RunningServer):
     assert slow.service.num_in_flight == 0
 
 
+@pytest.mark.extended
 def test_many_clients_get_their_own_texts(slow: RunningServer):
     def ask(seed: int) -> str:
         body = {"prompt": f"{seed}", "seed": seed, "max_tokens": 8, "temperature": 0.9, "stream": seed % 2 == 0}
@@ -128,6 +129,7 @@ def test_many_clients_get_their_own_texts(slow: RunningServer):
     assert together == [ask(seed) for seed in range(6)]
 
 
+@pytest.mark.extended
 def test_a_request_that_takes_too_long_is_aborted(chat_checkpoint, half_agreeing_drafter):
     with serving(chat_checkpoint, half_agreeing_drafter, pace_ms=PACE_MS, timeout_s=0.4) as server:
         status, headers, content = server.ask("/v1/completions", LONG)

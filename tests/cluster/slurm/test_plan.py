@@ -143,6 +143,7 @@ else:
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("bootstrap", [EXPLICIT, SYMMETRIC])
 @pytest.mark.parametrize("node", [0, 1])
 def test_ray_ends_and_its_folder_goes_where_only_the_shell_is_signalled(tmp_path, bootstrap, node):

@@ -49,6 +49,7 @@ def test_every_sharing_is_measured_in_every_kind_of_pass(times):
     ]
 
 
+@pytest.mark.extended
 def test_the_parts_of_a_pass_add_up_to_it(times):
     for time in times:
         assert set(time.split) == {"attention", "mlp", "communication", "rest"}

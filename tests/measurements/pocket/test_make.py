@@ -94,6 +94,7 @@ def test_loss_falls(finished: Path, role: str):
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_checkpoints_load(finished: Path, role: str):
     model = AutoModelForCausalLM.from_pretrained(finished / role)

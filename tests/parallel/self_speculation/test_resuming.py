@@ -114,6 +114,7 @@ def test_a_resumed_pass_is_a_pass_from_the_start(checkpoint, name, backend):
         check_equal(checkpoint.path, PLANS[name], seed, to_the_bit=backend == "ragged", backend=backend)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["Gemma2", "Mixtral", "OPT"])
 def test_of_other_families_too(make_checkpoint, family):
     one = make_checkpoint(family, **FAMILIES[family] | {"num_hidden_layers": NUM_LAYERS})

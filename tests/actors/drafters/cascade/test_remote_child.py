@@ -197,6 +197,7 @@ def open_pair(open_room, models):
     return open_
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "pipeline, temperature",
     [

@@ -104,6 +104,7 @@ def test_branches_emit_the_targets_law(drafts, rule):
     assert abs(excess(rule, drafts(rule))) < 4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mistake", [laws_of_the_first_draft, likeliest_of_the_drafts])
 @pytest.mark.parametrize("rule", ["rejection", *SLOW[:1]])
 def test_mistakes_are_found(drafts, rule, mistake):

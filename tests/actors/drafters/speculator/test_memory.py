@@ -70,6 +70,7 @@ def test_an_attached_one_computes_in_the_type_of_the_tables_that_it_shares(setup
         runner_of(replace(config, dtype=other), setup)
 
 
+@pytest.mark.extended
 def test_an_attached_one_takes_room_from_the_targets_pool(setup, speculator, monkeypatch):
     monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 10**7)
     config = SpeculatorDrafterConfig(path=str(speculator("dspark")))

@@ -221,6 +221,7 @@ def test_draft_ahead_is_cut_where_it_slows_the_target_by_more_than_it_hides(pipe
     assert (adaptive.draft_busy > 0.8 * fixed.draft_busy) is works_ahead
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("requests", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_rows_go_to_the_tokens_of_the_batch_that_are_likeliest(requests):
     """A cheap drafter that knows where it is unsure, and rows that are dear: those of tokens that are hardly accepted
