@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.kv.pass_plan import BlockCopies, Span, TextThenBlock
@@ -32,7 +31,7 @@ from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig
 from parallel.model.config_fields import read_config_file
 from parallel.runtime.decoder_runner import DecoderRunner
-from parallel.runtime.interface import PassOutput, Runner, StepChoice
+from parallel.runtime.interface import PassOutput, Runner
 from parallel.transfers import upload
 
 MASK_FIELD, DEPTH_FIELD, MUTUAL_FIELD, STEPS_FIELD = "pard_token", "pard_depth", "pard_mutual", "pard_steps"
@@ -167,21 +166,6 @@ class PardRunner(Runner):
         rows = [node.logits[node.depth : node.depth + 1] if node.depth < self._depth else silent for node in nodes]
         logits = torch.cat(rows) if rows else silent[:0]
         return PassOutput(logits, logits.new_empty(0, self.config.hidden_size), ())
-
-    @torch.inference_mode()
-    def extend(self, seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor:
-        """The scores of all steps are there since the pass that filled the masks, so these take none."""
-        num_steps, rows = len(choice), list[Tensor]()
-        for seq_id, token in zip(seq_ids, token_ids.split(1), strict=True):
-            text = self._texts[seq_id]
-            above = text.nodes[-1] if text.nodes else text.last
-            assert above is not None, "a draft token follows a root"
-            first = above.below(token)
-            text.nodes += [_MaskNode(first.logits, first.depth + step) for step in range(num_steps)]
-            own = first.logits[first.depth : first.depth + num_steps]
-            rows.append(F.pad(own, (0, 0, 0, num_steps - len(own)), value=-torch.inf))
-        logits = torch.stack(rows, 1)  # [steps, sequences, V]
-        return torch.stack([choice.choose(one, step) for step, one in enumerate(logits)])
 
     def run_eagerly(self) -> None:
         self.runner.run_eagerly()
