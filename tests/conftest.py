@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import matrices
 
@@ -28,8 +28,9 @@ if not Path("/dev/nvidiactl").exists():
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # The same examples in every run: what a run reports, the next one reports too. `explore` draws new ones.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("explore", deadline=None)
+# Drawing them may take any time, since the machine may be busy.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 TINY = {
