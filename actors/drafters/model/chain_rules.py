@@ -39,7 +39,8 @@ class ChainRule(ABC):
     reads_gaps = False
     """Whether it is given, in place of log-probabilities, the gap between the two likeliest tokens of each place."""
     reads_leads = False
-    """The same in nats, noise included."""
+    """Whether it is given, in place of log-probabilities, by how much each token won over the second, in nats, noise
+    included."""
 
     def begin(self, request_id: int, *, samples: bool, least_chance: float) -> None:  # noqa: B027 (most need not know)
         """A draft begins, of a greedy request or one that samples. A token that is accepted less often than
