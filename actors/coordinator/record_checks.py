@@ -7,7 +7,7 @@ record says must be possible: ranks that exist, tokens of the target's vocabular
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from math import isfinite
+from math import inf, isfinite
 
 from actors.coordinator.clients import CLIENT, OUT, Clients
 from actors.coordinator.state_machine import Coordinator
@@ -155,6 +155,8 @@ class RecordChecks:
 
     def _check_proposals(self, batch: ProposalBatch) -> None:
         _check_finite((batch.started, batch.finished, *(batch.imported or ())))
+        if not 0 <= batch.read_s < inf:
+            raise ValueError(f"read_s: {batch.read_s} is no time")
         if (learned := batch.learning) is not None:
             times, shares = (learned.busy_s, learned.delayed_s), (learned.adapted_share, learned.shipped_share)
             _check_finite((*times, *shares, learned.loss))

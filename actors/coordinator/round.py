@@ -30,8 +30,10 @@ class Round:
     num_tokens: int = 0
     drafted_before_s: float = 0.0
     """Time that an attached drafter took for this round's drafts, at the end of the round before."""
+    read_s: float = 0.0
+    """Part of `waited_s` in which the drafter read text that it had missed."""
     unused_s: float = 0.0
-    """The same where none of them is verified: it read text, or the policy decodes plainly since."""
+    """Time that an attached drafter took at the end of the round before where none of them is verified: it read text, or the policy decodes plainly since."""
     serves_drafts: bool = False
     """The pass also computes what an attached drafter drafts from."""
 
@@ -40,12 +42,14 @@ class Round:
         seconds = drafts.finished - drafts.started
         if is_used:
             self.waited_s = self.drafted_before_s = seconds
+            self.read_s = drafts.read_s
         else:
             self.unused_s = seconds
 
     def add_wait(self, batch: ProposalBatch) -> None:
         """The drafter answered while the target idles; a pass of draft-ahead that the round's start cut also counts."""
         self.waited_s += batch.finished - batch.started
+        self.read_s += batch.read_s
         for started, finished, _ in batch.ahead:
             self.waited_s += max(0.0, finished - max(started, self.started))
 
@@ -82,6 +86,7 @@ class Round:
             outcomes=self.outcomes,
             skipped_drafts=self.skipped_drafts,
             samples=samples,
+            read_s=self.read_s,
             unused_s=self.unused_s,
             serves_drafts=self.serves_drafts,
         )

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from parallel.runtime.decoder_runner import DecoderRunner
 
 
+MOST_WITH_DRAFT = 32
+"""Tokens of a text to read that are part of the price of a draft; more are counted apart."""
+
+
 @dataclass(slots=True, eq=False)
 class Context:
     """The text of one request as the draft role knows it. Drafters read it; only the role changes it.
@@ -304,6 +308,14 @@ class HasLevels(Protocol):
         ...
 
 
+class TimesReading(Protocol):
+    """Decides itself which texts it reads, and when."""
+
+    def reading_s(self) -> float:
+        """Seconds since the last call in which `propose` read more than `MOST_WITH_DRAFT` tokens of a text."""
+        ...
+
+
 class LearnsWhenIdle(Protocol):
     """Changes its own weights by small steps, each shorter than a pass of the target."""
 
@@ -339,6 +351,7 @@ class Capabilities:
     works_ahead: DraftsAhead | None = None
     sends_previews: SendsPreviews | None = None
     has_levels: HasLevels | None = None
+    times_reading: TimesReading | None = None
     reads_top_tokens: ReadsTopTokens | None = None
     reads_features: ReadsFeatures | None = None
     learns: LearnsWhenIdle | None = None

@@ -191,6 +191,10 @@ class LoadCosts:
     def plain(self) -> RoundCosts:
         return self.by_choice[Decoding.plain]
 
+    @property
+    def has_measured_plain(self) -> bool:
+        return Decoding.plain in self._measured
+
     def by_length(self, choice: Decoding) -> RoundLines:
         """What rounds of a choice cost by draft length."""
         return self.by_choice[choice].by_length(self.plain.verify.mean_y)

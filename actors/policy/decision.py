@@ -130,7 +130,7 @@ class Decision:
     _is_caught_up: bool = False
     _has_drafted: bool = False
     _saves_up: bool = False  # for a choice that might be better, and cannot be afforded yet
-    _unpaid_s: float = 0.0  # done for drafts outside of rounds, not yet taken from the budget
+    _unpaid: float = 0.0  # rounds for drafts outside of rounds, not yet taken from the budget
 
     def __post_init__(self) -> None:
         self.mode = Mode.speculate if self.choice.drafts else Mode.rest if self.awaited is None else Mode.catch_up
@@ -154,20 +154,21 @@ class Decision:
             return None
         return exp(max(drafting) - plain.log_speed)
 
-    def charge(self, seconds: float) -> None:
-        """So much was done for drafts outside of the rounds. It delays the next trial, and ends none.
+    def charge(self, rounds: float) -> None:
+        """What was done for drafts outside of the rounds took as long as so many. It delays the next trial, and ends
+        none.
 
-        Drafts made behind the verdict that ended speculation are no exploration. The texts of the first trial are read
-        once: charged, they kept drafts off for 100 to 250 rounds where these were 1.6 times as fast.
+        Texts that are read while drafts go on are no exploration, nor are drafts made behind the verdict that ended
+        speculation. The texts of the first trial are read once: charged, they kept drafts off for 100 to 250 rounds
+        where these were 1.6 times as fast.
         """
-        if self.is_settled or self.mode is not Mode.rest:
-            self._unpaid_s += seconds
+        if self.mode is not Mode.speculate and (self.is_settled or self.mode is not Mode.rest):
+            self._unpaid += rounds
 
     def _pay(self) -> None:
-        best = self.estimates.get(self.best)
-        if self.mode not in (Mode.catch_up, Mode.trial) and best is not None and best.is_known:
-            self.budget -= min(self._unpaid_s / best.seconds, MOST_CHARGED_BESIDE)
-            self._unpaid_s = 0.0
+        if self.mode not in (Mode.catch_up, Mode.trial):
+            self.budget -= min(self._unpaid, MOST_CHARGED_BESIDE)
+            self._unpaid = 0.0
 
     def count(self, tokens: float, expected_s: float, seconds: float, estimates: Estimates | None = None) -> None:
         """A round of the present choice took so long. Rounds like it are expected to take `expected_s`, and to bring a
@@ -182,7 +183,7 @@ class Decision:
             return
         took, is_first = expected_s / best.seconds, self._rounds <= SETTLE_ROUNDS
         if self.choice.drafts and not self._has_drafted:
-            self._has_drafted, self._unpaid_s = True, 0.0
+            self._has_drafted, self._unpaid = True, 0.0
             return  # a process that runs this code for the first time; what it takes says nothing of later rounds
         if is_first:
             self.budget -= max(0.0, min(seconds, OUTLIER * expected_s) - expected_s) / best.seconds
@@ -213,7 +214,7 @@ class Decision:
         """Choose for the next round."""
         self.estimates, self.best = estimates, self._best(estimates)
         if self.mode is Mode.trial and self.choice is self.best:
-            self._unpaid_s = 0.0  # the text is read for drafts that go on
+            self._unpaid = 0.0  # the text is read for drafts that go on
         self._pay()
         if self._rounds < _least_rounds(self.choice):
             if self.mode is Mode.rest:

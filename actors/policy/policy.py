@@ -80,6 +80,8 @@ class RoundObservation:
     """Drafts had been ordered, but the pass did not wait for them."""
     samples: bool = False
     """Most requests of the batch are sampled, not greedy."""
+    read_s: float = 0.0
+    """Part of `draft_s` in which the drafter read text that it had missed: the price of a beginning, of no draft."""
     unused_s: float = 0.0
     """Time beside `seconds` in which the target's ranks read text for a drafter on them, or drafted what was not
     verified."""
@@ -305,10 +307,10 @@ class AdaptivePolicy(Policy):
         request_ids = [outcome.request_id for outcome in seen.outcomes]
         tradeoffs = {way: self._tradeoff(way, request_ids) for way in self._ways} if seen.num_may_speculate else {}
         estimates = self._estimates(tradeoffs, request_ids) if tradeoffs else {}
+        self._decision.charge((seen.unused_s + seen.read_s) / self._usual_s(seen))
         if drafted is self._decision.choice.drafts:
             took_s = seen.seconds / self._speed.factor
             self._decision.count(*self._expected(seen, drafted=drafted), took_s, estimates)
-        self._decision.charge(seen.unused_s / self._speed.factor)
         if estimates:
             self._decide(tradeoffs, estimates, request_ids)
             self._may_end = self._decision.may_end
@@ -356,16 +358,23 @@ class AdaptivePolicy(Policy):
         arrived = 1.0  # of drafts that are late, the next pass may wait for all
         if drafted and not seen.skipped_drafts:
             arrived = verified / sum([outcome.num_ordered for outcome in seen.outcomes])
-        gap_s, served = max(0.0, seen.seconds - seen.verify_s), num_requests / seen.num_running
-        times = MeasuredRound(seen.verify_s, gap_s, seen.draft_s, longest, verified / num_requests, served, arrived)
+        gap_s, served = max(0.0, seen.seconds - seen.verify_s - seen.read_s), num_requests / seen.num_running
+        draft_s = max(0.0, seen.draft_s - seen.read_s)
+        times = MeasuredRound(seen.verify_s, gap_s, draft_s, longest, verified / num_requests, served, arrived)
         choice = self._way if drafted else Decoding.plain
         shown.measure(choice, times, self._speed, is_first=not self._decision.is_settled)
+
+    def _usual_s(self, seen: RoundObservation) -> float:
+        """Seconds of a plain round at the machine's present speed; of a pass, where none was measured under this load."""
+        known_s = self._speed.factor * self._load.plain.mean_s
+        return known_s if self._load.has_measured_plain else max(known_s, seen.verify_s, 1e-9)
 
     def _notice_late_drafts(self, seen: RoundObservation, *, late: bool) -> None:
         """Drafts that never come in time show no cost: what was measured is dropped, and a trial is due later."""
         self._num_late = self._num_late + 1 if late and self._decision.choice.drafts else 0
         if self._num_late:
-            self._decision.charge(max(0.0, seen.seconds / self._speed.factor - self._load.plain.mean_s))
+            usual_s = self._usual_s(seen)
+            self._decision.charge(max(0.0, seen.seconds - usual_s) / usual_s)
         if self._num_late == LATE_ROUNDS:
             self._num_late = 0
             self._load.forget_drafts()
@@ -404,7 +413,8 @@ class AdaptivePolicy(Policy):
         self._decision.decide(estimates)
         way, self.least_chance = self._way, 0.0
         is_trial = self.mode in (Mode.catch_up, Mode.trial)
-        self._tries_all = is_trial and self._should_try_all(tradeoffs[way], estimates)
+        if self.mode is not Mode.trial:  # of those that join a trial the texts would have to be read
+            self._tries_all = is_trial and self._should_try_all(tradeoffs[way], estimates)
         if self._decision.choice.drafts and not drafted:
             self.wait.clear_delays()
         if not self._load.by_choice[way].weight or not (is_trial or self._decision.choice.drafts):

@@ -641,6 +641,8 @@ class ProposalBatch:
     """(Started, finished) of the receipt of the order's tensors."""
     learning: LearningWork | None = None
     """All that was learned so far."""
+    read_s: float = 0.0
+    """Part of the time between `started` and `finished` in which text that the drafter had missed was read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from actors.drafters.draft_ahead.timing import DraftAheadTiming
-from actors.drafters.interface import Context, Drafter, FeatureRows
+from actors.drafters.interface import MOST_WITH_DRAFT, Context, Drafter, FeatureRows
 from actors.protocol.membership import Weights
 from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, LearningWork, Proposal, ProposalBatch
 
@@ -41,6 +41,7 @@ class DraftRole:
         self._idle_time = None if can.learns is None else _idle_time(can.learns.idle_share, clock())
         self._width_chooser = _width_chooser() if adapts else None
         self._num_forgotten = 0
+        self._read_len: dict[int, int] = {}  # tokens of a text up to the last call that read it, by request
         self._steps: list[tuple[float, float, bool]] = []  # (started, finished, refreshed) since the last answer
         self._timing = DraftAheadTiming()
 
@@ -140,6 +141,7 @@ class DraftRole:
         for request_id in self.contexts:
             self.drafter.release(request_id)
         self.contexts.clear()
+        self._read_len.clear()
         self._steps.clear()
 
     def use_weights(self, weights: Weights) -> None:
@@ -151,11 +153,13 @@ class DraftRole:
             for top_tokens in batch.top_tokens:
                 reader.read_top_tokens(top_tokens)
         for request_id in batch.releases:
+            self._read_len.pop(request_id, None)
             if self.contexts.pop(request_id, None) is not None:
                 self.drafter.release(request_id)
         for admit in batch.admits:
             if admit.request_id in self.contexts:  # a parent level that lost its answer admits again
                 self.drafter.release(admit.request_id)
+                self._read_len.pop(admit.request_id, None)
             self.contexts[admit.request_id] = Context.admitted(
                 admit, self._capabilities.vocab_size, self._num_forgotten
             )
@@ -175,6 +179,7 @@ class DraftRole:
         idle = [context for context, budget in wanted if not budget]
         if idle and self._capabilities.prefills is not None:
             self._capabilities.prefills.prefill(idle)
+            self._note_read(idle)
         return [(context, budget) for context, budget in wanted if budget]
 
     def read_features(self, features: Sequence[FeatureRows]) -> None:
@@ -211,7 +216,13 @@ class DraftRole:
         """Drafts for these orders, and the work since the last batch."""
         steps, self._steps = tuple(self._steps), []
         contexts, budgets = [context for context, _ in orders], [budget for _, budget in orders]
-        drafts = self.drafter.propose(contexts, budgets) if orders else []
+        drafts, read_s = [], 0.0
+        if orders:
+            read_s = self._read_missed(contexts)
+            drafts = self.drafter.propose(contexts, budgets)
+            self._note_read(contexts)
+            if (timed := self._capabilities.times_reading) is not None:
+                read_s = timed.reading_s()
         proposals = tuple(
             Proposal(
                 context.request_id,
@@ -230,8 +241,34 @@ class DraftRole:
         levels = self._capabilities.has_levels.level_stats() if self._capabilities.has_levels is not None else ()
         learning = self._learning()
         return ProposalBatch(
-            round, proposals, started, self.clock(), num_missing, ahead=steps, levels=levels, learning=learning
+            round,
+            proposals,
+            started,
+            self.clock(),
+            num_missing,
+            ahead=steps,
+            levels=levels,
+            learning=learning,
+            read_s=read_s,
         )
+
+    def _read_missed(self, contexts: Sequence[Context]) -> float:
+        """Texts of which much is unread are read before the drafts, so that what these cost is known; the seconds."""
+        prefills = self._capabilities.prefills
+        if prefills is None or self._capabilities.times_reading is not None:
+            return 0.0
+        missed = [
+            one for one in contexts if len(one.token_ids) - self._read_len.get(one.request_id, 0) > MOST_WITH_DRAFT
+        ]
+        if not missed:
+            return 0.0
+        started = self.clock()
+        prefills.prefill(missed)
+        return self.clock() - started
+
+    def _note_read(self, contexts: Sequence[Context]) -> None:
+        for context in contexts:
+            self._read_len[context.request_id] = len(context.token_ids)
 
     def _learning(self) -> LearningWork | None:
         """What the drafter has learned so far, and the time it took."""

@@ -27,7 +27,7 @@ from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.auto.members import Member, MembersAhead, MembersFeatures, MembersRows
 from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.width import Step
-from actors.drafters.interface import Capabilities, Context, Draft, DraftsByPass
+from actors.drafters.interface import MOST_WITH_DRAFT, Capabilities, Context, Draft, DraftsByPass
 from actors.policy.drafter_choice import NO_DRAFTER, DrafterChoice, Offer, RoundTimes
 from actors.policy.estimators import LinearFit
 from actors.protocol.messages import Commit, DraftPreview, LevelWork, TokenTree, TopTokens
@@ -38,8 +38,6 @@ Picks = list[tuple[int, int]]
 Orders = Sequence[tuple[Context, int]]
 """Requests, and the draft tokens that were ordered for each."""
 _ROW_STIFFNESS = 1.0
-_MOST_WITH_DRAFT = 32
-"""Tokens to read that are part of the price of a draft; more are weighed by themselves."""
 _LONGEST_RUN = 7
 """Tokens in a row that a drafter was right about, beyond which a longer run predicts no more."""
 _LEAST_REST = 0.5
@@ -90,6 +88,8 @@ class _Request:
     """Shown drafters -> last tokens in a row that they were right about."""
     read: dict[int, int] = field(default_factory=dict)
     """Other drafters -> tokens of the text that they have read."""
+    read_by_shown: int = 0
+    """Tokens of the text that all shown drafters have read."""
     num_verdicts: int = 0
     """Since the last draft left."""
     answer: _Answer | None = None
@@ -122,6 +122,7 @@ class AutoDrafter:
             works_ahead=self._ahead if works_ahead else None,
             sends_previews=self if any(one.sends_previews is not None for one in can) else None,
             has_levels=self,
+            times_reading=self,
             reads_top_tokens=self if any(one.reads_top_tokens is not None for one in can) else None,
             reads_features=MembersFeatures(readers) if readers else None,
             shares_rows=MembersRows(sharing) if sharing else None,
@@ -134,6 +135,7 @@ class AutoDrafter:
         self._begun: dict[int, _Begun] = {}
         self._rest_s: dict[int, LinearFit] = {}  # by batch size: seconds from one draft to the next order, by its rows
         self._work = [LevelWork(one.name) for one in members]
+        self._reading_s = 0.0
 
     # --- the contract of drafters -------------------------------------------------------------------------------------
 
@@ -162,6 +164,7 @@ class AutoDrafter:
                 one.read_s.update((self._clock() - started) / num_tokens, num_tokens)
                 for context in reading:
                     self._requests[context.request_id].read[i] = len(context.token_ids)
+        self._note_shown(contexts)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """What a drafter has prepared is used; for the others drafters are chosen."""
@@ -220,6 +223,10 @@ class AutoDrafter:
         levels = [level for one in inner if one is not None for level in one.level_stats()]
         return (*(one for one in work if one.num_passes or one.num_accepted_tokens), *levels)
 
+    def reading_s(self) -> float:
+        seconds, self._reading_s = self._reading_s, 0.0
+        return seconds
+
     # --- drafting -----------------------------------------------------------------------------------------------------
 
     def _prepared(self, orders: Orders) -> dict[int, Draft]:
@@ -257,6 +264,7 @@ class AutoDrafter:
         contexts, budgets = [context for context, _ in orders], [budget for _, budget in orders]
         times = self._times(contexts, self._clock())
         shown = {i: self._draft(i, contexts, budgets) for i, one in enumerate(self.members) if one.is_shown}
+        self._note_shown(contexts)
         return self._pick(contexts, budgets, shown, times), shown
 
     def _taken(self, context: Context, number: int, draft: Draft) -> Draft:
@@ -296,14 +304,43 @@ class AutoDrafter:
             return []
         one = self.members[number]
         budgets = [min(budget, one.longest) for budget in budgets]
+        read_s = self._read_missed(number, contexts)
         unread = [self._unread(number, context) for context in contexts]
         started = self._clock()
         drafts = one.drafter.propose(contexts, budgets)
         seconds = self._clock() - started
         if not one.is_shown:
             _measure(one, max(budgets), unread, seconds)
+        seconds += read_s
         self._count(number, drafts, seconds)
         return drafts
+
+    def _read_missed(self, number: int, contexts: Sequence[Context]) -> float:
+        """Texts of which this drafter has much to read are read before its drafts; returns the seconds."""
+        one = self.members[number]
+        if (prefills := one.drafter.capabilities.prefills) is None or not (one.is_shown or one.reads_text):
+            return 0.0
+        missed = [
+            context
+            for context in contexts
+            if self._read_len(number, context) < len(context.token_ids) - MOST_WITH_DRAFT
+        ]
+        if not missed:
+            return 0.0
+        num_tokens = sum(len(context.token_ids) - self._read_len(number, context) for context in missed)
+        started = self._clock()
+        prefills.prefill(missed)
+        seconds = self._clock() - started
+        if one.reads_text:
+            one.read_s.update(seconds / num_tokens, num_tokens)
+            for context in missed:
+                self._requests[context.request_id].read[number] = len(context.token_ids)
+        self._reading_s += seconds
+        return seconds
+
+    def _note_shown(self, contexts: Sequence[Context]) -> None:
+        for context in contexts:
+            self._requests[context.request_id].read_by_shown = len(context.token_ids)
 
     def _count(self, number: int, drafts: Sequence[Draft], seconds: float) -> None:
         work, sizes = self._work[number], [draft.tree.num_draft_tokens for draft in drafts]
@@ -324,7 +361,12 @@ class AutoDrafter:
         """Tokens of the text that the drafter has yet to read."""
         if not self.members[number].reads_text:
             return 0
-        return len(context.token_ids) - self._requests[context.request_id].read.get(number, 0)
+        return len(context.token_ids) - self._read_len(number, context)
+
+    def _read_len(self, number: int, context: Context) -> int:
+        """Tokens of the text that the drafter has read."""
+        request = self._requests[context.request_id]
+        return request.read_by_shown if self.members[number].is_shown else request.read.get(number, 0)
 
     def _should_read(self, number: int, context: Context) -> bool:
         """Whether a model should read text that it is not asked to draft for: the rest of a prompt that it began, and
@@ -345,7 +387,7 @@ class AutoDrafter:
             longest, draft = min(budget, one.longest), shown.get(i)
             is_chain, depth, kind = one.is_chain, longest, (0, 0)
             unread = self._unread(i, context)
-            read_s = one.read_s.mean * unread if unread > _MOST_WITH_DRAFT else 0.0
+            read_s = one.read_s.mean * unread if unread > MOST_WITH_DRAFT else 0.0
             if draft is not None:
                 num_tokens = draft.tree.num_draft_tokens
                 if not num_tokens:
@@ -378,7 +420,7 @@ class AutoDrafter:
             return UNMEASURED
         slope = rest.slope(0.0, _ROW_STIFFNESS)
         unread = [
-            [count for context in contexts if (count := self._unread(i, context)) <= _MOST_WITH_DRAFT]
+            [count for context in contexts if (count := self._unread(i, context)) <= MOST_WITH_DRAFT]
             for i in range(len(self.members))
         ]
         means = [sum(counts) / len(counts) if counts else 0.0 for counts in unread]
@@ -486,7 +528,7 @@ class AutoDrafter:
 
 def _measure(member: Member, longest: int, unread: Sequence[int], seconds: float) -> None:
     """Drafts of at most `longest` tokens, behind so many tokens that were to be read, took so long."""
-    if late := [count for count in unread if count > _MOST_WITH_DRAFT]:
+    if late := [count for count in unread if count > MOST_WITH_DRAFT]:
         read_s = max(0.0, seconds - member.draft_s(longest, 0.0))
         member.read_s.update(read_s / sum(late), sum(late))
     else:

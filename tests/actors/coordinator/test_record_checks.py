@@ -247,6 +247,8 @@ REFUSED = {
     "a probability above one": ("draft-0#0", proposals(proposal(distributions=WIDE))),
     "a draft that lasts without end": ("draft-0#0", proposals(proposal(), finished=inf)),
     "a pass that lasts without end": ("draft-0#0", proposals(ahead=((0.0, nan, False),))),
+    "a text that took no time to read": ("draft-0#0", proposals(proposal(), read_s=-1.0)),
+    "a text that is read without end": ("draft-0#0", proposals(proposal(), read_s=inf)),
     "work of a level without end": ("draft-0#0", proposals(levels=(LevelWork("ngram", busy_s=inf),))),
     "work of a level at no time": ("draft-0#0", proposals(levels=(LevelWork("ngram", spans=((0.0, nan),)),))),
     "a preview that is no tree": ("draft-0#0", preview(TokenTree((4, 5), (0, 0)))),

@@ -129,7 +129,7 @@ def test_the_first_draft_of_a_process_alone_is_not_charged():
 def test_a_text_that_was_read_for_a_trial_that_succeeds_is_not_charged():
     for cost, charged in ((1.5, False), (2.5, True)):
         budgets = []
-        for unpaid in (0.0, 10 * ROUND_S):
+        for unpaid in (0.0, 10.0):
             world = World(Decision(PLAIN, awaited=IN_TURN), in_turn=cost)
             world.decision._has_drafted = True  # a later trial
             world.decision.charge(unpaid)
@@ -269,7 +269,7 @@ def test_drafts_that_are_late_end_speculation_until_the_budget_allows_a_trial():
 def test_what_is_read_for_a_trial_but_the_first_delays_the_next_one_and_ends_none(is_first):
     """The drafter reads the text before the trial, which takes as long as ten plain rounds."""
     trials = []
-    for unpaid in (0.0, 10 * ROUND_S):
+    for unpaid in (0.0, 10.0):
         world = World(Decision(PLAIN, awaited=IN_TURN), in_turn=2.3)
         world.decision._has_drafted = not is_first
         world.decision.charge(unpaid)
@@ -284,9 +284,9 @@ def test_drafts_made_behind_the_verdict_that_ended_speculation_are_not_charged()
     while world.run(1).decision.mode is not Mode.rest:
         pass
     before = world.decision.budget
-    world.decision.charge(3 * ROUND_S)
+    world.decision.charge(3.0)
     assert world.run(1).decision.budget > before
-    world.decision.charge(3 * ROUND_S)
+    world.decision.charge(3.0)
     assert world.run(1).decision.budget < before - 2
 
 

@@ -247,13 +247,55 @@ def test_a_lookup_that_mostly_finds_nothing_is_not_expected_to_fill_every_pass()
     assert policy.mode is Mode.speculate
 
 
-def test_what_was_done_for_drafts_outside_of_rounds_is_charged():
-    """But only before the next trial: it ends no speculation that pays."""
+@pytest.mark.parametrize("field", ["unused_s", "read_s"])
+def test_what_was_done_for_drafts_outside_of_rounds_is_charged_before_a_trial(field):
+    """But texts that are read while drafts go on are no exploration."""
     policy = AdaptivePolicy("sync", 0, LONGEST)
+    while policy.mode is not Mode.catch_up:
+        policy.update(observation([0], draft_s=0.0, verify_s=0.01))
+    policy.update(observation([0], draft_s=0.0, verify_s=0.01, **{field: 0.05}))
+    assert policy._decision._unpaid == pytest.approx(5), "in plain rounds"
     played(policy, 1, 60, (5e-4, 0.9))
     before = policy._decision.budget
-    policy.update(observation([3], draft_s=2e-3, verify_s=0.01, unused_s=0.05))
-    assert policy._decision.budget < before - 1 and policy.mode is Mode.speculate
+    policy.update(observation([3], draft_s=2e-3, verify_s=0.01, **{field: 0.05}))
+    assert policy._decision.budget > before - 0.1 and policy.mode is Mode.speculate
+
+
+def test_a_charge_is_in_rounds_of_its_own_load():
+    """A batch of 16, of which only a pass over prompts was seen: its plain rounds take four times as long as one of a
+    single request, which is all that is known of them."""
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    played(policy, 1, 20, (5e-3, 0.0))
+    policy._decision.mode = Mode.catch_up
+    policy.update(observation([0] * 16, draft_s=0.0, verify_s=0.04, prompt_rows=100, unused_s=0.04))
+    assert policy._decision._unpaid == pytest.approx(1)
+
+
+def test_a_text_that_is_read_before_a_draft_is_no_price_of_drafts():
+    """Sixteen texts take as long as five rounds: the drafts that follow cost what they cost."""
+    seconds = []
+    for read_s in (0.0, 0.05):
+        policy = AdaptivePolicy("sync", 0, LONGEST)
+        played(policy, 16, 20, (5e-4, 0.9))
+        policy.update(observation([3] * 16, draft_s=2e-3 + read_s, verify_s=0.01, read_s=read_s))
+        seconds.append(policy._load.by_length(Decoding.in_turn).seconds(LONGEST))
+    assert seconds[0] == pytest.approx(seconds[1])
+
+
+def test_no_request_joins_a_trial():
+    """Its text would have to be read first: a trial is one of all before the texts are read, or not at all."""
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    policy._should_try_all = lambda *_: True
+    followed = []
+    while policy.mode is not Mode.trial:
+        policy.update(observation([0] * 16, draft_s=0.0, verify_s=0.01))
+        if policy.mode is Mode.catch_up:
+            policy.caught_up()
+            followed.append(policy.num_followed(16))
+    assert followed[-1] == 16
+    policy._tries_all = False
+    policy.update(observation([2, 2, *[0] * 14], draft_s=2e-3, verify_s=0.01))
+    assert policy.mode is not Mode.trial or policy.num_followed(16) == 2
 
 
 def test_a_pass_that_becomes_slower_does_not_favour_a_choice():

@@ -60,6 +60,23 @@ def role():
     return DraftRole(Recorder())
 
 
+def test_a_text_of_which_much_is_unread_is_read_before_its_draft_and_timed_apart():
+    now = iter(range(1000))
+    role = DraftRole(Recorder(), clock=lambda: float(next(now)))
+    assert last_answer(role, DraftBatch(1, admits=(admit(1),), orders=(DraftOrder(1, 2),))).read_s == 0
+    text = tuple(range(40))
+    answer = last_answer(
+        role,
+        DraftBatch(
+            2, commits=(Commit(1, 0, 2, (), text),), admits=(admit(2),), orders=(DraftOrder(1, 2), DraftOrder(2, 1))
+        ),
+    )
+    assert answer.read_s == 1 and role.drafter.heard[-2:] == [("prefill", 1), ("propose", (1, 2), (2, 1))]
+    assert last_answer(role, DraftBatch(3, orders=(DraftOrder(1, 2),))).read_s == 0, "it has been read"
+    last_answer(role, DraftBatch(4, commits=(Commit(1, 0, 42, (), text),), orders=(DraftOrder(1, 0),)))
+    assert last_answer(role, DraftBatch(5, orders=(DraftOrder(1, 2),))).read_s == 0, "while there was time"
+
+
 def test_news_come_before_orders_and_leavers_before_comers(role):
     last_answer(role, DraftBatch(1, admits=(admit(1),)))
     role.drafter.heard.clear()

@@ -546,6 +546,24 @@ def test_reading_ahead_is_measured_per_token(clock):
     assert cost.mean == pytest.approx(0.0005) and cost.weight == PROMPT
 
 
+def test_texts_of_which_much_is_unread_are_read_before_the_drafts_and_timed_apart(clock):
+    """The lookup takes 0.1 ms a token and the model 0.5; ten tokens are part of a draft's price, forty are not."""
+    lookup, model = Reader(clock, 1, 4, read_s=0.0001), Reader(clock, 4, 4, call_s=0.001, read_s=0.0005)
+    table = Table(lookup, model, clock)
+    watched(table, (1, 4))
+    table.drafter.propose([table.context], [4])
+    assert table.drafter.reading_s() == 0.0 and not model.ahead
+    table.context.extend(TEXT[10:50])
+    before = clock.now
+    table.drafter.propose([table.context], [4])
+    assert table.drafter.reading_s() == pytest.approx(40 * 0.0006) and table.drafter.reading_s() == 0.0
+    assert lookup.ahead == model.ahead == [40] and clock.now - before == pytest.approx(40 * 0.0006 + 4 * 0.001)
+    table.context.extend(TEXT[50:90])
+    table.drafter.prefill([table.context])
+    table.drafter.propose([table.context], [4])
+    assert table.drafter.reading_s() == 0.0 or model.ahead[-1] == 40
+
+
 def test_text_reaches_lookups_without_being_measured(clock):
     lookup = Reader(clock, 1, 4, read_s=0.0005)
     table = Table(lookup, Scripted(clock, 4, 4), clock)
