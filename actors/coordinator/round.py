@@ -33,7 +33,8 @@ class Round:
     read_s: float = 0.0
     """Part of `waited_s` in which the drafter read text that it had missed."""
     unused_s: float = 0.0
-    """Time that an attached drafter took at the end of the round before where none of them is verified: it read text, or the policy decodes plainly since."""
+    """Time of that drafter before a round that verifies none of its drafts: it read text, or the policy decodes plainly
+    since."""
     serves_drafts: bool = False
     """The pass also computes what an attached drafter drafts from."""
 

@@ -365,7 +365,7 @@ class AdaptivePolicy(Policy):
         shown.measure(choice, times, self._speed, is_first=not self._decision.is_settled)
 
     def _usual_s(self, seen: RoundObservation) -> float:
-        """Seconds of a plain round at the machine's present speed; of a pass, where none was measured under this load."""
+        """Seconds of a plain round at the present speed; of a pass, where none was measured under this load."""
         known_s = self._speed.factor * self._load.plain.mean_s
         return known_s if self._load.has_measured_plain else max(known_s, seen.verify_s, 1e-9)
 
