@@ -122,6 +122,8 @@ class PoolService:
         finally:
             for tenant in self._tenants.values():
                 tenant.end("the pool ends")
+            for tenant in self._tenants.values():
+                tenant.wait()
             self._publish()
 
     def _publish(self) -> None:
@@ -203,7 +205,8 @@ class PoolService:
         if tenant is not None:
             tenant.end("its engine ordered another")
         self._num_begun += 1
-        self._tenants[engine] = Tenant(order, client, self._num_begun, self._spec, self._shared, self._request_numbers)
+        known = self._num_begun, self._spec, self._shared, self._request_numbers
+        self._tenants[engine] = Tenant(order, client, *known, before=tenant)
         self._observe(f"{self.num_leases} of {self._limits.max_leases} leases")
         return self._granted(order.number)
 
@@ -214,6 +217,8 @@ class PoolService:
             return f"lease {tenant.order.number} has replaced it"
         if order.is_renewal:
             return f"it knows nothing of lease {order.number}, as one that was started since"
+        if tenant is not None and not tenant.has_begun:
+            return "the lease before its last one has not ended yet"
         if tenant is not None and tenant.has_failed and time.monotonic() - tenant.heard_at < lease_s:
             return f"its last lease failed ({tenant.why}); another after {lease_s:g} s"
         return self._why_full(client, tenant)

@@ -16,7 +16,7 @@ from actors.logs import log_event, logger_of
 from actors.pool.tenant_drafter import LeaseCounts, SharedDrafter, TenantDrafter
 from actors.pool.tenant_link import TenantLink
 from actors.protocol.leases import LeaseOrder
-from actors.protocol.membership import Join, identity_of
+from actors.protocol.membership import Death, Join, identity_of
 from actors.roles.draft import DraftRole
 from actors.topology import seat_role
 from actors.transport.channel import heart_of, link_name, open_link
@@ -30,8 +30,8 @@ from parallel.comm.group import SINGLE, Group
 
 @dataclass(eq=False)
 class Tenant:
-    """Runs from construction until `end`, or until it ends by itself. `client` is the name of its
-    engine's key, `spec` that of the pool's own rank."""
+    """Runs from construction until `end`, or until it ends by itself. `client` is the name of its engine's key, `spec`
+    that of the pool's own rank. It begins once `before`, the engine's last lease, has given its rows back."""
 
     order: LeaseOrder
     client: str
@@ -39,6 +39,7 @@ class Tenant:
     spec: RankSpec
     shared: SharedDrafter
     numbers: Iterator[int]
+    before: Tenant | None = None
     now: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -60,12 +61,17 @@ class Tenant:
         self.heard_at = self.now()
 
     def end(self, why: str) -> None:
-        """Waits until it has given its rows back."""
+        """It has ended, and gives its rows back as soon as the pass that runs is over; `wait` waits for that."""
         self.why = self.why or why
         self._ends.set()
+
+    def wait(self) -> None:
         self._thread.join()
 
     def _run(self) -> None:
+        if self.before is not None:
+            self.before.wait()
+            self.before = None
         order = self.order
         role = seat_role(order.seat)
         identity = identity_of(role, 0)
@@ -98,7 +104,7 @@ class Tenant:
                 link.close()
         except Exception as error:
             self.has_failed = True
-            self.why = f"{type(error).__name__}: {error}"
+            self.why = Death.by(identity, error).text
             self._logger.exception("lease-failed", extra={"facts": {"lease": self.number}})
         finally:
             self.shared.leave(drafter)
@@ -111,7 +117,11 @@ class Tenant:
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._ends.is_set()
+
+    @property
+    def has_begun(self) -> bool:
+        return self.before is None
 
 
 def _alone(_spec: RankSpec, _order: Join) -> Group:

@@ -176,10 +176,10 @@ class TenantDrafter:
         if proposed is None:
             self.counts.num_left_out += len(contexts)
             return {}
-        with self._passes.turn():
-            self._num_read |= {
-                one.request_id: len(one.token_ids) for one in contexts if one.request_id in self._with_rows
-            }
+        read = {one.request_id: len(one.token_ids) for one in contexts}
+        with self._passes.turn():  # rows that were given back meanwhile are there again
+            self._with_rows |= read.keys()
+            self._num_read |= read
         self.counts.num_drafts += len(contexts)
         for context, draft in zip(contexts, proposed, strict=True):
             self._offered(context, draft.tree)
@@ -194,8 +194,10 @@ class TenantDrafter:
         if self._answered_at is not None:
             self._history.rest_s.update(self._shared.clock() - self._answered_at)
             self._answered_at = None
-        num_accepted = min(len(commit.path), len(commit.token_ids))
-        self._history.accepted(self._num_drafted.pop(context.request_id, 0), num_accepted)
+        # what another drafter of the engine, or a grammar, has proposed is accepted too
+        num_drafted = self._num_drafted.pop(context.request_id, 0)
+        num_accepted = min(len(commit.path), len(commit.token_ids), num_drafted)
+        self._history.accepted(num_drafted, num_accepted)
         self.counts.num_accepted_tokens += num_accepted
         with self._passes.turn() as drafter:
             drafter.observe(context, commit)

@@ -7,9 +7,11 @@ ever share KV rows or memories.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
 from actors.protocol.leases import LeaseOrder
@@ -17,6 +19,7 @@ from actors.protocol.membership import Join
 from actors.protocol.messages import (
     FAR_REACH,
     LONGEST_SALT,
+    SCOPE_BYTES,
     Admit,
     Commit,
     DraftBatch,
@@ -32,6 +35,8 @@ MOST_REQUESTS = 1024
 """Requests of one lease at a time."""
 MOST_TOKENS = 1 << 24
 """Tokens of all their texts."""
+_SCOPES = secrets.token_bytes(16)
+"""Without it no engine finds a number of a scope of its own that comes out as that of another lease."""
 
 
 @dataclass(slots=True)
@@ -104,6 +109,9 @@ class TenantLink(Mailbox):
     def _translated(self, batch: DraftBatch) -> DraftBatch:
         if batch.exports:
             raise ValueError("exports: a pool is sent no hidden states")
+        ordered = [order.request_id for order in batch.orders]
+        if len(set(ordered)) < len(ordered):
+            raise ValueError("orders: two are of one request")
         releases = [self._release(name) for name in batch.releases]
         return replace(
             batch,
@@ -140,16 +148,19 @@ class TenantLink(Mailbox):
         self._hold(size)
         self._known[admit.request_id] = _Known(number, admit.epoch, size)
         self._names[number] = admit.request_id
-        # the tenant is part of the scope, which is part of the key of rows, and in place of the key of memories
-        scope = hash((self._tenant, admit.scope))
         return replace(
             admit,
             request_id=number,
             drafter=None,
             grammar=None,
-            scope=scope,
-            memory_scope=hash((self._tenant, admit.memory_scope)),
+            scope=self._scope(admit.scope),
+            memory_scope=self._scope(admit.memory_scope),
         )
+
+    def _scope(self, scope: int) -> int:
+        """The engine's scope as one of this lease alone."""
+        text = f"{self._tenant} {scope}".encode()
+        return int.from_bytes(blake2b(text, key=_SCOPES, digest_size=SCOPE_BYTES).digest())
 
     def _commit(self, commit: Commit) -> Commit:
         known = self._of(commit.request_id)

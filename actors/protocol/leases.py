@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from math import isfinite
 
 _ADDRESS = re.compile(r"tcp://([\w.-]{1,255}|\[[0-9a-fA-F:]{2,45}\]):\d{1,5}", re.ASCII)
 KEY_BYTES = 32
@@ -17,6 +18,7 @@ MOST_DRAFT_TOKENS = 256
 """Draft tokens of one order, at most."""
 MOST_SEATS = 64
 """Leases that an engine holds at a time, at most."""
+_LONGEST_LINE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +110,12 @@ class LeaseAnswer:
     drafter: str = ""
     num_leases: int = 0
     draft_s: float = 0.0
+
+    def check(self) -> None:
+        """Raise ValueError, one line, for a field that is out of range."""
+        for name, seconds in (("lease_s", self.lease_s), ("draft_s", self.draft_s)):
+            if not (isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{name}: must be 0 or more")
+        for name, line in (("why", self.why), ("drafter", self.drafter)):
+            if len(line) > _LONGEST_LINE or not line.isprintable():
+                raise ValueError(f"{name}: must be one line of at most {_LONGEST_LINE} printable characters")

@@ -101,14 +101,25 @@ def offer_of(place: PoolPlace, query: LeaseQuery) -> PoolOffer:
         for _ in range(_QUERIES):
             asked_at = time.monotonic()
             link.send(query)
-            answer = link.receive(_QUERY_S)
-            if not isinstance(answer, LeaseAnswer):
+            if (answer := _answer_of(link.receive(_QUERY_S))) is None:
                 break
             delay_s = time.monotonic() - asked_at
             offer = PoolOffer(answer, delay_s if offer.answer is None else min(delay_s, offer.delay_s))
     finally:
         link.close()
     return offer
+
+
+def _answer_of(record: object) -> LeaseAnswer | None:
+    """A record of a pool, if it is an answer that makes sense."""
+    if not isinstance(record, LeaseAnswer):
+        return None
+    try:
+        record.check()
+    except ValueError as error:
+        log.warning("an answer of a pool makes no sense: %s", error)
+        return None
+    return record
 
 
 def ranked(offers: Sequence[PoolOffer]) -> list[int]:
@@ -236,9 +247,9 @@ class PoolLeases:
     def _answer(self, link: Link) -> LeaseAnswer | None:
         deadline = time.monotonic() + RENEW_S
         while (left_s := deadline - time.monotonic()) > 0:
-            record = link.receive(left_s)
-            if isinstance(record, LeaseAnswer) and record.number == self._number:
-                return record
+            answer = _answer_of(link.receive(left_s))
+            if answer is not None and answer.number == self._number:
+                return answer
         return None
 
     def _refused(self, answer: LeaseAnswer) -> None:

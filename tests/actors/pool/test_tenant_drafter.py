@@ -102,6 +102,30 @@ def test_rows_that_were_given_back_are_read_again(passes):
     assert len(calls(passes)) == 3
 
 
+def test_rows_that_come_back_with_a_draft_are_given_back_again(passes, monkeypatch):
+    shared = SharedDrafter(passes, kv_slots=200, read_chunk=10)
+    tenant, text = shared.join(), context(1, 25)
+    tenant.open(text)
+    propose = passes.propose
+
+    def propose_late(*order):
+        """Another lease begins after the text was read, and before the draft is made."""
+        shared.kv_slots = 80
+        with passes.turn():
+            tenant.drop_beyond_share()
+        assert not tenant.num_rows
+        return propose(*order)
+
+    monkeypatch.setattr(passes, "propose", propose_late)
+    tenant.propose([text], [1])
+    assert tenant.num_rows == 25
+    drafter = passes.drafter
+    assert isinstance(drafter, NotingDrafter)
+    drafter.calls.clear()
+    tenant.prefill([text])
+    assert not tenant.num_rows and drafter.calls == [("open", [(1, 25)])]
+
+
 def test_drafts_and_their_verdicts_are_counted(passes):
     shared, counts = SharedDrafter(passes, kv_slots=None, read_chunk=10), LeaseCounts()
     tenant, text = shared.join(counts), context(1, 5)
@@ -114,6 +138,19 @@ def test_drafts_and_their_verdicts_are_counted(passes):
     shared.kv_slots = 10
     tenant.propose([text], [4])
     assert counts.num_beyond_share == 1 and counts.num_drafts == 2
+
+
+def test_no_more_is_accepted_than_was_drafted(passes):
+    """Else an engine whose grammar proposes, or one that lies, would be drafted for before all others."""
+    counts = LeaseCounts()
+    tenant, text = SharedDrafter(passes, kv_slots=None, read_chunk=10).join(counts), context(1, 5)
+    tenant.open(text)
+    for size in (4, 0):
+        if size:
+            tenant.propose([text], [size])
+        tenant.observe(text, Commit(1, 1, 5, tuple(range(1, 41)), (1,) * 41))
+    assert (counts.num_draft_tokens, counts.num_accepted_tokens) == (4, 4)
+    assert tenant._history.acceptance.mean == 1.0
 
 
 class AheadNotes(NotingDrafter):

@@ -53,7 +53,8 @@ def link(*records: object, tenant: int = 1, first: int = 100) -> TenantLink:
 
 
 def batch(**parts: Any) -> DraftBatch:
-    return replace(DraftBatch(1), **{name: (part,) for name, part in parts.items()})
+    several = {name: part if isinstance(part, tuple) else (part,) for name, part in parts.items()}
+    return replace(DraftBatch(1), **several)
 
 
 def received(tenant: TenantLink) -> DraftBatch:
@@ -93,6 +94,36 @@ def test_no_two_leases_share_rows_or_memories():
     assert [context.drafter for context in contexts] == [None, None]
 
 
+_FIRST, _ADDED, _TIMES = 2870177450012600261, 14029467366897019727, 11400714785074694791
+_64 = 1 << 64
+
+
+def _scope_that_hashes_as(lease: int, scope: int, other: int) -> int | None:
+    """The scope with which Python's hash of (other lease, scope) is that of (lease, scope), if there is one."""
+
+    def mixed(state: int, number: int) -> int:
+        state = (state + number * _ADDED) % _64
+        return (state << 31 | state >> 33) % _64 * _TIMES % _64
+
+    after = mixed(mixed(_FIRST, lease), scope) * pow(_TIMES, -1, _64) % _64
+    found = ((after >> 31 | after << 33) % _64 - mixed(_FIRST, other)) * pow(_ADDED, -1, _64) % _64
+    found -= _64 * (found >= _64 // 2)
+    return found if hash((other, found)) == hash((lease, scope)) else None
+
+
+def test_an_engine_finds_no_scope_that_is_anothers():
+    """Rows and memories of engines would be shared by one that knows how scopes are computed."""
+    other, forged = next(
+        (other, found) for other in range(2, 99) if (found := _scope_that_hashes_as(1, 0, other)) is not None
+    )
+    admits = (replace(ADMIT, scope=0, memory_scope=0), replace(ADMIT, scope=forged, memory_scope=forged))
+    first, second = (
+        received(link(batch(admits=admit), tenant=number)).admits[0]
+        for number, admit in zip((1, other), admits, strict=True)
+    )
+    assert first.scope != second.scope and first.memory_scope != second.memory_scope
+
+
 def test_a_new_epoch_begins_without_requests():
     tenant = link(batch(admits=ADMIT), Join(2, 1), batch(orders=DraftOrder(7, 1)))
     received(tenant)
@@ -120,6 +151,7 @@ BAD = [
     ({"commits": Commit(7, 1, 3, (), tuple(range(39)))}, "do not fit"),
     ({"orders": DraftOrder(8, 1)}, "request 8: was not admitted"),
     ({"orders": DraftOrder(7, 7)}, "7 draft tokens"),
+    ({"orders": (DraftOrder(7, 1), DraftOrder(7, 1))}, "two are of one request"),
     ({"orders": DraftOrder(7, -1)}, "-1 draft tokens"),
     ({"orders": DraftOrder(7, 1, TokenTree((1, 2), (-1, 5)))}, "names parent 5"),
     ({"orders": DraftOrder(7, 1, TokenTree.chain(1, [100]))}, "token 100"),

@@ -424,6 +424,21 @@ def test_a_lease_ends_without_its_engine(open_pool):
         assert pool.pool.num_leases == 1
 
 
+def test_no_engine_waits_for_the_end_of_a_lease(open_pool):
+    pool = open_pool()
+    tenants = pool.pool._service._shared.tenants
+    with ordering(pool) as ask, ordering(pool, b"p" * 32) as other:
+        assert not ask(1).why and not other(1).why
+        eventually(lambda: len(tenants) == 2)
+        kept, replaced = tenants
+        with pool.pool._passes.turn():  # as a pass that takes long, after which its rows can be given back
+            assert not other(2).why and not ask(1).why
+            assert "has not ended yet" in other(3).why
+            assert tenants == [kept, replaced] and pool.pool.num_leases == 2
+        eventually(lambda: len(tenants) == 2 and replaced not in tenants)
+        assert kept in tenants
+
+
 def test_the_engines_with_one_key_have_so_many_leases(open_pool):
     pool = open_pool(max_leases=3, leases_per_key=1)
     alice = pool.pool.clients.add("alice")

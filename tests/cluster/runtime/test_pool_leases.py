@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseTerms
+from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseQuery, LeaseTerms
 from cluster.runtime import pool_leases
-from cluster.runtime.pool_leases import FASTER_S, PoolLeases, PoolOffer, ranked
+from cluster.runtime.pool_leases import FASTER_S, PoolLeases, PoolOffer, offer_of, ranked
 
 SILENT = PoolOffer()
 
@@ -33,6 +34,27 @@ def test_pools_that_lend_nothing_are_last():
     assert ranked([SILENT]) == [0]
 
 
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"draft_s": math.nan},
+        {"draft_s": -1.0},
+        {"lease_s": math.inf},
+        {"why": "two\nlines"},
+        {"drafter": "\x1b[2J"},
+        {"why": "x" * 5000},
+    ],
+)
+def test_a_pool_whose_answer_makes_no_sense_has_answered_nothing(nonsense):
+    """One whose seconds are no number would end the comparison of all pools, and with it the thread that orders."""
+    pool: Any = Granting(**nonsense)
+    query = LeaseQuery(LeaseTerms("coupled", "sync"), 4)
+    good: Any = Granting(draft_s=0.2)
+    offers = [offer_of(one, query) for one in (pool, good)]
+    assert [offer.is_usable for offer in offers] == [False, True]
+    assert ranked(offers) == [1, 0]
+
+
 # --- what ends a lease ------------------------------------------------------------------------------------------------
 
 
@@ -41,18 +63,20 @@ class Granting:
 
     address = "tcp://127.0.0.1:1"
 
-    def __init__(self) -> None:
+    def __init__(self, **answer: Any) -> None:
         self.orders: list[int] = []
+        self._answer = answer
 
     def open(self) -> Granting:
         return self
 
-    def send(self, order: LeaseOrder) -> None:
-        assert order.is_renewal is (order.number in self.orders)
-        self.orders.append(order.number)
+    def send(self, order: LeaseOrder | LeaseQuery) -> None:
+        if isinstance(order, LeaseOrder):
+            assert order.is_renewal is (order.number in self.orders)
+        self.orders.append(order.number if isinstance(order, LeaseOrder) else 0)
 
     def receive(self, timeout_s: float) -> LeaseAnswer:
-        return LeaseAnswer(self.orders[-1])
+        return LeaseAnswer(self.orders[-1], **self._answer)
 
     def close(self) -> None:
         pass
