@@ -23,9 +23,13 @@ def _place(config: LaunchConfig, run: RunFigures) -> str:
     drafter, pipeline = config.drafter, config.pipeline.name
     is_attached = drafter.is_attached(pipeline)
     if pools := [address for address, _ in drafter.lenders]:
-        count = "a pool" if drafter.num_seats == 1 else f"{drafter.num_seats} pools at a time"
-        lent = f"lent by {count}, the first that grants a lease" if run["num_spec_steps"] else "no draft verified"
-        return f"{lent} of {', '.join(pools)}"
+        listed = ", ".join(pools)
+        if not run["num_spec_steps"]:
+            return f"no draft verified of {listed}"
+        if len(pools) == 1:
+            return f"lent by the pool {listed}"
+        count = "the pool" if drafter.num_seats == 1 else f"the {drafter.num_seats} pools"
+        return f"lent by {count} whose drafts come soonest, of {listed}"
     where = "on the target's ranks" if is_attached else "on ranks of its own"
     if not isinstance(drafter, PlacedDrafterConfig):
         return where

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from cluster.runtime.delay_proxy import Relay
 
 LOOPBACK = "127.0.0.1"
-ANY_PORT = f"tcp://{LOOPBACK}:*"
 LENT_SILENCE_S = 2.0
 """Seconds without a heartbeat after which such a rank counts as lost, where `cluster.silence_s` is 0."""
 
@@ -62,6 +61,20 @@ class Backend(ABC):
         """Whether ranks form process groups."""
         config, places = self._config, self._placements.values()
         return config.drafter.is_bridged(config.pipeline.name) or any(place.size > 1 for place in places)
+
+    @property
+    def draft_address(self) -> str:
+        """Where draft ranks connect, those that pools lend too."""
+        return self.address if self._relay is None else self._relay.address
+
+    def _hub_host(self, default: str) -> str:
+        """The address to listen at: `default`, unless that is this machine alone, and a draft pool on another one is to
+        connect."""
+        if default != LOOPBACK or not is_lent(self._config):
+            return default
+        from cluster.runtime.pool_leases import host_for
+
+        return host_for([address for address, _ in self._config.drafter.lenders])
 
     @property
     def places(self) -> list[RankPlacement]:
@@ -114,11 +127,11 @@ class Backend(ABC):
         if delay_ms := self._config.cluster.link_delay_ms:
             from cluster.runtime.delay_proxy import Relay
 
-            self._relay = Relay(self.address, delay_ms / 1e3, ANY_PORT)
+            self._relay = Relay(self.address, delay_ms / 1e3, f"{self.address.rpartition(':')[0]}:*")
 
     def _specify(self, place: RankPlacement, host: str, eos_token_ids: tuple[int, ...]) -> RankSpec:
         """What the rank needs to start, kept for its successors."""
-        address = self._relay.address if self._relay is not None and place.role != "target" else self.address
+        address = self.address if place.role == "target" else self.draft_address
         part = sharing(self._config, self.places, place)
         spec = rank_spec(self._config, place, address, host, eos_token_ids, self.keys.of(place.identity), part)
         self._specs[place.identity] = spec

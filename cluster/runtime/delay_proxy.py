@@ -20,7 +20,8 @@ class Relay:
         self._hub_host, _, self._hub_port = hub_address.removeprefix("tcp://").rpartition(":")
         self._delay_s = delay_s
         self._loop = asyncio.new_event_loop()
-        server = self._loop.run_until_complete(asyncio.start_server(self._admit, host, port.replace("*", "0")))
+        serving = asyncio.start_server(self._admit, host.strip("[]"), port.replace("*", "0"))
+        server = self._loop.run_until_complete(serving)
         self.address = f"tcp://{host}:{server.sockets[0].getsockname()[1]}"
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._thread.start()
@@ -35,7 +36,7 @@ class Relay:
 
     async def _admit(self, from_link: asyncio.StreamReader, to_link: asyncio.StreamWriter) -> None:
         try:
-            from_hub, to_hub = await asyncio.open_connection(self._hub_host, self._hub_port)
+            from_hub, to_hub = await asyncio.open_connection(self._hub_host.strip("[]"), self._hub_port)
         except OSError:
             to_link.close()
             return

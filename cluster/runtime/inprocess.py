@@ -24,7 +24,7 @@ from actors.worker.factory import serve
 from actors.worker.spec import RankSpec
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
-from cluster.runtime.backend import LOOPBACK, Backend, is_lent
+from cluster.runtime.backend import LOOPBACK, Backend
 from parallel.comm.rendezvous import HostedStore, store_in_memory
 
 
@@ -54,21 +54,13 @@ class InprocessBackend(Backend):
         self._coordinator = coordinator if self.can_kill else replace(coordinator, silence_s=0.0)
         self._placements = {place.identity: place for place in places}
         self._admit(places)
-        self._hub = Hub(f"tcp://{self._host()}:*", self.keys, near=True)
+        self._hub = Hub(f"tcp://{self._hub_host(LOOPBACK)}:*", self.keys, near=True)
         self.address, self.client_address = self._hub.address, self._hub.client_address
         self._store = store_in_memory() if self._needs_store else None
         self._start_coordinator(self._coordinator)
         self._open_relay()
         for place in places:
             self._start_rank(self._specify(place, LOOPBACK, coordinator.eos_token_ids))
-
-    def _host(self) -> str:
-        """The address to listen at: this machine alone, unless a draft pool on another one is to connect."""
-        if not is_lent(self._config):
-            return LOOPBACK
-        from cluster.runtime.pool_leases import host_towards
-
-        return host_towards(self._config.drafter.lenders[0][0])
 
     def deaths(self, timeout_s: float) -> list[Death]:
         try:

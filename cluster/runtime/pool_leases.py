@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 
 from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseQuery, LeaseTerms
@@ -56,6 +57,20 @@ def host_towards(address: str) -> str:
     except OSError as error:
         raise ValueError(f"drafter.pools={address}: cannot be reached ({error})") from error
     return f"[{found}]" if ":" in found else found
+
+
+def host_for(pools: Sequence[str]) -> str:
+    """The address of this machine at which all these pools find an engine: one that only this machine reaches if they
+    are all on it. ValueError if none of them can be reached."""
+    hosts, error = list[str](), ValueError("no pools")
+    for address in pools:
+        try:
+            hosts.append(host_towards(address))
+        except ValueError as unreachable:
+            error = unreachable
+    if not hosts:
+        raise error
+    return next((host for host in hosts if not ip_address(host.strip("[]")).is_loopback), hosts[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +293,7 @@ class DraftLease:
         def order(seat: int) -> LeaseOrder:
             key = backend.keys.of(ranks[seat])
             wanted = terms, vocab_size, longest, config.drafter.num_draft_tokens
-            return LeaseOrder(1, backend.address, key.hub, *wanted, key.private, seat)
+            return LeaseOrder(1, backend.draft_address, key.hub, *wanted, key.private, seat)
 
         pools = [self._pools[seat :: len(ranks)] for seat in range(len(ranks))]
         for seat, rank in enumerate(ranks):

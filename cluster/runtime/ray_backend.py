@@ -137,7 +137,8 @@ class RayBackend(Backend):
         self._admit(places)
         cluster = self._config.cluster
         actor = self._create_coordinator(0)
-        bound = actor.bind.remote(self._host, (0, cluster.port), self.keys, self._needs_store, cluster.interface)
+        host = self._hub_host(self._host)
+        bound = actor.bind.remote(host, (0, cluster.port), self.keys, self._needs_store, cluster.interface)
         self._reservation.reserve(places, cluster.startup_timeout_s, self._progress)
         for place in places:
             self._create_rank(place.identity, 0)

@@ -24,6 +24,8 @@ from parallel.ranges import Range
 _LONGEST = 64
 """Tokens of agreement that are compared at most; in a periodic text the comparison would not end."""
 _NOWHERE = -1
+_MOST_BIGRAMS = 1 << 17
+"""Bigrams of a full memory: one for each token of a vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ class MaxgramDrafter(RequestwiseDrafter):
         self._max_places = config.max_places
         self._shares = config.shared_bigrams
         self._texts: dict[int, _TokenPlaces] = {}
-        self._next_of: ScopedMemory[dict[int, int]] = ScopedMemory(dict, config.share)  # bigrams of finished requests
+        # bigrams of finished requests
+        self._next_of: ScopedMemory[dict[int, int]] = ScopedMemory(dict, config.share, len, _MOST_BIGRAMS)
 
     def open(self, context: Context) -> None:
         self._texts[context.request_id] = _TokenPlaces(context, context.readmitted_len)

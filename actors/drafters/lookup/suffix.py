@@ -30,6 +30,9 @@ _REACH = 32
 MOST_UNREAD = 4096
 """Tokens of finished requests' answers that wait for a draft to be read, a single longer answer excepted: 20 ms."""
 
+_ROOM = 64
+"""Tokens that take as much memory as a history without any."""
+
 _REVOCABLE = 32
 """Tokens that an automaton can take back once any were taken back; doubled whenever that was too few."""
 
@@ -106,6 +109,10 @@ class History:
             self._num_unread -= len(self._unread.popleft())
 
     @property
+    def num_tokens(self) -> int:
+        return self._num_unread + sum([one.num_tokens for one in self._generations])
+
+    @property
     def generations(self) -> list[SuffixAutomaton]:
         """The newer one first."""
         while self._unread:
@@ -126,7 +133,8 @@ class SuffixDrafter(RequestwiseDrafter):
         self.capabilities = Capabilities(prefills=self, truncates=self)
         self._config = config
         self._texts: dict[int, _RequestText] = {}
-        self._histories = ScopedMemory(lambda: History(config.shared_tokens), config.share)
+        full = config.shared_tokens
+        self._histories = ScopedMemory(lambda: History(full), config.share, lambda one: _ROOM + one.num_tokens, full)
         self._num_revocable = 0
         self._corpus = SuffixAutomaton()
         for token_ids in corpus:

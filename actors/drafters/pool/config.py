@@ -34,8 +34,9 @@ class PoolDrafterConfig(DrafterConfig):
     def check_fields(self, where: str) -> None:
         require(bool(self.pools), f"{where}.pools", "[]", "give the address of a pool, as [tcp://HOST:PORT]")
         for address in self.pools:
-            good = address.startswith("tcp://") and address.rpartition(":")[2].isdecimal()
-            require(good, f"{where}.pools", address, "is no address; give tcp://HOST:PORT")
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            good = address.startswith("tcp://") and host and port.isdecimal() and 0 < int(port) < 1 << 16
+            require(bool(good), f"{where}.pools", address, "is no address; give tcp://HOST:PORT")
         remedy = "give at most the number of pools"
         require(self.at_once <= len(self.pools), f"{where}.at_once", self.at_once, remedy)
         remedy = "give the file with the key of each pool, or one for all"

@@ -91,6 +91,28 @@ def test_the_memory_that_was_used_longest_ago_is_dropped():
     assert [memories.of(scope) for scope in (0, 2)] == [[0], [2]] and memories.of(1) == []
 
 
+@pytest.mark.parametrize("name", ["suffix", "maxgram"])
+def test_many_small_memories_are_kept(name):
+    """As of the prompts of rollouts, each with a salt of its own, which are drafted for in turn."""
+    drafter = DRAFTERS[name](Share.client)
+    scopes = range(1, 10 * MOST_SCOPES)
+    for scope in scopes:
+        teach(drafter, scope)
+    assert all(SECRET[3] in drafted(drafter, scope) for scope in scopes)
+
+
+def test_memories_have_no_more_in_all_than_so_many_full_ones():
+    memories = ScopedMemory(list, Share.client, len, 10)
+    for scope in range(100):
+        memories.of(scope).extend("abcd")
+    assert [memories.of(scope) for scope in (99, 98)] == [[*"abcd"]] * 2
+    held = memories._sizes
+    assert len(held) < 10 * MOST_SCOPES and sum(held.values()) <= 10 * MOST_SCOPES
+    memories.of(98).extend("x" * 10 * MOST_SCOPES)
+    assert len(memories.of(98)) == 4 + 10 * MOST_SCOPES, "one that is too large alone stays, until another is used"
+    assert memories.of(99) == [] and memories.of(98) == []
+
+
 def test_rows_of_several_clients_are_kept_apart():
     first, second, third = (ANN, (1, 2, 3)), (BOB, (4, 5, 6, 7)), (ANN, (8, 9))
     together = rows_of(first, second, third)

@@ -49,6 +49,13 @@ UNFIT = [
         ],
         f"{NEAR} a draft model far away; use drafter=model, or drafter=pool for one at a time",
     ),
+    *(
+        (
+            ["drafter=pool", f"drafter.pools=['{address}']", f"drafter.key_files=[{__file__}]"],
+            f"drafter.pools={address}: is no address; give tcp://HOST:PORT",
+        )
+        for address in ("tcp://h:0", "tcp://h:65536", "tcp://:9700", "h:9700")
+    ),
     (
         ["pipeline.local_drafter=ngram", "pipeline=tree", "drafter=model", "verify=kseq"],
         "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC; use ",

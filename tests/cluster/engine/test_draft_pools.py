@@ -29,7 +29,7 @@ from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseTerms
 from actors.transport.channel import Link
 from actors.transport.keys import LinkKey
 from cluster.config.jobs import PoolConfig
-from cluster.config.schema import LaunchConfig
+from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig
 from cluster.draft_pool import DraftPool, check_lendable
 from cluster.engine import Engine
 
@@ -407,6 +407,15 @@ def test_a_pool_that_drafts_for_other_engines_is_refused_at_the_start(open_engin
         open_engine(lent(pool), **sections("branches"))
     with pytest.raises(ValueError, match="num_draft_tokens=9: the pool drafts 4 at most"):
         open_engine(lent(pool, num_draft_tokens=9), **sections("tree"))
+
+
+@pytest.mark.extended
+def test_a_delayed_line_delays_the_records_of_a_pool(open_engine, open_pool):
+    pool = open_pool()
+    engine = open_engine(lent(pool), cluster=ClusterConfig(ClusterName.inprocess, link_delay_ms=1), **sections())
+    (tenant,) = _tenants(pool.pool._service)
+    assert tenant.order.hub_address == engine._backend.draft_address != engine._backend.address
+    assert accepted(engine) > 0
 
 
 @pytest.mark.slow

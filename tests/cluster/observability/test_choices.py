@@ -43,7 +43,9 @@ def test_a_pool_that_lent_nothing_is_not_said_to_have_lent():
     run: Any = {"levels": None, "guard": {"gain": None}, "fallback_s": 0.0, "wall_s": 1.0, "num_spec_steps": 0}
     assert describe_choices(config, run) == "no draft verified of tcp://h:1; decoding was plain"
     run |= {"num_spec_steps": 3, "guard": None}
-    assert describe_choices(config, run) == "lent by a pool, the first that grants a lease of tcp://h:1"
+    assert describe_choices(config, run) == "lent by the pool tcp://h:1"
+    config = load_quickly(["cluster=inprocess", "pipeline=branches", *pools, "drafter.pools=[tcp://h:1,tcp://h:2]"])
+    assert describe_choices(config, run) == "lent by the pool whose drafts come soonest, of tcp://h:1, tcp://h:2"
 
 
 @pytest.mark.parametrize("overrides", [["drafter=none", "pipeline=plain"], ["drafter=model", "pipeline=plain"]])

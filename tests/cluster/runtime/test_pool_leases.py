@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from actors.drafters.pool.config import PoolDrafterConfig
 from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseQuery, LeaseTerms
 from cluster.runtime import pool_leases
-from cluster.runtime.pool_leases import FASTER_S, PoolLeases, PoolOffer, offer_of, ranked
+from cluster.runtime.backend import LOOPBACK, make_backend
+from cluster.runtime.pool_leases import FASTER_S, PoolLeases, PoolOffer, host_for, offer_of, ranked
+from tests.cluster.config.quick_loading import load_quickly
 
 SILENT = PoolOffer()
 
@@ -53,6 +57,46 @@ def test_a_pool_whose_answer_makes_no_sense_has_answered_nothing(nonsense):
     offers = [offer_of(one, query) for one in (pool, good)]
     assert [offer.is_usable for offer in offers] == [False, True]
     assert ranked(offers) == [1, 0]
+
+
+# --- where an engine listens ------------------------------------------------------------------------------------------
+
+NEAR, FAR, UNKNOWN = "tcp://127.0.0.1:1", "tcp://10.0.0.2:1", "tcp://nowhere:1"
+
+
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of the network 10.0.0.0, where one host is not known."""
+
+    def host_towards(address: str) -> str:
+        if address == UNKNOWN:
+            raise ValueError(f"drafter.pools={address}: cannot be reached")
+        return "127.0.0.1" if address == NEAR else "10.0.0.1"
+
+    monkeypatch.setattr(pool_leases, "host_towards", host_towards)
+
+
+@pytest.mark.parametrize("name", ["local", "inprocess"])
+@pytest.mark.parametrize(
+    ("pools", "host"),
+    [
+        ([NEAR], "127.0.0.1"),
+        ([FAR], "10.0.0.1"),
+        ([NEAR, FAR], "10.0.0.1"),
+        ([FAR, NEAR], "10.0.0.1"),
+        ([UNKNOWN, NEAR], "127.0.0.1"),
+    ],
+)
+def test_every_pool_finds_the_engine_that_orders_a_lease(routes, name, pools, host):
+    """One on another machine too, whatever starts the engine's processes."""
+    drafter = PoolDrafterConfig(pools=pools, key_files=[__file__])
+    config = replace(load_quickly([f"cluster={name}", "pipeline=branches"]), drafter=drafter)
+    assert make_backend(config, None, print)._hub_host(LOOPBACK) == host
+
+
+def test_an_engine_whose_pools_are_all_unknown_does_not_start(routes):
+    with pytest.raises(ValueError, match="nowhere:1: cannot be reached"):
+        host_for([UNKNOWN])
 
 
 # --- what ends a lease ------------------------------------------------------------------------------------------------
