@@ -24,8 +24,8 @@ class Share(StrEnum):
 
 
 class ScopedMemory(Generic[Memory]):
-    """One memory for each scope, or, shared by `all`, one. `size` is that of a memory, `full` that of a full one; without
-    them all are equally large."""
+    """One memory for each scope, or, shared by `all`, one. `size` is that of a memory, `full` that of a full one;
+    without them all are equally large."""
 
     def __init__(
         self, make: Callable[[], Memory], share: Share, size: Callable[[Memory], int] = lambda _: 1, full: int = 1

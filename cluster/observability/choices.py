@@ -23,13 +23,7 @@ def _place(config: LaunchConfig, run: RunFigures) -> str:
     drafter, pipeline = config.drafter, config.pipeline.name
     is_attached = drafter.is_attached(pipeline)
     if pools := [address for address, _ in drafter.lenders]:
-        listed = ", ".join(pools)
-        if not run["num_spec_steps"]:
-            return f"no draft verified of {listed}"
-        if len(pools) == 1:
-            return f"lent by the pool {listed}"
-        count = "the pool" if drafter.num_seats == 1 else f"the {drafter.num_seats} pools"
-        return f"lent by {count} whose drafts come soonest, of {listed}"
+        return _pools(pools, drafter.num_seats, drafts=bool(run["num_spec_steps"]))
     where = "on the target's ranks" if is_attached else "on ranks of its own"
     if not isinstance(drafter, PlacedDrafterConfig):
         return where
@@ -40,6 +34,16 @@ def _place(config: LaunchConfig, run: RunFigures) -> str:
     if pipeline == "sync":
         return f"{where}, since the drafter's keys ask for them"
     return f"{where}, since it drafts beside the target (pipeline={pipeline})"
+
+
+def _pools(pools: list[str], num_seats: int, *, drafts: bool) -> str:
+    listed = ", ".join(pools)
+    if not drafts:
+        return f"no draft verified of {listed}"
+    if len(pools) == 1:
+        return f"lent by the pool {listed}"
+    which = "the pool" if num_seats == 1 else f"the {num_seats} pools"
+    return f"lent by {which} whose drafts come soonest, of {listed}"
 
 
 def _members(config: LaunchConfig, run: RunFigures) -> Iterator[str]:
