@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from actors.pool.shares import share_of
 from cluster.tools.fleet.cell import MOST_POSITIONS, Cell, drafter_config
 from cluster.tools.fleet.description import Fleet
 from cluster.tools.fleet.links import VirtualLink
@@ -36,6 +37,7 @@ class PoolLease:
     pool: PoolSite
     lane: PoolLane
     leased: Leased
+    runner: ScriptedRunner
     is_live: bool = True
 
 
@@ -114,8 +116,7 @@ class Leasing:
         there, back = self._link(pool, cell), self._link(pool, cell)
         time, log = LaneClock(), PassLog(fleet.drafter.passes)
         time.now = self._clock.now
-        num_slots = fleet.drafter.kv_slots // self._most
-        runner = ScriptedRunner(self._text_of, time, log, MOST_POSITIONS, kv_slots=num_slots)
+        runner = ScriptedRunner(self._text_of, time, log, MOST_POSITIONS)
         role = draft_role(fleet.pipeline, drafter_config(fleet), runner, time, adapts=fleet.adaptive)
 
         def answer(record: Any, sent: float) -> None:
@@ -124,10 +125,16 @@ class Leasing:
         def order(record: Any) -> None:
             there.send(self._clock.now, lambda: lane.receive(lease.leased, record) if lease.is_live else None)
 
-        lease = PoolLease(pool, lane, Leased(role, time, log, answer))
+        lease = PoolLease(pool, lane, Leased(role, time, log, answer), runner)
         lane.open(lease.leased)
         pool.leases[cell] = lease
+        self._share_slots(pool)
         cell.attach(order)
+
+    def _share_slots(self, pool: PoolSite) -> None:
+        """As the engine's pools do: leases have equal parts. One that has more by now adds none."""
+        for lease in pool.leases.values():
+            lease.runner.kv_slots = share_of(self._fleet.drafter.kv_slots, len(pool.leases))
 
     def _link(self, pool: PoolSite, cell: Cell) -> VirtualLink:
         links, self._num_links = self._fleet.links, self._num_links + 1
@@ -145,3 +152,4 @@ class Leasing:
         if lease.is_live:
             lease.is_live = False
             lease.lane.close(lease.leased)
+        self._share_slots(pool)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -96,6 +96,7 @@ class _FleetSimulation:
         self._leasing = Leasing(fleet, self._clock, self._traffic.text_of, self._cells, share, layout.merging)
         self._random = {name: random.Random(f"{fleet.seed} {name}") for name in ("drafters", "targets")}
         self._counters: Counter[str] = Counter()
+        self._stopped_until: defaultdict[str, float] = defaultdict(float)
         self._target_s = 0.0  # seconds in which targets computed, in the measured time
         self._pool_s = 0.0
 
@@ -167,6 +168,7 @@ class _FleetSimulation:
             self._stop_cell(self._cells[place], losses.detect_s, losses.recovery_s)
 
     def _stop_region(self, region: str, seconds: float) -> None:
+        self._stopped_until[region] = max(self._stopped_until[region], self._clock.now + seconds)
         for cell in [cell for cell in self._cells if cell.region == region]:
             self._stop_cell(cell, self._fleet.losses.detect_s, seconds)
 
@@ -183,6 +185,9 @@ class _FleetSimulation:
         self._clock.at(now + recovery_s, ARRIVAL, partial(self._replace, cell.region))
 
     def _replace(self, region: str) -> None:
+        if self._clock.now < self._stopped_until[region]:
+            self._clock.at(self._stopped_until[region], ARRIVAL, partial(self._replace, region))
+            return
         cell = self._add_cell(region)
         if self._layout.drafting is Drafting.pools:
             self._leasing.serve(cell)

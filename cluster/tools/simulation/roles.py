@@ -75,8 +75,8 @@ class ScriptedRunner:
     """The methods of `Runner` that drafters call: rows and their positions, and time instead of arithmetic.
 
     `exact`: cost of an exact pass of a layer-parallel model, whose other passes are fuzzy; None for other models.
-    `most_seen`: rows of a sequence that a pass reads, at most; None: all. `kv_slots`: rows of all sequences, at most;
-    None: any number.
+    `most_seen`: rows of a sequence that a pass reads, at most; None: all. `kv_slots`: rows of all sequences, at most,
+    which may change; None: any number.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ScriptedRunner:
         self._time = time
         self._cost = cost
         self._exact = exact
-        self._kv_slots = kv_slots
+        self.kv_slots = kv_slots
         self._disturbances = disturbances
         self._sequences: dict[SeqId, _ScriptedSequence] = {}
 
@@ -122,10 +122,10 @@ class ScriptedRunner:
         return self._sequences[request_id].cached_len
 
     def can_reserve(self, num_rows: int) -> bool:
-        if self._kv_slots is None:
+        if self.kv_slots is None:
             return True
         used = sum([one.cached_len + len(one.pending.depths) for one in self._sequences.values()])
-        return used + num_rows <= self._kv_slots
+        return used + num_rows <= self.kv_slots
 
     def commit(self, request_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
         sequence = self._sequences[request_id]

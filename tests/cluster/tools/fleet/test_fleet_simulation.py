@@ -48,6 +48,20 @@ def test_no_token_differs_and_no_lease_is_left_when_drafters_and_targets_vanish(
     assert len(served) == len(set(served)), "a cell has one pool"
 
 
+def test_no_target_comes_back_during_an_outage(simulations):
+    """One that was lost before it begins would, after its own time."""
+    times = ((0.5, 1.0), (0.7, 2.0), (0.9, 0.1))
+    outages = [Outage(region="west", at_s=at_s, seconds=seconds) for at_s, seconds in times]
+    fleet, seen = two_regions(losses=Losses(outages=outages)), dict[float, int]()
+
+    def progress(now: float) -> None:
+        seen[now] = sum(cell.region == "west" for cell in simulations[0]._cells)
+
+    result = simulate_fleet(fleet, LOCAL, progress)
+    assert seen[1.0] == seen[2.0] == 0 and seen[3.0] == 2
+    assert result.num_different == 0
+
+
 @pytest.mark.extended
 def test_a_token_that_a_client_gets_wrong_is_counted(monkeypatch):
     deliver = Traffic._deliver

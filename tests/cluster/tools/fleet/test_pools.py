@@ -84,3 +84,11 @@ def test_a_pool_without_rows_left_drafts_less():
     drafter = PoolDrafter(pass_ms=1.5, longest_draft=5, fan_out=4, ahead_width=8, kv_slots=60)
     full = simulate_fleet(small_fleet(drafter=drafter), pooled(1))
     assert full.num_different == 0 and full.drafted_share < 0.9
+
+
+def test_leases_divide_the_rows_of_their_pool():
+    """Among those that there are, as in the engine, not among the most that there may be."""
+    drafter = PoolDrafter(pass_ms=1.5, longest_draft=5, fan_out=4, ahead_width=8, kv_slots=800)
+    fleet = small_fleet(2, drafter=drafter, load=BRIEF)
+    assert drafter.most_targets == 16
+    assert simulate_fleet(fleet, pooled(2)).drafted_share > 0.95
