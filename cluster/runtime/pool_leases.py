@@ -162,6 +162,7 @@ class PoolLeases:
         self._stopped = threading.Event()
         self._was_lost = threading.Event()
         self._is_over = threading.Event()
+        self._warned = set[str]()
         self.refusal: LeaseAnswer | None = None
         """The last answer, if it was a refusal."""
         self._thread = threading.Thread(target=self._run, name="pool-leases", daemon=True)
@@ -242,13 +243,13 @@ class PoolLeases:
                 self._refused(LeaseAnswer(self._number, why=why))
                 return
             if now - heard_at > PATIENCE_S:
-                log.warning("%s: does not answer", self.pool)
+                self._warn("does not answer")
                 return
             was_lost = self._was_lost.is_set()
             self._was_lost.clear()
             was_lost &= now - granted_at > PATIENCE_S  # until its rank is there that is reported again and again
             if was_lost or self._is_over.is_set():  # whatever the pool answers
-                log.warning("%s: its drafter was lost", self.pool)
+                self._warn("its drafter was lost")
                 return
             if answer is not None:
                 if not self._granted.is_set():
@@ -256,6 +257,7 @@ class PoolLeases:
                     log.info("%s: lends drafter=%s%s", self.pool, answer.drafter, shared)
                     granted_at = now
                 self.refusal = None
+                self._warned.clear()
                 self._granted.set()
             self._stopped.wait(RENEW_S)
 
@@ -268,10 +270,16 @@ class PoolLeases:
         return None
 
     def _refused(self, answer: LeaseAnswer) -> None:
-        if self.refusal is None or self.refusal.why != answer.why:
-            log.warning("%s: %s", self.pool, answer.why)
+        self._warn(answer.why)
         self.refusal = answer
         self._stopped.wait(RENEW_S)
+
+    def _warn(self, line: str) -> None:
+        """Once until a lease is granted, however often the pools are asked meanwhile."""
+        line = f"{self.pool}: {line}"
+        if line not in self._warned:
+            self._warned.add(line)
+            log.warning("%s", line)
 
 
 class DraftLease:

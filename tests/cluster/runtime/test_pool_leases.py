@@ -12,6 +12,7 @@ import pytest
 
 from actors.drafters.pool.config import PoolDrafterConfig
 from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseQuery, LeaseTerms
+from actors.transport.keys import LinkKey
 from cluster.runtime import pool_leases
 from cluster.runtime.backend import LOOPBACK, make_backend
 from cluster.runtime.pool_leases import FASTER_S, PoolLeases, PoolOffer, host_for, offer_of, ranked
@@ -160,3 +161,28 @@ def test_that_no_rank_is_there_yet_ends_no_new_lease_but_an_old_one(granted, mon
     monkeypatch.setattr(pool_leases, "PATIENCE_S", 0.0)
     leases.lost(None)
     assert pool.renewed() == 2
+
+
+class Silent(Granting):
+    """A pool that is gone."""
+
+    def receive(self, timeout_s: float) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Nothing comes."""
+
+    def is_refused(self, timeout_s: float, num_times: int) -> bool:
+        return False
+
+
+def test_a_pool_that_is_gone_for_long_is_said_to_be_once(monkeypatch, caplog) -> None:
+    for name in ("RENEW_S", "PATIENCE_S"):
+        monkeypatch.setattr(pool_leases, name, 0.001)
+    pool: Any = Silent()
+    order = LeaseOrder(0, "tcp://127.0.0.1:2", b"", LeaseTerms("coupled", "sync"), 100, 100, 4)
+    pool.key = LinkKey.made_for("default", b"h" * 32)
+    leases = PoolLeases([pool], lambda: order)
+    deadline = time.monotonic() + 60
+    while len(set(pool.orders)) < 10:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    leases.close()
+    assert caplog.text.count("does not answer") == 1
