@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from actors.protocol.leases import LeaseOrder
+from actors.protocol.leases import MOST_DRAFT_TOKENS, LeaseOrder
 from actors.protocol.membership import Join
 from actors.protocol.messages import (
     FAR_REACH,
@@ -41,11 +41,13 @@ _SCOPES = secrets.token_bytes(16)
 
 @dataclass(slots=True)
 class _Known:
-    """A request at its coordinator: its number in the pool, its epoch there, and the tokens of its text."""
+    """A request at its coordinator: its number in the pool, its epoch there, the tokens of its text, and those that it
+    has `beside` that."""
 
     number: int
     epoch: int
     num_tokens: int
+    beside: int
 
 
 class TenantLink(Mailbox):
@@ -127,7 +129,7 @@ class TenantLink(Mailbox):
         if known is None:
             return None
         del self._names[known.number]
-        self._num_tokens -= known.num_tokens
+        self._num_tokens -= known.num_tokens + known.beside
         return known.number
 
     def _admit(self, admit: Admit) -> Admit:
@@ -145,8 +147,9 @@ class TenantLink(Mailbox):
         if len(admit.cache_salt or "") > LONGEST_SALT:
             raise ValueError(f"cache_salt: has more than {LONGEST_SALT} characters")
         number = next(self._numbers)
-        self._hold(size)
-        self._known[admit.request_id] = _Known(number, admit.epoch, size)
+        beside = len(admit.reference) + len(admit.source)
+        self._hold(size + beside)
+        self._known[admit.request_id] = _Known(number, admit.epoch, size, beside)
         self._names[number] = admit.request_id
         return replace(
             admit,
@@ -181,6 +184,8 @@ class TenantLink(Mailbox):
             raise ValueError(f"orders: {order.num_draft_tokens} draft tokens are not between 0 and {most}")
         if order.prefetched is not None:
             order.prefetched.check()
+            if order.prefetched.num_draft_tokens > MOST_DRAFT_TOKENS:
+                raise ValueError(f"prefetched: has more than {MOST_DRAFT_TOKENS} draft tokens")
             check_tokens("prefetched", order.prefetched.token_ids, self._lease.vocab_size)
         return replace(order, request_id=self._of(order.request_id).number)
 

@@ -155,6 +155,7 @@ BAD = [
     ({"orders": DraftOrder(7, -1)}, "-1 draft tokens"),
     ({"orders": DraftOrder(7, 1, TokenTree((1, 2), (-1, 5)))}, "names parent 5"),
     ({"orders": DraftOrder(7, 1, TokenTree.chain(1, [100]))}, "token 100"),
+    ({"orders": DraftOrder(7, 1, TokenTree.chain(1, [2] * 257))}, "more than 256 draft tokens"),
     ({"exports": FeatureExport(1, 1, 4, "float32", ((7, 0, 1),))}, "no hidden states"),
 ]
 
@@ -197,6 +198,18 @@ def test_a_lease_holds_so_many_requests_and_tokens(monkeypatch):
     received(tenant)
     received(tenant)
     with pytest.raises(ValueError, match="at most 7 tokens"):
+        tenant.receive(0)
+
+
+def test_references_and_sources_are_texts_of_a_lease_too(monkeypatch):
+    monkeypatch.setattr(tenant_link, "MOST_TOKENS", 9)
+    admit = replace(ADMIT, reference=(1, 2), source=(1, 2, 3))
+    tenant = link(
+        batch(admits=admit), batch(releases=7), batch(admits=admit), batch(admits=replace(ADMIT, request_id=8))
+    )
+    for _ in range(3):
+        received(tenant)
+    with pytest.raises(ValueError, match="at most 9 tokens"):
         tenant.receive(0)
 
 
