@@ -153,7 +153,7 @@ class Fleet(_FleetPart, frozen=True):
     load: FleetLoad
     links: Links = field(default_factory=Links)
     losses: Losses = field(default_factory=Losses)
-    acceptance: _Share | list[_Share] = 0.8
+    acceptance: _Share | Annotated[list[_Share], Meta(min_length=1)] = 0.8
     runners_up: Annotated[float, Meta(gt=0, le=10)] = 1.0
     """Exponent of the power law of the drafter's other choices."""
     pipeline: Literal["sync", "pearl", "branches", "tree"] = "branches"

@@ -22,10 +22,11 @@ _Number = Annotated[float, Meta(ge=0, le=1e12)]
 _Whole = Annotated[int, Meta(ge=0, le=10**12)]
 _Count = Annotated[int, Meta(ge=1, le=10**12)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
-_Shares = _Share | list[_Share]
+_Shares = _Share | Annotated[list[_Share], Meta(min_length=1)]
 E = TypeVar("E", bound="_Entry")
 _PassMs = _Number | dict[_Count, _Number]
 """Milliseconds by rows, or of any number of rows."""
+_Positive = Annotated[float, Meta(gt=0, le=1e12)]
 
 
 class _Entry(Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -71,7 +72,7 @@ class _DraftEntry(_ShapeEntry, kw_only=True, rename={"passes": "pass_ms", "exact
 
 class _TargetEntry(_Entry, kw_only=True, rename={"passes": "pass_ms", "shape": "with"}):
     ranks: _Count | None = None
-    passes: _PassMs
+    passes: _Positive | dict[_Count, _Positive]
     context_ms: _Number = 0.0
     cores: _Whole = 0
     beside: bool | None = None
@@ -96,6 +97,8 @@ class _CostFile(_Entry):
         target, drafter = tuple(one.cost() for one in self.target), tuple(one.cost() for one in self.drafter)
         devices = self.devices or max([*(cost.ranks for cost in target), *(cost.shape.ranks for cost in drafter)])
         ranked = tuple(self.runners_up) if isinstance(self.runners_up, list) else power_law(self.runners_up)
+        if sum(ranked) > 1 + 1e-9:
+            raise ValueError(f"runners_up: {list(ranked)} must not sum to more than 1")
         return PassCosts(
             devices,
             target,

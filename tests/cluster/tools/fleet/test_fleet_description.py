@@ -50,6 +50,7 @@ def test_a_file_says_what_the_record_says(tmp_path):
         ({"target__kv_slots": 50}, "target.kv_slots: a request of 80 tokens"),
         ({"regions": []}, "regions"),
         ({"acceptance": 1.2}, "acceptance"),
+        ({"acceptance": []}, "acceptance"),
         ({"pipeline": "pingpong"}, "pipeline"),
         ({"losses__outages": [{"region": "north", "at_s": 1}]}, "losses.outages"),
     ],

@@ -112,6 +112,10 @@ def test_the_examples_are_costs(path: Path):
         ("target: [{ranks: 4}]", r"target\[0\].*: Object missing required field pass_ms"),
         ("target: [{ranks: 0, pass_ms: 1}]", r"target\[0\].ranks=0: must be int >= 1"),
         ("target: [{pass_ms: {0: 1}}]", r"target\[0\].pass_ms={0: 1}: must be int >= 1 as a key"),
+        ("target: [{pass_ms: 0}]", r"target\[0\].pass_ms=0: must be float > 0"),
+        ("target: [{pass_ms: {1: 0}}]", r"target\[0\].pass_ms"),
+        ("target: [{pass_ms: 1}]\nacceptance: []", r"acceptance=\[\]: must be array of length >= 1"),
+        ("target: [{pass_ms: 1}]\nrunners_up: [0.9, 0.9]", r"runners_up: \[0.9, 0.9\] must not sum to more than 1"),
         ("target: [{pass_ms: 1}]\nacceptance: [1.2]", r"acceptance\[0\]=1.2: must be float <= 1.0"),
         (
             "target: [{pass_ms: 1}]\ndrafter: [{parallel: wide, pass_ms: 1}]",
