@@ -5,6 +5,7 @@ The Python side of `job=pool`; the engine's side is `cluster/runtime/pool_leases
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
@@ -39,6 +40,9 @@ from cluster.placement.ranks import Devices, models_of, place_alone
 from cluster.runtime.backend import LOOPBACK, rank_spec
 from parallel.comm.group import SINGLE
 from parallel.runtime.device import use_device
+from parallel.whole_files import WriteError
+
+log = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_S = 2e-4
 """The threads of the leases must not wait for that of the passes."""
@@ -57,6 +61,7 @@ class DraftPool:
         keys = HubKeys(_secret(job))
         self._report = run_dir / "leases.json"
         self._snapshot: PoolSnapshot | None = None
+        self._is_unwritten = False
         with ExitStack() as opened:
             self._hub = Hub(f"tcp://{LOOPBACK}:*", keys, client_address=job.listen)
             opened.callback(self._hub.close)
@@ -86,7 +91,14 @@ class DraftPool:
 
     def _take_snapshot(self, snapshot: PoolSnapshot) -> None:
         self._snapshot = snapshot
-        write_json(self._report, asdict(snapshot))
+        try:
+            write_json(self._report, asdict(snapshot))
+        except WriteError as error:  # a full disk ends no lease
+            if not self._is_unwritten:
+                log.warning("%s", error)
+            self._is_unwritten = True
+        else:
+            self._is_unwritten = False
 
     def close(self) -> None:
         """Releases threads and sockets; to be called after `serve` has returned."""

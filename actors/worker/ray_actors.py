@@ -114,9 +114,12 @@ class CoordinatorWorker:
         needs_store: bool,
         interface: str = "",
         bind_wait_s: float = 0.0,
+        *,
+        is_alone: bool = False,
     ) -> tuple[str, str]:
         """Listen on these ports (0 for any free one) of `host` ("" for this node's address), on the first for ranks and
-        the engine, on the second for other clients; returns the hub's addresses.
+        the engine, on the second for other clients; returns the hub's addresses. `is_alone`: all ranks are on this
+        machine, whatever the address.
 
         The ports of a predecessor may stay taken for a moment: a successor waits for them up to `bind_wait_s`.
         """
@@ -124,7 +127,7 @@ class CoordinatorWorker:
         address, client_address = [f"tcp://{host}:{port or '*'}" for port in ports]
         self._hub = Hub(address, keys, bind_wait_s, client_address=client_address, folder=_own_folder())
         if needs_store:
-            self._store = _open_store(host)
+            self._store = _open_store("" if is_alone else host)
         return self._hub.address, self._hub.client_address
 
     def run(self, spec: CoordinatorSpec, make_watches: Sequence[Callable[[], Watch]] = ()) -> str:
@@ -144,10 +147,10 @@ class CoordinatorWorker:
 
 
 def _open_store(host: str) -> HostedStore:
-    """Open the store in the folder of Ray, which is this user's, if all processes are on this machine."""
+    """Open the store in the folder of Ray, which is this user's, if all processes are on this machine (host "")."""
     from parallel.comm.rendezvous import LOOPBACK, store_in_file, store_on_network
 
-    if host == LOOPBACK:
+    if host in ("", LOOPBACK):
         return store_in_file(Path(ray.get_runtime_context().get_temp_dir()))
     return store_on_network(host)
 

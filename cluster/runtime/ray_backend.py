@@ -137,8 +137,9 @@ class RayBackend(Backend):
         self._admit(places)
         cluster = self._config.cluster
         actor = self._create_coordinator(0)
-        host = self._hub_host(self._host)
-        bound = actor.bind.remote(host, (0, cluster.port), self.keys, self._needs_store, cluster.interface)
+        host = self._hub_host(LOOPBACK) if self._is_alone else self._host
+        options = self.keys, self._needs_store, cluster.interface
+        bound = actor.bind.remote(host, (0, cluster.port), *options, is_alone=self._is_alone)
         self._reservation.reserve(places, cluster.startup_timeout_s, self._progress)
         for place in places:
             self._create_rank(place.identity, 0)
@@ -204,6 +205,11 @@ class RayBackend(Backend):
             self._local_ray.close()
             self._local_ray = None
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether all processes are on this machine, of which no address is asked for."""
+        return self._is_local or (self._coordinator_host == LOOPBACK and not self._config.cluster.interface)
+
     def _create_coordinator(self, incarnation: int) -> Any:
         """Start it on the node of the target's lead, where two of a round's four records stay, as every successor."""
         title = f"coordinator: pipeline={self._config.pipeline.name}"
@@ -218,7 +224,8 @@ class RayBackend(Backend):
         if self._coordinator_host == seat:
             ports = tuple([int(address.rpartition(":")[2]) for address in (self.address, self.client_address)])
             host = self.address.removeprefix("tcp://").rpartition(":")[0]
-            actor.bind.remote(host, ports, self.keys, self._needs_store, cluster.interface, _PORT_PATIENCE_S)
+            options = self.keys, self._needs_store, cluster.interface, _PORT_PATIENCE_S
+            actor.bind.remote(host, ports, *options, is_alone=self._is_alone)
         else:
             bound = actor.bind.remote(self._host, (0, cluster.port), self.keys, self._needs_store, cluster.interface)
             self.address, self.client_address = ray.get(bound, timeout=cluster.startup_timeout_s)

@@ -132,7 +132,7 @@ class Leasing:
         cell.attach(order)
 
     def _share_slots(self, pool: PoolSite) -> None:
-        """As the engine's pools do: leases have equal parts. One that has more by now adds none."""
+        """Gives leases equal parts, as the engine's pools do. One that has more by now adds none."""
         for lease in pool.leases.values():
             lease.runner.kv_slots = share_of(self._fleet.drafter.kv_slots, len(pool.leases))
 

@@ -448,6 +448,24 @@ def test_no_engine_waits_for_the_end_of_a_lease(open_pool):
         assert kept in tenants
 
 
+@pytest.mark.extended
+def test_a_pool_goes_on_where_its_report_cannot_be_written(open_pool, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("actors.pool.service.WATCH_S", 0.1)
+    pool = open_pool()
+    report = tmp_path / "leases.json"
+    with ordering(pool) as ask:
+        assert not ask(1).why
+        eventually(report.exists)
+        report.unlink()
+        report.mkdir()  # in its place, as a disk that is full
+        eventually(lambda: "leases.json: cannot be written" in caplog.text)
+        time.sleep(0.5)
+        assert not ask(1).why and pool.pool.num_leases == 1
+        assert caplog.text.count("leases.json: cannot be written") == 1
+        report.rmdir()
+        eventually(report.exists)
+
+
 def test_the_engines_with_one_key_have_so_many_leases(open_pool):
     pool = open_pool(max_leases=3, leases_per_key=1)
     alice = pool.pool.clients.add("alice")
