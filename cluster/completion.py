@@ -17,7 +17,7 @@ from itertools import chain, repeat, zip_longest
 from tokenizers import Tokenizer
 
 from actors.protocol.logprobs import Logprob
-from actors.protocol.messages import Request, RequestStats, Tokens
+from actors.protocol.messages import NO_TOKEN_FOLLOWS, Request, RequestStats, Tokens
 from cluster.io.text import TextStream
 
 _FIRST = (0, 0)
@@ -30,6 +30,10 @@ class EngineError(RuntimeError):
 
 class TooManyRequestsError(EngineError):
     """This client has as many requests in flight as it may: submit this one again once some have ended."""
+
+
+class RuledOutError(EngineError):
+    """The request itself leaves no token that could come next: its grammar, words, biases or least length do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +212,11 @@ class Completion:
 
     def check(self) -> None:
         """Raise the EngineError of a request that failed."""
-        if self._error is not None:
-            raise (TooManyRequestsError if self.finish_reason == "refused" else EngineError)(self._error)
+        if self._error is None:
+            return
+        if self._error.startswith(NO_TOKEN_FOLLOWS) and self._request.rules_out:
+            raise RuledOutError(self._error)
+        raise (TooManyRequestsError if self.finish_reason == "refused" else EngineError)(self._error)
 
     @property
     def _num_settled(self) -> int:

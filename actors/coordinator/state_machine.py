@@ -33,6 +33,7 @@ from actors.coordinator.stats import CoordinatorStats
 from actors.policy.policy import Policy, RoundObservation
 from actors.protocol.membership import PassFailed, RoleBack, RoleLost, Weights
 from actors.protocol.messages import (
+    NO_TOKEN_FOLLOWS,
     Abort,
     DraftBatch,
     DraftPreviewBatch,
@@ -540,7 +541,7 @@ class Coordinator:
 
 def _no_token_after(num_tokens: int) -> str:
     return (
-        f"target: no token can follow the first {num_tokens}: the request's sampling or grammar rules all out (loosen "
+        f"{NO_TOKEN_FOLLOWS} the first {num_tokens}: the request's sampling or grammar rules all out (loosen "
         "the grammar, bad_words, or min_tokens with stop_token_ids), or logits are not finite (use another "
         "target.dtype or checkpoint)"
     )

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from actors.grammars.trial import is_compiled_in_time, needs_trial
 from actors.protocol.grammar import Grammar
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MOST_KEPT = 64
-"""Compiled grammars; one of a large schema has megabytes."""
+"""Compiled grammars, and as many that were refused; one of a large schema has megabytes."""
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 _MOST_ITEMS, _STEP_ITEMS, _STEP_FUEL = 500, 5_000, 100_000
 """Limits of a matcher's step, a tenth to a half of the library's: an ambiguous grammar is an error of its request
@@ -29,6 +29,33 @@ before its masks delay those beside it by more than a fraction of a second."""
 _REMEDY = "use fewer or simpler pattern, format and multipleOf, or & and ~"
 _MOST_SHOWN = 200
 """Characters of an error that are shown."""
+_NO_TEXT = "NoExtensionBias"
+"""How the library's error begins where nothing may come next, not even the end."""
+_K = TypeVar("_K")
+
+
+class _TooSlow(ValueError):
+    """On another day, with less other work, it may be quick enough."""
+
+
+class _Kept(Generic[_K]):
+    """What is known of the grammars that were asked for last. From any thread."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Grammar, _K] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, grammar: Grammar) -> _K | None:
+        with self._lock:
+            if grammar in self._entries:
+                self._entries.move_to_end(grammar)
+            return self._entries.get(grammar)
+
+    def put(self, grammar: Grammar, entry: _K) -> None:
+        with self._lock:
+            self._entries[grammar] = entry
+            if len(self._entries) > _MOST_KEPT:
+                self._entries.popitem(last=False)
 
 
 class GrammarCompiler:
@@ -42,14 +69,36 @@ class GrammarCompiler:
         self._lock, self._trial = threading.Lock(), threading.Lock()
         # no thread before the first grammar, and grammars without a trial do not wait behind those with one
         self._quick, self._tried = (ThreadPoolExecutor(1, f"{kind}-grammars") for kind in ("quick", "tried"))
-        self._compiled = lru_cache(maxsize=_MOST_KEPT)(self._compile)
+        self._compiled: _Kept[LLMatcher] = _Kept()
+        self._refused: _Kept[str] = _Kept()
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the beginning of a text. Raises ValueError, one line, if this is no grammar or too large."""
-        return self._compiled(grammar).deep_copy()
+        """A matcher at the beginning of a text. Raises ValueError, one line, if this is no grammar or too large, or no
+        text follows it."""
+        if (known := self._compiled.get(grammar)) is None:
+            grammar.check()
+            if (line := self._refused.get(grammar)) is not None:
+                raise ValueError(line)
+            try:
+                known = self._compile(grammar)
+            except _TooSlow:
+                raise
+            except ValueError as error:
+                self._refused.put(grammar, str(error))
+                raise
+            self._compiled.put(grammar, known)
+        return known.deep_copy()
 
     def start(self, grammar: Grammar) -> Future[LLMatcher]:
-        """`matcher`, made in another thread, one after another; cancel it if it is not wanted any more."""
+        """`matcher`, made in another thread, one after another; cancel it if it is not wanted any more. One that is
+        known does not wait for others."""
+        if self._compiled.get(grammar) is not None or self._refused.get(grammar) is not None:
+            known: Future[LLMatcher] = Future()
+            try:
+                known.set_result(self.matcher(grammar))
+            except ValueError as error:
+                known.set_exception(error)
+            return known
         return (self._tried if _needs_trial(grammar) else self._quick).submit(self._matcher_or_error, grammar)
 
     def _matcher_or_error(self, grammar: Grammar) -> LLMatcher:
@@ -61,7 +110,6 @@ class GrammarCompiler:
             raise ValueError(f"grammar: this {grammar.kind} cannot be used ({_line(str(error))})") from error
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        grammar.check()
         with self._lock:
             tokenizer = self._tokenizer = self._tokenizer or self._open_tokenizer()
         from llguidance import LLMatcher, LLParserLimits
@@ -74,9 +122,15 @@ class GrammarCompiler:
             self._try(grammar, source)
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"grammar: is no {grammar.kind} ({_line(str(error))})") from None
-        if matcher.is_error():
-            raise ValueError(f"grammar: this {grammar.kind} cannot be used ({_line(matcher.get_error())})")
+            kind = type(error) if isinstance(error, _TooSlow) else ValueError
+            raise kind(f"grammar: is no {grammar.kind} ({_line(str(error))})") from None
+        begun = matcher.deep_copy()
+        if not begun.is_error():
+            begun.compute_bitmask()  # fails where no text follows the grammar, or too many rules may begin one
+        if begun.is_error():
+            line = _line(begun.get_error())
+            reason = "no text follows it" if line.startswith(_NO_TEXT) else line
+            raise ValueError(f"grammar: this {grammar.kind} cannot be used ({reason})")
         return matcher
 
     def _try(self, grammar: Grammar, source: str) -> None:
@@ -84,7 +138,7 @@ class GrammarCompiler:
         if _needs_trial(grammar):
             with self._trial:
                 if not is_compiled_in_time(source):
-                    raise ValueError(f"takes too long to compile; {_REMEDY}")
+                    raise _TooSlow(f"takes too long to compile; {_REMEDY}")
 
     def _open_tokenizer(self) -> LLTokenizer:
         try:

@@ -81,6 +81,9 @@ LONGEST_SALT = 128
 SCOPE_BYTES = 7
 """Bytes of the number of a client, or of a client and a `cache_salt`."""
 
+NO_TOKEN_FOLLOWS = "target: no token can follow"
+"""How the error of a request begins whose next token has no probability, whatever it is."""
+
 PLAIN_DECODING = "none"
 """The drafter's name of a request that is decoded plainly, whatever the engine's pipeline is."""
 
@@ -250,6 +253,12 @@ class Request:
     @property
     def speculates(self) -> bool:
         return self.drafter != PLAIN_DECODING
+
+    @property
+    def rules_out(self) -> bool:
+        """Whether it says of any token that it must not come."""
+        asked = self.sampling
+        return bool(self.grammar or asked.bad_words or asked.logit_bias or asked.min_tokens or asked.stop_token_ids)
 
     @property
     def memory_scope(self) -> int:

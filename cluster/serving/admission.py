@@ -24,15 +24,19 @@ class InFlightLimit:
         """Completions in flight."""
         return self._num
 
+    def check_size(self, num: int) -> None:
+        """Raise ApiError for a request of so many completions if it can never enter."""
+        if num > self._most:
+            line = f"n: {num} completions are more than the server runs and queues at a time ({self._most})"
+            raise ApiError(400, line, param="n")
+
     def enter(self, num: int) -> None:
         """Take places for so many completions, all or none of them; raises ApiError if there are none."""
         with self._changed:
             if self.is_draining:
                 headers = {"retry-after": str(RETRY_AFTER_S)}
                 raise ApiError(503, "the server is shutting down", code="shutting_down", headers=headers)
-            if num > self._most:
-                line = f"n: {num} completions are more than the server runs and queues at a time ({self._most})"
-                raise ApiError(400, line, param="n")
+            self.check_size(num)
             if self._num + num > self._most:
                 raise too_many(f"{self._num} completions run or wait, of {self._most} at most; try again later")
             self._num += num

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -26,7 +25,8 @@ from cluster.completion import EngineError
 from cluster.config.server import ServerConfig
 from cluster.observability.report import versions
 from cluster.serving.admission import InFlightLimit
-from cluster.serving.errors import ApiError, answer_refusal, bad_request, timed_out
+from cluster.serving.bodies import BodyReader, described, descriptions
+from cluster.serving.errors import ApiError, Disconnected, answer_refusal, bad_request, timed_out, too_many
 from cluster.serving.generation import Generation
 from cluster.serving.guard import Guard
 from cluster.serving.logprobs import LogprobWriter
@@ -41,7 +41,7 @@ from cluster.serving.requests import (
     TokenizeRequest,
 )
 from cluster.serving.served_model import NO_TEXTS, ServedModel
-from cluster.serving.streams import Disconnected, EventStream, while_connected
+from cluster.serving.streams import EventStream, while_connected
 from cluster.serving.tools import NamedTool
 from cluster.serving.tracing import RequestTracer
 
@@ -56,8 +56,6 @@ _PAGE_MAY = (
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
 )
 """It has all it needs in itself, and asks this server alone."""
-_CLIENT_CLOSED = 499
-"""Status of a request whose client has gone: for logs alone."""
 
 
 class Api:
@@ -67,6 +65,7 @@ class Api:
         self._model = model
         self._limit = limit
         self._tracer = tracer
+        self._bodies = BodyReader(2 * model.max_model_len)
         self._timeout_s = config.timeout_s
         self._scraping = asyncio.Lock()  # a client asks for one report at a time
         self.is_ready = False
@@ -76,12 +75,12 @@ class Api:
         refusals: dict[int | str, dict[str, Any]] = {"4XX": {"description": "An error in OpenAI's form"}}
         version = str(versions()["specdec"])
         app = FastAPI(title="specdec", version=version, responses=refusals, docs_url=None, redoc_url=None)
-        for error in (HTTPException, RequestValidationError, EngineError, Exception):
+        for error in (HTTPException, Disconnected, EngineError, Exception):
             app.add_exception_handler(error, answer_refusal)
-        app.post("/v1/completions")(self.complete)
-        app.post("/v1/chat/completions")(self.chat)
-        app.post("/tokenize")(self.tokenize)
-        app.post("/detokenize")(self.detokenize)
+        app.post("/v1/completions", openapi_extra=described(CompletionRequest))(self.complete)
+        app.post("/v1/chat/completions", openapi_extra=described(ChatRequest))(self.chat)
+        app.post("/tokenize", openapi_extra=described(TokenizeRequest))(self.tokenize)
+        app.post("/detokenize", openapi_extra=described(DetokenizeRequest))(self.detokenize)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.one_model)
         app.get("/health", response_class=Response)(self.health)
@@ -90,11 +89,15 @@ class Api:
         app.get("/", response_class=HTMLResponse)(self.page)
         app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
         app.get("/timeline")(self.timeline)
+        forms = descriptions(CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+        app.openapi()["components"] = {"schemas": forms}
         return Guard(app, keys, max_body)
 
-    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:
+        body = await self._bodies.read(request, CompletionRequest)
         span = self._tracer.start("text_completion", request.headers, request.state.request_id)
         self._model.check_name(body.model)
+        self._limit.check_size(len(body.prompts) * body.n)
         prompts = [await self._prompt_tokens(prompt) for prompt in body.prompts]
         texts = [await self._prompt_text(prompt) for prompt in body.prompts if body.echo]
         await self._check_grammar(body, body.grammar)
@@ -102,7 +105,8 @@ class Api:
         echoes = {choice.index: texts[choice.index // body.n] for choice in generation.choices if body.echo}
         return await self._answer(body, request, generation, CompletionForm(echoes))
 
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
+        body = await self._bodies.read(request, ChatRequest)
         span = self._tracer.start("chat", request.headers, request.state.request_id)
         self._model.check_name(body.model)
         text = await self._chat_text(body)
@@ -114,7 +118,8 @@ class Api:
         generation = await self._submit(body, [prompt], "messages", grammar, span)
         return await self._answer(body, request, generation, form)
 
-    async def tokenize(self, body: TokenizeRequest) -> Response:
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._bodies.read(request, TokenizeRequest)
         self._model.check_name(body.model)
         if body.prompt is not None:
             text, adds = body.prompt, body.add_special_tokens
@@ -125,7 +130,8 @@ class Api:
         count = {"count": len(tokens), "max_model_len": self._model.max_model_len}
         return _json({**count, "tokens": tokens, "token_strs": names})
 
-    async def detokenize(self, body: DetokenizeRequest) -> Response:
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._bodies.read(request, DetokenizeRequest)
         self._model.check_name(body.model)
         return _json({"prompt": await asyncio.to_thread(self._model.decode, body.tokens, "tokens")})
 
@@ -212,10 +218,12 @@ class Api:
         if grammar is None:
             return
         field = body.grammar_field
-        compiling = asyncio.wrap_future(self._model.compile_grammar(grammar))
+        compiling = self._model.compile_grammar(grammar)
         try:
-            await asyncio.wait_for(compiling, _COMPILE_S)
+            await asyncio.wait_for(asyncio.wrap_future(compiling), _COMPILE_S)
         except TimeoutError:
+            if compiling.cancelled():  # it had not begun
+                raise too_many("many grammars are being compiled; try again later") from None
             line = f"{field}: takes longer than {_COMPILE_S:g} s to compile; use a simpler one"
             raise ApiError(400, line, param=field) from None
         except ValueError as error:
@@ -266,8 +274,6 @@ class Api:
             return EventStream(_events(body, generation, writer), generation.close, self._timeout_s)
         try:
             await while_connected(request.receive, self._finish(generation))
-        except Disconnected:
-            return Response(status_code=_CLIENT_CLOSED)
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
         finally:

@@ -67,7 +67,15 @@ class ChatTemplate:
         names = {**self._special_tokens, "tools": None, "documents": None, **options}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             line = str(error).strip().partition("\n")[0]
             raise ValueError(f"messages: the checkpoint's chat template refuses them ({line})") from error
 

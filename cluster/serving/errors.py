@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from cluster.completion import EngineError, TooManyRequestsError
+from cluster.completion import EngineError, RuledOutError, TooManyRequestsError
 
 RETRY_AFTER_S = 1
 """Seconds after which a request that found no place may come again."""
@@ -24,10 +23,18 @@ _TYPES = {
     504: "timeout_error",
 }
 """`error.type` by status; others are an `invalid_request_error`."""
-_UNION = re.compile(r"str|int|list\[.*\]")
+_UNION = re.compile(r"str|int|list\[.*\]|literal\[.*\]|NamedTool")
 """What pydantic adds to the place of an error in one of several types that a field may have."""
 _SHOWN = 400
 """Characters of a message: it may quote the request."""
+
+
+_CLIENT_CLOSED = 499
+"""Status of a request whose client has gone: for logs alone."""
+
+
+class Disconnected(Exception):
+    """The client has gone; nothing can be sent to it."""
 
 
 class ApiError(HTTPException):
@@ -58,6 +65,8 @@ def engine_failure(error: EngineError) -> ApiError:
     """A request that the engine could not finish."""
     if isinstance(error, TooManyRequestsError):
         return too_many(str(error))
+    if isinstance(error, RuledOutError):
+        return ApiError(400, str(error), code="no_token_allowed")
     return ApiError(500, str(error), code="engine_error", headers={"x-should-retry": "false"})
 
 
@@ -71,20 +80,15 @@ def timed_out(seconds: float) -> ApiError:
     return ApiError(504, message, code="timeout", headers={"x-should-retry": "false"})
 
 
-def invalid_fields(error: RequestValidationError) -> ApiError:
+def invalid_fields(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first thing that pydantic found wrong with a body; where a field may be of several types, that of the type
     which came furthest."""
-    errors = error.errors()
-    first = max((one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]), key=lambda one: len(_place(one)))
+    first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(_place(one)))
     name = ".".join(_place(first)) or None
     match first["type"]:
-        case "json_invalid":
-            return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
         case "extra_forbidden":
             line = f"{name}: is not supported by this server; leave it out"
             return ApiError(400, line, param=name, code="unsupported_field")
-        case "model_attributes_type" if name is None:
-            return ApiError(400, "the body: must be a JSON object, with the header content-type: application/json")
         case "value_error":
             return bad_request(ValueError(f"{name}: {first['ctx']['error']}" if name else first["ctx"]["error"]))
     return ApiError(400, f"{name or 'the body'}: {first['msg'][0].lower()}{first['msg'][1:]}", param=name)
@@ -92,7 +96,7 @@ def invalid_fields(error: RequestValidationError) -> ApiError:
 
 def _place(error: Mapping[str, Any]) -> list[str]:
     """The names of the field and of what it is in."""
-    return [str(part) for part in error["loc"] if part != "body" and not _UNION.fullmatch(str(part))]
+    return [str(part) for part in error["loc"] if not _UNION.fullmatch(str(part))]
 
 
 def body_of(error: HTTPException) -> bytes:
@@ -113,8 +117,8 @@ def answer(error: HTTPException) -> Response:
 async def answer_refusal(request: Request, error: Exception) -> Response:
     """The answer to a request that ended with an error, for FastAPI."""
     match error:
-        case RequestValidationError():
-            return answer(invalid_fields(error))
+        case Disconnected():
+            return Response(status_code=_CLIENT_CLOSED)
         case EngineError():
             return answer(engine_failure(error))
         case HTTPException(status_code=404) if not isinstance(error, ApiError):

@@ -9,18 +9,13 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from actors.protocol.grammar import Grammar
+from cluster.serving.fields import BodyPart
 
 ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 """What `json_object` asks for."""
-
-
-class BodyPart(BaseModel):
-    """A part of a body; null stands for an absent field."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
 
 class JsonSchemaFormat(BodyPart):
@@ -76,13 +71,19 @@ class StructuredOutputs(BodyPart):
         if self.regex is not None:
             return Grammar("regex", self.regex)
         if self.choice is not None:
-            return Grammar("lark", "start: " + " | ".join(map(quoted, self.choice)))
+            return Grammar("lark", "start: CHOICE\nCHOICE: " + " | ".join(map(quoted, self.choice)))
         return ANY_OBJECT if self.grammar_ is None else Grammar("lark", self.grammar_)
 
 
 def json_grammar(schema: dict[str, Any] | str) -> Grammar:
-    """The texts that a schema describes; keys stay in its order."""
-    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
+    """The texts that a schema describes; keys stay in its order. Raises ValueError, one line, for one that is nested
+    without end."""
+    if isinstance(schema, str):
+        return Grammar("json_schema", schema)
+    try:
+        return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
 
 
 def quoted(text: str) -> str:

@@ -8,20 +8,22 @@ know engines; what needs the model is checked where the request is carried out.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, model_validator
 
 from actors.protocol.grammar import Grammar
 from actors.protocol.logprobs import MOST_LOGPROBS
 from actors.protocol.messages import LONGEST_SALT, MOST_PRIORITY, PLAIN_DECODING
-from actors.protocol.sampling_params import MOST_BAD_WORDS, SamplingParams
+from actors.protocol.sampling_params import MOST_BAD_WORDS, MOST_BIASES, MOST_STOP_TOKENS, MOST_STOPS, SamplingParams
+from cluster.serving.fields import BodyPart, at_most
 from cluster.serving.grammars import ResponseFormat, StructuredOutputs
 from cluster.serving.logprobs import AskedLogprobs
 from cluster.serving.tools import ToolCall, ToolChoice, ToolDefinition, call_grammar
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
     "best_of": (1,),
     "continue_final_message": (False,),
     "functions": ([],),
@@ -59,28 +61,17 @@ def _without_fields(names: dict[str, Any]) -> dict[str, Any]:
 
 _SAID_BY_FIELDS = ("messages", "add_generation_prompt", "tools", "self")
 """Names that a chat template gets from elsewhere."""
+FIRST_ERROR = Field(fail_fast=True)
+"""The first entry of a list that is wrong is its only error."""
+TokenIds = Annotated[list[int], FIRST_ERROR]
 TemplateNames = Annotated[dict[str, Any], AfterValidator(_without_fields)]
 """Further names that a chat template may read."""
 
 
-class ApiRequest(BaseModel):
+class ApiRequest(BodyPart):
     """Base of all bodies."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        own = cls.model_fields
-        return {name: value for name, value in body.items() if not (value is None or _is_neutral(name, value, own))}
-
-
-def _is_neutral(name: str, value: object, supported: Collection[str]) -> bool:
-    """Whether a field that is not supported asks for nothing."""
-    meaningless = () if name in supported else NEUTRAL.get(name, ())
-    return any(type(value) is type(one) and value == one for one in meaningless)
+    neutral = NEUTRAL
 
 
 class StreamOptions(ApiRequest):
@@ -117,11 +108,15 @@ class TextPart(ApiRequest):
     text: str
 
 
+TextContent = str | Annotated[list[TextPart], FIRST_ERROR]
+"""A text, whole or in parts."""
+
+
 class PredictedText(ApiRequest):
     """A text that the reply may follow, as a file that it edits: drafts are copied from it."""
 
     type: Literal["content"] = "content"
-    content: str | list[TextPart]
+    content: TextContent
 
     @property
     def text(self) -> str:
@@ -140,10 +135,10 @@ class GenerationRequest(ApiRequest):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field(default_factory=dict)
-    bad_words: Annotated[list[str], Field(max_length=MOST_BAD_WORDS)] = Field(default_factory=list)
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    logit_bias: Annotated[dict[str, float], at_most(MOST_BIASES)] = Field(default_factory=dict)
+    bad_words: Annotated[list[str], at_most(MOST_BAD_WORDS)] = Field(default_factory=list)
+    stop: Annotated[str | list[str], at_most(MOST_STOPS)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[int], at_most(MOST_STOP_TOKENS)] = Field(default_factory=list)
     min_tokens: int = 0
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
@@ -177,9 +172,12 @@ class GenerationRequest(ApiRequest):
                 raise ValueError(f"{name}: {NO_TEXT}")
         return self
 
-    @property
+    @cached_property
     def grammar(self) -> Grammar | None:
         """What the text has to follow, if anything."""
+        return self._grammar()
+
+    def _grammar(self) -> Grammar | None:
         given = self.response_format.grammar() if self.response_format is not None else None
         if self.structured_outputs is None:
             return given
@@ -235,7 +233,7 @@ class GenerationRequest(ApiRequest):
 class CompletionRequest(GenerationRequest):
     """`/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Annotated[list[str], FIRST_ERROR] | TokenIds | Annotated[list[TokenIds], FIRST_ERROR]
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
@@ -262,11 +260,13 @@ class ChatMessage(ApiRequest):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: TextContent | None = None
     reasoning: Annotated[str, Field(validation_alias=AliasChoices("reasoning", "reasoning_content"))] = ""
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
     tool_call_id: str | None = None
+    parsed: Any = None
+    """What OpenAI's client made of the content, which it sends back with a message that it was given."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -291,16 +291,20 @@ class ChatMessage(ApiRequest):
         return message
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+Tools = Annotated[list[ToolDefinition], FIRST_ERROR]
+
+
 class ChatRequest(GenerationRequest):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateNames = Field(default_factory=dict)
-    tools: list[ToolDefinition] = Field(default_factory=list)
+    tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
 
@@ -309,7 +313,7 @@ class ChatRequest(GenerationRequest):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ValueError("tools: have two functions of one name")
-        if self.offered_tools and super().grammar is not None:
+        if self.offered_tools and super()._grammar() is not None:
             raise ValueError("tools: cannot be used with response_format or structured_outputs; set tool_choice=none")
         return self
 
@@ -333,11 +337,10 @@ class ChatRequest(GenerationRequest):
         """Those that the model may call."""
         return [] if self.choice == "none" else self.tools
 
-    @property
-    def grammar(self) -> Grammar | None:
+    def _grammar(self) -> Grammar | None:
         """That of a forced call, or what else the text has to follow."""
         forced = call_grammar(self.tools, self.choice, is_parallel=self.parallel_tool_calls)
-        return super().grammar if forced is None else forced
+        return super()._grammar() if forced is None else forced
 
     @property
     def grammar_field(self) -> str:
@@ -360,10 +363,10 @@ class TokenizeRequest(ApiRequest):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
-    tools: list[ToolDefinition] = Field(default_factory=list)
+    tools: Tools = Field(default_factory=list)
     return_token_strs: bool = False
     chat_template_kwargs: TemplateNames = Field(default_factory=dict)
 
@@ -383,7 +386,7 @@ class DetokenizeRequest(ApiRequest):
     """`/detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 def joined(content: str | list[TextPart]) -> str:

@@ -15,13 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.completion import EngineError
-from cluster.serving.errors import body_of, engine_failure, timed_out
+from cluster.serving.errors import Disconnected, body_of, engine_failure, timed_out
 
 T = TypeVar("T")
-
-
-class Disconnected(Exception):
-    """The client has gone; nothing can be sent to it."""
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import Field
 
 from actors.protocol.grammar import Grammar
-from cluster.serving.grammars import BodyPart, json_grammar
+from cluster.serving.fields import BodyPart
+from cluster.serving.grammars import json_grammar
 
 HERMES: dict[str, Any] = {
     "start_anchor": "<|im_start|>assistant\n",
@@ -34,6 +35,8 @@ HERMES: dict[str, Any] = {
 }
 """Hermes and Qwen: each call between these marks, anywhere in the text."""
 _CALLS = "tool_calls"
+_UNREADABLE = (ValueError, KeyError, RecursionError)
+"""What a `ResponseParser` raises for a text of another form; the last one for JSON that is nested without end."""
 
 
 class FunctionDefinition(BodyPart):
@@ -70,15 +73,18 @@ class NamedTool(BodyPart):
 
 
 class CalledFunction(BodyPart):
-    """What an earlier message called; `arguments` is JSON."""
+    """What an earlier message called; `arguments` is JSON, or nothing where the function has none."""
 
     name: str
     arguments: str
+    parsed_arguments: Any = None
+    """What OpenAI's client made of them, which it sends back with a message that it was given."""
 
 
 class ToolCall(BodyPart):
-    """A call of an earlier message."""
+    """A call of an earlier message. Its place is `index`, which a client that joined the chunks of a stream has."""
 
+    index: int | None = None
     id: str
     type: Literal["function"]
     function: CalledFunction
@@ -86,8 +92,8 @@ class ToolCall(BodyPart):
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates read it: arguments as an object. Raises ValueError, one line, if they are none."""
         try:
-            arguments = json.loads(self.function.arguments)
-        except ValueError:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
             raise ValueError(f"messages: the arguments of the call {self.id:.40} are not JSON") from None
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -194,7 +200,7 @@ class CallListReader:
             rest = self._text.lstrip(" \t\r\n[,")
             try:
                 call, end = json.JSONDecoder().raw_decode(rest)
-            except ValueError:
+            except (ValueError, RecursionError):
                 break
             self._text = rest[end:]
             parts.append(CallPart.begin(self._num_calls, call["name"], _as_json(call["parameters"])))
@@ -226,7 +232,7 @@ class JsonReplyReader:
     def end(self) -> list[Part]:
         try:
             found = json.loads(self._held.strip().removeprefix(self._mark))
-        except ValueError:
+        except (ValueError, RecursionError):
             found = []
         calls = [_call_of(one) for one in (found if isinstance(found, list) else [found])]
         if calls and None not in calls:
@@ -241,27 +247,53 @@ class TemplateReader:
     def __init__(self, template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
-        self._parser = ResponseParser(dict(template), prefix="", tools=[dict(tool) for tool in tools])
+        self._make = lambda: ResponseParser(dict(template), prefix="", tools=[dict(tool) for tool in tools])
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parser = self._make()
+        self._text = ""
+        self._num_shown = 0  # characters
         self._num_calls = 0
         self._region = ""
         self._space = ""
         self._is_broken = False
 
     def feed(self, text: str) -> list[Part]:
+        self._text += text
         if self._is_broken:
             return self._shown(text)
         try:
             return self._parts(self._parser.feed(text))
-        except (ValueError, KeyError):  # a region that the template cannot read
-            self._is_broken = True
-            return self._shown(self._region + text)
+        except _UNREADABLE:  # a region that the template cannot read
+            return self._broken()
+
+    def _broken(self) -> list[Part]:
+        """What was not sent yet, where all from that region on is text. The place where it broke does not depend on
+        the cuts: what is read is the longest beginning that can be."""
+        text, num_shown, num_calls = self._text, self._num_shown, self._num_calls
+        readable, unreadable = 0, len(text)
+        while unreadable - readable > 1:
+            middle = (readable + unreadable) // 2
+            try:
+                self._make().feed(text[:middle])
+                readable = middle
+            except _UNREADABLE:
+                unreadable = middle
+        self._begin()
+        parts = self._parts(self._parser.feed(text[:readable]))
+        parts += self._shown(self._region + text[readable:])
+        self._text, self._is_broken = text, True
+        content = "".join([part for part in parts if isinstance(part, str)])[num_shown:]
+        calls = [part for part in parts if isinstance(part, CallPart) and part.index >= num_calls]
+        return [*([content] if content else []), *calls]
 
     def end(self) -> list[Part]:
         parts: list[Part] = []
         if not self._is_broken:
             try:
                 parts = self._parts(self._parser.finalize()[1])
-            except (ValueError, KeyError):
+            except _UNREADABLE:
                 parts = self._shown(self._region)
         return parts if self._num_calls or not self._space else [*parts, self._space]
 
@@ -294,6 +326,7 @@ class TemplateReader:
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]
+        self._num_shown += len(shown)
         return [shown] if shown else []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from actors.grammars.compiler import GrammarCompiler
+from actors.grammars.compiler import _source as source
 from actors.grammars.masks import GrammarMasks
 from actors.protocol.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
 from actors.protocol.messages import MOST_FORCED, TokenTree
@@ -185,15 +187,44 @@ def test_forced_tokens_are_the_only_text_that_may_follow(compiler):
 
 def test_a_grammar_is_compiled_once(compiler, monkeypatch):
     compiled = []
-    monkeypatch.setattr("actors.grammars.compiler._source", lambda grammar: compiled.append(grammar) or "bad")
+    monkeypatch.setattr("actors.grammars.compiler._source", lambda grammar: compiled.append(grammar) or source(grammar))
     fresh = GrammarCompiler((TARGET / "tokenizer.json").read_text, (EOS,))
-    with pytest.raises(ValueError):
-        fresh.matcher(SCHEMA)
-    monkeypatch.undo()
-    first, second = fresh.matcher(SCHEMA), fresh.matcher(SCHEMA)
-    assert fresh._compiled.cache_info().hits == 1
+    first, second = fresh.matcher(SCHEMA), fresh.start(SCHEMA).result()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot be used"):
+            fresh.matcher(Grammar("regex", "(?=a)b"))
+    assert len(compiled) == 2, "nor is one that was refused"
     assert first.consume_tokens(first.compute_ff_tokens() or [91]) and second.compute_bitmask() != b""
     assert second.try_consume_tokens([91]) == 1, "matchers are copies: none has read what another has"
+
+
+def test_a_known_grammar_does_not_wait_for_others(monkeypatch):
+    """Clients mostly send the same schemas again; one that sends new ones without end is not to hold these up."""
+    fresh, goes_on = GrammarCompiler((TARGET / "tokenizer.json").read_text, (EOS,)), threading.Event()
+    refused = Grammar("regex", "(?=a)b")
+    fresh.start(SCHEMA).result()
+    with pytest.raises(ValueError):
+        fresh.start(refused).result()
+    monkeypatch.setattr("actors.grammars.compiler._source", lambda grammar: goes_on.wait(60) and source(grammar))
+    slow = fresh.start(Grammar("regex", "a"))
+    assert fresh.start(SCHEMA).done() and fresh.start(refused).done() and not slow.done()
+    goes_on.set()
+    slow.result()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "line"),
+    [
+        (Grammar("regex", r"[^\s\S]"), "no text follows it"),
+        (Grammar("json_schema", '{"$ref": "#"}'), "no text follows it"),
+        (Grammar("lark", "start: start"), "no text follows it"),
+    ],
+    ids=str,
+)
+def test_a_grammar_that_nothing_can_begin_is_refused(compiler, grammar, line):
+    """Its request would end with an error at its first token."""
+    with pytest.raises(ValueError, match=rf"^grammar: this {grammar.kind} cannot be used \({line}\)$"):
+        compiler.matcher(grammar)
 
 
 PATTERNS = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(18)]

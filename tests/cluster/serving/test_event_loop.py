@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
+from cluster.serving import bodies
+from cluster.serving.errors import invalid_fields
 from tests.cluster.serving.conftest import RunningServer
 
 
@@ -63,3 +67,80 @@ def test_more_words_than_the_engine_takes_are_not_read(server: RunningServer, to
 def test_a_word_that_is_none_is_named(server: RunningServer, word):
     status, _, reply = server.ask("/v1/completions", {"prompt": "a", "bad_words": [word]})
     assert (status, reply["error"]["param"]) == (400, "bad_words"), reply
+
+
+def longest_pause_s(work: Callable[[], object]) -> float:
+    """How long another thread did not run meanwhile."""
+    pauses, ended = [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not ended.wait(0.001):
+            pauses.append(time.monotonic() - last)
+            last = time.monotonic()
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    try:
+        work()
+    finally:
+        ended.set()
+        ticking.join()
+    return max(pauses)
+
+
+def test_a_long_text_lets_others_run(server: RunningServer):
+    """The tokenizer keeps other threads, those of rounds in the same process among them, from running while it reads
+    one text, but not while it reads a batch."""
+    model, text = server.service._model, "ab é\n" * 20_000
+    tokenizer: Tokenizer = server.engine.tokenizer
+    model._most_characters = len(text)
+    started = time.monotonic()
+    alone = tokenizer.encode(text).ids
+    took = time.monotonic() - started
+    found: list[int] = []
+    assert longest_pause_s(lambda: found.extend(model.encode(text))) < took / 2
+    assert found == alone and model.decode(found) == tokenizer.decode(alone) == text
+
+
+@pytest.mark.parametrize("entry", ["1", "[1]", '"a"', "{}", "[[]]"])
+def test_a_body_of_too_many_values_is_not_read(server: RunningServer, monkeypatch, entry):
+    """Each value costs up to a hundred times its bytes, and each wrong one an error of its own besides."""
+    monkeypatch.setattr(bodies, "_read", lambda _: pytest.fail("was read"))
+    body = f'{{"prompt": [{",".join([entry] * (bodies.LEAST_VALUES + 2))}]}}'
+    status, _, reply = server.ask("/v1/completions", body.encode())
+    assert (status, reply["error"]["code"]) == (413, "body_too_large"), reply
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": [1.5] * 100_000}, "prompt.0"),
+        ("/v1/completions", {"prompt": [[1.5]] * 100_000}, "prompt.0.0"),
+        ("/v1/completions", {"prompt": [65] * 100_000}, "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 100_000}, "n"),
+        ("/v1/completions", {"prompt": "a", "stop": [1] * 100_000}, "stop"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(100_000)), "")}, "logit_bias"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [""] * 100_000}, "stop_token_ids"),
+        ("/v1/completions", {"prompt": "a", **dict.fromkeys(map(str, range(100_000)), 1)}, None),
+        ("/v1/chat/completions", {"messages": [{"role": "x"}] * 100_000}, "messages.0.role"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{}] * 99_999}]},
+            "messages.0.content.0.type",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{}] * 99_999},
+            "tools.0.type",
+        ),
+        ("/detokenize", {"tokens": [1.5] * 100_000}, "tokens.0"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_wrong_entries_without_end_are_one_error(server: RunningServer, monkeypatch, path, body, param):
+    counts = []
+    monkeypatch.setattr(bodies, "invalid_fields", lambda errors: counts.append(len(errors)) or invalid_fields(errors))
+    status, _, reply = server.ask(path, body)
+    assert (status, reply["error"]["param"]) == (400, param), reply
+    assert max(counts, default=0) < 10 and len(reply["error"]["message"]) < 200

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from typing import Any
 
 import jsonschema
 import pytest
 
+from actors.grammars import compiler
+from actors.grammars.compiler import _source as source
 from actors.protocol.grammar import Grammar
 from actors.protocol.messages import SamplingParams
+from cluster.serving import app
 from tests.cluster.serving.conftest import RunningServer
 
 SCHEMA = {
@@ -105,6 +109,67 @@ def test_what_is_no_form_is_a_400_that_names_the_field(server: RunningServer, fi
     status, _, body = server.ask("/v1/completions", {"prompt": "a", **fields})
     assert status == 400 and re.match(line, body["error"]["message"]), body
     assert body["error"]["param"].partition(".")[0] == line.partition(":")[0].partition("\\.")[0]
+
+
+NESTED: Any = 1
+for _ in range(400):
+    NESTED = {"items": NESTED}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"json": NESTED}},
+        {"structured_outputs": {"json": json.dumps(NESTED)}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": NESTED}}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": NESTED}}], "tool_choice": "required"},
+        {"structured_outputs": {"regex": r"[^\s\S]"}},
+        {"structured_outputs": {"json": {"$ref": "#"}}},
+        {"structured_outputs": {"choice": ["a"]}, "min_tokens": 3},
+        {"structured_outputs": {"choice": ["a"]}, "bad_words": ["a"]},
+    ],
+    ids=lambda fields: str(fields)[:60],
+)
+def test_what_no_text_can_follow_is_the_client_s_mistake(server: RunningServer, fields):
+    """Streamed too: the reply has begun then, and its last event says it."""
+    body = {"messages": MESSAGES, "max_tokens": 8, **fields}
+    status, _, reply = server.ask("/v1/chat/completions", body)
+    assert status == 400 and reply["error"]["type"] == "invalid_request_error", reply
+    status, _, streamed = server.ask("/v1/chat/completions", {**body, "stream": True})
+    last = streamed if status == 400 else json.loads(streamed.strip().split("\n\n")[-1].removeprefix("data: "))
+    assert last == reply and server.num_running() == 0
+
+
+def test_a_choice_of_thousands_is_followed(client):
+    choice = [f"entry {i}" for i in range(3000)]
+    body = {
+        **BODY,
+        "prompt": "abc",
+        "n": 2,
+        "temperature": 1.0,
+        "extra_body": {"structured_outputs": {"choice": choice}},
+    }
+    assert {one.text for one in client.completions.create(**body).choices} <= set(choice)
+
+
+def test_grammars_that_wait_for_others_may_come_again(server: RunningServer, monkeypatch):
+    """What takes long is a 400 of its own; what has not begun is no fault of the request."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(app, "_COMPILE_S", 0.2)
+    monkeypatch.setattr(compiler, "_source", lambda grammar: goes_on.wait(60) and source(grammar))
+    answers = []
+
+    def ask(name: str) -> None:
+        answers.append(server.ask("/v1/completions", {"prompt": "a", "structured_outputs": {"choice": [name]}}))
+
+    threads = [threading.Thread(target=ask, args=(f"new {i}",)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    goes_on.set()
+    found = {status: (headers["retry-after"], reply["error"]["code"]) for status, headers, reply in answers}
+    assert found == {400: (None, None), 429: ("1", "rate_limit_exceeded")}
 
 
 def random_schema(choose: random.Random, depth: int) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from cluster.serving.tools import (
     HERMES,
@@ -44,6 +46,10 @@ BODY: dict[str, Any] = {
 }
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 SCHEMAS = {"weather": WEATHER, "now": {"type": "object"}}
+
+
+class Point(BaseModel):
+    x: int = Field(ge=0, le=9)
 
 
 def joined(chunks):
@@ -171,6 +177,39 @@ def test_the_template_reads_tools_calls_and_their_results(chat_checkpoint, half_
         assert joined(client.chat.completions.create(**own, stream=True)) == whole_of(choice)
 
 
+def test_a_message_of_the_official_client_goes_back_as_it_is(client):
+    """Its readers of streams and of schemas add fields of their own, and `index` and nulls are left in the calls."""
+    tools = [openai.pydantic_function_tool(Point, name="put")]
+    body = {**BODY, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(**body) as stream:
+        called = stream.get_final_completion().choices[0].message
+    assert called.tool_calls[0].function.parsed_arguments is not None
+    form = {name: value for name, value in BODY.items() if name != "tools"}
+    parsed = client.chat.completions.parse(**form, response_format=Point).choices[0].message
+    assert parsed.parsed is not None
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in called.tool_calls]
+    for answer in (called, called.model_dump()):
+        messages = [*BODY["messages"], answer, *results, parsed]
+        assert client.chat.completions.create(**{**form, "messages": messages, "max_tokens": 2}).choices
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", '{"a": 1}'])
+def test_a_call_without_arguments_has_none(server: RunningServer, arguments):
+    assert server.ask("/v1/chat/completions", {"messages": earlier_call(arguments), "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, "1" * 5_000])
+def test_arguments_that_are_none_are_refused(server: RunningServer, arguments):
+    status, _, reply = server.ask("/v1/chat/completions", {"messages": earlier_call(arguments), "max_tokens": 1})
+    assert (status, reply["error"]["param"]) == (400, "messages"), reply
+
+
+def earlier_call(arguments: str) -> list[dict[str, Any]]:
+    call = {"id": "7", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    said = {"role": "assistant", "content": "a", "tool_calls": [call]}
+    return [*BODY["messages"], said, {"role": "tool", "tool_call_id": "7", "content": "wet"}]
+
+
 # --- readers, at every cut --------------------------------------------------------------------------------------------
 
 TWO = 'One.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rom", "days": 2}}\n</tool_call>\n'
@@ -192,6 +231,7 @@ CASES = [
     pytest.param(lambda: TemplateReader(HERMES, []), LATER + "<tool_call>{", "\n{", [("now", "{}")]),
     pytest.param(lambda: TemplateReader(OWN, []), 'a <<{"name": "f", "arguments": "x"}>>', "a", [("f", "x")]),
     pytest.param(lambda: TemplateReader(OWN, []), "a <<{bad", "a {bad", []),
+    pytest.param(lambda: TemplateReader(OWN, []), 'a <<{"name": "f"}>> b <<bad>> c', "a b bad> c", [("f", "{}")]),
     pytest.param(CallListReader, LIST, "", [("weather", '{"city": "}]", "days": 2}'), ("now", "{}")]),
     pytest.param(CallListReader, LIST[:-9], "", [("weather", '{"city": "}]", "days": 2}')]),
     pytest.param(lambda: ArgumentsReader("f"), ARGUMENTS, "", [("f", ARGUMENTS)]),
@@ -211,6 +251,21 @@ CASES = [
     pytest.param(lambda: JsonReplyReader("[TOOL_CALLS]"), " text {", " text {", []),
     pytest.param(lambda: JsonReplyReader("[TOOL_CALLS]"), '{"a": 1}', '{"a": 1}', []),
 ]
+DEEP = "[" * 5_000
+"""A model that repeats itself; JSON of so many levels cannot be read."""
+
+
+@pytest.mark.parametrize(
+    ("reader", "text", "content"),
+    [
+        (TemplateReader(HERMES, []), f"a <tool_call>{DEEP}</tool_call>", f"a {DEEP}>"),
+        (JsonReplyReader("[TOOL_CALLS]"), DEEP, DEEP),
+        (CallListReader(), f'[{{"name": "f", "parameters": {{"a": {DEEP}}}}}', ""),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_text_that_is_nested_without_end_is_no_call(reader, text, content):
+    assert "".join(map(str, [*reader.feed(text), *reader.end()])) == content
 
 
 @pytest.mark.parametrize(("make", "text", "content", "calls"), CASES)
