@@ -172,6 +172,7 @@ class Client:
         cache_salt: str = "",
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        includes_stop: bool = False,
     ) -> Completion:
         """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`. The prompt
         of an encoder-decoder is what its encoder reads.
@@ -185,7 +186,8 @@ class Client:
         client's requests with the same `cache_salt`, and so is what drafters remember of ended ones. `logprobs` asks
         for the log-probability of each generated token and of so many of the likeliest ones there, `prompt_logprobs`
         for the same at the prompt's tokens: `Completion.logprobs` and `Completion.prompt_logprobs`, log-softmax of the
-        target's logits before sampling parameters and grammars apply.
+        target's logits before sampling parameters and grammars apply. With `includes_stop` the stop string that ends
+        the text belongs to it.
         Raises ValueError for an invalid token, sampling parameter, name, bound or grammar, EngineError once the engine
         has failed. A prompt that does not fit the target's context is not sent: its completion has failed.
         """
@@ -206,7 +208,7 @@ class Client:
             how["source"], token_ids = tuple(token_ids), start
             params = params.completed(facts["sampling"])
         request = Request(next(self._ids), tuple(token_ids), params, drafter, **how)
-        completion = Completion(request, prompt, self.tokenizer, self._abort)
+        completion = Completion(request, prompt, self.tokenizer, self._abort, includes_stop=includes_stop)
         if (misfit := request.misfit(int(facts["max_model_len"]), int(facts.get("max_source_len", 0)))) is not None:
             completion.fail(misfit)
             return completion

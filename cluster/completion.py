@@ -71,7 +71,13 @@ class Completion:
     """
 
     def __init__(
-        self, request: Request, prompt: str | Sequence[int], tokenizer: Tokenizer, abort: Callable[[int], None]
+        self,
+        request: Request,
+        prompt: str | Sequence[int],
+        tokenizer: Tokenizer,
+        abort: Callable[[int], None],
+        *,
+        includes_stop: bool = False,
     ) -> None:
         self.request_id = request.request_id
         self.prompt = prompt
@@ -92,7 +98,7 @@ class Completion:
         self._request = request
         self._tokens: list[Token] = []
         self._texts: list[str] = []
-        self._stream = TextStream(tokenizer, request.prompt, sampling.stop)
+        self._stream = TextStream(tokenizer, request.prompt, sampling.stop, includes_stop=includes_stop)
         self._error: str | None = None
         self._abort = abort
         self._changed = threading.Condition()
@@ -101,6 +107,14 @@ class Completion:
     @property
     def text(self) -> str:
         return self._stream.text
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string, or the token of `stop_token_ids`, that ended it; None for any other end."""
+        if self.finish_reason != "stop" or self._stream.stopped:
+            return self._stream.stop_string
+        last = self.token_ids[-1] if self.token_ids else None
+        return last if last in self.sampling.stop_token_ids else None
 
     @property
     def versions(self) -> list[int]:

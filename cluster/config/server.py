@@ -33,6 +33,9 @@ class ServerConfig(Section):
     max_waiting: Annotated[int, Range(0)] = 256
     """Completions that may wait for a place in the batch, beside `scheduler.max_num_seqs` that run. A request with
     more of them is answered with 429 and a time after which to come again."""
+    max_queue_s: Annotated[float, Range(above=0)] = 120.0
+    """Seconds that a completion may wait for its first token. While others wait, a request whose wait would be longer,
+    by how fast they begin, is answered with 429 and the time after which to come again."""
     timeout_s: Annotated[float, Range(above=0)] = 600.0
     """Seconds after which a request that has not ended is aborted."""
     drain_s: Annotated[float, Range(0)] = 60.0

@@ -61,19 +61,32 @@ def named_files(patterns: Sequence[str]) -> list[Path]:
 class TextStream:
     """Text of one completion, token by token, up to a stop string: what decode(prompt + output) adds to decode(prompt).
 
-    The shown text excludes the stop string. Until the end, characters that could begin a stop string are held back, and
-    so are bytes that do not make a character yet.
+    The shown text excludes the stop string, unless `includes_stop`. Until the end, characters that could begin a stop
+    string are held back, and so are bytes that do not make a character yet.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        *,
+        includes_stop: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._includes_stop = includes_stop
         self._stop = stop
         self._reach = max(map(len, stop), default=1) - 1
         self._before, self._before_text = _context(tokenizer, prompt)
         self._pending: list[int] = []
         self._shown: list[str] = []
         self._held = ""
-        self.stopped = False
+        self.stop_string: str | None = None
+        """The one that ended the text."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
 
     @property
     def text(self) -> str:
@@ -93,11 +106,11 @@ class TextStream:
             self._held += text
             self._before, self._pending = self._pending, []
             self._before_text = self._tokenizer.decode(self._before)
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if not found:
             return self._show(max(0, len(self._held) - self._reach))
-        self.stopped = True
-        return self._show(min(found))
+        at, self.stop_string = min(found, key=lambda one: one[0])
+        return self._show(at + (len(self.stop_string) if self._includes_stop else 0))
 
     def end(self) -> str:
         """No token follows: show the text that was held back."""

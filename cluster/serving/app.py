@@ -98,7 +98,8 @@ class Api:
         span = self._tracer.start("text_completion", request.headers, request.state.request_id)
         self._model.check_name(body.model)
         self._limit.check_size(len(body.prompts) * body.n)
-        prompts = [await self._prompt_tokens(prompt) for prompt in body.prompts]
+        adds = body.add_special_tokens
+        prompts = [await self._prompt_tokens(prompt, adds_special_tokens=adds) for prompt in body.prompts]
         texts = [await self._prompt_text(prompt) for prompt in body.prompts if body.echo]
         await self._check_grammar(body, body.grammar)
         generation = await self._submit(body, prompts, "prompt", body.grammar, span)
@@ -181,8 +182,10 @@ class Api:
 
     # --- what completions and chats have in common --------------------------------------------------------------------
 
-    async def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
-        return await asyncio.to_thread(self._model.encode, prompt) if isinstance(prompt, str) else prompt
+    async def _prompt_tokens(self, prompt: str | list[int], *, adds_special_tokens: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return await asyncio.to_thread(self._model.encode, prompt, adds_special_tokens=adds_special_tokens)
 
     async def _prompt_text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else await asyncio.to_thread(self._model.decode, prompt)
@@ -249,15 +252,16 @@ class Api:
         try:
             choices = self._model.submit(body, prompts, body.limit, field, texts, grammar)
         except BaseException as error:
-            self._limit.leave(num)
+            self._limit.leave(num, num_waiting=num)
             if isinstance(error, ValueError):
                 raise bad_request(error) from error
             raise
-        generation = Generation(choices, sum(map(len, prompts)), lambda: self._end(generation, span), texts.prediction)
+        size, began = sum(map(len, prompts)), self._limit.began
+        generation = Generation(choices, size, began, lambda: self._end(generation, span), texts.prediction)
         return generation
 
     def _end(self, generation: Generation, span: Span | None) -> None:
-        self._limit.leave(len(generation.choices))
+        self._limit.leave(len(generation.choices), num_waiting=generation.num_waiting)
         for choice in generation.choices:
             self._model.histograms.observe(choice.completion)
         self._tracer.end(span, generation)
@@ -269,7 +273,8 @@ class Api:
         if body.asked_logprobs.asks:
             logprobs = LogprobWriter(body.asked_logprobs, await asyncio.to_thread(lambda: self._model.token_names))
         facts = self._model.name, request.state.request_id, self._model.num_spec_tokens
-        writer = ReplyWriter(form, *facts, logprobs, includes_proposers=body.includes_proposers)
+        asked = {"includes_proposers": body.includes_proposers, "includes_tokens": body.return_token_ids}
+        writer = ReplyWriter(form, *facts, logprobs, **asked)
         if body.stream:
             return EventStream(_events(body, generation, writer), generation.close, self._timeout_s)
         try:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from cluster.completion import EngineError, RuledOutError, TooManyRequestsError
 
 RETRY_AFTER_S = 1
-"""Seconds after which a request that found no place may come again."""
+"""Seconds after which a request that found no place may come again, if nothing is known of when there will be one."""
 _TYPES = {
     401: "authentication_error",
     429: "rate_limit_error",
@@ -70,8 +70,8 @@ def engine_failure(error: EngineError) -> ApiError:
     return ApiError(500, str(error), code="engine_error", headers={"x-should-retry": "false"})
 
 
-def too_many(message: str) -> ApiError:
-    return ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(RETRY_AFTER_S)})
+def too_many(message: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+    return ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(retry_after_s)})
 
 
 def timed_out(seconds: float) -> ApiError:

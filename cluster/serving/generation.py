@@ -25,12 +25,14 @@ class RequestedText:
 
 
 class Generation:
-    """The choices of one request; `close` it in the end, which aborts what still runs."""
+    """The choices of one request; `close` it in the end, which aborts what still runs. `began` is called for each once
+    it has a token, `release` in the end."""
 
     def __init__(
         self,
         choices: Sequence[RequestedText],
         num_prompt_tokens: int,
+        began: Callable[[], None],
         release: Callable[[], None],
         prediction: Sequence[int] = (),
     ) -> None:
@@ -38,6 +40,8 @@ class Generation:
         self._prediction = prediction
         self.num_prompt_tokens = num_prompt_tokens
         self.num_tokens = 0  # of all pieces so far
+        self._waiting = {choice.index for choice in choices}
+        self._began = began
         self._release: Callable[[], None] | None = release
 
     async def pieces(self) -> AsyncGenerator[tuple[RequestedText, Piece]]:
@@ -45,7 +49,15 @@ class Generation:
         async with aclosing(follow([choice.completion for choice in self.choices])) as pieces:
             async for index, piece in pieces:
                 self.num_tokens += len(piece.token_ids)
+                if index in self._waiting:
+                    self._waiting.remove(index)
+                    self._began()
                 yield self.choices[index], piece
+
+    @property
+    def num_waiting(self) -> int:
+        """Choices without a token."""
+        return len(self._waiting)
 
     @property
     def num_predicted(self) -> tuple[int, int] | None:

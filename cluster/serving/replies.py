@@ -1,7 +1,7 @@
 """What the server sends: replies and stream chunks in OpenAI's form, encoded by msgspec.
 
-Beside OpenAI's fields, a choice has the `seed` that gives it again, and a reply `metrics`, as vLLM's. It must not know
-how tokens came about.
+Beside OpenAI's fields, a choice has the `seed` that gives it again, and vLLM's `stop_reason` at its end; a reply has
+`metrics`, as vLLM's. It must not know how tokens came about.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ class TextChoice(Struct):
     logprobs: TextLogprobs | ChatLogprobs | None = None
     finish_reason: str | None = None
     seed: int | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[Any] | UnsetType = UNSET
     proposers: list[TokenSource] | UnsetType = UNSET
 
@@ -109,6 +112,8 @@ class MessageChoice(Struct):
     logprobs: TextLogprobs | ChatLogprobs | None = None
     finish_reason: str | None = None
     seed: int | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class DeltaChoice(Struct):
@@ -119,6 +124,8 @@ class DeltaChoice(Struct):
     logprobs: TextLogprobs | ChatLogprobs | None = None
     finish_reason: str | None = None
     seed: int | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
     proposers: list[TokenSource] | UnsetType = UNSET
 
 
@@ -133,6 +140,7 @@ class ApiReply(Struct):
     usage: TokenUsage | UnsetType | None = UNSET
     metrics: dict[str, Any] | UnsetType | None = UNSET
     prompt_logprobs: list[Any] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ReplyForm(Protocol):
@@ -208,8 +216,10 @@ class ReplyWriter:
         logprobs: LogprobWriter | None = None,
         *,
         includes_proposers: bool = False,
+        includes_tokens: bool = False,
     ) -> None:
         self._form = form
+        self._includes_tokens = includes_tokens
         self._includes_proposers = includes_proposers
         self._logprobs = logprobs
         self._model = model
@@ -226,6 +236,11 @@ class ReplyWriter:
         ]
         usage, metrics = final_usage_of(generation), self._metrics(generation)
         reply = self._reply(self._form.object, choices, usage, metrics)
+        for choice, made in zip(generation.choices, choices, strict=True):
+            made.stop_reason = choice.completion.stop_reason
+            if self._includes_tokens:
+                made.token_ids = choice.completion.token_ids
+                (made if isinstance(made, TextChoice) else reply).prompt_token_ids = choice.completion.prompt_token_ids
         if self._logprobs is not None:
             self._add_logprobs(self._logprobs, reply, generation)
         return self._encoder.encode(reply)
@@ -246,6 +261,14 @@ class ReplyWriter:
 
     def chunk(self, choice: RequestedText, piece: Piece, usage: TokenUsage | UnsetType | None) -> bytes:
         part = self._form.part(choice, piece)
+        if piece.finish_reason is not None:
+            part.stop_reason = choice.completion.stop_reason
+        prompt: list[int] | UnsetType = UNSET
+        if self._includes_tokens:
+            part.token_ids = list(piece.token_ids)
+            prompt = UNSET if piece.position else choice.completion.prompt_token_ids
+            if isinstance(part, TextChoice):
+                part.prompt_token_ids, prompt = prompt, UNSET
         if self._logprobs is not None:
             part.logprobs = self._logprobs.part(choice.index, choice.completion, piece.logprobs)
         if self._includes_proposers:
@@ -253,7 +276,7 @@ class ReplyWriter:
             part.proposers = [
                 TokenSource(text, "target" if name is None else "drafter", name or "") for text, name in parts
             ]
-        return self._event([part], usage)
+        return self._event([part], usage, prompt=prompt)
 
     def closing(self, generation: Generation) -> bytes:
         """The chunk with the usage of the whole request, which has no choice."""
@@ -270,8 +293,11 @@ class ReplyWriter:
         choices: list[Any],
         usage: TokenUsage | UnsetType | None,
         metrics: dict[str, Any] | UnsetType | None = UNSET,
+        prompt: list[int] | UnsetType = UNSET,
     ) -> bytes:
-        return b"data: " + self._encoder.encode(self._reply(self._form.chunk_object, choices, usage, metrics)) + b"\n\n"
+        reply = self._reply(self._form.chunk_object, choices, usage, metrics)
+        reply.prompt_token_ids = prompt
+        return b"data: " + self._encoder.encode(reply) + b"\n\n"
 
     def _reply(
         self,

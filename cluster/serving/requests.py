@@ -28,7 +28,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "functions": ([],),
     "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "service_tier": ("auto", "default"),
@@ -139,6 +138,7 @@ class GenerationRequest(ApiRequest):
     bad_words: Annotated[list[str], at_most(MOST_BAD_WORDS)] = Field(default_factory=list)
     stop: Annotated[str | list[str], at_most(MOST_STOPS)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[int], at_most(MOST_STOP_TOKENS)] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
     min_tokens: int = 0
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
@@ -153,6 +153,7 @@ class GenerationRequest(ApiRequest):
     user: str | None = None
     cache_salt: Annotated[str, Field(max_length=LONGEST_SALT)] = ""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    return_token_ids: bool = False
 
     @property
     def asked_logprobs(self) -> AskedLogprobs:
@@ -233,6 +234,7 @@ class GenerationRequest(ApiRequest):
 class CompletionRequest(GenerationRequest):
     """`/v1/completions`."""
 
+    add_special_tokens: bool = True
     prompt: str | Annotated[list[str], FIRST_ERROR] | TokenIds | Annotated[list[TokenIds], FIRST_ERROR]
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None

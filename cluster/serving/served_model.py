@@ -227,6 +227,7 @@ class ServedModel:
         how: dict[str, Any] = {"drafter": options.chosen, "num_draft_tokens": options.num_draft_tokens}
         how |= {"reference": texts.prediction, "priority": request.priority, "grammar": grammar}
         how["cache_salt"], asked = request.cache_salt, request.asked_logprobs
+        how["includes_stop"] = request.include_stop_str_in_output
         how |= {"logprobs": asked.generated, "prompt_logprobs": asked.most_of_prompt}
         choices: list[RequestedText] = []
         for prompt, params in zip(prompts, sampling, strict=True):

@@ -156,6 +156,56 @@ def test_a_stop_string_ends_the_text_wherever_drafts_end(client, server: Running
     assert server.num_running() == 0
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_the_end_says_what_stopped_it(client, stream):
+    """As vLLM's `stop_reason`: the string, the token, or null; the string is shown on request."""
+
+    def last(**fields):
+        body = {"model": "tiny-chat", "prompt": PROMPT, **SAMPLED, **fields}
+        reply = client.completions.create(**body, stream=stream)
+        choices = [chunk.choices[0] for chunk in reply] if stream else [reply.choices[0]]
+        assert all(not hasattr(choice, "stop_reason") for choice in choices[:-1])
+        return "".join(choice.text for choice in choices), choices[-1].finish_reason, choices[-1].stop_reason
+
+    text, *end = last()
+    assert end == ["length", None]
+    cut = text.index(text[9:12])
+    stops = {"stop": ["no such", text[9:12]]}
+    assert last(**stops) == (text[:cut], "stop", text[9:12])
+    assert last(**stops, extra_body={"include_stop_str_in_output": True}) == (text[: cut + 3], "stop", text[9:12])
+    known = client.completions.create(
+        model="tiny-chat", prompt=PROMPT, **SAMPLED, extra_body={"return_token_ids": True}
+    )
+    token = known.choices[0].token_ids[5]
+    assert last(extra_body={"stop_token_ids": [1, token]})[1:] == ("stop", token)
+
+
+def test_tokens_come_on_request(client, server: RunningServer):
+    """Those of the prompt once, with the first tokens of a stream: in a completion's choices, and in a chat's reply."""
+    tokenizer, asked = server.engine.tokenizer, {"return_token_ids": True}
+    body = {"model": "tiny-chat", "prompt": ["abc", "x"], **SAMPLED, "n": 2, "extra_body": asked}
+    whole = client.completions.create(**body)
+    assert whole.usage.completion_tokens == sum(len(choice.token_ids) for choice in whole.choices) > 0
+    assert [choice.prompt_token_ids for choice in whole.choices] == [
+        tokenizer.encode(t).ids for t in ("abc",) * 2 + ("x",) * 2
+    ]
+    tokens, prompts = {}, {}
+    for choice in [chunk.choices[0] for chunk in client.completions.create(**body, stream=True)]:
+        tokens[choice.index] = tokens.get(choice.index, []) + choice.token_ids
+        prompts[choice.index] = [*prompts.get(choice.index, []), getattr(choice, "prompt_token_ids", None)]
+    assert tokens == {choice.index: choice.token_ids for choice in whole.choices}
+    assert all(found[0] and set(map(str, found[1:])) <= {"None"} for found in prompts.values())
+    chat = {"model": "tiny-chat", "messages": [{"role": "user", "content": "a"}], **SAMPLED, "extra_body": asked}
+    reply = client.chat.completions.create(**chat)
+    chunks = list(client.chat.completions.create(**chat, stream=True))
+    assert [token for chunk in chunks[1:] for token in chunk.choices[0].token_ids] == reply.choices[0].token_ids
+    assert [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")] == [
+        reply.prompt_token_ids
+    ]
+    assert len(reply.prompt_token_ids) == reply.usage.prompt_tokens
+    assert not hasattr(client.completions.create(model="tiny-chat", prompt="a", max_tokens=1).choices[0], "token_ids")
+
+
 @pytest.mark.extended
 def test_echo_puts_the_prompt_first(client):
     for prompt in ("abc", [97, 98]):

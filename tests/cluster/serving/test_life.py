@@ -109,8 +109,21 @@ def test_beyond_the_bound_a_request_is_to_come_again(slow: RunningServer):
     assert slow.ask("/v1/completions", {"prompt": "a", "max_tokens": 1, "n": 8})[0] == 200
 
 
+def test_a_wait_that_would_be_too_long_is_refused(chat_checkpoint, half_agreeing_drafter):
+    """Whatever the bound on the number that wait."""
+    with serving(chat_checkpoint, half_agreeing_drafter, pace_ms=5.0, max_waiting=90, max_queue_s=0.01) as server:
+        connection, limit = start(server, {"prompt": "a", "n": 90, "max_tokens": 20}), server.service._limit
+        until(lambda: len(limit._begins) >= 16)
+        status, headers, content = server.ask("/v1/completions", {"prompt": "a"})
+        assert status == 429 and 1 <= int(headers["retry-after"]) <= 60 and "max_queue_s" in content["error"]["message"]
+        connection.close()
+        until(lambda: server.service.num_in_flight == limit._num_waiting == 0)
+        assert server.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        assert limit._num_waiting == 0
+
+
 def test_a_request_that_is_refused_takes_no_place(slow: RunningServer):
-    for _ in range(20):
+    for _ in range(3):
         assert slow.ask("/v1/completions", {"prompt": "a", "top_p": 7})[0] == 400
         assert slow.ask("/v1/completions", {"prompt": "a", "speculative": {"drafter": "x"}})[0] == 400
     assert slow.service.num_in_flight == 0
