@@ -35,7 +35,7 @@ _K = TypeVar("_K")
 
 
 class _TooSlow(ValueError):
-    """On another day, with less other work, it may be quick enough."""
+    """The trial took too long, which it might not beside less other work."""
 
 
 class _Kept(Generic[_K]):

@@ -60,10 +60,12 @@ def _without_fields(names: dict[str, Any]) -> dict[str, Any]:
 
 _SAID_BY_FIELDS = ("messages", "add_generation_prompt", "tools", "self")
 """Names that a chat template gets from elsewhere."""
+_MOST_NAMES = 256
+MOST_TOOLS = 1024
 FIRST_ERROR = Field(fail_fast=True)
 """The first entry of a list that is wrong is its only error."""
 TokenIds = Annotated[list[int], FIRST_ERROR]
-TemplateNames = Annotated[dict[str, Any], AfterValidator(_without_fields)]
+TemplateNames = Annotated[dict[str, Any], at_most(_MOST_NAMES), AfterValidator(_without_fields)]
 """Further names that a chat template may read."""
 
 
@@ -294,7 +296,7 @@ class ChatMessage(ApiRequest):
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-Tools = Annotated[list[ToolDefinition], FIRST_ERROR]
+Tools = Annotated[list[ToolDefinition], FIRST_ERROR, at_most(MOST_TOOLS)]
 
 
 class ChatRequest(GenerationRequest):

@@ -22,6 +22,7 @@ from actors.drafters.vocabulary.token_pieces import TokenPieces
 from actors.options import PipelineName
 from actors.protocol.grammar import Grammar
 from actors.protocol.messages import SamplingParams, check_tokens
+from actors.protocol.sampling_params import MOST_BAD_WORD_TOKENS
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Client
 from cluster.io.text import bad_word_tokens
@@ -196,6 +197,10 @@ class ServedModel:
 
     def encode_texts(self, request: GenerationRequest) -> EncodedTexts:
         """Takes long for long texts, as `encode`."""
+        most = MOST_BAD_WORD_TOKENS * self._most_characters // self.max_model_len
+        if (size := sum(map(len, request.bad_words))) > most:
+            line = f"bad_words: has {size} characters in all; give at most {most}"
+            raise ApiError(400, line, param="bad_words")
         return EncodedTexts(bad_word_tokens(self._tokenizer, request.bad_words), self._prediction_tokens(request))
 
     def _prediction_tokens(self, request: GenerationRequest) -> list[int]:
@@ -264,8 +269,8 @@ class ServedModel:
 
 
 def _most_characters_a_token(tokenizer: Tokenizer) -> int:
-    """Of a tokenizer of bytes that is the length of its longest token; composing characters, which some do before,
-    makes texts shorter by less than four."""
+    """The length of the longest token, where tokens are bytes of the text. Composing characters, which some tokenizers
+    do before, leaves more than a quarter of them."""
     drops = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
     if drops or not isinstance(tokenizer.decoder, ByteLevel) or not isinstance(tokenizer.normalizer, NFC | None):
         return _MOST_CHARACTERS_A_TOKEN

@@ -101,7 +101,7 @@ def test_beyond_the_bound_the_time_is_that_in_which_enough_begin(clock):
     assert refusal(limit, 10)[1] > 5
 
 
-def test_a_request_that_never_fits_is_told_so(limit):
+def test_a_request_that_never_fits_is_refused_for_good(limit):
     with pytest.raises(ApiError) as caught:
         limit.enter(1001)
     assert caught.value.status_code == 400 and limit.num == 0

@@ -14,6 +14,9 @@ from cluster.serving import bodies
 from cluster.serving.errors import invalid_fields
 from tests.cluster.serving.conftest import RunningServer
 
+CHAT, NAMES = "/v1/chat/completions", "chat_template_kwargs"
+MESSAGES = [{"role": "user", "content": "a"}]
+
 
 class Watched:
     """The tokenizer, and the threads that it was used on."""
@@ -123,17 +126,12 @@ def test_a_body_of_too_many_values_is_not_read(server: RunningServer, monkeypatc
         ("/v1/completions", {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(100_000)), "")}, "logit_bias"),
         ("/v1/completions", {"prompt": "a", "stop_token_ids": [""] * 100_000}, "stop_token_ids"),
         ("/v1/completions", {"prompt": "a", **dict.fromkeys(map(str, range(100_000)), 1)}, None),
-        ("/v1/chat/completions", {"messages": [{"role": "x"}] * 100_000}, "messages.0.role"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{}] * 99_999}]},
-            "messages.0.content.0.type",
-        ),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a"}], "tools": [{}] * 99_999},
-            "tools.0.type",
-        ),
+        (CHAT, {"messages": [{"role": "x"}] * 100_000}, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "user", "content": [{}] * 99_999}]}, "messages.0.content.0.type"),
+        (CHAT, {"messages": MESSAGES, "tools": [{}] * 1024}, "tools.0.type"),
+        (CHAT, {"messages": MESSAGES, "tools": [{}] * 1025}, "tools"),
+        (CHAT, {"messages": MESSAGES, NAMES: dict.fromkeys(map(str, range(999)), 1)}, NAMES),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["abc" * 13_000] * 300}, "bad_words"),
         ("/detokenize", {"tokens": [1.5] * 100_000}, "tokens.0"),
     ],
     ids=lambda value: str(value)[:60],
