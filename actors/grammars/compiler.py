@@ -34,8 +34,8 @@ _NO_TEXT = "NoExtensionBias"
 _K = TypeVar("_K")
 
 
-class _TooSlow(ValueError):
-    """The trial took too long, which it might not beside less other work."""
+class TooBusyError(ValueError):
+    """The machine had no time for the trial of a grammar, which may be as good as any other."""
 
 
 class _Kept(Generic[_K]):
@@ -81,7 +81,7 @@ class GrammarCompiler:
                 raise ValueError(line)
             try:
                 known = self._compile(grammar)
-            except _TooSlow:
+            except TooBusyError:
                 raise
             except ValueError as error:
                 self._refused.put(grammar, str(error))
@@ -122,7 +122,7 @@ class GrammarCompiler:
             self._try(grammar, source)
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         except (ValueError, RecursionError) as error:
-            kind = type(error) if isinstance(error, _TooSlow) else ValueError
+            kind = TooBusyError if isinstance(error, TooBusyError) else ValueError
             raise kind(f"grammar: is no {grammar.kind} ({_line(str(error))})") from None
         begun = matcher.deep_copy()
         if not begun.is_error():
@@ -137,8 +137,12 @@ class GrammarCompiler:
         """Raise ValueError if it could take more time or memory than there is; one trial at a time takes some."""
         if _needs_trial(grammar):
             with self._trial:
-                if not is_compiled_in_time(source):
-                    raise _TooSlow(f"takes too long to compile; {_REMEDY}")
+                try:
+                    is_quick = is_compiled_in_time(source)
+                except TimeoutError:
+                    raise TooBusyError("the machine is too busy to compile it; try again later") from None
+                if not is_quick:
+                    raise ValueError(f"takes too long to compile; {_REMEDY}")
 
     def _open_tokenizer(self) -> LLTokenizer:
         try:

@@ -26,12 +26,13 @@ def needs_trial(text: str) -> bool:
 
 
 def is_compiled_in_time(source: str) -> bool:
-    """Whether this grammar, as the library has it, is compiled or found to be none within the limits."""
+    """Whether this grammar, as the library has it, is compiled or found to be none within the limits. Raises
+    TimeoutError where the machine had no time to find out."""
     program = [sys.executable, "-P", __file__]
     try:
         tried = subprocess.run(program, input=source.encode(), capture_output=True, timeout=_WALL_S, check=False)
     except subprocess.TimeoutExpired:
-        return False
+        raise TimeoutError from None
     return tried.returncode == 0
 
 

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from actors.grammars.compiler import TooBusyError
 from actors.protocol.grammar import Grammar
 from cluster.completion import EngineError
 from cluster.config.server import ServerConfig
@@ -49,7 +50,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 _COMPILE_S = 10.0
-"""Limit for one grammar; those of the size that is allowed take a small part of it."""
+"""Limit for one grammar, once its turn has come, and before; those of the size that is allowed take a small part of
+it."""
+_BUSY = "many grammars are being compiled, or the machine is busy; try again later"
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_MAY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -222,16 +225,24 @@ class Api:
             return
         field = body.grammar_field
         compiling = self._model.compile_grammar(grammar)
+        waiting = asyncio.wrap_future(compiling)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(compiling), _COMPILE_S)
-        except TimeoutError:
-            if compiling.cancelled():  # it had not begun
-                raise too_many("many grammars are being compiled; try again later") from None
-            line = f"{field}: takes longer than {_COMPILE_S:g} s to compile; use a simpler one"
-            raise ApiError(400, line, param=field) from None
+            ended, _ = await asyncio.wait((waiting,), timeout=_COMPILE_S)
+            if not ended and compiling.cancel():  # it had not begun
+                raise too_many(_BUSY)
+            if not ended:
+                await asyncio.wait((waiting,), timeout=_COMPILE_S)
+            if not waiting.done():
+                line = f"{field}: takes longer than {_COMPILE_S:g} s to compile; use a simpler one"
+                raise ApiError(400, line, param=field)
+            waiting.result()
+        except TooBusyError as error:
+            raise too_many(_BUSY) from error
         except ValueError as error:
             line = str(error).partition(": ")[2]
             raise ApiError(400, f"{field}: {line}", param=field, code="invalid_grammar") from error
+        finally:
+            waiting.cancel()
 
     async def _submit(
         self,

@@ -13,7 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from actors.grammars.compiler import GrammarCompiler
+from actors.grammars import trial
+from actors.grammars.compiler import GrammarCompiler, TooBusyError
 from actors.grammars.compiler import _source as source
 from actors.grammars.masks import GrammarMasks
 from actors.protocol.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
@@ -196,6 +197,16 @@ def test_a_grammar_is_compiled_once(compiler, monkeypatch):
     assert len(compiled) == 2, "nor is one that was refused"
     assert first.consume_tokens(first.compute_ff_tokens() or [91]) and second.compute_bitmask() != b""
     assert second.try_consume_tokens([91]) == 1, "matchers are copies: none has read what another has"
+
+
+def test_a_machine_without_time_for_a_trial_refuses_nothing_for_good(monkeypatch):
+    fresh = GrammarCompiler((TARGET / "tokenizer.json").read_text, (EOS,))
+    grammar = Grammar("json_schema", '{"type": "string", "pattern": "^[a-z]{3}$"}')
+    monkeypatch.setattr(trial, "_WALL_S", 0.0)
+    with pytest.raises(TooBusyError, match="too busy to compile it"):
+        fresh.matcher(grammar)
+    monkeypatch.setattr(trial, "_WALL_S", 300.0)
+    assert fresh.matcher(grammar).compute_bitmask()
 
 
 def test_a_known_grammar_does_not_wait_for_others(monkeypatch):
