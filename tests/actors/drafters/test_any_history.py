@@ -336,7 +336,15 @@ class Parent:
             if budget > 0:
                 shadow.is_ordered, shadow.draft = True, tree
         self.choose.shuffle(orders)
-        return DraftBatch(1, tuple(admits), tuple(commits), tuple(releases), tuple(orders), top_tokens=top_tokens)
+        return DraftBatch(
+            1,
+            tuple(admits),
+            tuple(commits),
+            tuple(releases),
+            tuple(orders),
+            top_tokens=top_tokens,
+            works_ahead=chance() < 0.7,
+        )
 
     def top_tokens(self):
         """What the target might have found at some rows, of requests that may have ended."""
