@@ -78,6 +78,7 @@ class AheadDrafter(ModelDrafter):
         self._confidence = ConfidenceCalibration()
 
     def _restart(self, context: Context) -> None:
+        super()._restart(context)
         self._states[context.request_id] = _AheadState(context, DraftTree(context.token_ids[-1]))
 
     def prepared(self, context: Context) -> bool:
@@ -235,9 +236,7 @@ class AheadDrafter(ModelDrafter):
 
     def advance(self, width: int | None) -> Step:
         drafting = [state for state in self._states.values() if state.depth]
-        fresh: list[tuple[_AheadState, list[int]]] = [(state, []) for state in drafting if not state.tree.root.expanded]
-        contexts = [state.context for state, _ in fresh]
-        num_fresh = sum(len(one.token_ids) - self.runner.cached_len(one.request_id) for one in contexts)
+        fresh, num_fresh = self._unread([state for state in drafting if not state.tree.root.expanded])
         begun = [state for state in drafting if state.tree.root.expanded]
         on_demand = self._fitting([(state, self._redrafted(state)) for state in begun], num_fresh)
         ahead: list[tuple[_AheadState, list[int]]] = []
@@ -254,6 +253,17 @@ class AheadDrafter(ModelDrafter):
             if state.context.request_id not in going or not self._redrafted(state):
                 state.depth = 0
         return Step(sum(len(nodes) for _, nodes in ahead), refreshed=bool(fresh or on_demand))
+
+    def _unread(self, states: list[_AheadState]) -> tuple[list[tuple[_AheadState, list[int]]], int]:
+        """Those, in order, whose texts the pool has room for, and the rows of these: what was free as a draft was begun
+        may be taken by another since. The drafts of the others end here."""
+        fitting, num_rows = list[tuple[_AheadState, list[int]]](), 0
+        for state in states:
+            unread = len(state.context.token_ids) - self.runner.cached_len(state.context.request_id)
+            if self.runner.can_reserve(num_rows + unread):
+                fitting.append((state, []))
+                num_rows += unread
+        return fitting, num_rows
 
     def _redrafted(self, state: _AheadState) -> list[int]:
         return redraft(state.tree, self._redraft_width, state.depth)

@@ -168,6 +168,31 @@ def test_nothing_is_begun_where_the_policy_drafts_in_turn(open_drafter):
     assert draft.tree.num_draft_tokens
 
 
+def test_drafts_that_were_begun_one_after_the_other_share_the_room_that_is_left(open_drafter):
+    """Each had room by itself; what does not fit the pass ends."""
+    drafter = open_drafter(num_slots=22)
+    contexts = [opened(drafter, 1), opened(drafter, 2), opened(drafter, 3, length=8)]
+    for context in contexts:
+        drafter.begin([context], [1])
+        assert drafter.is_drafting(context.request_id)
+    drafter.advance(None)
+    assert not any(drafter.is_drafting(context.request_id) for context in contexts)
+    drafts = drafter.propose(contexts, [1, 1, 1])
+    assert [draft.tree.num_draft_tokens for draft in drafts] == [1, 0, 0]
+
+
+def test_a_request_without_room_is_not_drafted_for_in_turn(open_drafter):
+    """Its first draft; the verdict comes all the same."""
+    drafter = open_drafter(num_slots=12)
+    context = opened(drafter, 1)
+    drafter.may_work_ahead = False
+    (draft,) = drafter.propose([context], [4])
+    assert not draft.tree.num_draft_tokens
+    drafter.observe(context, Commit(1, 0, len(context.token_ids), (), (7,)))
+    drafter.release(1)
+    assert drafter.runner.pool.num_free == 12
+
+
 @pytest.mark.parametrize(
     ("strategy", "rule", "joins"),
     [("chain", "coupled", True), ("dynamic", "coupled", False), ("tree", "rejection", False)],
