@@ -195,7 +195,7 @@ class CascadeDrafter:
 
     @property
     def wants_work(self) -> bool:
-        return any(state.in_flight for state in self._states.values())
+        return self.may_work_ahead and any(state.in_flight for state in self._states.values())
 
     @property
     def waits_for_child(self) -> bool:

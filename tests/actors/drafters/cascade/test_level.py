@@ -365,6 +365,14 @@ def test_what_a_level_says_of_itself():
     assert ahead.capabilities.works_ahead is ahead and ahead.may_work_ahead
 
 
+def test_a_level_works_ahead_where_the_policy_lets_it():
+    level, context = open_level(ScriptedChild(), (2, 3), works_ahead=True)
+    level.propose([context], [3])
+    assert level.wants_work
+    level.may_work_ahead = False
+    assert not level.wants_work
+
+
 @pytest.mark.parametrize(
     "draft",
     [chain(2, 2), Draft.chosen(TokenTree.chain(1, (2, 3, 4)))],
