@@ -161,8 +161,8 @@ class _Cells:
 
 def edited(logits: Tensor, batch: Sequence[EditedRows], eos_token_ids: Sequence[int]) -> Tensor:
     """Logits [N, V], flat, after the edits of every sequence; `logits` itself if none applies in these rows, else a
-    tensor of its own."""
-    cells, start, ends = _Cells(), 0, tuple(eos_token_ids)
+    tensor of its own. End tokens that a drafter of a smaller vocabulary lacks are none of its columns."""
+    cells, start, ends = _Cells(), 0, tuple([token for token in eos_token_ids if token < logits.shape[-1]])
     for rows in batch:
         if edits(rows.params):
             cells.add(rows, start, ends)

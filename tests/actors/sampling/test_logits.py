@@ -131,6 +131,13 @@ def test_min_tokens_lets_the_end_through_from_the_node_where_it_is_due():
     assert banned.sum() == 2 * (depths < 2).sum()
 
 
+def test_an_end_token_beyond_the_vocabulary_of_a_drafter_is_banned_nowhere():
+    """Models of one family pad their vocabularies differently."""
+    rows = LogitRows(SamplingParams(min_tokens=9), len(PROMPT), [*PROMPT, *OUTPUT], TREE)
+    banned = torch.isinf(process_logits(random_logits(6), rows, (7, VOCAB, VOCAB + 3)))
+    assert banned[:, 7].any() and banned.sum() == banned[:, 7].sum()
+
+
 @pytest.mark.parametrize("presence, frequency", [(0.7, 0.0), (0.0, 0.4), (1.5, -0.3)])
 def test_presence_and_frequency_penalties_count_the_output_only(presence, frequency):
     """The formula of OpenAI and vLLM: logit - frequency * count - presence * (count > 0)."""
