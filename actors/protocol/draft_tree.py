@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from actors.protocol.messages import DraftPreview
 from actors.protocol.token_tree import TokenTree
@@ -123,8 +124,15 @@ class DraftTree:
 
     def best_nodes(self, count: int) -> list[int]:
         """The `count` likeliest nodes, a connected set, parents before children."""
-        ranked = sorted(range(1, len(self.nodes)), key=lambda node: (-self.nodes[node].value, node))
-        return sorted(ranked[:count])
+        nodes, best = self.nodes, list[int]()
+        offered = [(-nodes[child].value, child) for child in self.root.children]
+        heapify(offered)
+        while offered and len(best) < count:
+            _, node = heappop(offered)
+            best.append(node)
+            for child in nodes[node].children:
+                heappush(offered, (-nodes[child].value, child))
+        return sorted(best)
 
     def proposal(self, nodes: Sequence[int]) -> TokenTree:
         """These nodes, a connected set with parents before children, as a tree to verify."""

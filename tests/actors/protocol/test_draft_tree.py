@@ -91,6 +91,12 @@ def test_values_places_and_order_are_those_of_the_paths(seed):
     assert len(chain) == 3 or not tree.nodes[[0, *chain][-1]].children
 
 
+def test_the_best_nodes_hang_together_where_values_rise_along_a_path():
+    """As a preview of another process may have them."""
+    tree = DraftTree.read(TokenTree((0, 1, 2, 3), (-1, 0, 1, 0)), (0.0, -2.0, -1.0, -3.0))
+    assert [tree.best_nodes(count) for count in range(5)] == [[], [1], [1, 2], [1, 2, 3], [1, 2, 3]]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_proposal_is_found_again_and_its_outcomes_are_known(seed):
     grown = Grown(seed)
