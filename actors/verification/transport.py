@@ -77,7 +77,8 @@ class Selection:
         before, after = np.arange(1, cut + 1), np.arange(cut, last)
         law = self._target.copy()
         if cut > 0:  # drafts of the first `cut` tokens are selected whenever there are any
-            high = ((1.0 - self._missed[cut] - below[cut] + below[before]) / (self._left[0] - self._left[before])).max()
+            drawn = np.cumsum(self._probs[:cut])  # no difference of masses: it is 0 where the first tokens have hardly any
+            high = ((1.0 - self._missed[cut] - below[cut] + below[before]) / drawn).max()
             law[:cut] = np.minimum(law[:cut], high * self._probs[:cut])
         if cut < last:  # the rest has to take what is selected otherwise
             low = ((self._missed[cut] - below[after] + below[cut]) / self._left[after]).min()

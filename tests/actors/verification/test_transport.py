@@ -53,6 +53,13 @@ def test_it_is_exact_and_accepts_as_much_as_the_linear_program_allows(seed, num_
     assert accepted_by("transport", p, q, num_draws) == pytest.approx(optimum(p, q, num_draws), abs=EXACT)
 
 
+@pytest.mark.filterwarnings("error")
+def test_tokens_that_are_hardly_ever_drafted_cost_no_acceptance():
+    """As at a low temperature: their mass is below the rounding of the others'."""
+    p, q = np.array([2e-19, 2e-23, 0.0194, 0.9806, 1e-15]), np.array([7e-22, 4e-24, 0.0135, 0.9865, 5e-17])
+    assert accepted_by("transport", p / p.sum(), q / q.sum(), 3) == pytest.approx(optimum(p, q, 3), abs=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_no_other_rule_accepts_more(seed):
     p, q = laws(seed, 3)
