@@ -152,7 +152,7 @@ class _Simulation:
     """One run: the wiring of lanes, links and coordinator, and the client that receives the tokens."""
 
     def __init__(self, scenario: Scenario, policy: Policy) -> None:
-        self._scenario = scenario
+        self._scenario, self._policy = scenario, policy
         self._text_of = cache(scenario.text)
         self._clock = VirtualClock()
         self._target, self._draft = self._target_lane(), self._draft_lane()
@@ -188,8 +188,10 @@ class _Simulation:
         return RoleLane(self._clock, time, role.answer, partial(self._arrive, delay_s=scenario.target_link_s))
 
     def _slowdown(self) -> float:
-        """Factor on the pass that begins: the drafter is taken to work as much beside it as beside the one before."""
-        if not self._scenario.interference or not self._target.busy:
+        """Factor on the pass that begins: the drafter is taken to work as much beside it as beside the one before, unless
+        it has just been told to draft in turn."""
+        stopped = PIPELINES[self._scenario.pipeline].works_ahead and not self._policy.works_ahead
+        if not self._scenario.interference or not self._target.busy or stopped:
             return 1.0
         start, end = self._target.busy[-1]
         beside_s = 0.0
