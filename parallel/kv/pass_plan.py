@@ -87,7 +87,7 @@ class PendingRows:
         rest = PendingRows()
         if not retain:
             return rest
-        renumbered = dict.fromkeys(keep[-1:], -1) | {row: i for i, row in enumerate(retain)}
+        renumbered = {keep[-1] if keep else -1: -1} | {row: i for i, row in enumerate(retain)}
         rest.append(len(retain), [renumbered[self.parents[row]] for row in retain])
         return rest
 

@@ -60,6 +60,8 @@ def test_what_remains_after_a_commit():
     rest = pending.after_commit([0, 2], [3, 4, 5])
     assert rest.parents == [-1, 0, 0] and rest.depths == [0, 1, 1]
     assert pending.after_commit([0], []).parents == []
+    first_two = pending.after_commit([], [0, 2])
+    assert first_two.parents == [-1, 0] and first_two.depths == [0, 1], "none is committed"
 
 
 @pytest.mark.parametrize("parents", [[0], [-1, 1], [-2], [-1, 2, 0]])
