@@ -135,6 +135,8 @@ def _distribution(log_weights: np.ndarray, token_ids: np.ndarray, greedy: bool) 
     if greedy or not np.isfinite(log_weights[0]):
         return SparseDistribution((int(token_ids[0]),), (1.0,))
     probs = np.exp(log_weights - log_weights[0])
-    support = int(np.count_nonzero(probs))
-    probs = probs[:support] / probs[:support].sum()
+    probs = probs[probs > 0]
+    probs = probs / probs.sum()
+    support = int(np.count_nonzero(probs))  # the division rounds what can hardly occur to zero
+    probs = probs[:support]
     return SparseDistribution(tuple(token_ids[:support].tolist()), tuple(probs.tolist()))

@@ -87,6 +87,14 @@ def test_a_small_support_yields_all_of_it_and_nothing_banned():
         assert len(drawn.token_ids) == 4 and set(drawn.token_ids) <= {2, 6}
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_the_division_rounds_to_zero_is_not_drawn():
+    """A rule refuses a token that cannot have been drawn."""
+    scores = torch.tensor([[0.0, 0.0, 0.0, -744.4]])
+    (drawn,) = draw_without_replacement(scores, [SAMPLED], [0], [0], 4, 4)
+    assert sorted(drawn.token_ids) == [0, 1, 2] and drawn.distribution.token_ids == (0, 1, 2)
+
+
 @pytest.mark.parametrize("draw", [draw_iid, draw_without_replacement])
 def test_greedy_draws_from_a_one_hot_law(draw):
     (drawn,) = draw(SCORES, [SamplingParams()], [0], [0], 2, 4)
