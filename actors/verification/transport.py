@@ -77,7 +77,8 @@ class Selection:
         before, after = np.arange(1, cut + 1), np.arange(cut, last)
         law = self._target.copy()
         if cut > 0:  # drafts of the first `cut` tokens are selected whenever there are any
-            drawn = np.cumsum(self._probs[:cut])  # no difference of masses: it is 0 where the first tokens have hardly any
+            # mass of q before each: of tokens that have hardly any, the difference of what is left would be 0
+            drawn = np.cumsum(self._probs[:cut])
             high = ((1.0 - self._missed[cut] - below[cut] + below[before]) / drawn).max()
             law[:cut] = np.minimum(law[:cut], high * self._probs[:cut])
         if cut < last:  # the rest has to take what is selected otherwise

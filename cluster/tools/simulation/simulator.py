@@ -188,8 +188,8 @@ class _Simulation:
         return RoleLane(self._clock, time, role.answer, partial(self._arrive, delay_s=scenario.target_link_s))
 
     def _slowdown(self) -> float:
-        """Factor on the pass that begins: the drafter is taken to work as much beside it as beside the one before, unless
-        it has just been told to draft in turn."""
+        """Factor on the pass that begins: the drafter is taken to work as much beside it as beside the one before, but
+        not where it was told to draft in turn."""
         stopped = PIPELINES[self._scenario.pipeline].works_ahead and not self._policy.works_ahead
         if not self._scenario.interference or not self._target.busy or stopped:
             return 1.0
