@@ -189,7 +189,7 @@ class _Simulation:
 
     def _slowdown(self) -> float:
         """Factor on the pass that begins: the drafter is taken to work as much beside it as beside the one before, but
-        not where it was told to draft in turn."""
+        not where the policy has it draft in turn."""
         stopped = PIPELINES[self._scenario.pipeline].works_ahead and not self._policy.works_ahead
         if not self._scenario.interference or not self._target.busy or stopped:
             return 1.0
