@@ -136,6 +136,7 @@ class Client:
         self._incarnation = 0  # of the coordinator that knows the live requests
         self._report_order: ReportOrder | None = None
         self._reports: list[Report] = []
+        self._reporting = threading.Lock()  # an answer does not say which order it is to
         self._changed = threading.Condition()
         self._stopped = threading.Event()
         self._connection = connection
@@ -264,11 +265,16 @@ class Client:
         `reset` starts a new window for everyone, and metrics label what follows it with `phase`: the owner's right,
         which other clients ask for without effect. Without `spans` the report is small.
         """
+        order = ReportOrder(reset, phase, spans)
+        with self._reporting:
+            return self._report(order)
+
+    def _report(self, order: ReportOrder) -> Report:
         with self._changed:
             self.check_alive()
             self._reports.clear()
-            self._report_order = ReportOrder(reset, phase, spans)
-        self._connection.send(self._report_order)
+            self._report_order = order
+        self._connection.send(order)
         with self._changed:
             self._changed.wait_for(lambda: self._reports or self._error is not None, timeout=_REPORT_S)
             self._report_order = None

@@ -58,9 +58,10 @@ class Admission:
         begin the next one, at once."""
         *envelope, version, number, domain, _, _, mechanism, key = self.asked.recv_multipart()
         status, user = (b"400", b"this key is not admitted"), key.hex()
-        if mechanism == b"CURVE" and user in (self._clients if domain == CLIENTS else self._ranks):
+        peer = (self._clients if domain == CLIENTS else self._ranks).get(user)  # it may be taken away meanwhile
+        if mechanism == b"CURVE" and peer is not None:
             status = (b"200", b"OK")
-            if domain == CLIENTS and (is_full(user) or not self._may_connect(self._clients[user])):
+            if domain == CLIENTS and (is_full(user) or not self._may_connect(peer)):
                 return
         self.asked.send_multipart([*envelope, version, number, *status, user.encode(), b""])
 

@@ -5,6 +5,7 @@ It places nothing: options such as devices and bundles come from the caller.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import ray
@@ -41,7 +42,10 @@ class ActorGroup:
         """Every `run` that ended, once; waits for the first. A killed process is reported within 10 ms."""
         identities = {ref: identity for identity, ref in self._runs.items()}
         refs = list(identities)
-        ended = ray.wait(refs, num_returns=1, timeout=timeout_s)[0] if refs else []
+        if not refs:  # all have ended, and there is no room for successors
+            time.sleep(timeout_s)
+            return []
+        ended = ray.wait(refs, num_returns=1, timeout=timeout_s)[0]
         if ended:
             ended = ray.wait(refs, num_returns=len(refs), timeout=0)[0]
         for ref in ended:
@@ -55,7 +59,7 @@ class ActorGroup:
             leaving = [
                 self._actors[identity].__ray_terminate__.remote()
                 for identity, ref in self._runs.items()
-                if ref in ended
+                if ref in ended and identity in self._actors  # not killed
             ]
             if leaving:
                 ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)

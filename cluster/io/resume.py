@@ -16,7 +16,7 @@ from cluster.io.prompts import Prompt
 from parallel.typed_json import as_type, parse_json
 from parallel.whole_files import replaced_whole
 
-UNFINISHED = ("abort", "error")
+UNFINISHED = ("abort", "error", "refused")
 
 
 class CompletionFields(TypedDict):

@@ -118,8 +118,9 @@ def _choose(
         best = roomy[0] if kind == "cuda" else max(roomy, key=lambda node: _cores_each(node, size, free[node, kind]))
         return [best] * size
     spread = [node for node in allowed for _ in range(max(0, free[node, kind]))]
-    if len(spread) < size and oversubscribe:
-        spread += [allowed[index % len(allowed)] for index in range(size - len(spread))]
+    with_cores = [node for node in allowed if node.num_cores]
+    if len(spread) < size and oversubscribe and with_cores:
+        spread += [with_cores[index % len(with_cores)] for index in range(size - len(spread))]
     if len(spread) < size:
         noun = "GPUs" if kind == "cuda" else "cores"
         there = ", ".join(f"{node.name} {free[node, kind]}" for node in allowed)

@@ -57,7 +57,7 @@ def _kind(ranks: Sequence[RankPlacement]) -> str:
 
 def _choose(config: LaunchConfig, moving: list[list[RankPlacement]], allowed: list[Node]) -> list[Node]:
     """A node for each lost device."""
-    (kind,) = {_kind(ranks) for ranks in moving}
+    kind = max(_kind(ranks) for ranks in moving)  # none of those that take turns
     oversubscribe = kind == "cpu" and config.cluster.oversubscribe
     if not kind and allowed:
         return [allowed[0]] * len(moving)

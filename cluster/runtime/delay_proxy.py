@@ -21,14 +21,19 @@ class Relay:
         self._delay_s = delay_s
         self._loop = asyncio.new_event_loop()
         serving = asyncio.start_server(self._admit, host.strip("[]"), port.replace("*", "0"))
-        server = self._loop.run_until_complete(serving)
-        self.address = f"tcp://{host}:{server.sockets[0].getsockname()[1]}"
+        self._server = self._loop.run_until_complete(serving)
+        self._open: set[asyncio.StreamWriter] = set()
+        self.address = f"tcp://{host}:{self._server.sockets[0].getsockname()[1]}"
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        """Ends all connections; what is on its way is lost."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
+        self._server.close()
+        for writer in self._open:
+            writer.transport.abort()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
         self._loop.run_until_complete(asyncio.sleep(0))
@@ -40,7 +45,9 @@ class Relay:
         except OSError:
             to_link.close()
             return
+        self._open |= {to_link, to_hub}
         await asyncio.gather(self._forward(from_link, to_hub), self._forward(from_hub, to_link))
+        self._open -= {to_link, to_hub}
 
     async def _forward(self, source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
         """The end of `source` is forwarded behind its last bytes."""

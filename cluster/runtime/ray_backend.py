@@ -111,7 +111,8 @@ class RayBackend(Backend):
         try:
             self._progress(f"dashboard\n  http://{start()}{token}")
         except Exception as error:  # Ray raises bare Exception for whatever ended the dashboard
-            self._progress(f"the dashboard did not start ({str(error).strip().splitlines()[-1]})")
+            line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            self._progress(f"the dashboard did not start ({line})")
         self._closing.wait()
 
     def reach(self) -> None:

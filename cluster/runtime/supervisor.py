@@ -92,7 +92,7 @@ class Supervisor:
         self._heartbeat_at = 0.0
         self._checked_at = 0.0
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -156,6 +156,13 @@ class Supervisor:
             self._kill(identity, state.incarnation, None)
 
     # --- processes that ended -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # what dies from now on would be replaced by nothing
+            death = Death.by("supervisor", error)
+            self._give_up(str(death), death.trace)
 
     def _watch(self) -> None:
         watched_at = time.monotonic()
@@ -237,12 +244,13 @@ class Supervisor:
         """Start it if there is room for it, else note the obstacle."""
         assert self._facts is not None
         state, address = self._processes[identity], self._backend.address
+        state.pending = PendingStart(time.monotonic())  # before the start: it may be ready while that returns
         try:
             self._backend.replace(identity, state.incarnation, self._facts.get(identity, {}))
         except NoRoom as obstacle:
             if not pending.obstacle:
                 log.warning("%s", obstacle)
-            pending.obstacle = str(obstacle)
+            pending.obstacle, state.pending = str(obstacle), pending
             return
         except Exception as error:
             why = Death.by(identity, error).text
@@ -251,7 +259,6 @@ class Supervisor:
             else:
                 self._give_up(f"{reason}; and cannot be replaced: {why}", trace)
             return
-        state.pending = PendingStart(time.monotonic())
         if self._backend.address != address:
             # The other ranks have the old address: start each again with the new one.
             self._on_moved(self._backend.address)

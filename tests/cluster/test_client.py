@@ -308,6 +308,24 @@ def test_a_report_is_the_answer_to_its_own_order(opened, monkeypatch):
     assert line.hear(heartbeat(1)) == [], "an order that was given up is not repeated"
 
 
+def test_threads_that_ask_for_a_report_at_once_get_one_each(opened, monkeypatch):
+    monkeypatch.setattr(module, "_REPORT_S", 5.0)
+    client, line = opened
+    reports: list[Report] = []
+    asking = [threading.Thread(target=lambda: reports.append(client.report())) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    for number in range(2):
+        while ReportOrder(False, "") not in line.sent:
+            assert any(thread.is_alive() for thread in asking)
+        line.hear(Report({"number": number}))
+        while len(reports) == number:
+            assert any(thread.is_alive() for thread in asking)
+    for thread in asking:
+        thread.join(10)
+    assert reports == [Report({"number": 0}), Report({"number": 1})]
+
+
 def test_what_ranks_measured_is_known_by_their_identity(opened):
     client, line = opened
     assert client.ready == READY and client.address == "tcp://here:1"

@@ -9,6 +9,7 @@ import zmq
 
 from actors.protocol.membership import Hello, Stop
 from actors.transport import admission, work_meter
+from actors.transport.admission import CLIENTS, Admission
 from actors.transport.channel import Hub, Link
 from actors.transport.keys import HubKeys, LinkKey, peer_of
 from tests.actors.service_harness import KEYS, link_to
@@ -207,6 +208,18 @@ def test_a_link_that_was_refused_connects_once_its_key_is_admitted(hub):
         assert time.monotonic() < deadline
     assert answer == Stop("arrived")
     alice.close()
+
+
+def test_a_client_that_is_taken_away_while_its_handshake_is_answered_ends_no_thread():
+    with zmq.Context() as context:
+        answering = Admission(context, KEYS)
+        with answering.asked, context.socket(zmq.REQ) as asker:
+            asker.connect("inproc://zeromq.zap.01")
+            key = KEYS.of("client:default").public
+            asker.send_multipart((b"1.0", b"1", CLIENTS, b"127.0.0.1", b"", b"CURVE", key))
+            answering.answer(lambda _: bool(answering.admit_clients({})) and False)
+            assert asker.poll(10_000) and asker.recv_multipart()[2] == b"200", "its first record is refused"
+            assert answering.peer(key.hex()) == ""
 
 
 def test_a_client_in_the_same_process_is_taken_away_too():

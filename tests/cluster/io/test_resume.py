@@ -21,6 +21,7 @@ def line(index, prompt, reason="length"):
 def test_only_whole_lines_of_finished_requests_count(tmp_path):
     path = tmp_path / "completions.jsonl"
     lines = [line(2, "c", "stop"), line(0, "a"), line(1, "b", "abort"), line(3, "d", "error")]
+    lines.append(line(3, "d", "refused"))
     path.write_text("\n".join(lines) + "\n" + line(3, "d")[:20], encoding="utf-8")
     assert drop_unfinished(path, PROMPTS) == {0, 2}
     assert path.read_text(encoding="utf-8").splitlines() == lines[:2]

@@ -136,6 +136,14 @@ def test_what_is_missing_is_named(choices, nodes, line):
     assert str(refused.value).startswith(line)
 
 
+def test_ranks_take_turns_only_where_there_are_cores():
+    nodes = [Node("10.0.0.1", "full", 0), Node("10.0.0.2", "one", 1), Node("10.0.0.3", "two", 1)]
+    config = config_of(tp=4, lookup=True, oversubscribe=True)
+    assert table(config, nodes)[:4] == [f"target-{i} {name} [0]" for i, name in enumerate(["one", "one", "two", "two"])]
+    with pytest.raises(ValueError, match=r"^placement: target needs 2 cores; free on the nodes it may use: full 0$"):
+        over_nodes(config_of(tp=2, lookup=True, oversubscribe=True, nodes={"target": ["full"]}), nodes)
+
+
 def test_a_lower_level_goes_where_its_drafter_may_go():
     levels = (ModelDrafterConfig(), ModelDrafterConfig())
     drafter = CascadeDrafterConfig(levels=levels, placement=LevelsPlacement.separate)

@@ -94,6 +94,17 @@ def test_who_takes_turns_finds_room_anywhere():
     assert not device_bundles([place])
 
 
+def test_who_takes_turns_moves_again_with_the_rest_of_its_role():
+    config = config_of(tp=6, lookup=True, oversubscribe=True)
+    homes = layout(config, CPUS[:2])
+    places = homes | relocate(config, homes, homes, left(N2, cores=0), "target")
+    assert {place.share for place in places.values() if place.role == "target"} == {0.0, 1.0}
+    found = relocate(config, places, homes, left(N3, cores=4) + left(N4, cores=4), "target")
+    assert {identity for identity, place in found.items() if place.host in (N3.host, N4.host)} == {
+        f"target-{rank}" for rank in range(6)
+    }
+
+
 def test_a_lookup_needs_no_room():
     config = config_of(lookup=True)
     places = layout(config, CPUS[:2])

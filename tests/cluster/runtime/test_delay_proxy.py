@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -73,6 +74,19 @@ def test_who_leaves_one_end_is_gone_at_the_other_behind_the_last_word(line):
         heard = successor.receive(timeout_s=4 * DELAY_S)
     assert heard == ("draft-0", Abort(3))
     successor.close()
+
+
+def test_a_relay_that_is_closed_listens_no_more_and_ends_its_connections():
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        relay = Relay(f"tcp://127.0.0.1:{hub.getsockname()[1]}", DELAY_S, ANY_PORT)
+        place = ("127.0.0.1", int(relay.address.rpartition(":")[2]))
+        with socket.create_connection(place) as link, hub.accept()[0] as at_hub:
+            relay.close()
+            for end in (link, at_hub):
+                end.settimeout(10)
+                assert end.recv(1) == b""
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(place)
 
 
 FAR = PipelineConfig(PipelineName.tree, adaptive=False, local_drafter="ngram")

@@ -369,9 +369,14 @@ def test_a_dashboard_that_does_not_start_is_named_and_nothing_ends(fake):
     def start() -> str:
         raise Exception("trace\nno module aiohttp")
 
+    def start_late() -> str:
+        raise TimeoutError
+
     backend._open_dashboard(start)
+    backend._open_dashboard(start_late)
     backend._open_dashboard(lambda: "here:1")
-    assert said == ["the dashboard did not start (no module aiohttp)", "dashboard\n  http://here:1"]
+    whys = ("no module aiohttp", "TimeoutError")
+    assert said == [*(f"the dashboard did not start ({why})" for why in whys), "dashboard\n  http://here:1"]
 
 
 def test_who_connected_before_is_not_connected_again(fake, monkeypatch):

@@ -30,6 +30,7 @@ from actors.drafters.pool.config import PoolDrafterConfig
 from actors.options import PipelineConfig, PipelineName, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.sampling_params import SamplingParams
 from actors.worker import openmp
+from actors.worker.actor_group import ActorGroup
 from cluster.config.jobs import GenerateConfig, PoolConfig
 from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig
 from cluster.engine import Engine, EngineError
@@ -469,3 +470,19 @@ def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
         check=False,
     )
     assert result.stdout.strip() == "interrupted 4 True []", result.stderr[-2000:]
+
+
+@ray.remote(max_restarts=0, num_cpus=0)
+class Brief:
+    def run(self) -> None:
+        """Its process goes on."""
+
+
+def test_a_group_ends_although_an_actor_of_it_was_killed_a_moment_ago(running_ray):
+    group = ActorGroup()
+    for identity in ("target-0", "draft-0"):
+        group.create(identity, f"{identity}#brief", Brief)
+        group.run(identity)
+    group.kill("target-0")
+    group.close(graceful=True)
+    assert not ray.util.list_named_actors(all_namespaces=True)

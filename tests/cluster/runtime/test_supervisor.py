@@ -71,7 +71,7 @@ class Cluster:
     def run(self, until: float) -> Cluster:
         self.at(until, self.supervisor._stopped.set)
         self._plan.sort(key=lambda planned: planned[0])
-        self.supervisor._watch()
+        self.supervisor._run()
         return self
 
     # --- the backend
@@ -363,3 +363,27 @@ def test_process_ids_are_known_once_the_coordinator_serves(open_cluster):
     assert cluster.supervisor.coordinator_pid() == {}
     cluster.beats()
     assert cluster.supervisor.coordinator_pid() == {"coordinator": 7}
+
+
+def test_a_successor_that_is_ready_before_its_start_returns_is_awaited_no_longer(open_cluster, monkeypatch):
+    cluster = open_cluster(startup_timeout_s=5.0)
+    start = cluster.replace
+
+    def start_quickly(identity: str, incarnation: int, facts: object) -> None:
+        start(identity, incarnation, facts)
+        cluster.is_ready(identity, incarnation)
+
+    monkeypatch.setattr(cluster, "replace", start_quickly)
+    cluster.at(1, cluster.end, "target-0")
+    assert not cluster.run(30).of("final")
+
+
+def test_an_error_of_the_backend_ends_the_engine_in_one_line(open_cluster):
+    cluster = open_cluster()
+
+    def fail() -> None:
+        raise ConnectionError("Ray is gone")
+
+    cluster.at(1, fail)
+    ((_, _, line, trace),) = cluster.run(5).of("final")
+    assert line == "supervisor: ConnectionError: Ray is gone" and "in deaths" in trace
