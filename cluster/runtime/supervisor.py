@@ -161,8 +161,9 @@ class Supervisor:
         try:
             self._watch()
         except Exception as error:  # what dies from now on would be replaced by nothing
-            death = Death.by("supervisor", error)
-            self._give_up(str(death), death.trace)
+            if not self._stopped.is_set():
+                death = Death.by("supervisor", error)
+                self._give_up(str(death), death.trace)
 
     def _watch(self) -> None:
         watched_at = time.monotonic()
