@@ -21,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from actors.protocol.membership import Ready, Silent, Stop, identity_of
 from actors.protocol.messages import Request, WeightsUpdated
 from actors.transport.keys import FIRST_CLIENT, OWNER
@@ -30,8 +32,6 @@ from cluster.config.compose import load_config
 from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.io.checkpoints import check_checkpoints
 from cluster.io.text import load_tokenizer, read_eos_token_ids
-from cluster.keys import ClientFile, ClientFileWatch
-from cluster.observability.startup_time import StartUp
 from cluster.placement.memory import describe_layout, footprints, load_allowance_s
 from cluster.placement.ranks import RankPlacement
 from cluster.runtime.backend import coordinator_spec, is_lent, lent_ranks, make_backend
@@ -41,6 +41,7 @@ from parallel.model.families.registry import read_config
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from cluster.keys import ClientFile, ClientFileWatch
     from cluster.runtime.pool_leases import DraftLease
     from cluster.weight_updates import WeightUpdates
 
@@ -93,10 +94,6 @@ class Engine(Client):
             self._backend.close()
             raise
         self.startup.mark("processes")
-        if log_dir is not None:
-            self._client_file = ClientFile(log_dir)
-            file = self._client_file.create(self._backend.keys.of(FIRST_CLIENT))
-            progress(f"listening at {self.address}, secret in {file}")
         connection = Connection(self._backend.address, OWNER, self._backend.keys.of(OWNER))
         self._weight_updates: WeightUpdates | None = None
         self._updating = threading.Lock()
@@ -107,9 +104,9 @@ class Engine(Client):
         # longer than the supervisor takes to replace the coordinator or to give up
         super().__init__(connection, tokenizer, sampling, silence_s=self._startup_s + config.cluster.wait_s)
         self.supervisor.start()
-        if self._client_file is not None:
-            self._key_watch = ClientFileWatch(self._client_file, connection.send)
         try:
+            if log_dir is not None:
+                progress(f"listening at {self.address}, secret in {self._write_key(log_dir)}")
             self._await_ranks(places, progress)
             if self._lease is not None:
                 self._lease.obtain(self._backend, self._lent_ranks, self.ready["target-0"], progress)
@@ -199,6 +196,15 @@ class Engine(Client):
             self._client_file.delete()
         self._fail(_CLOSED)
 
+    def _write_key(self, directory: Path) -> Path:
+        """Where clients find the key of the first of them, and where further ones are named."""
+        from cluster.keys import ClientFile, ClientFileWatch  # an engine without a folder has its first client alone
+
+        clients = ClientFile(directory)
+        file = clients.create(self._backend.keys.of(FIRST_CLIENT))
+        self._client_file, self._key_watch = clients, ClientFileWatch(clients, self._connection.send)
+        return file
+
     def _end(self, reason: str, trace: str) -> None:
         """The engine cannot go on. Every client learns why from the coordinator; if that is what failed, the others
         notice its silence."""
@@ -234,6 +240,27 @@ class Engine(Client):
         super()._on_successor()
         if self._weight_updates is not None:
             self._weight_updates.repeat()
+
+
+class StartUp:
+    """Where the time between the command and the first token goes: phases, the first from the process's beginning."""
+
+    def __init__(self) -> None:
+        self._last = psutil.Process().create_time()
+        self._phases: dict[str, float] = {}
+
+    def mark(self, phase: str) -> None:
+        """End a phase now. A name that was marked before is not changed: start-up happens once."""
+        now = time.time()
+        self._phases.setdefault(phase, now - self._last)
+        self._last = now
+
+    def seconds(self, first_token_s: float | None = None) -> dict[str, float]:
+        """Phase -> seconds in their order, and `total`; `first_token_s` is what the first request then took."""
+        phases = dict(self._phases)
+        if first_token_s is not None:
+            phases["first_token"] = first_token_s
+        return {**phases, "total": sum(phases.values())}
 
 
 def _lease(config: LaunchConfig) -> DraftLease | None:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from actors.drafters.draft_ahead.timing import DraftAheadTiming
 from actors.drafters.interface import MOST_WITH_DRAFT, Context, Drafter, FeatureRows
 from actors.protocol.membership import Weights
 from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, LearningWork, Proposal, ProposalBatch
 
 if TYPE_CHECKING:
+    from actors.drafters.draft_ahead.timing import DraftAheadTiming
     from actors.drafters.draft_ahead.width import WidthChooser
     from actors.drafters.online.idle_time import IdleTime
 
@@ -43,7 +43,7 @@ class DraftRole:
         self._num_forgotten = 0
         self._read_len: dict[int, int] = {}  # tokens of a text up to the last call that read it, by request
         self._steps: list[tuple[float, float, bool]] = []  # (started, finished, refreshed) since the last answer
-        self._timing = DraftAheadTiming()
+        self._timing = _timing() if can.works_ahead is not None or can.sends_previews is not None else None
 
     @property
     def wants_work(self) -> bool:
@@ -57,17 +57,17 @@ class DraftRole:
 
     def width(self) -> int:
         """Nodes for each request in the next step, the argument of `work`; rank 0 decides for all ranks of the role."""
-        if self._works_ahead is None or self._width_chooser is None or not self._drafts_ahead:
+        if self._works_ahead is None or self._width_chooser is None or self._timing is None or not self._drafts_ahead:
             return 0
         return self._works_ahead.width(self._width_chooser, self._timing.interval_s)
 
     def num_passes(self) -> int:
         """Passes that the next step may make at once, an argument of `work`; rank 0 decides for all ranks."""
-        return self._timing.num_passes(self.clock()) if self._drafts_ahead else 1
+        return self._timing.num_passes(self.clock()) if self._timing is not None and self._drafts_ahead else 1
 
     def work(self, width: int = 0, num_passes: int = 1) -> None:
         """One step of draft-ahead, if the drafter works ahead and has one left, else one of learning."""
-        if self._works_ahead is None or not self._drafts_ahead:
+        if self._works_ahead is None or self._timing is None or not self._drafts_ahead:
             self._learn()
             return
         started = self.clock()
@@ -92,15 +92,15 @@ class DraftRole:
             return self._idle_time.pause_s(self.clock())
         if self._works_ahead is not None and self._works_ahead.waits_for_child:
             return CHILD_WAIT_S
-        return self._timing.pause_s(self.clock())
+        return 0.0 if self._timing is None else self._timing.pause_s(self.clock())
 
     def preview(self, *, last: bool) -> DraftPreviewBatch | None:
         """What was prepared since the last preview, if one is due; `last`: no step follows before the next record."""
-        now = self.clock()
-        if self._capabilities.sends_previews is None or not (last or self._timing.is_preview_due(now)):
+        now, sender, timing = self.clock(), self._capabilities.sends_previews, self._timing
+        if sender is None or timing is None or not (last or timing.is_preview_due(now)):
             return None
-        previews = self._capabilities.sends_previews.previews()
-        self._timing.record_preview(now)
+        previews = sender.previews()
+        timing.record_preview(now)
         return DraftPreviewBatch(tuple(previews)) if previews else None
 
     def answer(self, batch: DraftBatch, features: Sequence[FeatureRows] = ()) -> Iterator[ProposalBatch]:
@@ -108,24 +108,25 @@ class DraftRole:
 
         `features` are the target's hidden states at tokens of known requests, in order, for a drafter that reads them.
         """
-        started, ahead = self.clock(), self._works_ahead
+        started, ahead, timing = self.clock(), self._works_ahead, self._timing
         arrived = started if self._idle_time is None else self._idle_time.record_arrived(started)
-        self._timing.record_arrival(arrived)
+        if timing is not None:
+            timing.record_arrival(arrived)
+            timing.streams = batch.streams
         if ahead is not None:
             ahead.may_work_ahead = batch.works_ahead
-        self._timing.streams = batch.streams
         orders = self._update_contexts(batch, features)
-        hits = [(context, budget) for context, budget in orders if ahead is not None and ahead.prepared(context)]
-        if hits:
-            self._timing.preview_was_late()
-        misses = [order for order in orders if order not in hits]
+        hits = [order for order in orders if ahead is not None and ahead.prepared(order[0])]
+        misses = [order for order in orders if order not in hits] if hits else orders
+        if hits and timing is not None:
+            timing.preview_was_late()
         if ahead is not None and orders:
             yield self._batch(batch.round, hits, started, len(misses), prepared=True)
             started = self.clock()
         if misses or ahead is None or not orders:
             yield self._batch(batch.round, misses, started, 0, prepared=None if ahead is None else False)
-        if any(order.num_draft_tokens for order in batch.orders):
-            self._timing.record_answer(self.clock())
+        if timing is not None and any(order.num_draft_tokens for order in batch.orders):
+            timing.record_answer(self.clock())
         if self._idle_time is not None:
             self._idle_time.answered(self.clock())
 
@@ -173,7 +174,8 @@ class DraftRole:
             context.least_chance = batch.least_chance
             if order.prefetched is not None and self._capabilities.sends_previews is not None:
                 self._capabilities.sends_previews.prefetched(context, order.num_draft_tokens, order.prefetched)
-                self._timing.preview_used()
+                if self._timing is not None:
+                    self._timing.preview_used()
             else:
                 wanted.append((context, order.num_draft_tokens))
         idle = [context for context, budget in wanted if not budget]
@@ -276,6 +278,12 @@ class DraftRole:
             return None
         times = self._idle_time
         return replace(self._learns.learning(), busy_s=times.spent_s, delayed_s=times.delayed_s)
+
+
+def _timing() -> DraftAheadTiming:
+    from actors.drafters.draft_ahead.timing import DraftAheadTiming  # for drafters that work ahead alone
+
+    return DraftAheadTiming()
 
 
 def _width_chooser() -> WidthChooser:

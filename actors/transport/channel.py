@@ -24,21 +24,22 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from socket import socketpair
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from actors.transport import client_limits, records, work_meter
+from actors.transport import client_limits, codec, work_meter
 from actors.transport.admission import CLIENTS, RANKS, Admission
 from actors.transport.client_limits import ConnectionGuard
-from actors.transport.codec import CodecError
+from actors.transport.codec import CODEC, LONGEST_TO_HUB, LONGEST_TO_LINK, RECONNECT_MS, CodecError, Reader
 from actors.transport.keys import HubKeys, LinkKey, is_client, peer_of, public_half
-from actors.transport.local import LocalLink, LocalServer, socket_path
 from actors.transport.near import Exchange, Handle, NearLink, exchange_at
-from actors.transport.records import CODEC, LONGEST_TO_HUB, LONGEST_TO_LINK, RECONNECT_MS, Reader
 from actors.transport.work_meter import WorkMeter
+
+if TYPE_CHECKING:
+    from actors.transport.local import LocalLink, LocalServer
 
 CONNECT_MS = 1000
 """An unanswered attempt is replaced after so long: TCP itself would retry at growing intervals."""
@@ -75,8 +76,8 @@ def heart_of(link: str) -> str:
 
 def _close(context: zmq.Context, watched: Sequence[tuple[zmq.Socket[bytes], int]]) -> None:
     for socket, _ in watched:
-        socket.close(records.LINGER_MS)
-    context.destroy(records.LINGER_MS)
+        socket.close(codec.LINGER_MS)
+    context.destroy(codec.LINGER_MS)
 
 
 class _Endpoint(Reader):
@@ -94,8 +95,8 @@ class _Endpoint(Reader):
 
     def _open(self, context: zmq.Context, kind: int, longest: int) -> zmq.Socket[bytes]:
         socket = context.socket(kind)
-        socket.linger = records.LINGER_MS
-        socket.sndhwm = records.MOST_QUEUED
+        socket.linger = codec.LINGER_MS
+        socket.sndhwm = codec.MOST_QUEUED
         socket.rcvhwm = 0  # no limit: see `client_limits.MOST_WAITING_BYTES`
         socket.maxmsgsize = longest
         socket.handshake_ivl = HANDSHAKE_MS
@@ -196,8 +197,14 @@ class Hub(_Endpoint):
             self._near = exchange_at(self.address, public_half(keys.private))
             self._near.wake = self._end_wait
             _NEAR_HUBS[os.getpid(), self.address] = self._near, self._admission
-        if path := socket_path(folder, self.address, public_half(keys.private)):
-            self._local = LocalServer(path, keys.admits)
+        if folder:
+            self._serve_in(folder)
+
+    def _serve_in(self, folder: str) -> None:
+        from actors.transport.local import LocalServer, socket_path  # for processes of one machine alone
+
+        if path := socket_path(folder, self.address, public_half(self._keys.private)):
+            self._local = LocalServer(path, self._keys.admits)
             self._also_watched.append(self._local.fileno())
 
     def _open_router(self, context: zmq.Context) -> zmq.Socket[bytes]:
@@ -227,14 +234,14 @@ class Hub(_Endpoint):
         """Waits for a thread that receives or sends: to close a socket that another thread uses ends the process. What
         that thread calls next raises ZMQError."""
         _NEAR_HUBS.pop((os.getpid(), self.address), None)
+        if self._near is not None:  # before the address is free: a successor sets its own
+            self._near.wake = lambda: None
         self._is_closing = True  # or a thread that calls again and again would have the sockets again before this one
         with self._in_use:
             if self._local is not None:
-                self._local.close(records.LINGER_MS)
+                self._local.close(codec.LINGER_MS)
             self._guard.close()
             super().close()
-        if self._near is not None:
-            self._near.wake = lambda: None
         self._woken.close()
         self._wakes.close()
 
@@ -498,7 +505,7 @@ class Link(_Endpoint):
                 self._socket.disable_monitor()
 
 
-AnyLink = Link | NearLink | LocalLink
+AnyLink: TypeAlias = "Link | NearLink | LocalLink"
 
 
 def open_link(address: str, identity: str, key: LinkKey, *, keeps: str = "all", folder: str = "") -> AnyLink:
@@ -507,7 +514,14 @@ def open_link(address: str, identity: str, key: LinkKey, *, keeps: str = "all", 
     exchange, admission = _NEAR_HUBS.get((os.getpid(), address), (None, None))
     if exchange is not None and admission is not None and admission.admits(key.public, identity):
         return NearLink(exchange, identity)
-    if keeps == "all" and (path := socket_path(folder, address, key.hub)):
+    local = _local_link(folder, address, identity, key) if folder and keeps == "all" else None
+    return Link(address, identity, key, keeps=keeps) if local is None else local
+
+
+def _local_link(folder: str, address: str, identity: str, key: LinkKey) -> LocalLink | None:
+    from actors.transport.local import LocalLink, socket_path  # for processes of one machine alone
+
+    if path := socket_path(folder, address, key.hub):
         with contextlib.suppress(OSError):
             return LocalLink(path, identity, key)
-    return Link(address, identity, key, keeps=keeps)
+    return None

@@ -21,10 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actors.transport import records
-from actors.transport.codec import CodecError
+from actors.transport import codec
+from actors.transport.codec import CODEC, LONGEST_TO_HUB, LONGEST_TO_LINK, RECONNECT_MS, CodecError, Reader
 from actors.transport.keys import PROOF_BYTES, LinkKey
-from actors.transport.records import CODEC, LONGEST_TO_HUB, LONGEST_TO_LINK, RECONNECT_MS, Reader
 
 _SIZE = struct.Struct("=I")
 """The number of bytes of a frame, before it."""
@@ -40,8 +39,6 @@ _SELECT_BELOW_S = 0.01
 def socket_path(folder: str, address: str, hub: bytes) -> str | None:
     """Where the hub with this address and this public half of its key listens; None unless the folder is this user's
     alone."""
-    if not folder:
-        return None
     with contextlib.suppress(OSError):
         status = os.stat(folder, follow_symlinks=False)
         name = hashlib.blake2b(address.encode() + hub, digest_size=8).hexdigest()
@@ -69,7 +66,7 @@ class FrameStream:
     def send(self, payload: bytes) -> bool:
         """Whether the peer is there. It loses what exceeds `MOST_QUEUED` frames that it has not read."""
         with self._in_use:
-            if not self._is_open or len(self._unsent) >= records.MOST_QUEUED:
+            if not self._is_open or len(self._unsent) >= codec.MOST_QUEUED:
                 return self._is_open
             self._unsent.append(_SIZE.pack(len(payload)) + payload)
             if len(self._unsent) == 1:  # else the thread is at it
@@ -265,7 +262,7 @@ class LocalLink(Reader):
                 if self._stream.send(payload):
                     return
                 self._lose()
-            if len(self._unsent) < records.MOST_QUEUED:
+            if len(self._unsent) < codec.MOST_QUEUED:
                 self._unsent.append(payload)
 
     def receive(self, timeout_s: float | None = None) -> Any | None:
@@ -298,7 +295,7 @@ class LocalLink(Reader):
     def close(self) -> None:
         with self._in_use:
             self._is_closed = True
-            self._stream.close(records.LINGER_MS)
+            self._stream.close(codec.LINGER_MS)
 
     def _next_frame(self) -> bytes | None:
         if self._arrived:
@@ -332,6 +329,8 @@ class LocalLink(Reader):
         while not self._is_closed:
             time.sleep(RECONNECT_MS / 1e3)
             with contextlib.suppress(OSError), self._in_use:
+                if self._is_closed:
+                    return
                 self._stream = self._connect()
                 while self._unsent and self._stream.send(self._unsent[0]):
                     self._unsent.popleft()

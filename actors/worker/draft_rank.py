@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from actors.drafters.config import DraftSetup
 from actors.roles.draft import DraftRole
-from actors.transport.mailbox import Mailbox
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
 
 if TYPE_CHECKING:
+    from actors.transport.mailbox import Mailbox
     from parallel.runtime.kv_sizing import DeviceShare
 
 

@@ -18,19 +18,19 @@ import torch
 from actors.heap import freeze_libraries
 from actors.logs import log_event, logger_of
 from actors.protocol.membership import Join
-from actors.transport.channel import heart_of, link_name, open_link
-from actors.transport.mailbox import Mailbox
+from actors.topology import parent_role
+from actors.transport.channel import AnyLink, heart_of, link_name, open_link
 from actors.worker import openmp
 from actors.worker.heartbeat import Heartbeat
 from actors.worker.rank_loop import RankLoop, RankRole
 from actors.worker.spec import RankSpec
-from parallel.comm.group import Group
-from parallel.comm.rendezvous import connect_store, join
+from parallel.comm.group import SINGLE, Group
 from parallel.kernels import library
 from parallel.runtime.device import use_device
 
 if TYPE_CHECKING:
     from actors.roles.bridge import BridgeEnd, FeatureSender
+    from actors.transport.mailbox import Mailbox
 
 SWITCH_INTERVAL_S = 5e-4
 """Python's switch interval; with its default of 5 ms one busy thread delays another by a whole draft pass."""
@@ -56,13 +56,15 @@ def serve(
     log_event(logger, "starting", incarnation=spec.incarnation, size=spec.size, device=spec.device, cores=spec.cores)
     assert spec.key is not None
     name = link_name(spec.identity, spec.incarnation)
-    link = Mailbox(open_link(spec.hub_address, name, spec.key, folder=spec.folder))
+    link = open_link(spec.hub_address, name, spec.key, folder=spec.folder)
+    has_child = spec.role in map(parent_role, spec.drafter.roles())
+    mailbox = _mailbox(link) if has_child else None
     bridge = _bridge_end(spec, logger)
 
-    def build(spec: RankSpec, group: Group, mailbox: Mailbox) -> tuple[RankRole, dict[str, object]]:
+    def build(spec: RankSpec, group: Group, _link: object) -> tuple[RankRole, dict[str, object]]:
         return build_role(spec, group, mailbox, bridge)
 
-    loop = RankLoop(spec, link, _join_group, build, observe, cancelled, bridge)
+    loop = RankLoop(spec, mailbox or link, _join_group, build, observe, cancelled, bridge)
     heart = open_link(spec.hub_address, heart_of(name), spec.key, keeps="newest")
     heartbeat = Heartbeat(heart, loop.heartbeat, loop.interrupt)
     try:
@@ -76,6 +78,12 @@ def serve(
         link.close()
 
 
+def _mailbox(link: AnyLink) -> Mailbox:
+    from actors.transport.mailbox import Mailbox  # for levels of a cascade above another
+
+    return Mailbox(link)
+
+
 def _bridge_end(spec: RankSpec, logger: logging.Logger) -> BridgeEnd | None:
     """This rank's, if the drafter is sent the target's hidden states."""
     if not spec.drafter.is_bridged(spec.pipeline) or (spec.role == "target" and spec.rank):
@@ -87,10 +95,12 @@ def _bridge_end(spec: RankSpec, logger: logging.Logger) -> BridgeEnd | None:
 
 
 def _join_group(spec: RankSpec, order: Join) -> Group:
-    store = None
-    if spec.size > 1:
-        assert order.store is not None
-        store = connect_store(*order.store, timeout_s=MEETING_S / 2)  # it tries twice
+    if spec.size == 1:
+        return SINGLE
+    from parallel.comm.rendezvous import connect_store, join  # for roles of several ranks alone
+
+    assert order.store is not None
+    store = connect_store(*order.store, timeout_s=MEETING_S / 2)  # it tries twice
     device = torch.device(spec.device)
     meeting_s = NCCL_MEETING_S if device.type == "cuda" else MEETING_S
     place = spec.role, order.epoch, spec.rank, spec.size, device

@@ -22,12 +22,13 @@ from actors.logs import log_event, logger_of
 from actors.protocol.membership import Alive, Bridge, Death, Join, PassFailed, Ready, Recall, Stop, Weights
 from actors.protocol.messages import DraftBatch, VerifyBatch
 from actors.roles.draft import DraftRole
-from actors.transport.mailbox import Mailbox
+from actors.transport.channel import AnyLink
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group, PeerLost
 
 if TYPE_CHECKING:
     from actors.roles.bridge import BridgeEnd, FeatureReceiver
+    from actors.transport.mailbox import Mailbox
 
 CHECK_S = 0.5
 """Seconds between two calls of `cancelled` while no record arrives; before each record it is called too."""
@@ -64,9 +65,9 @@ class RankLoop:
     """
 
     spec: RankSpec
-    link: Mailbox
+    link: AnyLink | Mailbox
     join_group: Callable[[RankSpec, Join], Group]
-    build: Callable[[RankSpec, Group, Mailbox], tuple[RankRole, dict[str, object]]]
+    build: Callable[[RankSpec, Group, Any], tuple[RankRole, dict[str, object]]]
     observe: Callable[[str], None]
     cancelled: Callable[[], bool]
     bridge: BridgeEnd | None = None

@@ -26,7 +26,6 @@ from actors.drafters.registry import DRAFTERS
 from actors.options import CHECKPOINT, PipelineName, VerifyRule
 from actors.verification.compatibility import choose_rule
 from cluster import pocket
-from cluster.config.errors import describe, unknown_key
 from cluster.config.jobs import (
     SPECDEC,
     WITH_DIFFUSION,
@@ -38,7 +37,6 @@ from cluster.config.jobs import (
 )
 from cluster.config.schema import CHOICES, LaunchConfig
 from cluster.config.validation import validate
-from cluster.io.prompts import prompt_sets
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
@@ -86,7 +84,7 @@ def load_config(overrides: Sequence[str] = ()) -> LaunchConfig:
         with _no_application_running(), initialize_config_module("conf", version_base="1.3"):
             composed = compose("config", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ValueError(describe(error)) from error
+        raise ValueError(_described(error)) from error
     return typed_config(composed)
 
 
@@ -96,7 +94,7 @@ def typed_config(composed: DictConfig) -> LaunchConfig:
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise ValueError(describe(error)) from error
+        raise ValueError(_described(error)) from error
     _refuse_wrong_types(config)
     assert isinstance(config, LaunchConfig)
     return checked(config)
@@ -206,7 +204,7 @@ def typed_record(defaults: T | type[T], keys: Mapping[str, Any], where: str) -> 
     try:
         record = OmegaConf.to_object(OmegaConf.merge(_schema(defaults), dict(keys)))
     except OmegaConfBaseException as error:
-        raise ValueError(f"{where}{'.' if error.full_key else ': '}{describe(error)}") from error
+        raise ValueError(f"{where}{'.' if error.full_key else ': '}{_described(error)}") from error
     _refuse_wrong_types(record, where)
     return cast(T, record)
 
@@ -239,6 +237,12 @@ def _schema(record: Any) -> DictConfig:
     return schema
 
 
+def _described(error: Exception) -> str:
+    from cluster.config.errors import describe  # for command lines that are refused
+
+    return describe(error)
+
+
 def _refuse_unknown_keys(node: DictConfig, section: str = "") -> None:
     """Hydra's plus (`+x=1`) adds keys that no record has."""
     record = OmegaConf.get_type(node)
@@ -246,6 +250,8 @@ def _refuse_unknown_keys(node: DictConfig, section: str = "") -> None:
     known = [item.name for item in fields(record)]
     for key in node:
         if key not in known:
+            from cluster.config.errors import unknown_key
+
             raise ValueError(unknown_key(section, str(key), known))
         child = node._get_node(key)
         if isinstance(child, DictConfig) and is_dataclass(OmegaConf.get_type(child)):
@@ -330,7 +336,11 @@ def workload_prompts(prompts: str, workload: str) -> Path:
     """The file of a workload: in the folder `prompts`, else the bundled one. ValueError, one line, if there is none."""
     folder = Path(prompts).expanduser()
     bundled = {"completion": pocket.PROMPTS} | {name: pocket.PROMPTS.with_name(f"{name}.jsonl") for name in _WORKLOADS}
-    sets = prompt_sets(folder) if prompts and folder.is_dir() else bundled
+    sets = bundled
+    if prompts and folder.is_dir():
+        from cluster.io.prompts import prompt_sets  # for prompts of the user's own
+
+        sets = prompt_sets(folder)
     if workload not in sets:
         raise ValueError(f"job.workload={workload}: is unknown; choose one of {', '.join(sets)}")
     return sets[workload].absolute()

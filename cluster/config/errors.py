@@ -20,8 +20,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from cluster.config.schema import CHOICES, SamplingConfig, SchedulerConfig
-from cluster.config.server import ServerConfig
+from cluster.config.schema import CHOICES, SamplingConfig, SchedulerConfig, ServerConfig
 
 
 def describe(error: BaseException) -> str:

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from actors.policy.policy import PIPELINES
-from cluster.config.schema import LaunchConfig
-from cluster.config.server import ServerConfig
+from cluster.config.schema import LaunchConfig, ServerConfig
 from cluster.engine import Engine
 from cluster.io.console import Terminal
 from cluster.observability.report import bytes_per_role

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +26,9 @@ from actors.worker.spec import RankSpec
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
 from cluster.runtime.backend import LOOPBACK, Backend
-from parallel.comm.rendezvous import HostedStore, store_in_memory
+
+if TYPE_CHECKING:
+    from parallel.comm.rendezvous import HostedStore
 
 
 class InprocessBackend(Backend):
@@ -56,7 +59,7 @@ class InprocessBackend(Backend):
         self._admit(places)
         self._hub = Hub(f"tcp://{self._hub_host(LOOPBACK)}:*", self.keys, near=True)
         self.address, self.client_address = self._hub.address, self._hub.client_address
-        self._store = store_in_memory() if self._needs_store else None
+        self._store = _open_store() if self._needs_store else None
         self._start_coordinator(self._coordinator)
         self._open_relay()
         for place in places:
@@ -108,3 +111,9 @@ class InprocessBackend(Backend):
         thread = threading.Thread(target=run, name=identity, daemon=True)
         self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()
+
+
+def _open_store() -> HostedStore:
+    from parallel.comm.rendezvous import store_in_memory  # for roles of several ranks, and bridges, alone
+
+    return store_in_memory()

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from actors.grammars.compiler import TooBusyError
 from actors.protocol.grammar import Grammar
 from cluster.completion import EngineError
-from cluster.config.server import ServerConfig
+from cluster.config.schema import ServerConfig
 from cluster.observability.report import versions
 from cluster.serving.admission import InFlightLimit
 from cluster.serving.bodies import BodyReader, described, descriptions

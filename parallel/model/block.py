@@ -16,15 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kernels import mixtures
 from parallel.kernels.norms import add_rows
 from parallel.model.config import Activation, DecoderConfig, NormPlacement
 from parallel.model.layers.attention import AttentionPlan, Heads, ReadPlan
 from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rotation
-from parallel.model.layers.row_by_row import row_by_row
-from parallel.model.layers.weight import Layer, Shard, TensorOptions, join_weights
+from parallel.model.layers.weight import Layer, Shard, TensorOptions, join_weights, row_by_row
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -203,11 +201,14 @@ class Experts(Layer):
     def _of_chosen(self, x: Tensor) -> Tensor:
         """What the experts that the router chooses give each row, [T, H]."""
         scores, num_entries = self.router(x), len(x) * self.per_token
-        if self._runs_kernels and num_entries <= mixtures.MOST_SORTED and self._matrices is not None:
-            choice = mixtures.choose(scores, self.per_token, normalize=self.normalize)
-            is_few = num_entries * _EXPERTS_PER_ENTRY <= scores.shape[1]
-            mix = mixtures.mix_few if is_few else mixtures.mix_sorted
-            return self.group.all_reduce(mix(x, choice, *self._matrices, self.first))
+        if self._runs_kernels and self._matrices is not None:
+            from parallel.kernels import mixtures  # Triton's, for GPUs
+
+            if num_entries <= mixtures.MOST_SORTED:
+                choice = mixtures.choose(scores, self.per_token, normalize=self.normalize)
+                is_few = num_entries * _EXPERTS_PER_ENTRY <= scores.shape[1]
+                mix = mixtures.mix_few if is_few else mixtures.mix_sorted
+                return self.group.all_reduce(mix(x, choice, *self._matrices, self.first))
         weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.per_token, -1)  # [T, experts_per_token]
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)

@@ -22,8 +22,7 @@ from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.input_rows import InputRows
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rope, Rotation
-from parallel.model.layers.row_by_row import row_by_row
-from parallel.model.layers.weight import Layer, Shard, Stored, TensorOptions, Weight
+from parallel.model.layers.weight import Layer, Shard, Stored, TensorOptions, Weight, row_by_row
 
 if TYPE_CHECKING:
     from parallel.model.encoder import Encoder

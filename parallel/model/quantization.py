@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from parallel.kernels.packing import PER_WORD, Packing
+if TYPE_CHECKING:
+    from parallel.kernels.packing import Packing
 
 Shape = tuple[int, ...]
 Method = Literal["scaled", "packed", "awq", "gptq"]
@@ -37,6 +38,8 @@ class Quantization:
         module = name.removesuffix(".weight")
         if len(shape) != 2 or module == name:
             return {name: (shape,)}
+        from parallel.kernels.packing import PER_WORD  # few checkpoints are quantised
+
         outputs, inputs = shape
         words_out, words_in, groups = _up(outputs, PER_WORD), _up(inputs, PER_WORD), _up(inputs, self.group or inputs)
         if self.method == "scaled":
@@ -58,6 +61,8 @@ class Quantization:
 
     def packing(self, kind: Literal["int8", "fp8"] = "fp8") -> Packing:
         """How the matrices are kept for kernels, of the most bytes: `scaled` ones as if every block had a scale."""
+        from parallel.kernels.packing import Packing
+
         if self.method == "scaled":
             return Packing(kind, self.block[1])
         return Packing("int4", self.group, has_zeros=self.method != "packed", scale_bytes=2)

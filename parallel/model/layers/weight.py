@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.kernels.products import Panels, has_products
-from parallel.model.layers.row_by_row import row_by_row
 
 if TYPE_CHECKING:
     from parallel.kernels.packed_products import PackedMatrix, PackedRows
@@ -283,3 +282,12 @@ def join_weights(weights: Sequence[Weight]) -> Tensor:
     for weight, part in zip(weights, joined, strict=True):
         weight.plain = part
     return joined
+
+
+def row_by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The function of each row of x [T, n], each in a call of its own; on a GPU, where every number takes the same
+    instructions, of all. PyTorch computes most of a tensor in vectors and what is left singly, by other formulas for
+    exp and tanh, so that a number's last bit may depend on where its row lies."""
+    if x.device.type != "cpu" or len(x) < 2:
+        return function(x.contiguous())
+    return torch.cat([function(row.contiguous()) for row in x.split(1)])

@@ -58,7 +58,7 @@ from actors.protocol.messages import (
     VerifyItem,
     WeightsUpdated,
 )
-from actors.transport import channel, records
+from actors.transport import channel, codec
 from actors.transport.channel import CODEC, Hub, Link, open_link
 from actors.transport.keys import HubKeys, is_client, peer_of
 from actors.transport.local import LocalLink
@@ -278,7 +278,7 @@ def test_a_link_finds_a_hub_that_opens_after_it():
 
 
 def test_a_hub_delivers_pending_records_before_it_closes(line, monkeypatch):
-    monkeypatch.setattr(records, "LINGER_MS", 60_000)  # a loaded machine takes longer than the default
+    monkeypatch.setattr(codec, "LINGER_MS", 60_000)  # a loaded machine takes longer than the default
     monkeypatch.setattr(channel, "GIVE_UP_MS", 60_000)  # and may keep ZeroMQ from answering for seconds
     hub = line.open_hub()
     link, arrived, record = line.open_link(hub.address, "client"), [], Report({"x": "y" * 20_000_000}, ())

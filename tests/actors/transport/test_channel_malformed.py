@@ -14,7 +14,7 @@ from zmq.utils import z85
 
 from actors.protocol.membership import Hello, Stop
 from actors.protocol.messages import Abort, Report, Request
-from actors.transport import channel, records
+from actors.transport import channel, codec
 from actors.transport.channel import CODEC, Hub, Link
 from actors.transport.keys import HubKeys
 from tests.actors.service_harness import KEYS, link_to
@@ -134,7 +134,7 @@ def test_a_thousand_silent_connections_disturb_no_link(hub, open_link):
 def test_a_frame_above_the_limit_ends_the_connection_and_nothing_else(hub, open_link):
     link, other = open_link("client:1"), open_link("client:2")
     assert serves(hub, link) and serves(hub, other)
-    link._post(b"\0" * (records.LONGEST_TO_HUB + 1))
+    link._post(b"\0" * (codec.LONGEST_TO_HUB + 1))
     assert serves(hub, other) and serves(hub, link)
     assert hub.num_unreadable == 0
 

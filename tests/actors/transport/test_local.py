@@ -10,14 +10,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from actors.protocol.membership import Hello, Stop
 from actors.protocol.messages import Abort, Report
-from actors.transport import records
+from actors.transport import codec
 from actors.transport.channel import Hub, Link, open_link
 from actors.transport.keys import HubKeys
 from actors.transport.local import LocalLink, socket_path
@@ -225,7 +225,7 @@ def test_bytes_that_are_no_proof_are_not_read(hub, folder, sent):
 def test_a_frame_above_the_limit_ends_the_connection_and_nothing_else(hub, folder):
     link, other = link_of(hub, folder), link_of(hub, folder, "target-1")
     assert serves(hub, link) and serves(hub, other)
-    link._post(b"\0" * (records.LONGEST_TO_HUB + 1))
+    link._post(b"\0" * (codec.LONGEST_TO_HUB + 1))
     assert hub.receive(0.2) is None
     assert serves(hub, other) and serves(hub, link) and hub.num_unreadable == 0
     link.close()
@@ -242,7 +242,7 @@ def test_what_cannot_be_read_is_counted_and_skipped(hub, folder):
 
 def test_a_record_that_arrives_in_parts_is_one(hub, folder):
     link = link_of(hub, folder)
-    payload = records.CODEC.encode(Stop("in parts"))
+    payload = codec.CODEC.encode(Stop("in parts"))
     whole = struct.pack("=I", len(payload)) + payload
     for byte in whole:
         assert hub.receive(0) is None
@@ -315,7 +315,7 @@ def test_a_frozen_peer_delays_no_other_and_reads_on_when_it_is_back(hub, folder)
 
 
 def test_what_exceeds_the_queue_of_a_frozen_peer_is_lost(hub, folder, monkeypatch):
-    monkeypatch.setattr(records, "MOST_QUEUED", 100)
+    monkeypatch.setattr(codec, "MOST_QUEUED", 100)
     link = link_of(hub, folder)
     assert serves(hub, link)
     for number in range(20_000):
@@ -358,6 +358,18 @@ def test_a_link_finds_the_successor_of_a_killed_hub(folder):
     with running(ECHO_HUB, folder, address):
         assert [link.receive(30.0) for _ in range(3)] == [Abort(number) for number in range(2, 5)]
     link.close()
+
+
+def test_a_link_that_was_closed_while_its_hub_was_away_does_not_come_back(folder, monkeypatch):
+    monkeypatch.setattr("actors.transport.local.RECONNECT_MS", 300)
+    first = Hub(ANY_PORT, KEYS, folder=folder)
+    link = link_of(first, folder)
+    assert serves(first, link)
+    first.close()
+    assert link.receive(0.05) is None
+    link.close()
+    with closing(Hub(first.address, KEYS, 30.0, folder=folder)) as second:
+        assert second.receive(0.6) is None and second.identities() == []
 
 
 def test_a_hub_leaves_nothing_behind(hub, folder):

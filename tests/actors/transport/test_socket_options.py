@@ -6,13 +6,13 @@ import pytest
 import zmq
 
 from actors.protocol.messages import Request
-from actors.transport import channel, client_limits, records
+from actors.transport import channel, client_limits, codec
 from actors.transport.channel import CODEC, Hub
 from tests.actors.service_harness import KEYS, link_to
 
 COMMON = {
-    zmq.LINGER: records.LINGER_MS,
-    zmq.SNDHWM: records.MOST_QUEUED,
+    zmq.LINGER: codec.LINGER_MS,
+    zmq.SNDHWM: codec.MOST_QUEUED,
     zmq.RCVHWM: 0,
     zmq.HANDSHAKE_IVL: channel.HANDSHAKE_MS,
 }
@@ -25,7 +25,7 @@ def check(socket, expected):
 
 
 def test_both_ports_of_a_hub(hub):
-    common = COMMON | {zmq.MAXMSGSIZE: records.LONGEST_TO_HUB, zmq.CURVE_SERVER: 1, zmq.IPV6: 0}
+    common = COMMON | {zmq.MAXMSGSIZE: codec.LONGEST_TO_HUB, zmq.CURVE_SERVER: 1, zmq.IPV6: 0}
     check(hub._socket, common | {zmq.ZAP_DOMAIN: b"ranks", zmq.AFFINITY: 1})
     of_clients = {zmq.RCVBUF: client_limits.RECEIVE_BUFFER}
     check(hub._client_socket, common | of_clients | {zmq.ZAP_DOMAIN: b"clients", zmq.AFFINITY: 2})
@@ -35,8 +35,8 @@ def test_both_ports_of_a_hub(hub):
 def test_a_link(hub, keeps):
     link = link_to(hub.address, "target-0", keeps=keeps)
     expected = COMMON | {
-        zmq.MAXMSGSIZE: records.LONGEST_TO_LINK,
-        zmq.RECONNECT_IVL: records.RECONNECT_MS,
+        zmq.MAXMSGSIZE: codec.LONGEST_TO_LINK,
+        zmq.RECONNECT_IVL: codec.RECONNECT_MS,
         zmq.CONNECT_TIMEOUT: channel.CONNECT_MS,
         zmq.HEARTBEAT_IVL: channel.BEAT_MS,
         zmq.HEARTBEAT_TIMEOUT: channel.GIVE_UP_MS,

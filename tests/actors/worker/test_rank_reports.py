@@ -16,7 +16,7 @@ from actors.roles.bridge import FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
 from actors.worker import factory
 from actors.worker.rank_loop import RankLoop
-from parallel.comm.group import NcclGroup
+from parallel.comm.group import SINGLE, NcclGroup
 from tests.actors.worker.test_rank_loop import FACTS, Group, Nccl, Role, Script
 
 
@@ -167,16 +167,17 @@ def test_the_lead_of_the_target_and_all_draft_ranks_have_an_end_of_the_bridge(ro
     [("target", "symmetric", True), ("target", "nccl", False), ("draft", "symmetric", False)],
 )
 @pytest.mark.parametrize(("device", "meeting_s"), [("cpu", factory.MEETING_S), ("cuda:1", factory.NCCL_MEETING_S)])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_group_is_joined_at_the_store_of_its_order(monkeypatch, role, all_reduce, symmetric, device, meeting_s, size):
-    calls = []
-    monkeypatch.setattr(factory, "connect_store", lambda *place, timeout_s: calls.append((place, timeout_s)) or "store")
-    monkeypatch.setattr(factory, "join", lambda *place, **options: (place, options))
+def test_a_group_is_joined_at_the_store_of_its_order(monkeypatch, role, all_reduce, symmetric, device, meeting_s):
+    calls, there = [], "parallel.comm.rendezvous"
+    monkeypatch.setattr(f"{there}.connect_store", lambda *place, timeout_s: calls.append((place, timeout_s)) or "store")
+    monkeypatch.setattr(f"{there}.join", lambda *place, **options: (place, options))
     spec: Any = SimpleNamespace(
-        role=role, rank=1, size=size, device=device, host="h", target=TargetConfig(all_reduce=all_reduce)
+        role=role, rank=1, size=2, device=device, host="h", target=TargetConfig(all_reduce=all_reduce)
     )
+    alone: Any = SimpleNamespace(size=1)
     found: Any = factory._join_group(spec, Join(5, 0, ("there", 9)))
     (store, *place, device_), options = found
-    assert (store, place, str(device_)) == ("store" if size > 1 else None, [role, 5, 1, size], device)
+    assert (store, place, str(device_)) == ("store", [role, 5, 1, 2], device)
     assert options == {"host": "h", "meeting_s": meeting_s, "symmetric": symmetric}
-    assert calls == ([(("there", 9), factory.MEETING_S / 2)] if size > 1 else []), "it tries twice within the limit"
+    assert calls == [(("there", 9), factory.MEETING_S / 2)], "it tries twice within the limit"
+    assert factory._join_group(alone, Join(5, 0)) is SINGLE

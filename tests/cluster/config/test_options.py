@@ -19,8 +19,7 @@ from actors.options import SamplingConfig, SchedulerConfig
 from cluster.config import options_page
 from cluster.config.compose import load_config
 from cluster.config.options_page import SECTIONS, help_text, page
-from cluster.config.schema import CHOICES
-from cluster.config.server import ServerConfig
+from cluster.config.schema import CHOICES, ServerConfig
 from parallel.ranges import LARGEST, OneOf, Range, Section, bound_of
 
 ROOT = Path(options_page.__file__).parents[2]

@@ -164,6 +164,15 @@ def test_an_engine_says_what_it_starts_waits_as_its_weights_need_and_closes_what
         assert not thread.is_alive(), thread.name
 
 
+def test_an_engine_that_cannot_write_its_key_leaves_nothing_behind(tiny_launch, tmp_path):
+    (tmp_path / "file").touch()
+    config = tiny_launch(GenerateConfig(), cluster=ClusterConfig(ClusterName.inprocess, oversubscribe=True))
+    begun = set(threading.enumerate())
+    with pytest.raises(OSError, match="file"):
+        Engine(config, log_dir=tmp_path / "file" / "logs")
+    assert not [thread.name for thread in set(threading.enumerate()) - begun]
+
+
 def test_ranks_without_compiled_kernels_are_named_with_the_reason():
     facts = {"target-1": {"no_kernels": "no g++"}, "draft-0": {"no_kernels": "no rights"}, "draft2-0": {}}
     ready = {name: Ready(*identity_parts(name), facts[name]) for name in facts}

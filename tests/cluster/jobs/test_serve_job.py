@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from actors.options import PipelineConfig, PipelineName
-from cluster.config.server import ServerConfig
+from cluster.config.schema import ServerConfig
 from cluster.io.console import Terminal
 from cluster.jobs.serve import _describe, first_signal, read_keys
 

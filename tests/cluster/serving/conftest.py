@@ -20,8 +20,7 @@ from actors.drafters.config import DrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, SamplingConfig, SchedulerConfig, TargetConfig, VerifyConfig
 from cluster.config.jobs import ServeConfig
-from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig, PlacementName
-from cluster.config.server import ServerConfig
+from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig, PlacementName, ServerConfig
 from cluster.engine import Engine
 from cluster.serving.server import HttpServer, bind
 from cluster.serving.service import HttpService

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from cluster.config.server import ServerConfig
+from cluster.config.schema import ServerConfig
 from tests.cluster.serving.conftest import NUM_DRAFT_TOKENS, serving
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
