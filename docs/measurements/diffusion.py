@@ -4,9 +4,11 @@
 prompts. Without it the target has random weights of the layout of SDAR or Dream (`--layout`, `--layers`, `--width`), so
 that its confidences say little, and random prompts. `--decoder` is `target.decoder`. Each of `--blocks` (the
 checkpoint's own with `--target`), `--thresholds` and `--states` starts an engine, and writes `--tokens` tokens behind
-each prompt, one request at a time (or `--batch` at once). One line for each: target passes a token, tokens a second,
-whether the tokens are those of one state a pass, and the share of them before a text leaves that of threshold 0.
-Prints Markdown.
+each prompt, one request at a time (or `--batch` at once). One line for each: target passes a token, guessed states a
+token (each is a copy of the block in a pass, whose rows cost time), tokens a second with these copies, the same over
+the first of `--states`, whether the tokens are that one's, and the share of them before a text leaves that of threshold
+0. Rates and ratios are medians of `--repeats` with their ranges; all of `--states` have their turn in each repeat, so
+that a ratio has both its sides from about the same time. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import argparse
 import json
 import random
 import shutil
+import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,17 @@ from cluster.io.text import load_tokenizer
 
 ARCHITECTURES = {"sdar": "SDARForCausalLM", "dream": "DreamModel"}
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+COLUMNS = (
+    "block",
+    "threshold",
+    "states a pass",
+    "passes a token",
+    "guesses a token",
+    "tokens/s",
+    "over the first",
+    "tokens equal",
+    "as with threshold 0",
+)
 
 
 def make_target(folder: Path, layout: str, block: int, layers: int, width: int) -> int:
@@ -68,10 +83,22 @@ def bundled_prompts(folder: Path, count: int) -> list[list[int]]:
     return [tokenizer.encode(prompt.text).ids for prompt in read_prompts(pocket.PROMPTS, count)]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What one engine made of the prompts."""
+
+    tokens: list[list[int]]
+    passes: float
+    """Passes of the target for each token of a request."""
+    guesses: float
+    """Guessed states for each token."""
+    rate: float
+    """Tokens of all requests a second."""
+
+
 def measure(
     folder: Path, prompts: list[list[int]], states: int, threshold: float, options: argparse.Namespace
-) -> tuple[list[list[int]], str]:
-    """The tokens, and the cells of a row."""
+) -> Measured:
     params = SamplingParams(max_tokens=options.tokens, ignore_eos=True, temperature=options.temperature)
     words = ["target=hf", f"target.path={folder}", f"target.num_states={states}", "cluster=inprocess"]
     words += [f"target.unmask_threshold={threshold}"]
@@ -86,8 +113,9 @@ def measure(
         seconds, after = time.monotonic() - started, engine.report().counters
     count = sum(map(len, tokens))
     passes = after["num_rounds"] - before["num_rounds"]
+    guesses = after["num_guessed_states"] - before["num_guessed_states"]
     waves = count / min(options.batch, options.prompts)
-    return tokens, f"{passes / waves:.2f} | {count / seconds:.0f}"
+    return Measured(tokens, passes / waves, guesses / count, count / seconds)
 
 
 def main() -> None:
@@ -101,12 +129,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     options = parser.parse_args()
-    print("| block | threshold | states a pass | passes a token | tokens/s | tokens equal | as with threshold 0 |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(COLUMNS)} |")
+    print("|---" * len(COLUMNS) + "|")
     if options.target:
         config = json.loads((options.target / "config.json").read_text(encoding="utf-8"))
         compare(options.target, bundled_prompts(options.target, options.prompts), config["block_size"], options)
@@ -123,14 +152,26 @@ def compare(folder: Path, prompts: list[list[int]], block: int, options: argpars
     """Prints the rows of one checkpoint."""
     one_by_one: list[list[int]] | None = None
     for threshold in options.thresholds:
-        expected: list[list[int]] | None = None
-        for states in options.states:
-            tokens, cells = measure(folder, prompts, states, threshold, options)
-            expected = tokens if expected is None else expected
-            one_by_one = tokens if one_by_one is None and not threshold else one_by_one
+        repeats = [
+            [measure(folder, prompts, states, threshold, options) for states in options.states]
+            for _ in range(options.repeats)
+        ]
+        expected = repeats[0][0].tokens
+        one_by_one = expected if one_by_one is None and not threshold else one_by_one
+        for states, measured in zip(options.states, zip(*repeats, strict=True), strict=True):
+            tokens = measured[0].tokens
+            rates = median_of([one.rate for one in measured], ".0f")
+            ratios = median_of([one.rate / turn[0].rate for one, turn in zip(measured, repeats, strict=True)], ".2f")
+            equal = "yes" if all(one.tokens == expected for one in measured) else "NO"
             shared = f"{same_share(tokens, one_by_one):.0%}" if one_by_one else ""
-            row = f"{block} | {threshold:g} | {states} | {cells} | {'yes' if tokens == expected else 'NO'} | {shared}"
-            print(f"| {row} |", flush=True)
+            row = f"{block} | {threshold:g} | {states} | {measured[0].passes:.2f} | {measured[0].guesses:.2f}"
+            print(f"| {row} | {rates} | {ratios} | {equal} | {shared} |", flush=True)
+
+
+def median_of(values: list[float], digits: str) -> str:
+    """The median, with the range behind it where there are several."""
+    middle = format(statistics.median(values), digits)
+    return f"{middle} ({min(values):{digits}} to {max(values):{digits}})" if len(values) > 1 else middle
 
 
 def same_share(texts: list[list[int]], others: list[list[int]]) -> float:
