@@ -7,8 +7,8 @@ checkpoint's own with `--target`), `--thresholds` and `--states` starts an engin
 each prompt, one request at a time (or `--batch` at once). One line for each: target passes a token, guessed states a
 token (each is a copy of the block in a pass, whose rows cost time), tokens a second with these copies, the same over
 the first of `--states`, whether the tokens are that one's, and the share of them before a text leaves that of threshold
-0. Rates and ratios are medians of `--repeats` with their ranges; all of `--states` have their turn in each repeat, so
-that a ratio has both its sides from about the same time. Prints Markdown.
+0. Rates and ratios are medians of `--repeats` with their ranges; the engines of all `--states` have their turn at each
+prompt, so that a ratio has both its sides from about the same time. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,39 +84,38 @@ def bundled_prompts(folder: Path, count: int) -> list[list[int]]:
     return [tokenizer.encode(prompt.text).ids for prompt in read_prompts(pocket.PROMPTS, count)]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What one engine made of the prompts."""
+@dataclass
+class Turns:
+    """What one engine made of the prompts, each repeat by itself."""
 
-    tokens: list[list[int]]
-    passes: float
-    """Passes of the target for each token of a request."""
-    guesses: float
-    """Guessed states for each token."""
-    rate: float
-    """Tokens of all requests a second."""
+    engine: Engine
+    tokens: list[list[list[int]]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def begin_repeat(self) -> None:
+        self.tokens.append([])
+        self.seconds.append(0.0)
+
+    def write(self, prompts: list[list[int]], params: SamplingParams) -> None:
+        """Continue these prompts at once."""
+        started = time.monotonic()
+        running = [self.engine.submit(prompt, params) for prompt in prompts]
+        self.tokens[-1] += [completion.result().token_ids for completion in running]
+        self.seconds[-1] += time.monotonic() - started
+
+    def rates(self) -> list[float]:
+        """Tokens of all requests a second, in each repeat."""
+        return [sum(map(len, texts)) / seconds for texts, seconds in zip(self.tokens, self.seconds, strict=True)]
+
+    def counters(self) -> dict[str, Any]:
+        return self.engine.report().counters
 
 
-def measure(
-    folder: Path, prompts: list[list[int]], states: int, threshold: float, options: argparse.Namespace
-) -> Measured:
-    params = SamplingParams(max_tokens=options.tokens, ignore_eos=True, temperature=options.temperature)
+def engine_of(folder: Path, states: int, threshold: float, options: argparse.Namespace) -> Engine:
     words = ["target=hf", f"target.path={folder}", f"target.num_states={states}", "cluster=inprocess"]
     words += [f"target.unmask_threshold={threshold}"]
     words += [f"target.decoder={options.decoder}", "cluster.dashboard=false", f"scheduler.max_num_seqs={options.batch}"]
-    with Engine(load_config(words)) as engine:
-        engine.submit(prompts[0], params).result()
-        before = engine.report().counters
-        started, tokens = time.monotonic(), list[list[int]]()
-        for first in range(0, len(prompts), options.batch):
-            running = [engine.submit(prompt, params) for prompt in prompts[first : first + options.batch]]
-            tokens += [completion.result().token_ids for completion in running]
-        seconds, after = time.monotonic() - started, engine.report().counters
-    count = sum(map(len, tokens))
-    passes = after["num_rounds"] - before["num_rounds"]
-    guesses = after["num_guessed_states"] - before["num_guessed_states"]
-    waves = count / min(options.batch, options.prompts)
-    return Measured(tokens, passes / waves, guesses / count, count / seconds)
+    return Engine(load_config(words))
 
 
 def main() -> None:
@@ -151,21 +151,34 @@ def main() -> None:
 def compare(folder: Path, prompts: list[list[int]], block: int, options: argparse.Namespace) -> None:
     """Prints the rows of one checkpoint."""
     one_by_one: list[list[int]] | None = None
+    params = SamplingParams(max_tokens=options.tokens, ignore_eos=True, temperature=options.temperature)
     for threshold in options.thresholds:
-        repeats = [
-            [measure(folder, prompts, states, threshold, options) for states in options.states]
-            for _ in range(options.repeats)
-        ]
-        expected = repeats[0][0].tokens
+        with ExitStack() as stack:
+            turns = [
+                Turns(stack.enter_context(engine_of(folder, states, threshold, options))) for states in options.states
+            ]
+            for one in turns:
+                one.engine.submit(prompts[0], params).result()
+            before = [one.counters() for one in turns]
+            for _ in range(options.repeats):
+                for one in turns:
+                    one.begin_repeat()
+                for first in range(0, len(prompts), options.batch):
+                    for one in turns:
+                        one.write(prompts[first : first + options.batch], params)
+            after = [one.counters() for one in turns]
+        expected = turns[0].tokens[0]
         one_by_one = expected if one_by_one is None and not threshold else one_by_one
-        for states, measured in zip(options.states, zip(*repeats, strict=True), strict=True):
-            tokens = measured[0].tokens
-            rates = median_of([one.rate for one in measured], ".0f")
-            ratios = median_of([one.rate / turn[0].rate for one, turn in zip(measured, repeats, strict=True)], ".2f")
-            equal = "yes" if all(one.tokens == expected for one in measured) else "NO"
-            shared = f"{same_share(tokens, one_by_one):.0%}" if one_by_one else ""
-            row = f"{block} | {threshold:g} | {states} | {measured[0].passes:.2f} | {measured[0].guesses:.2f}"
-            print(f"| {row} | {rates} | {ratios} | {equal} | {shared} |", flush=True)
+        for states, one, then, now in zip(options.states, turns, before, after, strict=True):
+            count = options.repeats * sum(map(len, expected))
+            passes, guesses = (now[name] - then[name] for name in ("num_rounds", "num_guessed_states"))
+            per_token = passes / count * min(options.batch, len(prompts))
+            ratios = [rate / first for rate, first in zip(one.rates(), turns[0].rates(), strict=True)]
+            speeds = f"{median_of(one.rates(), '.0f')} | {median_of(ratios, '.2f')}"
+            equal = "yes" if all(texts == expected for texts in one.tokens) else "NO"
+            shared = f"{same_share(one.tokens[0], one_by_one):.0%}" if one_by_one else ""
+            row = f"{block} | {threshold:g} | {states} | {per_token:.2f} | {guesses / count:.2f}"
+            print(f"| {row} | {speeds} | {equal} | {shared} |", flush=True)
 
 
 def median_of(values: list[float], digits: str) -> str:
