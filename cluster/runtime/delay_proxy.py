@@ -40,12 +40,14 @@ class Relay:
         self._loop.close()
 
     async def _admit(self, from_link: asyncio.StreamReader, to_link: asyncio.StreamWriter) -> None:
+        self._open.add(to_link)
         try:
             from_hub, to_hub = await asyncio.open_connection(self._hub_host.strip("[]"), self._hub_port)
         except OSError:
             to_link.close()
+            self._open.discard(to_link)
             return
-        self._open |= {to_link, to_hub}
+        self._open.add(to_hub)
         await asyncio.gather(self._forward(from_link, to_hub), self._forward(from_hub, to_link))
         self._open -= {to_link, to_hub}
 

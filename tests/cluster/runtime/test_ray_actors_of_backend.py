@@ -54,7 +54,7 @@ class Ray:
         if name in self.taken:
             raise ValueError("taken")
         self.log.append(("create", identity, name, kind, arguments, options))
-        bind = SimpleNamespace(remote=lambda *facts: self.log.append(("bind", *facts)) or "bound")
+        bind = SimpleNamespace(remote=lambda *facts, **_: self.log.append(("bind", *facts)) or "bound")
         return SimpleNamespace(bind=bind)
 
     def run(self, identity: str, *arguments: Any) -> None:
