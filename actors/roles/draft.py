@@ -220,7 +220,7 @@ class DraftRole:
         contexts, budgets = [context for context, _ in orders], [budget for _, budget in orders]
         drafts, read_s = [], 0.0
         if orders:
-            read_s = self._read_missed(contexts)
+            read_s = 0.0 if prepared else self._read_missed(contexts)
             drafts = self.drafter.propose(contexts, budgets)
             self._note_read(contexts)
             if (timed := self._capabilities.times_reading) is not None:
