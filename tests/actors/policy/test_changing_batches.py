@@ -93,7 +93,8 @@ def test_drafts_that_do_not_pay_in_a_batch_cost_little_however_its_size_changes(
     runs = [batches.shares(seed, num_runs) for seed in seeds]
     assert mean(first for first, *_ in runs) > (0.97 if read_s < 5e-3 else 0.94)
     assert mean(share for _, *later in runs for share in later) > 0.98
-    assert min(min(later) for _, *later in runs) > 0.97
+    # texts that are read while drafts go on are not charged
+    assert min(min(later) for _, *later in runs) > (0.97 if read_s < 5e-3 else 0.96)
 
 
 @pytest.mark.parametrize(("at_once", "pays"), [(16, 1.6), pytest.param(64, 1.2, marks=pytest.mark.slow)])
