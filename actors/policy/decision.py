@@ -130,7 +130,7 @@ class Decision:
     _is_caught_up: bool = False
     _has_drafted: bool = False
     _saves_up: bool = False  # for a choice that might be better, and cannot be afforded yet
-    _unpaid: float = 0.0  # rounds for drafts outside of rounds, not yet taken from the budget
+    _unpaid: float = 0.0  # rounds' worth of what was done for drafts outside of rounds, not yet taken from the budget
 
     def __post_init__(self) -> None:
         self.mode = Mode.speculate if self.choice.drafts else Mode.rest if self.awaited is None else Mode.catch_up
@@ -158,11 +158,10 @@ class Decision:
         """What was done for drafts outside of the rounds took as long as so many. It delays the next trial, and ends
         none.
 
-        Texts that are read while drafts go on are no exploration, nor are drafts made behind the verdict that ended
-        speculation. The texts of the first trial are read once: charged, they kept drafts off for 100 to 250 rounds
-        where these were 1.6 times as fast.
+        Drafts made behind the verdict that ended speculation are no exploration. The texts of the first trial are read
+        once: charged, they kept drafts off for 100 to 250 rounds where these were 1.6 times as fast.
         """
-        if self.mode is not Mode.speculate and (self.is_settled or self.mode is not Mode.rest):
+        if self.is_settled or self.mode is not Mode.rest:
             self._unpaid += rounds
 
     def _pay(self) -> None:

@@ -307,7 +307,8 @@ class AdaptivePolicy(Policy):
         request_ids = [outcome.request_id for outcome in seen.outcomes]
         tradeoffs = {way: self._tradeoff(way, request_ids) for way in self._ways} if seen.num_may_speculate else {}
         estimates = self._estimates(tradeoffs, request_ids) if tradeoffs else {}
-        self._decision.charge((seen.unused_s + seen.read_s) / self._usual_s(seen))
+        if self.mode is not Mode.speculate:  # texts that are read while drafts go on are no exploration
+            self._decision.charge((seen.unused_s + seen.read_s) / self._usual_s(seen))
         if drafted is self._decision.choice.drafts:
             took_s = seen.seconds / self._speed.factor
             self._decision.count(*self._expected(seen, drafted=drafted), took_s, estimates)

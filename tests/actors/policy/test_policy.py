@@ -261,6 +261,15 @@ def test_what_was_done_for_drafts_outside_of_rounds_is_charged_before_a_trial(fi
     assert policy._decision.budget > before - 0.1 and policy.mode is Mode.speculate
 
 
+def test_what_a_pass_waited_for_drafts_that_did_not_come_is_charged_while_drafts_go_on_too():
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    played(policy, 1, 60, (5e-4, 0.9))
+    assert policy.mode is Mode.speculate
+    before = policy._decision.budget
+    policy.update(observation([0], draft_s=0.05, verify_s=0.01, skipped_drafts=True))
+    assert policy._decision.budget < before - 0.5
+
+
 def test_a_charge_is_in_rounds_of_its_own_load():
     """A batch of 16, of which only a pass over prompts was seen: its plain rounds take four times as long as one of a
     single request, which is all that is known of them."""
