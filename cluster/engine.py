@@ -21,8 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from actors.protocol.membership import Ready, Silent, Stop, identity_of
 from actors.protocol.messages import Request, WeightsUpdated
 from actors.transport.keys import FIRST_CLIENT, OWNER
@@ -32,6 +30,7 @@ from cluster.config.compose import load_config
 from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.io.checkpoints import check_checkpoints
 from cluster.io.text import load_tokenizer, read_eos_token_ids
+from cluster.observability.startup_time import StartUp
 from cluster.placement.memory import describe_layout, footprints, load_allowance_s
 from cluster.placement.ranks import RankPlacement
 from cluster.runtime.backend import coordinator_spec, is_lent, lent_ranks, make_backend
@@ -240,27 +239,6 @@ class Engine(Client):
         super()._on_successor()
         if self._weight_updates is not None:
             self._weight_updates.repeat()
-
-
-class StartUp:
-    """Where the time between the command and the first token goes: phases, the first from the process's beginning."""
-
-    def __init__(self) -> None:
-        self._last = psutil.Process().create_time()
-        self._phases: dict[str, float] = {}
-
-    def mark(self, phase: str) -> None:
-        """End a phase now. A name that was marked before is not changed: start-up happens once."""
-        now = time.time()
-        self._phases.setdefault(phase, now - self._last)
-        self._last = now
-
-    def seconds(self, first_token_s: float | None = None) -> dict[str, float]:
-        """Phase -> seconds in their order, and `total`; `first_token_s` is what the first request then took."""
-        phases = dict(self._phases)
-        if first_token_s is not None:
-            phases["first_token"] = first_token_s
-        return {**phases, "total": sum(phases.values())}
 
 
 def _lease(config: LaunchConfig) -> DraftLease | None:

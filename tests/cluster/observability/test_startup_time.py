@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from cluster.engine import StartUp
+from cluster.observability.startup_time import StartUp
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,7 +32,7 @@ def test_no_process_loads_what_only_others_need(modules, heavy):
 
 def test_phases_follow_each_other_from_the_beginning_of_the_process(monkeypatch):
     now = [psutil.Process().create_time() + 3.0]
-    monkeypatch.setattr("cluster.engine.time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("cluster.observability.startup_time.time", SimpleNamespace(time=lambda: now[0]))
     watch = StartUp()
     watch.mark("imports")
     now[0] += 0.5
