@@ -27,6 +27,7 @@ class AttachedPort(DrafterPort):
         self._policy = policy
         self._lengths: dict[int, int] = {}  # draft tokens ordered with the present pass, by request
         self._has_read = False  # with the last pass, the texts of the requests of a trial
+        self._is_scoring = False  # no pass verifies the drafts that are ordered with the present one
 
     def may_draft(self, sequence: Sequence) -> bool:
         return sequence.request.speculates
@@ -35,17 +36,24 @@ class AttachedPort(DrafterPort):
         """Chunks of prompts are read beside the target where drafts follow at once; texts before a trial without
         drafts, so that its rounds cost what later ones will."""
         reached = [sequence for sequence, num_rows, _ in rows if sequence.may_reach_root(num_rows)]
+        self._is_scoring = self._policy.may_score and not any(sequence.draft.proposal for sequence in reached)
         self._lengths, reading = self._order(reached), []
         if self._policy.mode is Mode.catch_up:
             reading = [*self._lengths]
         elif self._policy.mode in (Mode.speculate, Mode.probe):
             reading = [sequence.request_id for sequence, num_rows, _ in rows if num_rows < sequence.uncached_len]
         orders = super().begin_pass(rows, sequences)
-        return replace(orders, lengths=self._lengths, reading=reading, least_chance=self._policy.least_chance)
+        least_chance, unverified = self._policy.least_chance, self._is_scoring
+        return replace(orders, lengths=self._lengths, reading=reading, least_chance=least_chance, unverified=unverified)
 
     def _order(self, reached: list[Sequence]) -> dict[int, int]:
         """Draft tokens for these sequences, which get a verdict; none while a verdict may end speculation."""
         policy = self._policy
+        if self._is_scoring:
+            self._has_read = False
+            policy.begin_scoring()
+            able = [one for one in reached if self.may_draft(one) and one.request_id not in self.scored.drafts]
+            return {one.request_id: policy.scored_length(one.most_per_round) for one in able}
         if policy.may_end and any(sequence.draft.proposal for sequence in reached):
             return {}
         if policy.mode is Mode.catch_up and self._has_read:
@@ -57,8 +65,14 @@ class AttachedPort(DrafterPort):
 
     def end_pass(self, batch: VerdictBatch, sequences: Mapping[int, Sequence]) -> int:
         """Keep the drafts, unless the policy has decided to decode plainly since."""
-        num_stale = 0
-        for proposal in batch.drafts.proposals if batch.drafts is not None else ():
+        num_stale, proposals = 0, batch.drafts.proposals if batch.drafts is not None else ()
+        if self._is_scoring:
+            for request_id, length in self._lengths.items():
+                if (sequence := sequences.get(request_id)) is not None:
+                    self.scored.order(sequence, length)
+            self.scored.answer(proposals, sequences)
+            return 0
+        for proposal in proposals:
             sequence = sequences.get(proposal.request_id)
             if sequence is None or not sequence.is_current(proposal) or sequence.draft.proposal is not None:
                 num_stale += 1  # also where a grammar has made a draft

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from actors.coordinator.scheduler import Demand
+from actors.coordinator.scored_drafts import ScoredDrafts
 from actors.coordinator.sequence import DraftState, Sequence
 from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, Proposal, ProposalBatch, VerdictBatch
 
@@ -46,6 +47,8 @@ class PendingOrder:
     """The target went on without it; no other draft is waited for until the answer is complete."""
     num_missed: int = 0
     """Requests for which nothing was prepared, and for which no draft was waited."""
+    unverified: bool = False
+    """Its drafts are only compared with the text, and not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class PassOrders:
     bridge: int = 0
     num_received: int = 0
     least_chance: float = 0.0
+    unverified: bool = False
 
 
 class DrafterPort:
@@ -76,6 +80,7 @@ class DrafterPort:
 
     def __init__(self, first_round: int = 0) -> None:
         self.round = first_round
+        self.scored = ScoredDrafts()
 
     def of(self, role: str) -> DrafterPort:
         """The port of this role: there is one, but where several pools lend their drafters."""

@@ -37,11 +37,17 @@ class Round:
     since."""
     serves_drafts: bool = False
     """The pass also computes what an attached drafter drafts from."""
+    unverified: bool = False
+    """The drafts that an attached drafter makes behind this pass are only compared with the text."""
+    scored_s: float = 0.0
+    """Time of a drafter for such drafts."""
 
-    def add_drafting(self, drafts: ProposalBatch, *, is_used: bool) -> None:
+    def add_drafting(self, drafts: ProposalBatch, *, is_used: bool, unverified: bool) -> None:
         """An attached drafter worked before this round; `is_used`: a draft of it may be verified."""
         seconds = drafts.finished - drafts.started
-        if is_used:
+        if unverified:
+            self.scored_s = seconds
+        elif is_used:
             self.waited_s = self.drafted_before_s = seconds
             self.read_s = drafts.read_s
         else:
@@ -66,9 +72,15 @@ class Round:
         self.num_tokens += num_tokens
 
     def observation(
-        self, batch: VerdictBatch, now: float, running: Collection[Sequence], num_may_speculate: int
+        self,
+        batch: VerdictBatch,
+        now: float,
+        running: Collection[Sequence],
+        num_may_speculate: int,
+        scored: Collection[DraftOutcome] = (),
     ) -> RoundObservation:
-        """The round that ends with this verdict, as the policy learns from it."""
+        """The round that ends with this verdict, as the policy learns from it; `scored`: drafts without a pass that the
+        texts have decided."""
         num_running, mean_len, samples = load_of(running)
         num_decoding_rows = len(batch.verdicts)
         for verdict in batch.verdicts:
@@ -90,6 +102,8 @@ class Round:
             read_s=self.read_s,
             unused_s=self.unused_s,
             serves_drafts=self.serves_drafts,
+            scored=scored,
+            scored_s=self.scored_s,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from actors.coordinator.outbox import Outbox
 from actors.coordinator.port import DrafterPort, Orders, PendingOrder
@@ -49,6 +50,7 @@ class SeparatePort(DrafterPort):
     def lose(self, sequences: Collection[Sequence]) -> None:
         self.is_present, self.pending, self._outbox = False, None, Outbox()
         self._top_tokens.clear()
+        self.scored.lose()
         for sequence in sequences:
             sequence.draft = DraftState(proposal=sequence.draft.proposal)
             sequence.is_being_read, sequence.preview = False, None
@@ -89,6 +91,10 @@ class SeparatePort(DrafterPort):
     def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
         pending, num_stale = self.pending, 0
         assert pending is not None
+        if pending.unverified:
+            self.scored.answer(batch.proposals, sequences)
+            self.pending = None
+            return 0
         for proposal in batch.proposals:
             sequence = sequences.get(proposal.request_id)
             if sequence is not None and sequence.is_current(proposal):
@@ -151,9 +157,33 @@ class SeparatePort(DrafterPort):
             self._policy.caught_up()
         chosen = self.missing_drafts(running, verifying)[: self._policy.num_orders(len(running))]
         reading = [] if chosen and self._policy.weighs_waiting else self._read_texts(running)
+        if self._policy.may_score and not (chosen or reading):
+            return self._order_scored(running, least_round, now)
         if not (chosen or reading or self._is_due):
             return []
         return [self._batch(chosen, reading, running, least_round, now)]
+
+    def _order_scored(self, running: Collection[Sequence], least_round: int, now: float) -> list[DraftBatch]:
+        """Drafts to compare with the text; texts that are unknown are sent whole, since a lookup reads them at once."""
+        orders = []
+        for sequence in running:
+            request_id, length = sequence.request_id, self._policy.scored_length(sequence.most_per_round)
+            if not length or not self.may_draft(sequence) or request_id in self._outbox.partial:
+                continue
+            if sequence.draft.num_ordered or request_id in self.scored.drafts:
+                continue  # a verdict on a draft is to come, or the text has not decided one yet
+            if request_id not in self._outbox.known:
+                self._outbox.admit(sequence)
+            self.scored.order(sequence, length)
+            orders.append(DraftOrder(request_id, length))
+        if not orders:
+            return []
+        self._policy.begin_scoring()
+        batch = self._batch([], [], running, least_round, now)
+        pending = self.pending
+        assert pending is not None
+        pending.reads_text = pending.unverified = True
+        return [replace(batch, orders=tuple(orders), works_ahead=False, unverified=True)]
 
     @property
     def _is_due(self) -> bool:

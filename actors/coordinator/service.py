@@ -92,6 +92,8 @@ class CoordinatorSpec:
     adaptive: bool = False
     min_draft_tokens: int = 0
     chooses_lengths: bool = False
+    scores_drafts: bool = False
+    runs_passes: bool = True
     """The drafter decides how many of the ordered tokens it drafts."""
     drafters: tuple[str, ...] | None = None
     """Names that a request may choose from; None: any."""
@@ -538,6 +540,8 @@ class CoordinatorService:
             spec.num_draft_tokens,
             adaptive=spec.adaptive,
             longest_only=spec.chooses_lengths,
+            scores=spec.scores_drafts,
+            runs_passes=spec.runs_passes,
             waits=spec.local_drafter == "none",
         )
         drafter = open_port(

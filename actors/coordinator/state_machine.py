@@ -259,11 +259,11 @@ class Coordinator:
         self.stats.num_stale += len(batch.verdicts) - len(emitted)  # verdicts of requests that were aborted
         self._observe(batch, now, is_test=is_test)
         self.stats.num_stale += self._drafter.end_pass(batch, self._sequences)
-        self._round = Round(now)
+        unverified, self._round = self._round.unverified, Round(now)
         if batch.drafts is not None:
             self.stats.add_attached_drafts(batch.drafts)
             is_used = any(sequence.draft.proposal is not None for sequence in self._sequences.values())
-            self._round.add_drafting(batch.drafts, is_used=is_used)
+            self._round.add_drafting(batch.drafts, is_used=is_used, unverified=unverified)
         return [one for one in emitted if one.token_ids or one.finish_reason is not None]
 
     def _take_hits(self, batch: VerdictBatch) -> None:
@@ -324,7 +324,8 @@ class Coordinator:
         round_, running, stats = self._round, self._scheduler.running, self.stats
         has_drafter = self._drafter.is_present
         num_may_speculate = sum([sequence.request.speculates for sequence in running]) if has_drafter else 0
-        seen = round_.observation(batch, now, running, num_may_speculate)
+        scored = self._drafter.scored.take(self._sequences) if self._drafter.scored.drafts else ()
+        seen = round_.observation(batch, now, running, num_may_speculate, scored)
         speculated = any(proposal is not None for proposal in round_.proposals.values())
         stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
         if speculated:
@@ -366,7 +367,7 @@ class Coordinator:
             sequence.draft.proposal = None  # used up
         round_ = self._round
         round_.verifying, round_.proposals, round_.sent_at = {*proposals}, proposals, now
-        round_.serves_drafts = any(orders.lengths.values())
+        round_.serves_drafts, round_.unverified = any(orders.lengths.values()), orders.unverified
         self._fed = tuple([item.request_id for item in items])
         batch = VerifyBatch(
             self._verify_round,
@@ -377,6 +378,7 @@ class Coordinator:
             bridge=orders.bridge,
             num_received=orders.num_received,
             least_chance=orders.least_chance,
+            unverified=orders.unverified,
         )
         return [batch]
 
@@ -391,7 +393,9 @@ class Coordinator:
         found = (0, 0) if batch.num_missing else (pending.num_prefetched, pending.num_missed)
         self.stats.add_drafts(batch, pending.left_at, now, *found)
         pending.left_at = batch.finished
-        if self._round.verifying is None:
+        if pending.unverified:
+            self._round.scored_s += batch.finished - batch.started
+        elif self._round.verifying is None:
             self._round.add_wait(batch)
         if pending.prefixes:
             self._policy.wait.update_delay(now - pending.asked_at, is_rest=pending.has_first_part)

@@ -219,6 +219,11 @@ class DrafterConfig(Choice):
         """Whether a draft takes passes of a model, beside which a lookup takes no time."""
         return False
 
+    @property
+    def scores_drafts(self) -> bool:
+        """Whether it can draft without a pass, so that its drafts may be compared with text that is decoded plainly."""
+        return not self.runs_passes
+
     def roles(self) -> dict[str, range]:
         """Role -> the drafter's levels that it runs, starting with the role whose drafts the target verifies; a drafter
         without levels is one role."""

@@ -64,6 +64,7 @@ class Context:
     reference: tuple[int, ...] = ()  # a text of the request that its output may follow
     source: tuple[int, ...] = ()  # what the target's encoder reads; empty where it has none
     least_chance: float = 0.0  # draft tokens that are accepted less often are not worth a row of the target's pass
+    is_unverified: bool = False  # no pass verifies the next draft, and none is to be run for it
 
     @classmethod
     def admitted(cls, admit: Admit, vocab_size: int | None, life: int = 0) -> Context:

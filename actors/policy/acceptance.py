@@ -13,7 +13,7 @@ from actors.policy.estimators import Ewma
 _FIRST_CHANCE = 0.7
 """Acceptance per draft token that is expected before anything was measured."""
 _LEAST_CHANCE = 1e-6
-_MEMORY = 0.98
+ACCEPTANCE_MEMORY = 0.98
 """About the last 50 drafts count, and of a large batch the last eight rounds."""
 _LONG_MEMORY = 0.99
 """The same for ways to draft, which differ alike in all texts."""
@@ -43,7 +43,7 @@ class Survival:
     def __init__(self, longest: int, like: Survival | None = None, weight: float = 0.0) -> None:
         """`weight`: observations that the first estimates, those of `like`, count as."""
         means = like.chances if like is not None else [_FIRST_CHANCE ** (i + 1) for i in range(longest)]
-        self._places = [Ewma(_MEMORY, mean=mean, weight=weight) for mean in means]
+        self._places = [Ewma(ACCEPTANCE_MEMORY, mean=mean, weight=weight) for mean in means]
         self._accepted: list[float] | None = None  # of so many tested nodes, until the chances change
 
     @property

@@ -158,9 +158,6 @@ class RoundCosts:
         for estimate in (self.gap, self.verify, self.draft_s, self.served, self.arrived):
             estimate.decay(share)
 
-    def scale_pass(self, ratio: float) -> None:
-        self.verify.scale(ratio)
-
     def by_length(self, plain_verify_s: float) -> RoundLines:
         """What rounds cost by draft length; `plain_verify_s` is the mean pass without drafts, 0: not measured."""
         gap, verify = self.gap, self.verify
@@ -180,8 +177,8 @@ class RoundCosts:
 class LoadCosts:
     """What rounds under one kind of load cost, by choice.
 
-    A choice that was not measured under this load has the estimates of a similar one (`borrow`). Its passes keep the
-    ratio to plain passes that they have there: they read what these read.
+    A choice that was not measured under this load has the estimates of a similar one (`borrow`): its passes take what
+    they take there, and longer by the rows that they have here beyond it.
     """
 
     by_choice: defaultdict[Decoding, RoundCosts] = field(default_factory=lambda: defaultdict(RoundCosts))
@@ -191,9 +188,8 @@ class LoadCosts:
     def plain(self) -> RoundCosts:
         return self.by_choice[Decoding.plain]
 
-    @property
-    def has_measured_plain(self) -> bool:
-        return Decoding.plain in self._measured
+    def has_measured(self, choice: Decoding) -> bool:
+        return choice in self._measured
 
     def by_length(self, choice: Decoding) -> RoundLines:
         """What rounds of a choice cost by draft length."""
@@ -211,7 +207,7 @@ class LoadCosts:
         if self._measured:
             speed.update(times.verify_s, expected_s, weight)
         elif expected_s and costs is plain:  # this load's own level, and no other speed of the machine
-            self._scale_borrowed(times.verify_s / (expected_s * factor))
+            self._add_to_borrowed(times.verify_s / factor - expected_s)
         self._measured.add(choice)
         before_s = plain.verify.mean_y
         times = times.at(factor)
@@ -221,7 +217,7 @@ class LoadCosts:
             times = self._without_pause(costs, times, slope)
         costs.update(times, slope)
         if before_s:
-            self._scale_borrowed(plain.verify.mean_y / before_s)
+            self._add_to_borrowed(plain.verify.mean_y - before_s)
         if is_first:
             costs.fade(UNSETTLED)
 
@@ -232,18 +228,25 @@ class LoadCosts:
         self.by_choice[Decoding.plain] = plain
         self._measured &= {Decoding.plain}
 
-    def borrow(self, choice: Decoding, other: LoadCosts) -> None:
-        """Take over what a similar load knows of a choice that this one knows nothing of; plain decoding first."""
+    def borrow(self, choice: Decoding, other: LoadCosts, more_s: float = 0.0) -> None:
+        """Take over what a similar load knows of a choice that this one knows nothing of; plain decoding first.
+
+        `more_s`: what a row of each request that this load has more adds to a pass, so without drafts and again for
+        each token of them.
+        """
         costs = self.by_choice[choice] = deepcopy(other.by_choice[choice])
         costs.fade(min(1.0, INHERITED / costs.weight))  # to be corrected soon
-        if self.plain.weight and other.plain.weight:
-            costs.scale_pass(self.plain.verify.mean_y / other.plain.verify.mean_y)
+        known_s = other.plain.verify.mean_y
+        more_s = max(more_s, (_LEAST_VERIFY - 1) * (known_s or costs.verify.mean_y))
+        costs.verify.add(more_s, more_s)
+        if costs is not self.plain and self.plain.weight and other.plain.weight:
+            costs.verify.add(self.plain.verify.mean_y - known_s - more_s)
 
-    def _scale_borrowed(self, ratio: float) -> None:
-        """Plain passes take so many times as long as was known; so will those that were not measured here."""
+    def _add_to_borrowed(self, seconds: float) -> None:
+        """Plain passes take so much longer than was known; so will those that were not measured here."""
         for choice, costs in self.by_choice.items():
             if choice not in self._measured:
-                costs.scale_pass(ratio)
+                costs.verify.add(seconds)
 
     def _without_pause(self, costs: RoundCosts, times: MeasuredRound, slope: float) -> MeasuredRound:
         """A pass over drafts that is an outlier beside what passes of its rows usually take was a pause.
@@ -291,16 +294,15 @@ class LoadTable:
 
     def of(self, load: Load, ways: Collection[Decoding]) -> LoadCosts:
         """Costs under this load, of plain decoding and of these ways to draft as far as any load knows them."""
-        costs = self._loads[load]
-        rows_s = 2 ** (load[0] / 2) * self._row_s
+        costs, num_requests = self._loads[load], 2 ** (load[0] / 2)
         for choice in (Decoding.plain, *ways):
             if not costs.by_choice[choice].weight and (similar := self._most_similar(load, choice)):
-                costs.borrow(choice, similar)
-            costs.by_choice[choice].rows_s = rows_s
+                costs.borrow(choice, self._loads[similar], (num_requests - 2 ** (similar[0] / 2)) * self._row_s)
+            costs.by_choice[choice].rows_s = num_requests * self._row_s
         return costs
 
-    def _most_similar(self, load: Load, choice: Decoding) -> LoadCosts | None:
-        """The costs of the load most like this one under which the choice is known."""
+    def _most_similar(self, load: Load, choice: Decoding) -> Load | None:
+        """The load most like this one under which the choice is known."""
         batch, samples, prompts = load
 
         def distance(one: Load) -> tuple[int, bool, int]:
@@ -308,4 +310,4 @@ class LoadTable:
 
         known = [one for one, costs in self._loads.items() if costs.by_choice[choice].weight]
         alike = [one for one in known if (one[2] > 0) == (prompts > 0)]
-        return self._loads[min(alike, key=distance)] if alike else None
+        return min(alike, key=distance, default=None)

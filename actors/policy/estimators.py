@@ -95,10 +95,10 @@ class LinearFit:
         """Keep the line, but only this `share` of its weight against observations to come."""
         self.weight *= share
 
-    def scale(self, ratio: float) -> None:
-        """Every y becomes so many times as large."""
-        self.mean_y *= ratio
-        self._cov *= ratio
+    def add(self, constant: float, slope: float = 0.0) -> None:
+        """Every y grows by the constant, and by so much for each x."""
+        self.mean_y += constant + slope * self.mean_x
+        self._cov += slope * self._var_x
 
     def slope(self, prior: float, stiffness: float) -> float:
         """Slope, at least 0; `stiffness` is the variance of x at which measurement and `prior` weigh the same."""

@@ -19,7 +19,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 
-from actors.policy.acceptance import AcceptanceModel, DraftOutcome
+from actors.policy.acceptance import ACCEPTANCE_MEMORY, AcceptanceModel, DraftOutcome
 from actors.policy.costs import IDLE_DECAY, LoadCosts, LoadTable, MachineSpeed, MeasuredRound
 from actors.policy.decision import (
     PLAIN_ROUNDS,
@@ -87,6 +87,10 @@ class RoundObservation:
     verified."""
     serves_drafts: bool = False
     """The pass also computed what a drafter on the target's ranks drafts from."""
+    scored: Collection[DraftOutcome] = ()
+    """Drafts that no pass verified, as far as the tokens that followed them decide by now."""
+    scored_s: float = 0.0
+    """What the drafter took for such drafts."""
 
 
 class Policy:
@@ -96,6 +100,8 @@ class Policy:
     """How often a draft token must be accepted for it to be worth a row of the target's pass; 0: not known."""
     weighs_waiting = False
     """Whether drafts are waited for only while that costs less than they bring."""
+    may_score = False
+    """Whether drafts that no pass verifies should be made now, to see what drafts would bring."""
 
     def __init__(self, pipeline: str, num_draft_tokens: int) -> None:
         order = PIPELINES[pipeline]
@@ -123,6 +129,13 @@ class Policy:
     def may_learn_later(self) -> bool:
         """Whether what the next round is does not wait for `update` of the last one, which may come beside it."""
         return False
+
+    def scored_length(self, remaining: int) -> int:
+        """Tokens of a draft that no pass verifies, for a request that may get `remaining` more."""
+        return max(0, min(self.longest_draft, remaining - 1))
+
+    def begin_scoring(self) -> None:
+        """Such drafts are ordered."""
 
     def findings(self) -> dict[str, str | float | None] | None:
         """The mode and the speeds that it follows from, under the present load; None where nothing is compared."""
@@ -187,6 +200,10 @@ LEAST_SAVED = 0.5
 """Rounds that a trial of all requests must save over one of a few."""
 LATE_ROUNDS = 8
 """Rounds in a row without their drafts, which came late, that end speculation."""
+SCORE_EVERY = 8
+"""Rounds between drafts that are only compared with the text, at least."""
+SCORED_SHARE = 0.01
+"""Share of the time that they may take."""
 _PROMPT_MEMORY = 0.97
 _STEADY = 0.4
 """Share of rounds that read prompts from which on such rounds, and those after them, count as others do: there may be
@@ -198,11 +215,20 @@ class AdaptivePolicy(Policy):
 
     Where plain decoding is ruled out, drafts are always waited for. With `longest_only` a request is ordered the
     longest draft or none, for a drafter that chooses lengths itself. Where it never `waits` for drafts, there is no
-    drafting in turn.
+    drafting in turn. With `scores` the drafter can draft without a pass: while decoding is plain, such drafts are
+    compared with the text, which is all that its drafts bring, or the least where it `runs_passes` too.
     """
 
     def __init__(
-        self, pipeline: str, shortest: int, longest: int, *, longest_only: bool = False, waits: bool = True
+        self,
+        pipeline: str,
+        shortest: int,
+        longest: int,
+        *,
+        longest_only: bool = False,
+        waits: bool = True,
+        scores: bool = False,
+        runs_passes: bool = True,
     ) -> None:
         shortest = min(shortest, longest)
         self.weighs_waiting = shortest == 0
@@ -227,6 +253,9 @@ class AdaptivePolicy(Policy):
         self._num_running = 1
         self._tries_all = False
         self._text_class: Hashable = None
+        self._scores, self._runs_passes = scores, runs_passes
+        self._until_scoring = 0.0  # rounds of rest
+        self._scored = Ewma(ACCEPTANCE_MEMORY)  # tokens that agreed of a draft without a pass, in this rest
 
     @property
     def works_ahead(self) -> bool:
@@ -244,6 +273,9 @@ class AdaptivePolicy(Policy):
     def may_learn_later(self) -> bool:
         """While a choice goes on that may go on for long. Of a trial or a probe, each round counts."""
         return self.mode is Mode.speculate and self._decision.is_settled
+
+    def begin_scoring(self) -> None:
+        self._until_scoring, self.may_score = SCORE_EVERY, False
 
     def findings(self) -> dict[str, str | float | None] | None:
         if not self.weighs_waiting:
@@ -302,6 +334,8 @@ class AdaptivePolicy(Policy):
         drafted = any(outcome.num_ordered for outcome in seen.outcomes)
         shown = self._choose_load(seen)
         self._learn_acceptance(seen, drafted=drafted)
+        if self.mode is Mode.rest:
+            self._learn_scored(seen)
         self._learn_costs(seen, shown, drafted=drafted)
         self._notice_late_drafts(seen, late=seen.skipped_drafts and not drafted)
         request_ids = [outcome.request_id for outcome in seen.outcomes]
@@ -310,11 +344,15 @@ class AdaptivePolicy(Policy):
         if self.mode is not Mode.speculate:  # texts that are read while drafts go on are no exploration
             self._decision.charge((seen.unused_s + seen.read_s) / self._usual_s(seen))
         if drafted is self._decision.choice.drafts:
-            took_s = seen.seconds / self._speed.factor
-            self._decision.count(*self._expected(seen, drafted=drafted), took_s, estimates)
+            tokens, expected_s = self._expected(seen, drafted=drafted)
+            took_s = seen.seconds / self._speed.factor if self._load.has_measured(self._decision.choice) else expected_s
+            self._decision.count(tokens, expected_s, took_s, estimates)
         if estimates:
             self._decide(tradeoffs, estimates, request_ids)
             self._may_end = self._decision.may_end
+        if self.mode is not Mode.rest:
+            self._scored.weight = 0.0
+        self.may_score = self._scores and self.mode is Mode.rest and self._until_scoring <= 0
 
     # --- what was measured --------------------------------------------------------------------------------------------
 
@@ -342,6 +380,23 @@ class AdaptivePolicy(Policy):
             self._acceptance.of_class(key).fade(IDLE_DECAY)
         self._lengths.update(seen.outcomes, self._acceptance)
 
+    def _learn_scored(self, seen: RoundObservation) -> None:
+        """What drafts without a pass would have brought. Where the drafter has models too it is the least that drafts
+        bring: it raises what is expected of them, and lowers nothing."""
+        self._until_scoring -= 1
+        if seen.scored_s:
+            self._until_scoring = max(self._until_scoring, seen.scored_s / self._usual_s(seen) / SCORED_SHARE)
+        if not seen.scored:
+            return
+        self._scored.update_round([len(outcome.path) for outcome in seen.scored])
+        expected = self._acceptance.expected_of(self._text_class, seen.scored, self._way) - 1
+        if not self._runs_passes or self._scored.mean > expected:
+            self._acceptance.update(self._text_class, self._way, seen.scored, self._lengths.retried)
+            num_ordered = sum([outcome.num_ordered for outcome in seen.scored])
+            num_found = sum([outcome.num_ordered for outcome in seen.scored if outcome.num_tokens])
+            self._load.by_choice[self._way].arrived.update(num_found / num_ordered)
+        self._lengths.update([outcome for outcome in seen.scored if outcome.path], self._acceptance)
+
     def _learn_costs(self, seen: RoundObservation, shown: LoadCosts, *, drafted: bool) -> None:
         """The round is measured if it shows what rounds of its choice cost."""
         after_prompt, self._last_read_prompt = self._last_read_prompt, seen.num_prompt_rows > 0
@@ -368,7 +423,7 @@ class AdaptivePolicy(Policy):
     def _usual_s(self, seen: RoundObservation) -> float:
         """Seconds of a plain round at the present speed; of a pass, where none was measured under this load."""
         known_s = self._speed.factor * self._load.plain.mean_s
-        return known_s if self._load.has_measured_plain else max(known_s, seen.verify_s, 1e-9)
+        return known_s if self._load.has_measured(Decoding.plain) else max(known_s, seen.verify_s, 1e-9)
 
     def _notice_late_drafts(self, seen: RoundObservation, *, late: bool) -> None:
         """Drafts that never come in time show no cost: what was measured is dropped, and a trial is due later."""
@@ -472,9 +527,18 @@ def _text_class(seen: RoundObservation) -> Hashable:
 
 
 def make_policy(
-    pipeline: str, shortest: int, longest: int, *, adaptive: bool, longest_only: bool = False, waits: bool = True
+    pipeline: str,
+    shortest: int,
+    longest: int,
+    *,
+    adaptive: bool,
+    longest_only: bool = False,
+    waits: bool = True,
+    scores: bool = False,
+    runs_passes: bool = True,
 ) -> Policy:
     """The policy of a pipeline; without draft tokens it is not adaptive, because nothing can be adapted."""
-    if adaptive and longest:
-        return AdaptivePolicy(pipeline, shortest, longest, longest_only=longest_only, waits=waits)
-    return Policy(pipeline, longest)
+    if not (adaptive and longest):
+        return Policy(pipeline, longest)
+    drafter = {"longest_only": longest_only, "waits": waits, "scores": scores, "runs_passes": runs_passes}
+    return AdaptivePolicy(pipeline, shortest, longest, **drafter)

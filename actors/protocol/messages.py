@@ -591,6 +591,8 @@ class DraftBatch:
     """Whether the drafter shows what it has prepared all the time, for any later verdict."""
     least_chance: float = 0.0
     """A draft token that is accepted less often is not worth a row of the target's pass; 0: not known."""
+    unverified: bool = False
+    """No pass verifies these drafts, which are compared with the tokens that follow: what takes a pass makes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -716,6 +718,8 @@ class VerifyBatch:
     """Tensors of this bridge that have arrived: the first ones."""
     least_chance: float = 0.0
     """The bound for an attached drafter, as in `DraftBatch`."""
+    unverified: bool = False
+    """Of the drafts of an attached drafter, as in `DraftBatch`."""
     weights: Weights | None = None
     """A batch with weights has no items: it releases all requests and rows, and later passes are of these weights."""
 

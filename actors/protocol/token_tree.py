@@ -52,15 +52,20 @@ class TokenTree:
             node = self.parents[node]
         return path[::-1]
 
+    def agreed_path(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The nodes below the root that a walk down by these tokens finds."""
+        children, path = self.children(), list[int]()
+        for token in token_ids:
+            below = children[path[-1] if path else 0]
+            child = next((child for child in below if self.token_ids[child] == token), None)
+            if child is None:
+                break
+            path.append(child)
+        return tuple(path)
+
     def agreed_depth(self, token_ids: Sequence[int]) -> int:
         """How many of the tokens a walk down from the root finds."""
-        children, node = self.children(), 0
-        for depth, token in enumerate(token_ids):
-            child = next((child for child in children[node] if self.token_ids[child] == token), None)
-            if child is None:
-                return depth
-            node = child
-        return len(token_ids)
+        return len(self.agreed_path(token_ids))
 
     def has_path(self, nodes: tuple[int, ...]) -> bool:
         """Whether each of these nodes is a child of the one before it, the first of them of the root."""

@@ -100,6 +100,7 @@ class AttachedDrafter(AfterVerdicts):
             works_ahead=False,
             top_tokens=top_tokens,
             least_chance=batch.least_chance,
+            unverified=batch.unverified,
         )
         self._admits, self._releases, self._commits = {}, [], {}
         (drafts,) = self.role.answer(order, features)

@@ -171,7 +171,7 @@ class DraftRole:
         wanted = []
         for order in batch.orders:
             context = self.contexts[order.request_id]
-            context.least_chance = batch.least_chance
+            context.least_chance, context.is_unverified = batch.least_chance, batch.unverified
             if order.prefetched is not None and self._capabilities.sends_previews is not None:
                 self._capabilities.sends_previews.prefetched(context, order.num_draft_tokens, order.prefetched)
                 if self._timing is not None:

@@ -173,6 +173,8 @@ def coordinator_spec(
         adaptive=config.pipeline.adaptive,
         min_draft_tokens=config.pipeline.min_draft_tokens,
         chooses_lengths=config.drafter.chooses_lengths,
+        scores_drafts=config.drafter.scores_drafts,
+        runs_passes=config.drafter.runs_passes,
         drafters=config.drafter.names_in(config.pipeline.name),
         attached=config.drafter.is_attached(config.pipeline.name),
         bridged=config.drafter.is_bridged(config.pipeline.name),

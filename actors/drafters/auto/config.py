@@ -69,6 +69,10 @@ class AutoDrafterConfig(PlacedDrafterConfig):
         return any(one.runs_passes for one in self.drafters)
 
     @property
+    def scores_drafts(self) -> bool:
+        return any(one.scores_drafts for one in self.drafters)
+
+    @property
     def draft_models(self) -> list[ModelDrafterConfig]:
         """The models of all drafters, those of a cascade's levels among them."""
         inner = [part for one in self.drafters for part in (one.levels if _is_cascade(one) else [one])]

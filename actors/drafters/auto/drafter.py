@@ -396,7 +396,7 @@ class AutoDrafter:
                 is_chain, depth = draft.tree.is_chain, max(draft.tree.depths())
                 longest, kind = num_tokens, (request.runs.get(i, 0).bit_length(), num_tokens.bit_length())
                 self._remember(context, i, kind, draft.tree)
-            if context.drafter not in (None, one.name):
+            if context.drafter not in (None, one.name) or (context.is_unverified and not one.is_shown):
                 continue
             read_s = 0.0 if context.drafter else read_s  # the request asked for it
             acceptance = self.choice.acceptance[i]

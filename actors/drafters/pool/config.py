@@ -55,6 +55,10 @@ class PoolDrafterConfig(DrafterConfig):
         return True
 
     @property
+    def scores_drafts(self) -> bool:
+        return False
+
+    @property
     def num_seats(self) -> int:
         return self.at_once
 

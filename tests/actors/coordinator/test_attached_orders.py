@@ -16,6 +16,7 @@ class Policy:
     """Orders three tokens for everybody it follows."""
 
     least_chance = 0.25
+    may_score = False
 
     def __init__(self, mode, *, may_end=False, num_followed=9, length=3):
         self.mode, self.may_end, self._num_followed, self._length = mode, may_end, num_followed, length

@@ -15,7 +15,7 @@ from actors.protocol.messages import Request, SamplingParams
 class Decided:
     """A policy that is in one mode, and follows some of the requests."""
 
-    may_end = False
+    may_end = may_score = False
     least_chance = 0.0
 
     def __init__(self, mode: Mode, num_followed: int = 2, length: int = 3) -> None:
