@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from actors.coordinator.port import DrafterPort, Orders, PendingOrder
+from actors.coordinator.scored_drafts import ScoredDrafts
 from actors.coordinator.separate_port import SeparatePort
 from actors.coordinator.sequence import Sequence
 from actors.policy.estimators import Ewma
@@ -89,6 +90,7 @@ class PoolsPort(DrafterPort):
         self._policy = policy
         self._ports = [LeasedPort(policy, first_round, read_chunk, seat) for seat in range(num_seats)]
         self._places: dict[int, LeasedPort] = {}
+        self.scored = ScoredDrafts()  # none: a lease is not asked for drafts that no pass verifies
 
     def of(self, role: str) -> LeasedPort:
         return self._ports[seat_of(role)]

@@ -40,9 +40,11 @@ def calls(monkeypatch):
 def test_every_option_reaches_its_part(open_stage, calls, adaptive, chooses):
     began = time.monotonic()
     limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=31)
-    stage = open_stage(limits=limits, min_draft_tokens=2, adaptive=adaptive, chooses_lengths=chooses)
+    kind = dict(adaptive=adaptive, chooses_lengths=chooses, scores_drafts=adaptive, runs_passes=chooses)
+    stage = open_stage(limits=limits, min_draft_tokens=2, **kind)
     stage.get_ready()
-    assert calls["make_policy"] == (("sync", 2, 4), dict(adaptive=adaptive, longest_only=chooses, waits=True))
+    drafter = dict(longest_only=chooses, waits=True, scores=adaptive, runs_passes=chooses)
+    assert calls["make_policy"] == (("sync", 2, 4), dict(adaptive=adaptive) | drafter)
     assert calls["Scheduler"] == ((limits, Capacity(FACTS["kv_slots"], FACTS["max_model_len"])), {})
     (scheduler, policy, ends, port), options = calls["Coordinator"]
     assert scheduler.limits is limits and policy.longest_draft == 4 and ends == (1,)
