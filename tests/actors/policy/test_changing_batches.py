@@ -104,14 +104,16 @@ class Batches:
     ],
 )
 def test_drafts_that_do_not_pay_in_a_batch_cost_little_however_its_size_changes(at_once, num_requests, read_s):
-    """They pay for the last few requests of a batch, at the most."""
+    """They pay for the last few requests of a batch, at the most. Texts that take ten drafts' time to read cost more:
+    those that are read while drafts go on are not charged."""
+    reads_long = read_s > 5e-3
     seeds, num_runs = (range(3), 4) if num_requests > 64 or at_once < 64 else (range(2), 2)
+    seeds, num_runs = (range(6), 3) if reads_long else (seeds, num_runs)
     batches = Batches(0.3, at_once, num_requests, read_s=read_s)
     runs = [batches.shares(seed, num_runs) for seed in seeds]
-    assert mean(first for first, *_ in runs) > (0.97 if read_s < 5e-3 else 0.94)
-    assert mean(share for _, *later in runs for share in later) > 0.98
-    # texts that are read while drafts go on are not charged
-    assert min(min(later) for _, *later in runs) > (0.97 if read_s < 5e-3 else 0.96)
+    assert mean(first for first, *_ in runs) > (0.92 if reads_long else 0.97)
+    assert mean(share for _, *later in runs for share in later) > (0.965 if reads_long else 0.98)
+    assert min(min(later) for _, *later in runs) > (0.91 if reads_long else 0.97)
 
 
 @pytest.mark.parametrize(("at_once", "pays"), [(16, 1.6), pytest.param(64, 1.2, marks=pytest.mark.slow)])
