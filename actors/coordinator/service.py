@@ -92,9 +92,11 @@ class CoordinatorSpec:
     adaptive: bool = False
     min_draft_tokens: int = 0
     chooses_lengths: bool = False
-    scores_drafts: bool = False
-    runs_passes: bool = True
     """The drafter decides how many of the ordered tokens it drafts."""
+    scores_drafts: bool = False
+    """The drafter can draft without a pass of a model, to compare with text that is decoded plainly."""
+    runs_passes: bool = True
+    """Some of its drafts take passes of a model."""
     drafters: tuple[str, ...] | None = None
     """Names that a request may choose from; None: any."""
     attached: bool = False

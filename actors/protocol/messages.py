@@ -719,7 +719,7 @@ class VerifyBatch:
     least_chance: float = 0.0
     """The bound for an attached drafter, as in `DraftBatch`."""
     unverified: bool = False
-    """Of the drafts of an attached drafter, as in `DraftBatch`."""
+    """Whether an attached drafter's drafts are, as in `DraftBatch`."""
     weights: Weights | None = None
     """A batch with weights has no items: it releases all requests and rows, and later passes are of these weights."""
 

@@ -59,6 +59,13 @@ def drafted(attached, batch, *verdicts, top_tokens=None):
     return drafts, attached.role.drafter.heard
 
 
+@pytest.mark.parametrize("unverified", [False, True])
+def test_the_drafter_knows_of_a_draft_that_no_pass_verifies(attached, unverified):
+    batch = VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2, None, 3),), unverified=unverified)
+    assert drafted(attached, batch, Verdict(1, 5, 2, (), (11,)))[0] == {1: 3}
+    assert attached.role.contexts[1].is_unverified is unverified
+
+
 def test_a_draft_follows_the_accepted_path_and_the_target_s_own_token(attached):
     batch = VerifyBatch(1, (admit(1), admit(2, (3, 4, 6))), items=(VerifyItem(1, 2, proposal(1), 3), VerifyItem(2, 3)))
     drafts, heard = drafted(attached, batch, Verdict(1, 5, 2, (2, 3), (11,)), Verdict(2, 5, 3, (), (12,)))

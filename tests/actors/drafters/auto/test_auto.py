@@ -251,6 +251,29 @@ def test_a_draft_that_was_not_used_is_scored_too(clock):
     assert table.seen(0).num_drafts == pytest.approx(5) and chances == pytest.approx([1, 2, 3, 3], abs=1e-3)
 
 
+def test_a_draft_that_no_pass_verifies_takes_none_of_a_model(clock):
+    """Though the model is the better one; what the lookup drafts is scored as ever."""
+    lookup, model = Scripted(clock, 2, 4), Scripted(clock, 4, 4, call_s=0.001)
+    table = Table(lookup, model, clock)
+    for _ in range(30):
+        table.round()
+    num_calls, num_drafts = len(model.budgets), table.seen(0).num_drafts
+    for _ in range(5):
+        table.context.is_unverified = True
+        (draft,) = table.drafter.propose([table.context], [4])
+        assert draft.tree.token_ids[1:3] == tuple(TEXT[len(table.context.token_ids) :][:2])
+        for _ in range(4):
+            token = (TEXT[len(table.context.token_ids)],)
+            table.drafter.observe(table.context, Commit(0, 0, len(table.context.token_ids), (), token))
+            table.context.extend(token)
+    assert len(model.budgets) == num_calls and model.observed[-20:] == [()] * 20
+    assert table.seen(0).num_drafts > num_drafts
+    table.context.is_unverified = False
+    for _ in range(5):
+        table.round()
+    assert 1 in table.used[-5:]
+
+
 def replace_picks(picks):
     from actors.policy.drafter_choice import Assignment
 
