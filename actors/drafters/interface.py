@@ -8,6 +8,7 @@ correctness.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -363,10 +364,8 @@ class Capabilities:
 class Drafter(Protocol):
     """What every drafter implements."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Fixed when the drafter is built."""
-        ...
+    capabilities: Capabilities
+    """Fixed when the drafter is built."""
 
     def open(self, context: Context) -> None:
         """A request arrived, or came back after a preemption."""
@@ -383,3 +382,26 @@ class Drafter(Protocol):
 
     def release(self, request_id: int) -> None:
         """The request ended: drop its state."""
+
+
+class RequestwiseDrafter(Drafter, Protocol):
+    """Base of drafters that run no passes: each request is drafted for by itself. What such a drafter keeps of a
+    request it says by the functions that it replaces: as they stand, nothing."""
+
+    def prefill(self, contexts: Sequence[Context]) -> None:
+        """`Prefills.prefill`, for a drafter that says so in `capabilities`."""
+        for context in contexts:
+            self._read(context)
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
+
+    def truncate(self, context: Context) -> None:
+        """Nothing is kept of provisional text: `Truncates.truncate`."""
+
+    def _read(self, context: Context) -> object:
+        """The text of a request, as far as it has not been read."""
+
+    @abstractmethod
+    def _propose(self, context: Context, budget: int) -> Draft:
+        """One draft of at most `budget` tokens."""

@@ -18,8 +18,7 @@ from parallel.model.block import BLOCKS, Block, Experts, SharedExpert
 from parallel.model.config import DecoderConfig
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import AttentionShape, PassPlan
-from parallel.model.layers.embedding import VocabTable
-from parallel.model.layers.input_rows import InputRows
+from parallel.model.layers.embedding import InputRows, VocabTable
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rope, Rotation
 from parallel.model.layers.weight import Layer, Shard, Stored, TensorOptions, Weight, row_by_row

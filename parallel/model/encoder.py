@@ -17,8 +17,7 @@ from parallel.comm.group import SINGLE, Group
 from parallel.model.block import BLOCKS, Block
 from parallel.model.config import DecoderConfig
 from parallel.model.layers.attention import AttentionPlan, Heads
-from parallel.model.layers.embedding import VocabTable
-from parallel.model.layers.input_rows import InputRows
+from parallel.model.layers.embedding import InputRows, VocabTable
 from parallel.model.layers.norm import NORMS, Norm
 from parallel.model.layers.rope import Rotation
 from parallel.model.layers.score_bias import ScoreBias

@@ -17,8 +17,7 @@ from actors.coordinator.local_drafts import LocalDrafts
 from actors.coordinator.port import open_port
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
-from actors.drafters.by_request import RequestwiseDrafter
-from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
 from actors.options import SchedulerConfig
 from actors.policy.policy import Policy
 from actors.protocol.membership import RoleBack, RoleLost

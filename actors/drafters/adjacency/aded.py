@@ -15,8 +15,7 @@ from itertools import count
 from actors.drafters.adjacency.config import AdedDrafterConfig, TreeConstruction
 from actors.drafters.adjacency.tree_search import search_tree
 from actors.drafters.adjacency.trigrams import WINDOW, TrigramTable
-from actors.drafters.by_request import RequestwiseDrafter
-from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
 from actors.drafters.scoped import ScopedMemory
 from actors.protocol.messages import Commit, TokenTree, TopTokens
 

@@ -18,8 +18,7 @@ from functools import cache
 import numpy as np
 
 from actors.drafters.adjacency.config import RecyclingDrafterConfig
-from actors.drafters.by_request import RequestwiseDrafter
-from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
 from actors.drafters.scoped import ScopedMemory
 from actors.protocol.messages import TokenTree, TopTokens
 

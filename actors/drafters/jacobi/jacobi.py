@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from actors.drafters.by_request import RequestwiseDrafter
-from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
 from actors.drafters.jacobi.proposed_rows import ProposedRows, Rows
 from actors.protocol.messages import Commit, TokenTree, TopTokens
 from actors.sampling.logits import is_greedy

@@ -15,8 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 
-from actors.drafters.by_request import RequestwiseDrafter
-from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
 from actors.drafters.jacobi.config import LookaheadDrafterConfig
 from actors.drafters.jacobi.proposed_rows import ProposedRows
 from actors.protocol.messages import Commit, TokenTree, TopTokens

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
-from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
 from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from parallel.ranges import Range
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated
 
-from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
-from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
 from actors.drafters.scoped import ScopedMemory, Share
 from actors.protocol.messages import TokenTree
 from parallel.ranges import Range

@@ -11,9 +11,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
-from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
 from actors.protocol.messages import TokenTree
 from parallel.ranges import Range, require
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Annotated
 
-from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.config import DraftSetup
-from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
 from actors.drafters.lookup.corpus_config import CorpusDrafterConfig
 from actors.drafters.lookup.suffix_automaton import SuffixAutomaton
 from actors.drafters.scoped import ScopedMemory, Share

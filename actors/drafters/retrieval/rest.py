@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from actors.drafters.by_request import RequestwiseDrafter
-from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
 from actors.drafters.retrieval.config import RestDrafterConfig
 from actors.drafters.retrieval.datastore import SEPARATOR, Datastore
 from actors.protocol.messages import TokenTree

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
-from actors.drafters.by_request import RequestwiseDrafter
 from actors.drafters.config import ModelOptions
 from actors.drafters.draft_ahead.tree import AHEAD
-from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
 from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.model.drafter import ModelDrafter

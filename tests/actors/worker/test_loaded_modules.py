@@ -86,8 +86,8 @@ DRAFTERS = {
     "recycling": (RecyclingDrafterConfig(), {"adjacency", "lookup", "scoped"}),
     "model": (ModelDrafterConfig(), {"model", "online", "vocabulary"}),
 }
-SHARED = {"config", "interface", "draft_ahead", "by_request"}
-"""The port of all drafters: records, the contract, how far ahead of a verdict to draft, requests one by one."""
+SHARED = {"config", "interface", "draft_ahead"}
+"""The port of all drafters: records, the contract, how far ahead of a verdict to draft."""
 
 
 @pytest.mark.extended
@@ -176,4 +176,4 @@ def test_a_run_of_a_lookup_loads_little(loaded):
     assert not found, found
     families = {name.rpartition(".")[2] for name in modules if name.startswith("parallel.model.families.")}
     assert families == {"registry", "fields", "llama"}
-    assert len(modules - fallback) <= 144
+    assert len(modules - fallback) <= 142
