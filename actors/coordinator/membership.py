@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from actors.coordinator.role_rounds import RoleRounds
 from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Silent, Weights, identity_of
 from actors.transport.channel import link_name
 
@@ -58,13 +59,16 @@ class _Rank:
 @dataclass(slots=True)
 class RoleMembership:
     """`epoch` is the present one, or the next while ranks gather. Times are seconds on the clock of `now`. Ranks that
-    join serve `weights`, if they are named."""
+    join serve `weights`, if they are named. `rounds` are those of the role, and `is_complete` says what its neighbours
+    know of it: that it serves."""
 
     role: str
     size: int
     epoch: int = 1
     phase: Phase = Phase.gathering
     weights: Weights | None = None
+    rounds: RoleRounds = field(default_factory=RoleRounds)
+    is_complete: bool = False
     _ranks: list[_Rank] = field(default_factory=list)
     _since: float = 0.0
     _ordered_at: float = -REPEAT_S
@@ -172,13 +176,14 @@ class RoleMembership:
         self.mark_lost(number, last.incarnation, now)
         return Silent(self.role, number, last.incarnation, last.pid, why)
 
-    def find_hanging(self, limit_s: float, now: float, round_limit_s: float = math.inf) -> list[Silent]:
+    def find_hanging(self, limit_s: float, now: float) -> list[Silent]:
         """Find ranks that hang, and mark them lost. A rank without a process is reported again every `limit_s` seconds.
 
-        A rank hangs if it sent no heartbeat for `limit_s` (0: not checked), if it does not leave its epoch after a
-        `Recall`, or if its round takes longer than `round_limit_s`. Rounds are timed in the rank's own heartbeats,
-        because an overloaded host delays both alike.
+        A rank hangs if it does not leave its epoch after a `Recall` or, unless `limit_s` is 0, if it sent no heartbeat
+        for so long or its round takes longer than `rounds` may. Rounds are timed in the rank's own heartbeats, because
+        an overloaded host delays both alike.
         """
+        round_limit_s = self.rounds.limit_s if limit_s else math.inf
         hanging = []
         for number, rank in enumerate(self._ranks):
             is_silent = bool(limit_s) and now - rank.last_event_s > limit_s

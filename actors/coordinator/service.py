@@ -20,7 +20,6 @@ from actors.coordinator.loop_heartbeat import LoopHeartbeat
 from actors.coordinator.membership import RoleMembership
 from actors.coordinator.port import open_port
 from actors.coordinator.record_checks import RecordChecks
-from actors.coordinator.role_rounds import RoleRounds
 from actors.coordinator.scheduler import Capacity, Load, Scheduler
 from actors.coordinator.state_machine import Answer, Coordinator
 from actors.coordinator.stats import CoordinatorStats
@@ -139,6 +138,12 @@ class StatsSnapshot:
 Watch = Callable[[StatsSnapshot], None]
 
 
+def _state_of(membership: RoleMembership) -> RoleBack | RoleLost:
+    """What its neighbours are to know of a role."""
+    role = membership.role
+    return RoleBack(role, membership.epoch) if membership.is_complete else RoleLost(role)
+
+
 def _bridging(memberships: Mapping[str, RoleMembership]) -> Bridging:
     from actors.coordinator.bridging import Bridging  # for drafters that are sent hidden states alone
 
@@ -163,10 +168,8 @@ class CoordinatorService:
         self._asleep_until = -math.inf
         first_epoch = spec.incarnation * EPOCHS_PER_INCARNATION + 1
         self._memberships = {role: RoleMembership(role, size, first_epoch) for role, size in spec.sizes.items()}
-        self._rounds = {role: RoleRounds() for role in self._memberships}
         self._lead_roles = spec.lead_roles
         self._bridging = _bridging(self._memberships) if spec.bridged else None
-        self._is_complete = dict.fromkeys(self._memberships, False)
         self._has_client = False
         self._awaits_report: set[str] = set()  # clients other than the owner
         self._memberships["target"].weights = spec.weights
@@ -270,9 +273,7 @@ class CoordinatorService:
         for number in self._clients.abandoned(now):
             self._abort(number)
         for role, membership in self._memberships.items():
-            limit_s = self._silence_s(role)
-            round_limit_s = self._rounds[role].limit_s if limit_s else math.inf
-            for report in membership.find_hanging(limit_s, self._awake_s, round_limit_s):
+            for report in membership.find_hanging(self._silence_s(role), self._awake_s):
                 self._hub.send([CLIENT], report)
             self._follow(membership)
 
@@ -341,16 +342,16 @@ class CoordinatorService:
     def _dispatch_batch(self, link: str, batch: VerdictBatch | ProposalBatch | DraftPreviewBatch | DraftBatch) -> None:
         """A batch from the present lead of a role: for the state machine, or between two levels of a cascade."""
         role = link.partition("#")[0].rpartition("-")[0]
-        if role not in self._memberships or link not in self._memberships[role].links()[:1]:
+        membership = self._memberships.get(role)
+        if membership is None or link not in membership.links()[:1]:
             return
         if isinstance(batch, DraftBatch):
-            child = child_role(role)
-            if self._is_complete.get(child) and batch.epoch == self._memberships[child].epoch:
-                self._rounds[child].ordered(batch, time.monotonic())
-                self._hub.send(self._memberships[child].links(), batch)
+            child = self._memberships.get(child_role(role))
+            if child is not None and child.is_complete and batch.epoch == child.epoch:
+                self._send_batch(child, batch)
             return
         if not isinstance(batch, DraftPreviewBatch):
-            link_s = self._rounds[role].answered(batch, time.monotonic())
+            link_s = membership.rounds.answered(batch, time.monotonic())
             if link_s is not None and role in self._lead_roles and self._coordinator is not None:
                 self._coordinator.stats.add_link_trip(role, link_s)
         if role in self._lead_roles:
@@ -421,8 +422,7 @@ class CoordinatorService:
         for record in records:
             if isinstance(record, VerifyBatch | DraftBatch):
                 role = "target" if isinstance(record, VerifyBatch) else self._lead_roles[1 + record.seat]
-                self._rounds[role].ordered(record, time.monotonic())
-                self._hub.send(self._memberships[role].links(), record)
+                self._send_batch(self._memberships[role], record)
             elif isinstance(record, Tokens):
                 if record.finish_reason is not None:
                     self._event_log.finished(record)
@@ -432,6 +432,11 @@ class CoordinatorService:
                 self._end_update(record)
         for client, news in outputs.items():
             self._hub.send([client], Outputs(tuple(news)))
+
+    def _send_batch(self, membership: RoleMembership, batch: VerifyBatch | DraftBatch) -> None:
+        """Multicast a batch to the ranks of a role."""
+        membership.rounds.ordered(batch, time.monotonic())
+        self._hub.send(membership.links(), batch)
 
     def _end_update(self, update: WeightsUpdated) -> None:
         """Ranks that join from now on serve these weights too."""
@@ -484,10 +489,10 @@ class CoordinatorService:
             self._hub.send([*links, *hearts], order)
         # a drafter that is sent hidden states can draft once the bridge stands
         is_complete = membership.serving and (role != "draft" or self._bridging is None or self._bridging.stands)
-        if is_complete == self._is_complete[role]:
+        if is_complete == membership.is_complete:
             return
-        self._is_complete[role] = is_complete
-        self._notify_neighbours(role)
+        membership.is_complete = is_complete
+        self._notify_neighbours(membership)
         if is_complete and self._coordinator is None:
             self._start()
         elif is_complete:
@@ -501,17 +506,18 @@ class CoordinatorService:
             return self._spec.incarnation * ROUNDS_PER_INCARNATION
         return self._coordinator.last_round(role)
 
-    def _notify_neighbours(self, role: str) -> None:
+    def _notify_neighbours(self, membership: RoleMembership) -> None:
         """A role became complete or was lost: notify its parent or the state machine, and synchronise its child."""
+        role, state = membership.role, _state_of(membership)
         if role in self._lead_roles:
-            self._apply_record(self._state_of(role))
+            self._apply_record(state)
         else:
-            self._send_to_parent(role, self._state_of(role))
+            self._send_to_parent(role, state)
         child = None if role == "target" else self._memberships.get(child_role(role))
         if child is None:
             return
-        if self._is_complete[role]:  # new ranks do not know whether the child level is complete
-            self._hub.send(self._memberships[role].links(), self._state_of(child.role))
+        if membership.is_complete:  # new ranks do not know whether the child level is complete
+            self._hub.send(membership.links(), _state_of(child))
         elif child.serving:  # the child holds requests of the lost level: start it anew
             child.start_new_epoch(self._awake_s)
             self._follow(child)
@@ -522,16 +528,14 @@ class CoordinatorService:
         assert parent is not None
         self._hub.send(self._memberships[parent].links(), record)
 
-    def _state_of(self, role: str) -> RoleBack | RoleLost:
-        return RoleBack(role, self._memberships[role].epoch) if self._is_complete[role] else RoleLost(role)
-
     def _start(self) -> None:
         """Create the state machine: at first once every role is complete, a successor as soon as the target is."""
         spec = self._spec
-        needed = ["target"] if spec.incarnation or spec.lent_silence_s else list(self._memberships)
-        if self._coordinator is not None or not self._has_client or not all(self._is_complete[role] for role in needed):
+        target = self._memberships["target"]
+        needed = [target] if spec.incarnation or spec.lent_silence_s else [*self._memberships.values()]
+        if self._coordinator is not None or not self._has_client or not all(role.is_complete for role in needed):
             return
-        (facts,) = [ready.facts for ready in self._memberships["target"].ready() if ready.rank == 0]
+        (facts,) = [ready.facts for ready in target.ready() if ready.rank == 0]
         max_model_len, max_source_len = int(facts["max_model_len"]), int(facts.get("max_source_len", 0))
         self._checks.vocab_size, self._checks.max_model_len = int(facts["vocab_size"]), max_model_len
         self._checks.max_source_len = max_source_len
@@ -569,8 +573,9 @@ class CoordinatorService:
         )
         self._send_ready(self._memberships, self._clients.connected())
         for role in self._lead_roles:
-            if role in self._memberships and (spec.bridged or not self._is_complete[role]):
-                self._apply_record(self._state_of(role))
+            membership = self._memberships.get(role)
+            if membership is not None and (spec.bridged or not membership.is_complete):
+                self._apply_record(_state_of(membership))
 
     def _send_ready(self, roles: Iterable[str], clients: Sequence[str]) -> None:
         """Send these clients what the ranks of these roles measured at start."""

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.coordinator.membership import MISSED_BEATS, RECALL_LIMIT_S, REPEAT_S, Phase, RoleMembership
+from actors.coordinator.role_rounds import FLOOR_S
 from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Silent
+from actors.protocol.messages import VerdictBatch, VerifyBatch, VerifyItem
 from tests.examples import examples
 
 
@@ -152,20 +154,32 @@ def test_a_rank_without_any_heartbeat_is_reported_too():
     assert membership.find_hanging(0.0, 3.0) == [] and membership.find_hanging(2.0, 3.0) == [Silent("target", 1)]
 
 
+LONGEST_ROUND = int(FLOOR_S / HEARTBEAT_S)
+"""Heartbeats of the longest round that is no sign of a hanging rank, where a measured one took no time."""
+
+
+def with_a_measured_round(membership: RoleMembership) -> RoleMembership:
+    membership.rounds.ordered(VerifyBatch(1, items=(VerifyItem(1, 1),)), 0.0)
+    membership.rounds.answered(VerdictBatch(1, (), 0.0, 0.0), 0.0)
+    assert membership.rounds.limit_s == LONGEST_ROUND * HEARTBEAT_S
+    return membership
+
+
 def test_a_round_that_never_ends_is_counted_in_the_heartbeats_of_its_rank():
-    membership = serving(1)
+    membership = with_a_measured_round(serving(1))
 
     def beats(count, **state):
         for _ in range(count):
             membership.record_heartbeat(Alive("target", 0, 0, 7, epoch=1, waiting=False, **state), 1.0)
 
-    beats(9, round=7, busy=True)
-    beats(9, round=8, busy=True)
-    assert membership.find_hanging(2.0, 1.0, round_limit_s=8 * HEARTBEAT_S) == [], "two rounds, and none that long"
-    beats(9, round=8)
-    assert membership.find_hanging(2.0, 1.0, round_limit_s=8 * HEARTBEAT_S) == [], "idle"
-    beats(10, round=9, busy=True)
-    assert membership.find_hanging(2.0, 1.0, round_limit_s=8 * HEARTBEAT_S) == [Silent("target", 0, 0, 7)]
+    beats(1 + LONGEST_ROUND, round=7, busy=True)
+    beats(1 + LONGEST_ROUND, round=8, busy=True)
+    assert membership.find_hanging(2.0, 1.0) == [], "two rounds, and none that long"
+    beats(1 + LONGEST_ROUND, round=8)
+    assert membership.find_hanging(2.0, 1.0) == [], "idle"
+    beats(2 + LONGEST_ROUND, round=9, busy=True)
+    assert membership.find_hanging(0.0, 1.0) == [], "it is not checked"
+    assert membership.find_hanging(2.0, 1.0) == [Silent("target", 0, 0, 7)]
 
 
 def test_a_rank_that_ignores_a_recall_hangs():
@@ -200,14 +214,12 @@ def test_heartbeats_that_come_at_once_tell_no_more_than_one():
 
 def test_a_successor_starts_without_the_busy_heartbeats_of_its_predecessor():
     """Its first record may arrive long before its first regular heartbeat."""
-    membership = serving(1)
-    for beat in range(20):
-        membership.record_heartbeat(
-            Alive("target", 0, 0, 1, epoch=1, waiting=False, round=7, busy=True), beat * HEARTBEAT_S
-        )
-    assert membership.find_hanging(0.0, 5.0, round_limit_s=2.0) == [Silent("target", 0, 0, 1)]
+    membership = with_a_measured_round(serving(1))
+    for _ in range(2 + LONGEST_ROUND):
+        membership.record_heartbeat(Alive("target", 0, 0, 1, epoch=1, waiting=False, round=7, busy=True), 5.0)
+    assert membership.find_hanging(2.0, 5.0) == [Silent("target", 0, 0, 1)]
     membership.record_heartbeat(Alive("target", 0, 1, 2, off_schedule=True), 5.1)
-    assert membership.find_hanging(0.0, 5.2, round_limit_s=2.0) == []
+    assert membership.find_hanging(2.0, 5.2) == []
 
 
 def gathering(size: int = 2) -> RoleMembership:
@@ -268,12 +280,12 @@ def test_the_limit_of_silence(silent_s, hangs):
 
 
 def test_heartbeats_off_schedule_measure_no_time():
-    membership = serving(1)
+    membership = with_a_measured_round(serving(1))
     alive = Alive("target", 0, 0, 7, epoch=1, waiting=False, round=3, busy=True, off_schedule=True)
-    for beat in range(9):
+    for beat in range(2 + LONGEST_ROUND):
         membership.record_heartbeat(alive, 1.0)
         assert not membership.suspects_missed_batch(replace(alive, busy=False), 3, float(beat))
-    assert membership.find_hanging(2.0, 1.0, round_limit_s=HEARTBEAT_S) == []
+    assert membership.find_hanging(2.0, 1.0) == []
 
 
 def test_what_a_new_process_or_a_loss_changes():
