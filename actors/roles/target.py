@@ -21,7 +21,6 @@ from actors.protocol.messages import (
     NO_TOKEN,
     Admit,
     Commit,
-    SamplingParams,
     TopTokens,
     Verdict,
     VerdictBatch,
@@ -43,17 +42,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class TargetContext:
-    """The committed text of one request as the target knows it."""
+    """One request as the target knows it: how it was admitted, and its committed text since."""
 
-    epoch: int
+    admit: Admit
     token_ids: list[int]
-    prompt_len: int
-    sampling: SamplingParams
-    speculates: bool = True
-    memory_scope: int = 0
-    is_masked: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     num_fed: int = 0  # rows of the uncached suffix in the last pass, still pending in the pool
 
 
@@ -155,13 +147,13 @@ class TargetRole:
         assert self._features is not None
         paths = {verdict.request_id: verdict.path for verdict in verdicts}
         found = self._features.rows(inputs, first_positions, paths)
-        return [rows for rows in found if self.contexts[rows.request_id].speculates]
+        return [rows for rows in found if self.contexts[rows.request_id].admit.speculates]
 
     def _known_features(self, hits: Sequence[tuple[int, int]]) -> list[FeatureRows]:
         """The features of the rows that requests of this batch found."""
         assert self._features is not None
         known = self._features.known
-        return [known(self.runner, *hit) for hit in hits if self.contexts[hit[0]].speculates]
+        return [known(self.runner, *hit) for hit in hits if self.contexts[hit[0]].admit.speculates]
 
     def forget(self) -> None:
         """Drop every request and its rows."""
@@ -176,18 +168,9 @@ class TargetRole:
 
     def _admit(self, admit: Admit) -> int:
         """Returns how many rows of the text there are already."""
-        self.contexts[admit.request_id] = TargetContext(
-            admit.epoch,
-            list(admit.token_ids),
-            admit.prompt_len,
-            admit.sampling,
-            admit.speculates,
-            admit.memory_scope,
-            is_masked=admit.grammar is not None,
-            logprobs=admit.logprobs,
-            prompt_logprobs=admit.prompt_logprobs,
-        )
-        scope, token_ids = admit.rows_scope, self.contexts[admit.request_id].token_ids
+        token_ids = [*admit.token_ids]
+        self.contexts[admit.request_id] = TargetContext(admit, token_ids)
+        scope = admit.rows_scope
         may_share = scope is not None and (self._features is None or self._features.keeps)
         self.runner.open(admit.request_id, Text(token_ids, scope) if may_share else None)
         if admit.source:
@@ -200,7 +183,7 @@ class TargetRole:
 
     def _commit(self, commit: Commit) -> None:
         context = self.contexts[commit.request_id]
-        assert (commit.epoch, commit.prefix_len) == (context.epoch, len(context.token_ids))
+        assert (commit.epoch, commit.prefix_len) == (context.admit.epoch, len(context.token_ids))
         if not self._drafter.keeps_at_once:
             self._keep(commit)
         context.token_ids.extend(commit.token_ids)
@@ -218,19 +201,20 @@ class TargetRole:
 
     def _verify_input(self, item: VerifyItem, *, exports: bool) -> VerifyInput:
         context = self.contexts[item.request_id]
-        context.num_fed = min(item.num_tokens, len(context.token_ids) - self.runner.cached_len(item.request_id))
+        admit, token_ids = context.admit, context.token_ids
+        context.num_fed = min(item.num_tokens, len(token_ids) - self.runner.cached_len(item.request_id))
         return VerifyInput(
             item.request_id,
-            context.token_ids,
-            context.prompt_len,
-            context.sampling,
+            token_ids,
+            admit.prompt_len,
+            admit.sampling,
             context.num_fed,
             item.proposal,
             drafts_follow=exports or item.num_draft_tokens > 0,
-            scope=context.memory_scope,
-            is_masked=context.is_masked,
-            logprobs=context.logprobs,
-            prompt_logprobs=context.prompt_logprobs,
+            scope=admit.memory_scope,
+            is_masked=admit.grammar is not None,
+            logprobs=admit.logprobs,
+            prompt_logprobs=admit.prompt_logprobs,
         )
 
     def _verify(self, inputs: Sequence[VerifyInput], logits: Tensor, *, may_draft: bool) -> tuple[Verdict, ...]:
@@ -239,7 +223,7 @@ class TargetRole:
             logits = self._grammars.masked(verified, logits)
         verdicts = []
         for one, result in zip(verified, self._verifier.verify(verified, logits), strict=True):
-            epoch, prefix_len = self.contexts[one.seq_id].epoch, len(one.token_ids)
+            epoch, prefix_len = self.contexts[one.seq_id].admit.epoch, len(one.token_ids)
             none_follows = result.next_token == NO_TOKEN
             token_ids = () if none_follows else (result.next_token,)
             verdict = Verdict(one.seq_id, epoch, prefix_len, result.path, token_ids, none_follows, result.logprobs)
@@ -250,7 +234,7 @@ class TargetRole:
 
     def _with_forced(self, text: VerifyInput, verdict: Verdict) -> Verdict:
         """The verdict with the tokens that the grammar of its request forces next."""
-        if self._grammars is None or verdict.none_follows or not self.contexts[text.seq_id].speculates:
+        if self._grammars is None or verdict.none_follows or not self.contexts[text.seq_id].admit.speculates:
             return verdict
         path_tokens = [text.tree.token_ids[node] for node in verdict.path]
         return replace(verdict, forced=self._grammars.forced(text, [*path_tokens, *verdict.token_ids]))

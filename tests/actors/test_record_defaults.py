@@ -125,7 +125,6 @@ SAYS_SOMETHING: dict[str, dict[str, float]] = {
         "SamplingParams.repetition_penalty": 1.0,
         "SamplingParams.max_tokens": 128,
     },
-    "actors.roles.target": {"TargetContext.speculates": True},
     "actors.verification.verifier": {"VerifyInput.drafts_follow": True},
     "actors.worker.spec": {"RankSpec.memory_part": 1.0},
 }

@@ -108,7 +108,7 @@ def test_releases_and_the_end_of_an_epoch_give_every_row_back(open_role):
     assert answer.started <= answer.committed <= answer.finished
     again = replace(ADMITS[1], epoch=9)
     answered(role, VerifyBatch(3, (again,), releases=(1,), after=2, items=(VerifyItem(2, 7),)))
-    assert [*role.contexts] == [2] and role.contexts[2].epoch == 9
+    assert [*role.contexts] == [2] and role.contexts[2].admit == again
     role.forget()
     assert not role.contexts and role.runner.can_reserve(64)
     answered(role, VerifyBatch(1, ADMITS, items=(VerifyItem(1, 3),)))
@@ -151,6 +151,5 @@ def test_a_request_that_returns_is_known_as_it_was_admitted(open_role, following
     admit = Admit(3, 8, LONG, 2, sampling, admission=6, drafter="none", memory_scope=9)
     answer = answered(role, VerifyBatch(1, (admit,), items=(VerifyItem(3, 99),)))
     context = role.contexts[3]
-    assert (context.epoch, context.token_ids, context.prompt_len) == (8, [*LONG], 2)
-    assert (context.sampling, context.speculates, context.memory_scope, context.num_fed) == (sampling, False, 9, 7)
+    assert (context.admit, context.token_ids, context.num_fed) == (admit, [*LONG], 7)
     assert answer.verdicts == (Verdict(3, 8, 7, (), (following(*LONG),)),)

@@ -313,7 +313,7 @@ def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(o
             verify_input = TargetRole._verify_input
 
             def raising(role, item, **options):
-                if role.contexts[item.request_id].sampling.seed == 666:
+                if role.contexts[item.request_id].admit.sampling.seed == 666:
                     raise RuntimeError("index out of range")
                 return verify_input(role, item, **options)
 
