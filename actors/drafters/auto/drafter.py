@@ -24,13 +24,21 @@ from math import log2
 import torch
 
 from actors.drafters.auto.config import AutoDrafterConfig
-from actors.drafters.auto.members import Member, MembersAhead, MembersFeatures, MembersRows
+from actors.drafters.auto.members import (
+    Member,
+    Members,
+    MembersAhead,
+    MembersFeatures,
+    MembersRows,
+    build_members,
+    named_parts,
+)
 from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.width import Step
-from actors.drafters.interface import MOST_WITH_DRAFT, Capabilities, Context, Draft, DraftsByPass
+from actors.drafters.interface import MOST_WITH_DRAFT, Context, Draft, DraftsByPass
 from actors.policy.drafter_choice import NO_DRAFTER, DrafterChoice, Offer, RoundTimes
 from actors.policy.estimators import LinearFit
-from actors.protocol.messages import Commit, DraftPreview, LevelWork, TokenTree, TopTokens
+from actors.protocol.messages import Commit, TokenTree
 from parallel.comm.group import Group
 
 Picks = list[tuple[int, int]]
@@ -96,7 +104,7 @@ class _Request:
     """The one that it left with; None where the time until the next order may be idle time."""
 
 
-class AutoDrafter:
+class AutoDrafter(Members):
     """Chooses among `members`; `agree` returns rank 0's choice on every rank, because their clocks differ. With
     `keeps_lengths` a request that names a drafter gets its longest draft, whatever that costs."""
 
@@ -108,22 +116,14 @@ class AutoDrafter:
         *,
         keeps_lengths: bool = False,
     ) -> None:
-        self.members = members
+        super().__init__(members, MembersAhead(members))
         self._keeps_lengths = keeps_lengths
         can = [one.drafter.capabilities for one in members]
-        vocab_sizes = [one.vocab_size for one in can if one.vocab_size is not None]
         readers = [one.reads_features for one in can if one.reads_features is not None]
         sharing = [one.shares_rows for one in can if one.shares_rows is not None]
-        self._ahead = MembersAhead(members)
-        works_ahead = any(one.works_ahead is not None for one in can)
-        self.capabilities = Capabilities(
-            min(vocab_sizes, default=None),
-            prefills=self,
-            works_ahead=self._ahead if works_ahead else None,
-            sends_previews=self if any(one.sends_previews is not None for one in can) else None,
-            has_levels=self,
+        self.capabilities = replace(
+            self.capabilities,
             times_reading=self,
-            reads_top_tokens=self if any(one.reads_top_tokens is not None for one in can) else None,
             reads_features=MembersFeatures(readers) if readers else None,
             shares_rows=MembersRows(sharing) if sharing else None,
             drafts_by_pass=self if any(one.drafts_by_pass is not None for one in can) else None,
@@ -134,7 +134,6 @@ class AutoDrafter:
         self._requests: dict[int, _Request] = {}
         self._begun: dict[int, _Begun] = {}
         self._rest_s: dict[int, LinearFit] = {}  # by batch size: seconds from one draft to the next order, by its rows
-        self._work = [LevelWork(one.name) for one in members]
         self._reading_s = 0.0
 
     # --- the contract of drafters -------------------------------------------------------------------------------------
@@ -180,9 +179,6 @@ class AutoDrafter:
             request.answer, request.num_verdicts = answer, 0
         return [drafts[context.request_id] for context in contexts]
 
-    def previews(self) -> list[DraftPreview]:
-        return self._ahead.previews()
-
     def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
         number = self._ahead.prepared_by(context)
         assert number is not None, "a preview is of something prepared"
@@ -197,9 +193,7 @@ class AutoDrafter:
         for i, one in enumerate(self.members):
             one.drafter.observe(context, commit if i == request.used else replace(commit, path=()))
         if request.used != NO_DRAFTER:
-            work = self._work[request.used]
-            accepted = work.num_accepted_tokens + min(len(commit.path), len(commit.token_ids))
-            self._work[request.used] = replace(work, num_accepted_tokens=accepted)
+            self._count_accepted(request.used, commit)
         request.used = NO_DRAFTER
         request.num_verdicts += 1
         self._score(context, request, commit.token_ids)
@@ -210,18 +204,6 @@ class AutoDrafter:
             one.drafter.release(request_id)
         self.choice.release(request_id)
         self.choice.lengths.ended(_num_generated(self._requests.pop(request_id).context))
-
-    def read_top_tokens(self, top_tokens: TopTokens) -> None:
-        for one in self.members:
-            if (reader := one.drafter.capabilities.reads_top_tokens) is not None:
-                reader.read_top_tokens(top_tokens)
-
-    def level_stats(self) -> tuple[LevelWork, ...]:
-        """Work of the drafters, and acceptance of the drafts that were used; of a cascade also that of its levels."""
-        work, self._work = self._work, [LevelWork(one.name) for one in self.members]
-        inner = [one.drafter.capabilities.has_levels for one in self.members]
-        levels = [level for one in inner if one is not None for level in one.level_stats()]
-        return (*(one for one in work if one.num_passes or one.num_accepted_tokens), *levels)
 
     def reading_s(self) -> float:
         seconds, self._reading_s = self._reading_s, 0.0
@@ -268,10 +250,9 @@ class AutoDrafter:
         return self._pick(contexts, budgets, shown, times), shown
 
     def _taken(self, context: Context, number: int, draft: Draft) -> Draft:
-        """The draft of this drafter, which goes to the target; named as the one that made it unless its levels are."""
+        """The draft of this drafter, which goes to the target."""
         self._uses(context, number, draft.tree)
-        size = draft.tree.num_draft_tokens
-        return draft if draft.parts or not size else replace(draft, parts=((self.members[number].name, size),))
+        return named_parts(self.members[number].name, draft)
 
     def _pick(
         self, contexts: Sequence[Context], budgets: Sequence[int], shown: dict[int, list[Draft]], times: RoundTimes
@@ -341,16 +322,6 @@ class AutoDrafter:
     def _note_shown(self, contexts: Sequence[Context]) -> None:
         for context in contexts:
             self._requests[context.request_id].read_by_shown = len(context.token_ids)
-
-    def _count(self, number: int, drafts: Sequence[Draft], seconds: float) -> None:
-        work, sizes = self._work[number], [draft.tree.num_draft_tokens for draft in drafts]
-        self._work[number] = replace(
-            work,
-            num_passes=work.num_passes + 1,
-            busy_s=work.busy_s + seconds,
-            num_drafts=work.num_drafts + sum(size > 0 for size in sizes),
-            num_draft_tokens=work.num_draft_tokens + sum(sizes),
-        )
 
     def _expect_idle_time(self) -> None:
         """The time until the next order does not tell what a round takes."""
@@ -549,20 +520,9 @@ def _first_tokens(draft: Draft, length: int) -> Draft:
 
 
 def build_auto(config: AutoDrafterConfig, setup: DraftSetup) -> tuple[AutoDrafter, dict[str, object]]:
-    """All drafters on this rank; the facts sum up their bytes."""
-    members, facts = [], dict[str, object]()
-    sums = {"weight_bytes": 0, "kv_bytes": 0, "corpus_tokens": 0}
-    for i, record in enumerate(config.placed(setup.pipeline)):
-        drafter, held = record.build(setup)
-        facts |= held
-        for key, value in held.items():
-            if key in sums and isinstance(value, int):
-                sums[key] += value
-        longest = min(record.num_draft_tokens, config.num_draft_tokens)
-        is_shown = not record.runs_passes
-        members.append(Member(config.member_names[i], drafter, longest, is_shown, record.is_chain))
+    members, facts = build_members(config, setup)
     agree, keeps_lengths = _agreement(setup.group, setup.device), not setup.adaptive
-    return AutoDrafter(members, agree, keeps_lengths=keeps_lengths), facts | {k: v for k, v in sums.items() if v}
+    return AutoDrafter(members, agree, keeps_lengths=keeps_lengths), facts
 
 
 def _agreement(group: Group, device: str) -> Callable[[Picks], Picks]:

@@ -1,19 +1,37 @@
-"""What several drafters in one place can do besides the required verbs: each call goes to those that it concerns.
+"""Several drafters in one role, whichever of them drafts for a request: each call goes to those that it concerns.
 
-`Member` is one drafter and what it costs. Nothing here chooses among them.
+`Member` is one drafter and what it costs, `Members` what all roles of several drafters have in common. Nothing here
+chooses among them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.width import Step, WidthChooser
-from actors.drafters.interface import Context, Drafter, DraftsAhead, FeatureRows, ReadsFeatures, SharesRows
+from actors.drafters.interface import (
+    Capabilities,
+    Context,
+    Draft,
+    Drafter,
+    DraftsAhead,
+    FeatureRows,
+    ReadsFeatures,
+    SharesRows,
+)
 from actors.policy.estimators import Ewma, LinearFit
-from actors.protocol.messages import DraftPreview
+from actors.protocol.messages import Commit, DraftPreview, LevelWork, TokenTree, TopTokens
 from parallel.runtime.decoder_runner import DecoderRunner
 
+if TYPE_CHECKING:
+    from actors.drafters.auto.config import AutoDrafterConfig
+
+SUMMED = ("weight_bytes", "kv_bytes", "corpus_tokens")
+"""Facts of several drafters on one rank that are sums; others are those of the last drafter that has them."""
 _READ_STIFFNESS = 4.0
 """Variance of the tokens to read at which their measured cost and none weigh the same."""
 
@@ -127,3 +145,80 @@ class MembersAhead:
 
     def previews(self) -> list[DraftPreview]:
         return [preview for one in self._previews for preview in one.previews()]
+
+
+class Members(ABC):
+    """The drafters of one role; `ahead` is their draft-ahead. Counts what each of them did and brought."""
+
+    def __init__(self, members: Sequence[Member], ahead: MembersAhead) -> None:
+        self.members = members
+        self._ahead = ahead
+        self._work = [LevelWork(one.name) for one in members]
+        can = [one.drafter.capabilities for one in members]
+        self.capabilities = Capabilities(
+            min((one.vocab_size for one in can if one.vocab_size is not None), default=None),
+            prefills=self,
+            works_ahead=ahead if any(one.works_ahead is not None for one in can) else None,
+            sends_previews=self if any(one.sends_previews is not None for one in can) else None,
+            has_levels=self,
+            reads_top_tokens=self if any(one.reads_top_tokens is not None for one in can) else None,
+        )
+
+    @abstractmethod
+    def prefill(self, contexts: Sequence[Context]) -> None: ...
+
+    @abstractmethod
+    def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None: ...
+
+    def previews(self) -> list[DraftPreview]:
+        return self._ahead.previews()
+
+    def read_top_tokens(self, top_tokens: TopTokens) -> None:
+        """All members are shown all of them; each keeps what it needs."""
+        for one in self.members:
+            if (reader := one.drafter.capabilities.reads_top_tokens) is not None:
+                reader.read_top_tokens(top_tokens)
+
+    def level_stats(self) -> tuple[LevelWork, ...]:
+        """Work of the drafters, and acceptance of the drafts that were used; of a cascade also that of its levels."""
+        work, self._work = self._work, [LevelWork(one.name) for one in self.members]
+        inner = [one.drafter.capabilities.has_levels for one in self.members]
+        levels = [level for one in inner if one is not None for level in one.level_stats()]
+        return (*(one for one in work if one.num_passes or one.num_accepted_tokens), *levels)
+
+    def _count(self, number: int, drafts: Sequence[Draft], seconds: float) -> None:
+        """One call of this member."""
+        work, sizes = self._work[number], [draft.tree.num_draft_tokens for draft in drafts]
+        self._work[number] = replace(
+            work,
+            num_passes=work.num_passes + 1,
+            busy_s=work.busy_s + seconds,
+            num_drafts=work.num_drafts + sum(size > 0 for size in sizes),
+            num_draft_tokens=work.num_draft_tokens + sum(sizes),
+        )
+
+    def _count_accepted(self, number: int, commit: Commit) -> None:
+        """The verdict on a draft of this member."""
+        work = self._work[number]
+        accepted = work.num_accepted_tokens + min(len(commit.path), len(commit.token_ids))
+        self._work[number] = replace(work, num_accepted_tokens=accepted)
+
+
+def named_parts(name: str, draft: Draft) -> Draft:
+    """The draft with this name as that of the drafter which made it, unless its levels are named."""
+    size = draft.tree.num_draft_tokens
+    return draft if draft.parts or not size else replace(draft, parts=((name, size),))
+
+
+def build_members(config: AutoDrafterConfig, setup: DraftSetup) -> tuple[list[Member], dict[str, object]]:
+    """All drafters on this rank, and their facts."""
+    members, facts, sums = [], dict[str, object](), dict.fromkeys(SUMMED, 0)
+    for name, record in zip(config.member_names, config.placed(setup.pipeline), strict=True):
+        drafter, held = record.build(setup)
+        facts |= held
+        for key in SUMMED:
+            if isinstance(value := held.get(key), int):
+                sums[key] += value
+        longest = min(record.num_draft_tokens, config.num_draft_tokens)
+        members.append(Member(name, drafter, longest, is_shown=not record.runs_passes, is_chain=record.is_chain))
+    return members, facts | {key: value for key, value in sums.items() if value}

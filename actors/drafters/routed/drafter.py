@@ -12,36 +12,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from actors.drafters.auto.members import Member, MembersAhead
+from actors.drafters.auto.members import Member, Members, MembersAhead, build_members, named_parts
 from actors.drafters.config import DraftSetup
-from actors.drafters.interface import Capabilities, Context, Draft, LearnsWhenIdle
+from actors.drafters.interface import Context, Draft, LearnsWhenIdle
 from actors.drafters.routed.router import PromptRouter
-from actors.protocol.messages import Commit, DraftPreview, LearningWork, LevelWork, TokenTree, TopTokens
+from actors.protocol.messages import Commit, LearningWork, TokenTree
 
 if TYPE_CHECKING:
     from actors.drafters.routed.config import RoutedDrafterConfig
 
 
-class RoutedDrafter:
+class RoutedDrafter(Members):
     """Hands each call on to the member of its request."""
 
     def __init__(self, members: Sequence[Member], router: PromptRouter) -> None:
-        self.members = members
-        can = [one.drafter.capabilities for one in members]
         self._member_of: dict[int, int] = {}  # by request
-        self._ahead = RoutedAhead(members, self._member_of)
-        self._learning = [one.learns for one in can if one.learns is not None]
-        self.capabilities = Capabilities(
-            min((one.vocab_size for one in can if one.vocab_size is not None), default=None),
-            prefills=self,
-            works_ahead=self._ahead if any(one.works_ahead is not None for one in can) else None,
-            sends_previews=self if any(one.sends_previews is not None for one in can) else None,
-            has_levels=self,
-            reads_top_tokens=self if any(one.reads_top_tokens is not None for one in can) else None,
-            learns=MembersLearning(self._learning) if self._learning else None,
-        )
+        super().__init__(members, RoutedAhead(members, self._member_of))
+        able = [one.drafter.capabilities.learns for one in members]
+        learning = [one for one in able if one is not None]
+        self.capabilities = replace(self.capabilities, learns=MembersLearning(learning) if learning else None)
         self._router = router
-        self._work = [LevelWork(one.name) for one in members]
 
     # --- the contract of drafters -------------------------------------------------------------------------------------
 
@@ -64,24 +54,13 @@ class RoutedDrafter:
             asked = [min(budgets[row], one.longest) for row in rows]
             started = time.monotonic()
             found = one.drafter.propose([contexts[row] for row in rows], asked)
-            sizes = [draft.tree.num_draft_tokens for draft in found]
-            work = self._work[number]
-            self._work[number] = replace(
-                work,
-                num_passes=work.num_passes + 1,
-                busy_s=work.busy_s + time.monotonic() - started,
-                num_drafts=work.num_drafts + sum(size > 0 for size in sizes),
-                num_draft_tokens=work.num_draft_tokens + sum(sizes),
-            )
-            for row, draft, size in zip(rows, found, sizes, strict=True):
-                drafts[row] = replace(draft, parts=((one.name, size),)) if size else draft
+            self._count(number, found, time.monotonic() - started)
+            drafts |= {row: named_parts(one.name, draft) for row, draft in zip(rows, found, strict=True)}
         return [drafts[row] for row in range(len(contexts))]
 
     def observe(self, context: Context, commit: Commit) -> None:
         number = self._member_of[context.request_id]
-        work = self._work[number]
-        accepted = work.num_accepted_tokens + min(len(commit.path), len(commit.token_ids))
-        self._work[number] = replace(work, num_accepted_tokens=accepted)
+        self._count_accepted(number, commit)
         self.members[number].drafter.observe(context, commit)
 
     def release(self, request_id: int) -> None:
@@ -89,24 +68,10 @@ class RoutedDrafter:
 
     # --- what members can do besides ----------------------------------------------------------------------------------
 
-    def previews(self) -> list[DraftPreview]:
-        return self._ahead.previews()
-
     def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
         sends = self.members[self._member_of[context.request_id]].drafter.capabilities.sends_previews
         assert sends is not None, "a preview is of something prepared"
         sends.prefetched(context, budget, tree)
-
-    def read_top_tokens(self, top_tokens: TopTokens) -> None:
-        """Every member is shown all of them, and keeps those of its own requests."""
-        for one in self.members:
-            if (reader := one.drafter.capabilities.reads_top_tokens) is not None:
-                reader.read_top_tokens(top_tokens)
-
-    def level_stats(self) -> tuple[LevelWork, ...]:
-        """Work of the members, and acceptance of their drafts."""
-        work, self._work = self._work, [LevelWork(one.name) for one in self.members]
-        return tuple(one for one in work if one.num_passes or one.num_accepted_tokens)
 
     def _by_member(self, contexts: Sequence[Context]) -> Iterable[tuple[int, list[int]]]:
         """(member, indices of its requests)."""
@@ -170,14 +135,5 @@ class MembersLearning:
 
 
 def build_routed(config: RoutedDrafterConfig, setup: DraftSetup) -> tuple[RoutedDrafter, dict[str, object]]:
-    """All members on this rank; the facts sum up their bytes."""
-    members, facts = [], dict[str, object]()
-    for name, record in zip(config.member_names, config.placed(setup.pipeline), strict=True):
-        drafter, held = record.build(setup)
-        for key, value in held.items():
-            before = facts.get(key)
-            summed = key.endswith("_bytes") and isinstance(before, int) and isinstance(value, int)
-            facts[key] = before + value if summed and isinstance(before, int) and isinstance(value, int) else value
-        longest = min(record.num_draft_tokens, config.num_draft_tokens)
-        members.append(Member(name, drafter, longest, is_shown=False, is_chain=record.is_chain))
+    members, facts = build_members(config, setup)
     return RoutedDrafter(members, PromptRouter(len(members))), facts
