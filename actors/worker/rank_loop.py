@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import torch
-
 from actors.logs import log_event, logger_of
 from actors.protocol.membership import Alive, Bridge, Death, Join, PassFailed, Ready, Recall, Stop, Weights
 from actors.protocol.messages import DraftBatch, VerifyBatch
@@ -260,10 +258,8 @@ class RankLoop:
                 self._send_preview(role, last=pause_s > 0)
                 record = self._receive(pause_s)
             is_lead = self._is_lead and record is None
-            width, num_passes = (role.width(), role.num_passes()) if is_lead else (_RECORD, 1)
-            if group.size > 1:  # alone, the host would wait for the device to read back its own numbers
-                step = torch.tensor([width, num_passes], dtype=torch.int64, device=self.spec.device)
-                width, num_passes = group.broadcast(step).tolist()
+            step = (role.width(), role.num_passes()) if is_lead else (_RECORD, 1)
+            width, num_passes = group.agree(step, self.spec.device)
             if width == _RECORD:
                 break
             role.work(width, num_passes)

@@ -8,11 +8,11 @@ Each group wraps a process-group object; torch's default group is never used. Kn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from parallel.comm.symmetric import SymmetricBuffer
 
+Number = TypeVar("Number", int, float)
 Backend = Any
 """A `ProcessGroupGloo` or `ProcessGroupNCCL`, whose methods torch's type stubs leave out."""
 
@@ -66,6 +67,15 @@ class Group:
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:  # noqa: ARG002  of the other groups
         """Overwrite `tensor` with that of rank `src`, in place."""
         return tensor
+
+    def agree(self, numbers: Sequence[Number], device: torch.device | str) -> list[Number]:
+        """The numbers of rank 0 on every rank, all of them whole or none: clocks, sums and records of ranks may differ,
+        and what follows from them must not. They go through `device`, that of the group, but for a group of one."""
+        if self.size == 1:
+            return [*numbers]
+        is_whole = all(isinstance(number, int) for number in numbers)
+        dtype = torch.int64 if is_whole else torch.float64
+        return self.broadcast(torch.tensor(numbers, dtype=dtype, device=device)).tolist()
 
     def send(self, tensor: Tensor, dst: int) -> Sending:
         """Begin to send a tensor to rank `dst`, which receives those of one sender in order."""

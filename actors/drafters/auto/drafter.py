@@ -21,8 +21,6 @@ from dataclasses import dataclass, field, replace
 from itertools import compress
 from math import log2
 
-import torch
-
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.auto.members import (
     Member,
@@ -39,7 +37,6 @@ from actors.drafters.interface import MOST_WITH_DRAFT, Context, Draft, DraftsByP
 from actors.policy.drafter_choice import NO_DRAFTER, DrafterChoice, Offer, RoundTimes
 from actors.policy.estimators import LinearFit
 from actors.protocol.messages import Commit, TokenTree
-from parallel.comm.group import Group
 
 Picks = list[tuple[int, int]]
 """The number of a drafter and draft tokens, for each request."""
@@ -521,15 +518,9 @@ def _first_tokens(draft: Draft, length: int) -> Draft:
 
 def build_auto(config: AutoDrafterConfig, setup: DraftSetup) -> tuple[AutoDrafter, dict[str, object]]:
     members, facts = build_members(config, setup)
-    agree, keeps_lengths = _agreement(setup.group, setup.device), not setup.adaptive
-    return AutoDrafter(members, agree, keeps_lengths=keeps_lengths), facts
 
-
-def _agreement(group: Group, device: str) -> Callable[[Picks], Picks]:
     def agree(picks: Picks) -> Picks:
-        if group.size == 1:
-            return picks
-        numbers = torch.tensor(picks, device=device)
-        return [(drafter, length) for drafter, length in group.broadcast(numbers).tolist()]
+        numbers = setup.group.agree([number for pick in picks for number in pick], setup.device)
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
 
-    return agree
+    return AutoDrafter(members, agree, keeps_lengths=not setup.adaptive), facts

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from actors.drafters.cascade.child import ChildLevel, ChildPort, LocalChild
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.cascade.draft_lengths import LengthControl, PassedLengths
@@ -85,9 +83,7 @@ def _lengths(config: CascadeDrafterConfig, group: Group, device: str) -> PassedL
         return PassedLengths(bounds)
 
     def agree(lengths: tuple[int, ...]) -> tuple[int, ...]:
-        if group.size == 1:
-            return lengths
-        return tuple(group.broadcast(torch.tensor(lengths, device=device)).tolist())
+        return tuple(group.agree(lengths, device))
 
     names = [config.level_name(level) for level in range(len(config.levels))]
     bounds = tuple(min(bound, config.num_draft_tokens) for bound in bounds)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from actors.protocol.membership import RoleBack, RoleLost
 from actors.protocol.messages import DraftBatch, ProposalBatch
 from actors.transport.mailbox import Mailbox
@@ -52,10 +50,7 @@ class RemoteChild:
 
     def collect(self, round: int, *, wait: bool) -> list[ProposalBatch] | None:
         answer = self._receive_answer(round, wait=wait) if self._is_lead else None
-        if self._group.size == 1:
-            return answer
-        code = torch.tensor([_NO_ANSWER if answer is None else len(answer)], device=self._device)
-        agreed = int(self._group.broadcast(code).item())
+        (agreed,) = self._group.agree([_NO_ANSWER if answer is None else len(answer)], self._device)
         if self._is_lead or agreed == _NO_ANSWER:
             return answer
         return self._receive_answer(round, wait=True, is_promised=True) if agreed else []

@@ -209,10 +209,8 @@ class ModelDrafter:
     def _agree_on_price(self) -> None:
         """All ranks take the price measured by rank 0: their clocks differ, and their trees must not."""
         self._price.draft_ordered()
-        group, device = self.runner.decoder.group, self.runner.decoder.device
-        self._price_share = self._price.share
-        if group.size > 1:
-            self._price_share = float(group.broadcast(torch.tensor([self._price.share], device=device))[0])
+        decoder = self.runner.decoder
+        (self._price_share,) = decoder.group.agree([self._price.share], decoder.device)
 
     # --- drafts that are made pass by pass ----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.drafters.interface import Context
-from actors.drafters.self_speculation.layer_search import CLOCK, Agreement, Clock, LayerSearch
+from actors.drafters.self_speculation.layer_search import CLOCK, Agree, Clock, LayerSearch
 from parallel.model.layer_plan import LayerPlan
 from parallel.self_speculation.replay import Replay
 
@@ -62,7 +62,7 @@ class ClaspSearch(LayerSearch):
         self,
         num_layers: int,
         replay: Replay,
-        agreement: Agreement,
+        agree: Agree,
         *,
         num_skipped: int,
         every: int,
@@ -70,8 +70,7 @@ class ClaspSearch(LayerSearch):
     ) -> None:
         self._num_layers = num_layers
         self._num_skipped = num_skipped
-        self._agreement = agreement
-        super().__init__(LayerPlan.prefix(num_layers - num_skipped), replay, every, clock)
+        super().__init__(LayerPlan.prefix(num_layers - num_skipped), replay, agree, every, clock)
 
     def _look(self, context: Context) -> bool:
         num_rows, length = self._num_skipped + 2, len(context.token_ids)
@@ -86,7 +85,7 @@ class ClaspSearch(LayerSearch):
                 self._num_layers,
                 self._num_skipped,
             )
-        *agreed, cosine = self._agreement.of([*skipped, cosine])
+        *agreed, cosine = self._agree([*skipped, cosine])
         layers = {int(layer) for layer in agreed}
         self.layers = LayerPlan.skipping(self._num_layers, attention=layers, mlp=layers)
         self._found(cosine)

@@ -11,7 +11,7 @@ Source: the choice of DEL (arXiv 2504.05598), tokens per layer, with bytes of we
 from __future__ import annotations
 
 from actors.drafters.interface import Context
-from actors.drafters.self_speculation.layer_search import CLOCK, Agreement, Clock, LayerSearch, Scores, TextWindow
+from actors.drafters.self_speculation.layer_search import CLOCK, Agree, Clock, LayerSearch, Scores, TextWindow
 from actors.drafters.self_speculation.sublayers import PassShares, best_speed
 from actors.policy.estimators import Ewma
 from parallel.model.layer_plan import LayerPlan
@@ -27,7 +27,7 @@ class ExitSearch(LayerSearch):
         self,
         num_layers: int,
         scores: Scores,
-        agreement: Agreement,
+        agree: Agree,
         shares: PassShares,
         *,
         longest: int,
@@ -36,18 +36,17 @@ class ExitSearch(LayerSearch):
         clock: Clock = CLOCK,
     ) -> None:
         self._scores = scores
-        self._agreement = agreement
         self._longest = longest
         self._window = window
         self._shares = [shares.of(LayerPlan.prefix(stop)) for stop in range(1, num_layers)]
         self._acceptance = [Ewma(_MEMORY) for _ in self._shares]
-        super().__init__(LayerPlan.prefix(max(1, num_layers // 2)), scores.replay, every, clock)
+        super().__init__(LayerPlan.prefix(max(1, num_layers // 2)), scores.replay, agree, every, clock)
 
     def _look(self, context: Context) -> bool:
         window = TextWindow.of(context, self._window)
         if window is None or not self._replay.can_read(len(window.token_ids)):
             return False
-        found = self._agreement.of(self._scores.reproduced_by_exit(window, len(self._shares)))
+        found = self._agree(self._scores.reproduced_by_exit(window, len(self._shares)))
         for mean, share in zip(self._acceptance, found, strict=True):
             mean.update(share)
         choices = [

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from actors.drafters.interface import Context
-from actors.drafters.self_speculation.layer_search import CLOCK, Agreement, Clock, LayerSearch
+from actors.drafters.self_speculation.layer_search import CLOCK, Agree, Clock, LayerSearch
 from actors.drafters.self_speculation.sublayers import Sublayers
 from parallel.model.layer_plan import LayerPlan
 from parallel.self_speculation.replay import Replay
@@ -46,19 +46,18 @@ class FlySearch(LayerSearch):
         self,
         num_layers: int,
         replay: Replay,
-        agreement: Agreement,
+        agree: Agree,
         *,
         threshold: float,
         window: int,
         clock: Clock = CLOCK,
     ) -> None:
         self._num_layers = num_layers
-        self._agreement = agreement
         self._threshold = threshold
         self._window = window
         self._cosines: dict[int, list[float]] = {}
         self._batch: tuple[int, ...] = ()
-        super().__init__(LayerPlan.whole(num_layers), replay, 1, clock)
+        super().__init__(LayerPlan.whole(num_layers), replay, agree, 1, clock)
 
     def before_draft(self, contexts: Sequence[Context]) -> LayerPlan:
         for context in contexts:
@@ -88,5 +87,5 @@ class FlySearch(LayerSearch):
                 attended = rows.run(hidden, LayerPlan((layer,), ()))
                 cosines.append(float(F.cosine_similarity(hidden, attended, dim=-1).mean()))
                 hidden = rows.run(attended, LayerPlan((), (layer,)))
-        self._cosines[context.request_id] = self._agreement.of(cosines)
+        self._cosines[context.request_id] = self._agree(cosines)
         return True

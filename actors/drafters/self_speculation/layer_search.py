@@ -19,10 +19,11 @@ from torch import Tensor
 
 from actors.drafters.interface import Context
 from actors.sampling.logits import choose_plain, is_plain
-from parallel.comm.group import Group
 from parallel.model.layer_plan import LayerPlan
 from parallel.self_speculation.replay import Replay, ReplayedRows
 
+Agree = Callable[[Sequence[float]], list[float]]
+"""Numbers of rank 0 on every rank, as `Group.agree` brings them."""
 Clock = Callable[[], float]
 CLOCK: Clock = time.monotonic
 
@@ -39,19 +40,6 @@ class SearchStep:
     at_s: float
     value: float
     layers: LayerPlan
-
-
-class Agreement:
-    """Numbers of rank 0 on every rank: sums and clocks of ranks may differ, and their drafts must not."""
-
-    def __init__(self, group: Group, device: torch.device | str) -> None:
-        self._group = group
-        self._device = device
-
-    def of(self, numbers: Sequence[float]) -> list[float]:
-        if self._group.size == 1:
-            return list(numbers)
-        return self._group.broadcast(torch.tensor(numbers, dtype=torch.float64, device=self._device)).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +113,11 @@ class LayerSearch(ABC):
 
     tries_others = False
 
-    def __init__(self, layers: LayerPlan, replay: Replay, every: int, clock: Clock) -> None:
+    def __init__(self, layers: LayerPlan, replay: Replay, agree: Agree, every: int, clock: Clock) -> None:
         self.layers = layers
         self.history: deque[SearchStep] = deque(maxlen=MOST_STEPS)
         self._replay = replay
+        self._agree = agree
         self._every = every
         self._clock = clock
         self._started = clock()

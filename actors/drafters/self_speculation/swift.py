@@ -12,7 +12,7 @@ optimisation in turn.
 from __future__ import annotations
 
 from actors.drafters.interface import Context
-from actors.drafters.self_speculation.layer_search import CLOCK, Agreement, Clock, LayerSearch, Scores, TextWindow
+from actors.drafters.self_speculation.layer_search import CLOCK, Agree, Clock, LayerSearch, Scores, TextWindow
 from actors.drafters.self_speculation.mask_search import MaskSearch, MaskSpace
 from actors.drafters.self_speculation.sublayers import Sublayers
 from actors.policy.estimators import Ewma
@@ -36,7 +36,7 @@ class SwiftSearch(LayerSearch):
         self,
         sublayers: Sublayers,
         scores: Scores,
-        agreement: Agreement,
+        agree: Agree,
         *,
         num_skipped: int,
         window: int,
@@ -47,7 +47,6 @@ class SwiftSearch(LayerSearch):
     ) -> None:
         self._sublayers = sublayers
         self._scores = scores
-        self._agreement = agreement
         space = MaskSpace(len(sublayers.places), num_skipped)
         self.search = MaskSearch(space, num_random=_NUM_RANDOM, model_every=_MODEL_EVERY)
         self._window = window
@@ -57,7 +56,7 @@ class SwiftSearch(LayerSearch):
         self._confirmed = 0
         self._confirmed_at: tuple[int, int] | None = None
         self._mean = Ewma(_MEMORY)
-        super().__init__(sublayers.plan(space.spread()), scores.replay, every, clock)
+        super().__init__(sublayers.plan(space.spread()), scores.replay, agree, every, clock)
 
     @property
     def ended(self) -> bool:
@@ -77,7 +76,7 @@ class SwiftSearch(LayerSearch):
         else:
             self._confirmed = 0
             # the same masks on all ranks: proposals follow from sums, too, that ranks may round apart
-            mask = tuple(bool(bit) for bit in self._agreement.of([float(bit) for bit in self.search.propose()]))
+            mask = tuple(bool(bit) for bit in self._agree([float(bit) for bit in self.search.propose()]))
             self.search.record(mask, self._mean.mean + self._score(window, mask) - score)
         self._since_better += 1
         if self.search.best_value > self.search.values[best]:  # another one that is as good is no progress
@@ -94,4 +93,4 @@ class SwiftSearch(LayerSearch):
             self._confirmed, self._confirmed_at = self._confirmed + 1, place
 
     def _score(self, window: TextWindow, mask: tuple[bool, ...]) -> float:
-        return self._agreement.of([self._scores.reproduced(window, self._sublayers.plan(mask))])[0]
+        return self._agree([self._scores.reproduced(window, self._sublayers.plan(mask))])[0]

@@ -21,7 +21,7 @@ from actors.roles.draft import DraftRole
 from actors.worker import factory
 from actors.worker.heartbeat import Heartbeat
 from actors.worker.rank_loop import CHECK_S, RankLoop
-from parallel.comm.group import SINGLE, NcclGroup, PeerLost
+from parallel.comm.group import SINGLE, Group, NcclGroup, PeerLost
 
 WAIT_S = 20.0
 FACTS = {"vocab_size": 9}
@@ -68,7 +68,7 @@ class Role:
         self.log.append("forgot")
 
 
-class Group:
+class LoggedGroup(Group):
     rank, size, is_abortable = 0, 2, True
 
     def __init__(self, log, epoch) -> None:
@@ -83,7 +83,7 @@ class Group:
     def check(self) -> None:
         pass
 
-    def broadcast(self, tensor):
+    def broadcast(self, tensor, src=0):
         self.log.append(("broadcast", tensor.tolist()))
         return tensor
 
@@ -99,7 +99,7 @@ def run(records, *, rank=0, make_role=Role, cancelled=lambda: False):
         return make_role(log, lambda: loop.status), FACTS
 
     link = Script(records, log)
-    loop = RankLoop(spec, link, lambda _, join: Group(log, join.epoch), build, lambda _: None, cancelled)
+    loop = RankLoop(spec, link, lambda _, join: LoggedGroup(log, join.epoch), build, lambda _: None, cancelled)
     loop.serve()
     return log, loop.status
 
@@ -185,7 +185,7 @@ def test_a_rank_that_raises_reports_the_batch_and_ends():
 
     spec = SimpleNamespace(role="target", rank=1, incarnation=3, identity="target-1", device="cpu")
     link = Script([Join(1, 0), VerifyBatch(1, after=0), VerifyBatch(4, after=1, items=("raises",))], log)
-    loop = RankLoop(spec, link, lambda _, join: Group(log, join.epoch), build, lambda _: None, lambda: False)
+    loop = RankLoop(spec, link, lambda _, join: LoggedGroup(log, join.epoch), build, lambda _: None, lambda: False)
     with pytest.raises(RuntimeError):
         loop.serve()
     (report,) = [entry[1] for entry in log if entry[0] == "sent"]
@@ -267,10 +267,10 @@ def test_between_batches_all_ranks_take_the_steps_that_the_lead_takes():
 
 
 def test_a_rank_without_peers_reads_no_number_back_from_its_device():
-    class Alone(Group):
+    class Alone(LoggedGroup):
         size = 1
 
-        def broadcast(self, tensor):
+        def broadcast(self, tensor, src=0):
             raise AssertionError("the host waits for the device")
 
     log = []
@@ -483,8 +483,8 @@ def test_the_thread_of_the_heartbeats_passes_orders_on():
 def test_another_rank_follows_the_lead():
     steps = iter([[3, 2], [0, 1], [-1, 1]])
 
-    class Following(Group):
-        def broadcast(self, tensor):
+    class Following(LoggedGroup):
+        def broadcast(self, tensor, src=0):
             assert tensor.tolist() == [-1, 1], "only the lead chooses"
             return torch.tensor(next(steps))
 

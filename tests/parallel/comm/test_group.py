@@ -51,6 +51,7 @@ def test_a_group_of_one_is_the_identity():
     tensor = torch.ones(2)
     assert SINGLE.all_reduce(tensor) is tensor and SINGLE.all_gather(tensor) is tensor
     assert SINGLE.broadcast(tensor) is tensor
+    assert SINGLE.agree((3, 4), "cpu") == [3, 4]
     assert join(None, "alone", 0, 0, 1) is SINGLE
 
 
@@ -224,6 +225,14 @@ def test_a_rank_that_never_comes_is_named():
     store = host_store()
     with pytest.raises(PeerLost, match=r"group 'tp' of epoch 3: rank 0 could not meet all 2 ranks in 0.2 s"):
         join(connect_store("127.0.0.1", store.port), "tp", 3, 0, 2, timeout_s=0.2)
+
+
+def test_numbers_that_ranks_agree_on_are_those_of_rank_0_to_the_bit(on_ranks):
+    def main(group):
+        own = group.rank + 1
+        return group.agree([0.1 * own, 1 / own], "cpu"), group.agree((own, 1 << 60), "cpu")
+
+    assert on_ranks(2, main) == [([0.1, 1.0], [1, 1 << 60])] * 2
 
 
 def test_sends_wait_for_no_receive_and_arrive_in_order(on_ranks):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from actors.drafters.adjacency.config import RecyclingDrafterConfig
 from actors.drafters.cascade import build
@@ -20,7 +19,7 @@ from actors.drafters.interface import Capabilities
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import SchedulerConfig, VerifyConfig
-from parallel.comm.group import SINGLE
+from parallel.comm.group import SINGLE, Group
 
 NGRAM, RECYCLING = NgramDrafterConfig(num_draft_tokens=3), RecyclingDrafterConfig(num_draft_tokens=6, width=4)
 SMALL, LARGE = (ModelDrafterConfig(path=path, num_draft_tokens=length) for path, length in (("small", 4), ("large", 5)))
@@ -93,13 +92,13 @@ def test_a_level_over_ranks_of_its_own_has_the_port_to_them(built):
     assert level.child._port is port and level.spec.is_last
 
 
-class Pair:
+class Pair(Group):
     """A group of two, of which the other decided."""
 
     rank, size = 1, 2
 
-    def broadcast(self, tensor):
-        return torch.tensor([1] * len(tensor))
+    def broadcast(self, tensor, src=0):
+        return tensor.fill_(1)
 
 
 @pytest.mark.parametrize(("last", "lengths"), [(5, (3, 4, 6)), (0, (3, 4, 0))])

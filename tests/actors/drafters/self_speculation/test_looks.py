@@ -12,20 +12,19 @@ from actors.drafters.interface import Context
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.drafters.self_speculation.drafter import SelfDrafter
 from actors.drafters.self_speculation.exits import ExitSearch
-from actors.drafters.self_speculation.layer_search import Agreement, Scores
+from actors.drafters.self_speculation.layer_search import Scores
 from actors.drafters.self_speculation.sublayers import PassShares, Sublayers, best_speed
 from actors.drafters.self_speculation.swift import SwiftSearch
 from actors.policy.estimators import Ewma
 from actors.protocol.messages import Admit, DraftBatch, DraftOrder, SamplingParams
 from actors.roles.draft import DraftRole
-from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.runner import open_model
 from parallel.self_speculation.runner import SelfDraftRunner
 
 NUM_LAYERS, LONGEST = 7, 6
-AGREEMENT = Agreement(SINGLE, "cpu")
+AGREE = list
 
 
 class Reads:
@@ -66,7 +65,7 @@ def test_an_exit_costs_what_its_layers_read(seed):
         def __init__(self):
             self._attention, self._mlp, self._head = bytes_of, [0] * NUM_LAYERS, head
 
-    search = ExitSearch(NUM_LAYERS, Found(acceptance), AGREEMENT, Shares(), longest=LONGEST, window=32, every=1)
+    search = ExitSearch(NUM_LAYERS, Found(acceptance), AGREE, Shares(), longest=LONGEST, window=32, every=1)
     shares = [(sum(bytes_of[:stop]) + head) / (sum(bytes_of) + head) for stop in range(1, NUM_LAYERS)]
     speeds = [best_speed(*pair, LONGEST)[0] for pair in zip(acceptance, shares, strict=True)]
     assert search.before_draft([generated()]) == LayerPlan.prefix(1 + speeds.index(max(speeds)))
@@ -88,7 +87,7 @@ def test_swift_ends_after_so_many_looks_without_a_better_mask(trials, fruitless,
     """Every mask reproduces half of the text."""
     sublayers = Sublayers.inner(NUM_LAYERS)
     numbers: dict[str, Any] = dict(num_skipped=4, window=32, every=1, trials=trials, fruitless=fruitless)
-    search = SwiftSearch(sublayers, Found(), AGREEMENT, **numbers)
+    search = SwiftSearch(sublayers, Found(), AGREE, **numbers)
     for _ in range(60):
         search.before_draft([generated()])
     assert search.ended and len(search.history) == looks
@@ -104,7 +103,7 @@ def test_the_best_mask_is_worth_the_mean_of_its_texts_and_another_what_it_did_be
             return next(self.scores)
 
     numbers: dict[str, Any] = dict(num_skipped=4, window=32, every=1, trials=40, fruitless=40)
-    search = SwiftSearch(Sublayers.inner(NUM_LAYERS), Given(), AGREEMENT, **numbers)
+    search = SwiftSearch(Sublayers.inner(NUM_LAYERS), Given(), AGREE, **numbers)
     values = []
     for _ in range(3):
         search.before_draft([generated()])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 
 from actors.drafters.config import DraftSetup
 from actors.drafters.interface import Context
 from actors.drafters.self_speculation import searches
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.drafters.self_speculation.fly import idle_attentions
-from actors.drafters.self_speculation.layer_search import Agreement, LayerSearch, TextWindow
+from actors.drafters.self_speculation.layer_search import LayerSearch, TextWindow
 from actors.drafters.self_speculation.sublayers import Sublayers
 from actors.options import SchedulerConfig, VerifyConfig
 from actors.protocol.messages import SamplingParams
@@ -99,7 +97,7 @@ class Looks(LayerSearch):
     def __init__(self, *found, every, tries_others=False):
         self.found, self.at = list(found), []
         self.tries_others = tries_others
-        super().__init__(LayerPlan.prefix(1), None, every, iter(range(1000)).__next__)
+        super().__init__(LayerPlan.prefix(1), None, list, every, iter(range(1000)).__next__)
 
     def _look(self, context):
         self.at.append(context)
@@ -145,21 +143,6 @@ def test_a_look_that_is_due_within_half_of_its_time_is_made_before_a_trial(round
 def test_attention_is_idle_above_the_threshold_only():
     assert idle_attentions([0.0, 0.9, 0.5, 0.91, 0.2, 0.0], 0.9) == (3,)
     assert idle_attentions([1.0, 0.95], 0.9) == (0,), "of two layers one at most in a row"
-
-
-class Pair:
-    """A group whose rank 0 said something else."""
-
-    size, rank = 2, 1
-
-    def broadcast(self, tensor):
-        return torch.full_like(tensor, 0.25)
-
-
-def test_numbers_are_those_of_rank_0():
-    pair: Any = Pair()
-    assert Agreement(SINGLE, "cpu").of((1.0, 2.0)) == [1.0, 2.0]
-    assert Agreement(pair, "cpu").of((1.0, 2.0)) == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(
