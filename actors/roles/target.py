@@ -124,13 +124,12 @@ class TargetRole:
         """The pass, its verdicts, and what the drafter has of them."""
         drafter, reads = self._drafter, self._features is not None and self._drafter.wants_features(batch)
         inputs = [self._verify_input(item, exports=batch.bridge > 0) for item in batch.items]
-        first_positions = [self.runner.cached_len(one.seq_id) for one in inputs]
         logits, num_rows = self._verifier.forward(inputs, keeps_top_tokens=batch.may_draft)
         verdicts = self._verify(inputs, logits, may_draft=batch.may_draft) if self._is_lead else ()
         top_tokens = self._verifier.top_tokens() if self._is_lead and not self._reads_later else None
         finished = time.monotonic()
         verdicts = drafter.agree(verdicts, batch.items, is_lead=self._is_lead)
-        features = self._committed_features(inputs, first_positions, verdicts) if reads else []
+        features = self._committed_features(inputs, verdicts) if reads else []
         features = [*(self._known_features(answer.hits) if reads else ()), *features]
         self._commit_chunks(inputs)
         if drafter.keeps_at_once:
@@ -140,11 +139,11 @@ class TargetRole:
             answer = replace(answer, prompt_logprobs=tuple(prompts))
         return drafter.follow(batch, answer, features)
 
-    def _committed_features(
-        self, inputs: Sequence[VerifyInput], first_positions: Sequence[int], verdicts: Sequence[Verdict]
-    ) -> list[FeatureRows]:
-        """The features of the tokens that this pass committed, for requests that are drafted for."""
+    def _committed_features(self, inputs: Sequence[VerifyInput], verdicts: Sequence[Verdict]) -> list[FeatureRows]:
+        """The features of the tokens that this pass committed, whose rows are still pending, for requests that are
+        drafted for."""
         assert self._features is not None
+        first_positions = [self.runner.cached_len(one.seq_id) for one in inputs]
         paths = {verdict.request_id: verdict.path for verdict in verdicts}
         found = self._features.rows(inputs, first_positions, paths)
         return [rows for rows in found if self.contexts[rows.request_id].admit.speculates]

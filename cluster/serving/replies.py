@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -143,25 +143,6 @@ class ApiReply(Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ReplyForm(Protocol):
-    """The fields in which completions and chats differ."""
-
-    @property
-    def prefix(self) -> str: ...
-
-    @property
-    def object(self) -> str: ...
-
-    @property
-    def chunk_object(self) -> str: ...
-
-    def whole(self, choice: RequestedText, text: str, reason: str | None) -> Any: ...
-
-    def opening(self, choice: RequestedText) -> Any: ...
-
-    def part(self, choice: RequestedText, piece: Piece) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True)
 class CompletionForm:
     """`/v1/completions`; `echoes` are the prompts' texts by choice, which come before the choice's own."""
@@ -202,6 +183,10 @@ class ChatForm:
         seed = UNSET if piece.finish_reason is None else choice.seed
         delta = MessageDelta(content=piece.text) if piece.text else MessageDelta()
         return DeltaChoice(choice.index, delta, None, piece.finish_reason, seed)
+
+
+ReplyForm = CompletionForm | ChatForm
+"""The fields in which completions and chats differ."""
 
 
 class ReplyWriter:
