@@ -35,6 +35,11 @@ class Span:
     has_streams: bool = True
     wanted: Sequence[int] | None = None
 
+    @property
+    def num_text(self) -> int:
+        """Rows of text in a draft's exact pass, up to the root, the first row with logits; draft tokens follow."""
+        return self.num_tokens - max(0, self.num_logits - 1)
+
 
 class PendingRows:
     """A sequence's pending rows: a forest whose roots follow its committed rows.

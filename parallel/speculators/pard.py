@@ -175,7 +175,7 @@ class PardRunner(Runner):
         fed, parts, first = list[Span](), list[Tensor](), 0
         masks = token_ids.new_full((self._depth - 1,), self._mask_token)
         for span in spans:
-            num_text = span.num_tokens - max(0, span.num_logits - 1)
+            num_text = span.num_text
             has_root = span.num_logits > 0
             parts += [token_ids[first : first + num_text], masks[: len(masks) * has_root]]
             fed.append(Span(span.seq_id, num_text + len(masks) * has_root, None, self._depth * has_root))
@@ -184,7 +184,7 @@ class PardRunner(Runner):
             first += span.num_tokens
         output = self.runner.forward(fed, torch.cat(parts))
         for span in spans:
-            self.runner.commit(span.seq_id, range(span.num_tokens - max(0, span.num_logits - 1)))
+            self.runner.commit(span.seq_id, range(span.num_text))
         rooted = [span.seq_id for span in spans if span.num_logits]
         if not rooted:
             return {}
@@ -244,7 +244,7 @@ class PardRunner(Runner):
     def _append(self, span: Span, tokens: Tensor, root: _MaskNode | None, *, fuzzy: bool) -> list[_MaskNode]:
         """Make the span's rows, of these tokens, pending; returns its nodes."""
         text, added = self._texts[span.seq_id], list[_MaskNode]()
-        num_text = 0 if fuzzy else span.num_tokens - max(0, span.num_logits - 1)
+        num_text = 0 if fuzzy else span.num_text
         for row in range(span.num_tokens):
             node = root if row == num_text - 1 else None
             if row >= num_text:

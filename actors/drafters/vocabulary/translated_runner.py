@@ -153,7 +153,7 @@ class TranslatedRunner(Runner):
     def _num_text_rows(self, span: Span) -> int:
         if self._sequences[span.seq_id].pending:
             return 0
-        return span.num_tokens - max(0, span.num_logits - 1)
+        return span.num_text
 
     def _read(self, span: Span, tokens: Sequence[int], start: int) -> list[int]:
         """The draft tokens to feed for the text of a span; cached rows of tokens that changed are dropped."""

@@ -154,7 +154,7 @@ class BlockRunner(SpeculatorRunner):
         """Make the span's rows pending; returns its nodes."""
         sequence, added = self._sequences[span.seq_id], list[BlockNode]()
         pending = sequence.nodes
-        num_text = 0 if fuzzy else span.num_tokens - max(0, span.num_logits - 1)
+        num_text = 0 if fuzzy else span.num_text
         for i in range(span.num_tokens):
             parent = len(pending) - 1 if span.parents is None else span.parents[i]
             if i < num_text:

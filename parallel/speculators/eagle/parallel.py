@@ -38,7 +38,7 @@ class ParallelEagleRunner(LaterRowsRunner):
         num_rows = 0
         for span in spans:
             row = self.pool.cached_len(span.seq_id)
-            num_text = span.num_tokens - max(0, span.num_logits - 1)
+            num_text = span.num_text
             features.append(self.layers.fused(self._known_rows(span.seq_id, row, num_text)))
             tokens.append(token_ids[first : first + num_text])
             num_rows += num_text
@@ -55,7 +55,7 @@ class ParallelEagleRunner(LaterRowsRunner):
         embedding = self.layers.embed(torch.cat(tokens), self.decoder, masked)
         normed, _ = self.layers.forward(embedding, torch.cat(features), plan)
         for span, one in zip(spans, fed, strict=True):
-            self.pool.commit(one.seq_id, range(span.num_tokens - max(0, span.num_logits - 1)))
+            self.pool.commit(one.seq_id, range(span.num_text))
         started = [span.seq_id for span in spans if span.num_logits]
         if not started:
             return {}

@@ -86,7 +86,7 @@ class GloeckleRunner(LaterRowsRunner):
         """Write the rows of the text; the newest one of each sequence that asks for logits is read."""
         fed, features = list[Span](), list[Tensor]()
         for span in spans:
-            row, num_text = self.pool.cached_len(span.seq_id), span.num_tokens - max(0, span.num_logits - 1)
+            row, num_text = self.pool.cached_len(span.seq_id), span.num_text
             features.append(self._known_rows(span.seq_id, row, num_text))
             fed.append(Span(span.seq_id, num_text, num_logits=min(1, span.num_logits)))
         forests = {span.seq_id: PendingRows() for span in fed}
