@@ -173,7 +173,6 @@ class CoordinatorService:
         self._has_client = False
         self._awaits_report: set[str] = set()  # clients other than the owner
         self._memberships["target"].weights = spec.weights
-        self._wanted: Weights | None = None  # those of the last order
         self._coordinator: Coordinator | None = None  # None until the roles that it needs are complete
 
     def run(self) -> str:
@@ -311,14 +310,11 @@ class CoordinatorService:
             case Ready() if record.role in self._memberships:
                 self._memberships[record.role].record_ready(record)
                 self._follow(self._memberships[record.role])
-            case PassFailed("target"):  # one of a drafter costs speed only
+            case PassFailed("target") | UpdateWeights():  # a failure of a drafter costs speed only
                 self._apply_record(record)
             case RankLost() if record.role in self._memberships:
                 self._memberships[record.role].mark_lost(record.rank, record.incarnation, self._awake_s)
                 self._follow(self._memberships[record.role])
-            case UpdateWeights():
-                self._wanted = record.weights
-                self._apply_record(record)
             case ClientKeys():
                 self._hub.admit_clients({public: CLIENTS + name for public, name in record.keys})
             case Hello():
@@ -441,8 +437,8 @@ class CoordinatorService:
     def _end_update(self, update: WeightsUpdated) -> None:
         """Ranks that join from now on serve these weights too."""
         self._event_log.updated(update)
-        if not update.refusal and self._wanted is not None and self._wanted.version == update.version:
-            self._memberships["target"].weights = self._wanted
+        if not update.refusal and self._coordinator is not None:
+            self._memberships["target"].weights = self._coordinator.weights
         self._hub.send([CLIENT], update)
 
     # --- roles that are lost and return -------------------------------------------------------------------------------
@@ -568,7 +564,7 @@ class CoordinatorService:
             policy,
             spec.eos_token_ids,
             drafter,
-            version=spec.weights.version if spec.weights is not None else 0,
+            weights=spec.weights,
             now=time.monotonic(),
         )
         self._send_ready(self._memberships, self._clients.connected())

@@ -69,10 +69,11 @@ class Coordinator:
         eos_token_ids: Iterable[int],
         drafter: DrafterPort,
         *,
-        version: int = 0,
+        weights: Weights | None = None,
         now: float = 0.0,
     ) -> None:
         self.stats = CoordinatorStats(since=now)
+        self.weights = weights  # that the target serves; None: those it was started with
         self.wait_until: float | None = None  # when to go on without the awaited drafts, on the clock of `now`
         self._scheduler = scheduler
         self._policy = policy
@@ -88,7 +89,6 @@ class Coordinator:
         self._unlearned: list[RoundObservation] = []
         self._lost_at: dict[str, float] = {}  # roles that have not answered since they were lost
         self._active_since: float | None = None
-        self._version = version  # of the weights that the target serves
         self._wanted: Weights | None = None  # to be loaded once no pass is outstanding
         self._loading: Weights | None = None
 
@@ -282,8 +282,9 @@ class Coordinator:
         sequence, proposal = self._sequences[verdict.request_id], self._round.proposals[verdict.request_id]
         position = sequence.num_generated
         known: dict[str, Any] = {}
-        if self._version or sequence.versions:
-            sequence.note_version(self._version)
+        version = self._version
+        if version or sequence.versions:
+            sequence.note_version(version)
         commit = sequence.commit(verdict, proposal, self._eos_token_ids)
         self.stats.add_commit(proposal, commit, self._drafter.source_of(proposal))
         if sequence.logprobs is not None:
@@ -406,6 +407,10 @@ class Coordinator:
 
     # --- other weights ------------------------------------------------------------------------------------------------
 
+    @property
+    def _version(self) -> int:
+        return self.weights.version if self.weights is not None else 0
+
     def _want(self, weights: Weights) -> list[WeightsUpdated]:
         """Load these weights once no pass is outstanding. The client asks again where the answer may be lost."""
         if weights in (self._wanted, self._loading):
@@ -428,7 +433,7 @@ class Coordinator:
         weights before; what passes cost stays."""
         self._loading, self._round = None, Round(now)
         if not refusal:
-            self._version = weights.version
+            self.weights = weights
             self._policy.forget_acceptance()
         return WeightsUpdated(weights.version, refusal)
 

@@ -15,7 +15,7 @@ from actors.coordinator.service import LONGEST_FIELDS, CoordinatorService
 from actors.coordinator.state_machine import Coordinator
 from actors.policy import draft_wait
 from actors.protocol.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
-from actors.protocol.membership import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Stop
+from actors.protocol.membership import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Stop, Weights
 from actors.protocol.messages import (
     Abort,
     DraftBatch,
@@ -26,9 +26,11 @@ from actors.protocol.messages import (
     Request,
     SamplingParams,
     Tokens,
+    UpdateWeights,
     Verdict,
     VerdictBatch,
     VerifyBatch,
+    WeightsUpdated,
 )
 from actors.transport.channel import CODEC
 from tests.actors.service_harness import FACTS, WAIT_S, link_to
@@ -188,6 +190,26 @@ def test_without_its_drafter_the_target_goes_on_and_a_successor_gets_all_texts(o
     (admit,) = drafts.admits
     tokens = [*admit.token_ids, *(token for commit in drafts.commits for token in commit.token_ids)]
     assert tokens == [3, 4, 7, 8] and drafts.after == order.round
+
+
+def test_a_target_that_is_replaced_serves_the_weights_that_it_had_whatever_was_ordered_since(open_stage):
+    """Another order came while these were loaded, and its weights are lost with the process that loads them."""
+    stage = open_stage(draft_ranks=0, weights=Weights("start"))
+    stage.get_ready()
+    served, later = Weights("served", 1), Weights("later", 2)
+    stage.send(CLIENT, UpdateWeights(served))
+    loading = stage.receive("target-0")
+    assert loading.weights == served
+    stage.send(CLIENT, UpdateWeights(later))
+    stage.send(CLIENT, ReportOrder())
+    assert isinstance(stage.receive(CLIENT), Report), "the order has arrived"
+    stage.send("target-0", VerdictBatch(loading.round, (), 0.0, 0.0))
+    assert stage.receive(CLIENT) == WeightsUpdated(1) and stage.receive("target-0").weights == later
+    stage.links["target-0"].close()
+    stage.links["target-0"] = link_to(stage.hub.address, "target-0#1")
+    stage.send_heartbeat("target-0", incarnation=1)
+    assert stage.receive("target-0").weights == served
+    assert stage.receive(CLIENT).is_lost
 
 
 def test_what_a_replaced_process_still_says_is_nobodys_word(open_stage):
