@@ -65,7 +65,8 @@ class PartsForm(ChatForm):
                 calls[part.index].function.arguments += part.arguments
         shown = None if not content and (calls or reasoning) else content
         message = AssistantMessage(shown, reasoning=reasoning or UNSET, tool_calls=calls or UNSET)
-        return MessageChoice(choice.index, message, None, self._reason(reason, bool(calls)), choice.seed)
+        reason = self._reason(reason, bool(calls))
+        return MessageChoice(choice.index, message, finish_reason=reason, seed=choice.seed)
 
     def part(self, choice: RequestedText, piece: Piece) -> DeltaChoice:
         reader = self._readers.setdefault(choice.index, self.make_reader())
@@ -76,7 +77,8 @@ class PartsForm(ChatForm):
             self._calling.add(choice.index)
         delta = MessageDelta(UNSET, content or UNSET, reasoning or UNSET, calls or UNSET)
         reason = self._reason(piece.finish_reason, choice.index in self._calling)
-        return DeltaChoice(choice.index, delta, None, reason, UNSET if reason is None else choice.seed)
+        seed = UNSET if reason is None else choice.seed
+        return DeltaChoice(choice.index, delta, finish_reason=reason, seed=seed)
 
     def _sent(self, parts: list[Part]) -> list[CallPart]:
         most = self.most_calls

@@ -54,19 +54,24 @@ class TokenSource(Struct, omit_defaults=True):
     level: str = ""
 
 
-class TextChoice(Struct):
-    """A choice of a completion, or what it gained in a chunk."""
+class ReplyChoice(Struct, kw_only=True):
+    """What choices of completions and of chats have in common, whole or in a chunk."""
 
-    index: int
-    text: str
     logprobs: TextLogprobs | ChatLogprobs | None = None
     finish_reason: str | None = None
     seed: int | UnsetType = UNSET
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    proposers: list[TokenSource] | UnsetType = UNSET
+
+
+class TextChoice(ReplyChoice):
+    """A choice of a completion, or what it gained in a chunk."""
+
+    index: int
+    text: str
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[Any] | UnsetType = UNSET
-    proposers: list[TokenSource] | UnsetType = UNSET
 
 
 class FunctionDelta(Struct, omit_defaults=True):
@@ -104,29 +109,18 @@ class MessageDelta(Struct, omit_defaults=True):
     tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
-class MessageChoice(Struct):
+class MessageChoice(ReplyChoice):
     """A choice of a chat."""
 
     index: int
     message: AssistantMessage
-    logprobs: TextLogprobs | ChatLogprobs | None = None
-    finish_reason: str | None = None
-    seed: int | UnsetType = UNSET
-    stop_reason: str | int | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
 
 
-class DeltaChoice(Struct):
+class DeltaChoice(ReplyChoice):
     """A choice of a chat in a chunk."""
 
     index: int
     delta: MessageDelta
-    logprobs: TextLogprobs | ChatLogprobs | None = None
-    finish_reason: str | None = None
-    seed: int | UnsetType = UNSET
-    stop_reason: str | int | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    proposers: list[TokenSource] | UnsetType = UNSET
 
 
 class ApiReply(Struct):
@@ -153,7 +147,8 @@ class CompletionForm:
     chunk_object: str = "text_completion"
 
     def whole(self, choice: RequestedText, text: str, reason: str | None) -> TextChoice:
-        return TextChoice(choice.index, self.echoes.get(choice.index, "") + text, None, reason, choice.seed)
+        text = self.echoes.get(choice.index, "") + text
+        return TextChoice(choice.index, text, finish_reason=reason, seed=choice.seed)
 
     def opening(self, choice: RequestedText) -> TextChoice | None:
         """What comes before the first token."""
@@ -162,7 +157,7 @@ class CompletionForm:
 
     def part(self, choice: RequestedText, piece: Piece) -> TextChoice:
         seed = UNSET if piece.finish_reason is None else choice.seed
-        return TextChoice(choice.index, piece.text, None, piece.finish_reason, seed)
+        return TextChoice(choice.index, piece.text, finish_reason=piece.finish_reason, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +169,7 @@ class ChatForm:
     chunk_object: str = "chat.completion.chunk"
 
     def whole(self, choice: RequestedText, text: str, reason: str | None) -> MessageChoice:
-        return MessageChoice(choice.index, AssistantMessage(text), None, reason, choice.seed)
+        return MessageChoice(choice.index, AssistantMessage(text), finish_reason=reason, seed=choice.seed)
 
     def opening(self, choice: RequestedText) -> DeltaChoice:
         return DeltaChoice(choice.index, MessageDelta("assistant", ""))
@@ -182,7 +177,7 @@ class ChatForm:
     def part(self, choice: RequestedText, piece: Piece) -> DeltaChoice:
         seed = UNSET if piece.finish_reason is None else choice.seed
         delta = MessageDelta(content=piece.text) if piece.text else MessageDelta()
-        return DeltaChoice(choice.index, delta, None, piece.finish_reason, seed)
+        return DeltaChoice(choice.index, delta, finish_reason=piece.finish_reason, seed=seed)
 
 
 ReplyForm = CompletionForm | ChatForm
