@@ -136,10 +136,15 @@ class DrafterConfig(Choice):
         """Those whose drafts may copy from the reference that a request brings."""
         return ()
 
+    def parts(self, where: str = "") -> list[tuple[str, DrafterConfig]]:
+        """The drafters that it consists of, each with the prefix of its error lines. What is asked of their models is
+        asked of each."""
+        return []
+
     @property
     def paces_ms(self) -> list[Any]:
         """`pace_ms` of those of its models that have one."""
-        return []
+        return [pace for _, one in self.parts() for pace in one.paces_ms]
 
     @property
     def is_chain(self) -> bool:
@@ -184,7 +189,8 @@ class DrafterConfig(Choice):
     ) -> tuple[int, int]:
         """Bytes on each of the target's ranks, if it is attached to them, and those for each of the target's KV slots;
         upper bounds, before anything is loaded."""
-        return 0, 0
+        sizes = [one.memory_beside(target, ranks, device, scheduler) for _, one in self.parts()]
+        return sum([held for held, _ in sizes]), sum([per_slot for _, per_slot in sizes])
 
     def is_attached(self, pipeline: str) -> bool:
         """Whether it runs on the target's ranks, and drafts right after each verdict."""
@@ -248,18 +254,20 @@ class DrafterConfig(Choice):
 
     def check_checkpoints(self, where: str = "drafter") -> None:
         """Raise ValueError if a checkpoint of `models()`, which must exist, does not fit the other fields."""
+        for key, one in self.parts(where):
+            one.check_checkpoints(key)
 
     def models(self) -> list[str]:
         """Paths of the checkpoints that the drafter loads."""
-        return []
+        return [path for _, one in self.parts() for path in one.models()]
 
     def speculators(self) -> list[str]:
         """Paths of the checkpoints of modules that read the target's hidden states."""
-        return []
+        return [path for _, one in self.parts() for path in one.speculators()]
 
     def translated_models(self) -> list[str]:
         """Those of `models` whose tokenizers are not the target's."""
-        return []
+        return [path for _, one in self.parts() for path in one.translated_models()]
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         """How the tokens of its proposals are drawn, as far as a verification rule must know."""

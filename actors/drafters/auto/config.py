@@ -25,7 +25,6 @@ from parallel.speculators.config import STREAMS
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
-    from actors.options import SchedulerConfig, TargetConfig
     from parallel.runtime.decoder_runner import DecoderRunner
     from parallel.speculators.fusing import TapFuser
 
@@ -52,9 +51,8 @@ class AutoDrafterConfig(PlacedDrafterConfig):
     def __hash__(self) -> int:
         return hash(repr(self))  # the unchecked record holds lists, which have no hash
 
-    @property
-    def paces_ms(self) -> list[Any]:
-        return [pace for one in self.drafters for pace in one.paces_ms]
+    def parts(self, where: str = "") -> list[tuple[str, Any]]:
+        return [(f"{where}.drafters[{i}]", one) for i, one in enumerate(self.drafters)]
 
     @property
     def is_chain(self) -> bool:
@@ -129,14 +127,6 @@ class AutoDrafterConfig(PlacedDrafterConfig):
             target = one.on_target(target)
         return target
 
-    def memory_beside(
-        self, target: TargetConfig, ranks: int, device: str, scheduler: SchedulerConfig
-    ) -> tuple[int, int]:
-        held, per_slot = zip(
-            *(one.memory_beside(target, ranks, device, scheduler) for one in self.drafters), strict=True
-        )
-        return sum(held), sum(per_slot)
-
     def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:
         own = "target" if self.is_attached(pipeline) else TOP
         found: list[DrafterConfig] = []
@@ -160,18 +150,18 @@ class AutoDrafterConfig(PlacedDrafterConfig):
         return replace(self, drafters=tuple(drafters), num_draft_tokens=self.num_draft_tokens or longest)
 
     def check_fields(self, where: str) -> None:
-        for i, one in enumerate(self.drafters):
-            one.check(f"{where}.drafters[{i}]")
-            self.check_member(one, f"{where}.drafters[{i}]")
+        for key, one in self.parts(where):
+            one.check(key)
+            self.check_member(one, key)
             if _is_cascade(one):
                 remedy = "measures rounds that other drafters take part in; leave it at fixed"
-                require(one.lengths is LevelLengths.fixed, f"{where}.drafters[{i}].lengths", one.lengths, remedy)
+                require(one.lengths is LevelLengths.fixed, f"{key}.lengths", one.lengths, remedy)
                 remedy = "has no ranks of its own here; leave it at together"
                 together = one.placement is LevelsPlacement.together
-                require(together, f"{where}.drafters[{i}].placement", one.placement, remedy)
+                require(together, f"{key}.placement", one.placement, remedy)
             elif isinstance(one, PlacedDrafterConfig):
                 remedy = f"is one for all of them; drop it, or give {where}.placement"
-                require(one.placement is Placement.auto, f"{where}.drafters[{i}].placement", one.placement, remedy)
+                require(one.placement is Placement.auto, f"{key}.placement", one.placement, remedy)
         models = self.draft_models
         for model in models:
             alike = (model.ranks, model.device) == (models[-1].ranks, models[-1].device)
@@ -202,19 +192,6 @@ class AutoDrafterConfig(PlacedDrafterConfig):
         remedy = "one of them drafts with streams in the target's passes, which then give no other hidden states"
         require(not streams, f"{where}.drafters", self.member_names, f"{remedy}; drop it or the other speculators")
         return config
-
-    def check_checkpoints(self, where: str = "drafter") -> None:
-        for i, one in enumerate(self.drafters):
-            one.check_checkpoints(f"{where}.drafters[{i}]")
-
-    def models(self) -> list[str]:
-        return [path for one in self.drafters for path in one.models()]
-
-    def speculators(self) -> list[str]:
-        return [path for one in self.drafters for path in one.speculators()]
-
-    def translated_models(self) -> list[str]:
-        return [path for one in self.drafters for path in one.translated_models()]
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         return {kind for one in self.drafters for kind in one.sampling_kinds(rule, pipeline)}

@@ -26,7 +26,6 @@ from parallel.ranges import Range, check_ranges, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
-    from actors.options import SchedulerConfig, TargetConfig
 
 
 class LevelLengths(StrEnum):
@@ -74,9 +73,8 @@ class CascadeDrafterConfig(DrafterConfig):
     def __hash__(self) -> int:
         return hash(repr(self))  # the unchecked record holds lists, which have no hash
 
-    @property
-    def paces_ms(self) -> list[Any]:
-        return [pace for one in self.levels for pace in one.paces_ms]
+    def parts(self, where: str = "") -> list[tuple[str, Any]]:
+        return [(f"{where}.levels[{i}]", one) for i, one in enumerate(self.levels)]
 
     @property
     def ranks(self) -> int:
@@ -124,10 +122,10 @@ class CascadeDrafterConfig(DrafterConfig):
         return replace(self, levels=tuple(levels), tails=tuple(self.tails), num_draft_tokens=length)
 
     def check_fields(self, where: str) -> None:
-        for i, level in enumerate(self.levels):
-            check_ranges(level, f"{where}.levels[{i}]", except_for="num_draft_tokens")  # which may be 0 here
-            level.check_fields(f"{where}.levels[{i}]")
-            require(not getattr(level, "online", False), f"{where}.levels[{i}].online", True, LEARNS_ALONE)
+        for key, level in self.parts(where):
+            check_ranges(level, key, except_for="num_draft_tokens")  # which may be 0 here
+            level.check_fields(key)
+            require(not getattr(level, "online", False), f"{key}.online", True, LEARNS_ALONE)
         for i, level in enumerate(self.levels[1:], 1):
             remedy = "only the first level may lack a model; put it there"
             require(
@@ -231,12 +229,8 @@ class CascadeDrafterConfig(DrafterConfig):
                 require(good, name, length, remedy)
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
-        levels = [level.with_paths(resolve, f"{where}.levels[{i}]") for i, level in enumerate(self.levels)]
+        levels = [level.with_paths(resolve, key) for key, level in self.parts(where)]
         return replace(self, levels=tuple(levels))
-
-    def check_checkpoints(self, where: str = "drafter") -> None:
-        for i, level in enumerate(self.levels):
-            level.check_checkpoints(f"{where}.levels[{i}]")
 
     def models_of(self, role: str, pipeline: str) -> Sequence[DrafterConfig]:
         if self.is_attached(pipeline):
@@ -244,20 +238,6 @@ class CascadeDrafterConfig(DrafterConfig):
             return [model for level in attached for model in level.models_of(role, pipeline)]
         levels = placed_at(Placement.separate, [self.levels[level] for level in self.roles().get(role, ())])
         return [model for level in levels for model in level.models_of(TOP, pipeline)]
-
-    def memory_beside(
-        self, target: TargetConfig, ranks: int, device: str, scheduler: SchedulerConfig
-    ) -> tuple[int, int]:
-        held, per_slot = zip(
-            *(level.memory_beside(target, ranks, device, scheduler) for level in self.levels), strict=True
-        )
-        return sum(held), sum(per_slot)
-
-    def models(self) -> list[str]:
-        return [path for level in self.levels for path in level.models()]
-
-    def translated_models(self) -> list[str]:
-        return [path for level in self.levels for path in level.translated_models()]
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         without = any(self.width(level) > 1 for level in self._reaching()) and rule not in INDEPENDENT_ONLY
