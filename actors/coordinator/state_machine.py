@@ -282,9 +282,8 @@ class Coordinator:
         sequence, proposal = self._sequences[verdict.request_id], self._round.proposals[verdict.request_id]
         position = sequence.num_generated
         known: dict[str, Any] = {}
-        version = self._version
-        if version or sequence.versions:
-            sequence.note_version(version)
+        if self.weights is not None or sequence.versions:
+            sequence.note_version(self._version)
         commit = sequence.commit(verdict, proposal, self._eos_token_ids)
         self.stats.add_commit(proposal, commit, self._drafter.source_of(proposal))
         if sequence.logprobs is not None:

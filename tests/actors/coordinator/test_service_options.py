@@ -48,7 +48,7 @@ def test_every_option_reaches_its_part(open_stage, calls, adaptive, chooses):
     assert calls["Scheduler"] == ((limits, Capacity(FACTS["kv_slots"], FACTS["max_model_len"])), {})
     (scheduler, policy, ends, port), options = calls["Coordinator"]
     assert scheduler.limits is limits and policy.longest_draft == 4 and ends == (1,)
-    assert began <= options.pop("now") <= time.monotonic() and options == {"version": 0}
+    assert began <= options.pop("now") <= time.monotonic() and options == {"weights": None}
     kind = dict(drafts=True, attached=False, bridged=False, num_seats=1, first_round=0, local_drafter="none")
     assert calls["open_port"] == ((policy, limits.prefill_chunk), kind) and type(port) is SeparatePort
 
