@@ -105,4 +105,4 @@ class Panels:
         ids, width = ids.contiguous(), self.inputs + self._padding
         out = torch.empty(len(ids), width, dtype=self.dtype)
         self._gather(*self._at, ids.data_ptr(), out.data_ptr(), len(ids), width, self.outputs, self._stored)
-        return out[:, : self.inputs]
+        return out[:, : self.inputs].contiguous()
