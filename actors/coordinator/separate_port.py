@@ -17,6 +17,7 @@ from actors.policy.decision import Mode
 from actors.policy.policy import Policy
 from actors.protocol.draft_tree import PreviewTree
 from actors.protocol.messages import (
+    MOST_READ_WITH_DRAFT,
     Commit,
     DraftBatch,
     DraftOrder,
@@ -30,9 +31,6 @@ from actors.protocol.messages import (
 
 _MOST_UNSENT = 64
 """Passes whose top tokens are kept for a drafter that gets no batch meanwhile."""
-
-MAX_UNREAD = 32
-"""Committed tokens that a drafter may have to read before a draft; more are read while the target works."""
 
 
 class SeparatePort(DrafterPort):
@@ -247,7 +245,7 @@ class SeparatePort(DrafterPort):
         if sequence.request_id not in self._outbox.known:
             return True
         policy = self._policy
-        if not policy.weighs_waiting or sequence.num_unread <= MAX_UNREAD:
+        if not policy.weighs_waiting or sequence.num_unread <= MOST_READ_WITH_DRAFT:
             return False
         return policy.mode is Mode.catch_up or policy.draft_length(sequence.request_id, sequence.most_per_round) > 0
 

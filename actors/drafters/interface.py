@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from parallel.runtime.decoder_runner import DecoderRunner
 
 
-MOST_WITH_DRAFT = 32
-"""Tokens of a text to read that are part of the price of a draft; more are counted apart."""
-
-
 @dataclass(slots=True, eq=False)
 class Context:
     """The text of one request as the draft role knows it. Drafters read it; only the role changes it.
@@ -314,7 +310,7 @@ class TimesReading(Protocol):
     """Decides itself which texts it reads, and when."""
 
     def reading_s(self) -> float:
-        """Seconds since the last call in which `propose` read more than `MOST_WITH_DRAFT` tokens of a text."""
+        """Seconds since the last call in which `propose` read more than `MOST_READ_WITH_DRAFT` tokens of a text."""
         ...
 
 

@@ -549,6 +549,9 @@ class Commit:
     settled_len: int | None = None
 
 
+MOST_READ_WITH_DRAFT = 32
+"""Tokens of a text that a drafter reads along with a draft, as a part of its price; a longer rest is read, and counted,
+apart."""
 FAR_REACH = 64
 """Tokens that a drafter whose previews stream works ahead of a proposal, while another one is worth it: those of all
 the verdicts that come until it hears of this one, and of the draft after them."""

@@ -11,9 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from actors.drafters.interface import MOST_WITH_DRAFT, Context, Drafter, FeatureRows
+from actors.drafters.interface import Context, Drafter, FeatureRows
 from actors.protocol.membership import Weights
-from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, LearningWork, Proposal, ProposalBatch
+from actors.protocol.messages import (
+    MOST_READ_WITH_DRAFT,
+    Commit,
+    DraftBatch,
+    DraftPreviewBatch,
+    LearningWork,
+    Proposal,
+    ProposalBatch,
+)
 
 if TYPE_CHECKING:
     from actors.drafters.draft_ahead.timing import DraftAheadTiming
@@ -260,7 +268,7 @@ class DraftRole:
         if prefills is None or self._capabilities.times_reading is not None:
             return 0.0
         missed = [
-            one for one in contexts if len(one.token_ids) - self._read_len.get(one.request_id, 0) > MOST_WITH_DRAFT
+            one for one in contexts if len(one.token_ids) - self._read_len.get(one.request_id, 0) > MOST_READ_WITH_DRAFT
         ]
         if not missed:
             return 0.0

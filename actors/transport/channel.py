@@ -54,12 +54,8 @@ LONGEST_OF_CLIENT = 1 << 20
 _MONITORS = itertools.count()
 _REFUSAL_POLL_MS = 20
 """ZeroMQ does not say when a socket has given its connection up: it is asked so often."""
-_SELECT_BELOW_S = 0.01
-"""ZeroMQ polls in milliseconds; below this timeout that is too coarse, so `select` waits on its descriptor."""
 _THREADS = {RANKS: 1, CLIENTS: 2}
 """The thread of ZeroMQ that serves each port, as a bit."""
-_FD_SETSIZE = 1024
-"""`select` cannot watch descriptors from this number on."""
 _NEAR_HUBS: dict[tuple[int, str], tuple[Exchange, Admission]] = {}
 """Hubs that threads of this process reach without a network, by process (a fork shares no thread) and address."""
 
@@ -122,7 +118,7 @@ class _Endpoint(Reader):
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return None
-            if left_s is not None and left_s < _SELECT_BELOW_S and max(descriptors) < _FD_SETSIZE:
+            if left_s is not None and left_s < codec.SELECT_BELOW_S and max(descriptors) < codec.FD_SETSIZE:
                 ready = select.select(descriptors, (), (), left_s)[0]
             else:
                 ready = [source for source, _ in zmq.zmq_poll(sources, -1 if left_s is None else ceil(left_s * 1e3))]

@@ -101,6 +101,10 @@ LINGER_MS = 200
 """How long `close` may still deliver: enough for a last record, too short to delay an exit."""
 RECONNECT_MS = 20
 """Time between two attempts of a link to reach a hub that is gone: its successor listens at the same address."""
+SELECT_BELOW_S = 0.01
+"""Polls, ZeroMQ's too, count milliseconds; below this timeout that is too coarse, so `select` waits."""
+FD_SETSIZE = 1024
+"""`select` cannot watch descriptors from this number on."""
 _WARN_EVERY_S = 5.0
 
 

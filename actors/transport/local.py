@@ -31,9 +31,6 @@ _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of a peer."""
 _CHUNK = 1 << 16
 _LONGEST_PATH = 107
-_FD_SETSIZE = 1024
-_SELECT_BELOW_S = 0.01
-"""`poll` counts milliseconds; below this timeout that is too coarse."""
 
 
 def socket_path(folder: str, address: str, hub: bytes) -> str | None:
@@ -339,7 +336,7 @@ class LocalLink(Reader):
 
 
 def _await_input(wire: socket.socket, timeout_s: float | None) -> None:
-    if timeout_s is not None and timeout_s < _SELECT_BELOW_S and wire.fileno() < _FD_SETSIZE:
+    if timeout_s is not None and timeout_s < codec.SELECT_BELOW_S and wire.fileno() < codec.FD_SETSIZE:
         select.select([wire], (), (), timeout_s)
         return
     poll = select.poll()

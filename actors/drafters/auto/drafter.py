@@ -33,10 +33,10 @@ from actors.drafters.auto.members import (
 )
 from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.width import Step
-from actors.drafters.interface import MOST_WITH_DRAFT, Context, Draft, DraftsByPass
+from actors.drafters.interface import Context, Draft, DraftsByPass
 from actors.policy.drafter_choice import NO_DRAFTER, DrafterChoice, Offer, RoundTimes
 from actors.policy.estimators import LinearFit
-from actors.protocol.messages import Commit, TokenTree
+from actors.protocol.messages import MOST_READ_WITH_DRAFT, Commit, TokenTree
 
 Picks = list[tuple[int, int]]
 """The number of a drafter and draft tokens, for each request."""
@@ -301,7 +301,7 @@ class AutoDrafter(Members):
         missed = [
             context
             for context in contexts
-            if self._read_len(number, context) < len(context.token_ids) - MOST_WITH_DRAFT
+            if self._read_len(number, context) < len(context.token_ids) - MOST_READ_WITH_DRAFT
         ]
         if not missed:
             return 0.0
@@ -355,7 +355,7 @@ class AutoDrafter(Members):
             longest, draft = min(budget, one.longest), shown.get(i)
             is_chain, depth, kind = one.is_chain, longest, (0, 0)
             unread = self._unread(i, context)
-            read_s = one.read_s.mean * unread if unread > MOST_WITH_DRAFT else 0.0
+            read_s = one.read_s.mean * unread if unread > MOST_READ_WITH_DRAFT else 0.0
             if draft is not None:
                 num_tokens = draft.tree.num_draft_tokens
                 if not num_tokens:
@@ -388,7 +388,7 @@ class AutoDrafter(Members):
             return UNMEASURED
         slope = rest.slope(0.0, _ROW_STIFFNESS)
         unread = [
-            [count for context in contexts if (count := self._unread(i, context)) <= MOST_WITH_DRAFT]
+            [count for context in contexts if (count := self._unread(i, context)) <= MOST_READ_WITH_DRAFT]
             for i in range(len(self.members))
         ]
         means = [sum(counts) / len(counts) if counts else 0.0 for counts in unread]
@@ -496,7 +496,7 @@ class AutoDrafter(Members):
 
 def _measure(member: Member, longest: int, unread: Sequence[int], seconds: float) -> None:
     """Drafts of at most `longest` tokens, behind so many tokens that were to be read, took so long."""
-    if late := [count for count in unread if count > MOST_WITH_DRAFT]:
+    if late := [count for count in unread if count > MOST_READ_WITH_DRAFT]:
         read_s = max(0.0, seconds - member.draft_s(longest, 0.0))
         member.read_s.update(read_s / sum(late), sum(late))
     else:
