@@ -184,7 +184,8 @@ class CoordinatorService:
             stop = self._serve(heartbeat)
             self._hub.send(self._clients.connected(), stop)
             for membership in self._memberships.values():
-                self._hub.send(membership.links(), stop)
+                links = membership.links()
+                self._hub.send([*links, *map(heart_of, links)], stop)
             return stop.reason
         finally:
             self._hub.serve_near(None)

@@ -1,7 +1,7 @@
 """A rank's heartbeats: what it works on, sent from a thread and a link of its own, however long a pass takes.
 
 The same thread receives recalls and orders of a bridge, which reach a rank here while its main thread waits inside a
-pass.
+pass; and the end of the session, after which there is no receiver of heartbeats.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from actors.protocol.membership import HEARTBEAT_S, Alive, Bridge, Recall
+from actors.protocol.membership import HEARTBEAT_S, Alive, Bridge, Recall, Stop
 from actors.transport.channel import AnyLink
 
 
 class Heartbeat:
-    """Sends `status()` every `HEARTBEAT_S` from construction to `stop`, which closes the link; passes each
-    order to `on_order`."""
+    """Sends `status()` every `HEARTBEAT_S` from construction to `stop` or a `Stop`, and closes the link then; passes
+    each order to `on_order`. `stop` waits for the end: without a `Stop` up to `HEARTBEAT_S`."""
 
     def __init__(self, link: AnyLink, status: Callable[[], Alive], on_order: Callable[[Recall | Bridge], None]) -> None:
         self._link = link
@@ -36,6 +36,8 @@ class Heartbeat:
             left_s = due - time.monotonic()
             if left_s > 0:
                 record = self._link.receive(left_s)
+                if isinstance(record, Stop):
+                    break
                 if isinstance(record, Recall | Bridge):
                     self._on_order(record)
                 continue

@@ -130,8 +130,13 @@ class CoordinatorWorker:
             self._store = _open_store("" if is_alone else host)
         return self._hub.address, self._hub.client_address
 
-    def run(self, spec: CoordinatorSpec, make_watches: Sequence[Callable[[], Watch]] = ()) -> str:
-        """Serve until `Stop`; returns its reason."""
+    def run(
+        self,
+        spec: CoordinatorSpec,
+        make_watches: Sequence[Callable[[], Watch]] = (),
+        bound: tuple[str, str] | None = None,  # noqa: ARG002 (where `bind` has failed, Ray ends this call with its error)
+    ) -> str:
+        """Serve until `Stop`; returns its reason. `bound` is what `bind` has returned."""
         from actors.coordinator.service import CoordinatorService  # for this process alone
 
         assert self._hub is not None, "bind() is called first"

@@ -62,10 +62,9 @@ class Backend(ABC):
         config, places = self._config, self._placements.values()
         return config.drafter.is_bridged(config.pipeline.name) or any(place.size > 1 for place in places)
 
-    @property
-    def draft_address(self) -> str:
-        """Where draft ranks connect, those that pools lend too."""
-        return self.address if self._relay is None else self._relay.address
+    def hub_address(self, role: str) -> str:
+        """Where ranks of this role connect, those that pools lend too."""
+        return self.address if role == "target" or self._relay is None else self._relay.address
 
     def _hub_host(self, default: str) -> str:
         """The address to listen at: `default`, unless that is this machine alone, and a draft pool on another one is to
@@ -131,7 +130,7 @@ class Backend(ABC):
 
     def _specify(self, place: RankPlacement, host: str, eos_token_ids: tuple[int, ...]) -> RankSpec:
         """What the rank needs to start, kept for its successors."""
-        address = self.address if place.role == "target" else self.draft_address
+        address = self.hub_address(place.role)
         part = sharing(self._config, self.places, place)
         spec = rank_spec(self._config, place, address, host, eos_token_ids, self.keys.of(place.identity), part)
         self._specs[place.identity] = spec

@@ -301,7 +301,7 @@ class DraftLease:
         def order(seat: int) -> LeaseOrder:
             key = backend.keys.of(ranks[seat])
             wanted = terms, vocab_size, longest, config.drafter.num_draft_tokens
-            return LeaseOrder(1, backend.draft_address, key.hub, *wanted, key.private, seat)
+            return LeaseOrder(1, backend.hub_address("draft"), key.hub, *wanted, key.private, seat)
 
         pools = [self._pools[seat :: len(ranks)] for seat in range(len(ranks))]
         for seat, rank in enumerate(ranks):

@@ -149,7 +149,7 @@ class RayBackend(Backend):
         except RayTaskError as error:
             field = "" if "cluster.interface" in str(error.cause) else f"cluster.port={cluster.port}: "
             raise ValueError(f"{field}{error.cause}") from error
-        self._actors.run("coordinator", coordinator, self._watches)
+        self._actors.run("coordinator", coordinator, self._watches, bound)
         self._open_relay()
         for place in places:
             spec = self._specify(place, self._host, coordinator.eos_token_ids)
@@ -172,7 +172,7 @@ class RayBackend(Backend):
             self._replace_coordinator(incarnation)
             return
         place, spec = self._placements[identity], self._specs[identity].successor(incarnation, facts)
-        address = spec.hub_address if self._relay is not None else self.address
+        address = self.hub_address(place.role)
         spec = replace(spec, hub_address=address, device=place.device, num_threads=place.num_threads)
         self._create_rank(identity, incarnation)
         self._actors.run(identity, spec, self._config.cluster.interface)
@@ -226,13 +226,12 @@ class RayBackend(Backend):
             ports = tuple([int(address.rpartition(":")[2]) for address in (self.address, self.client_address)])
             host = self.address.removeprefix("tcp://").rpartition(":")[0]
             options = self.keys, self._needs_store, cluster.interface, _PORT_PATIENCE_S
-            actor.bind.remote(host, ports, *options, is_alone=self._is_alone)
+            bound = actor.bind.remote(host, ports, *options, is_alone=self._is_alone)
         else:
             bound = actor.bind.remote(self._host, (0, cluster.port), self.keys, self._needs_store, cluster.interface)
             self.address, self.client_address = ray.get(bound, timeout=cluster.startup_timeout_s)
-        self._actors.run(
-            "coordinator", replace(self._coordinator, incarnation=incarnation, weights=self.weights), self._watches
-        )
+        successor = replace(self._coordinator, incarnation=incarnation, weights=self.weights)
+        self._actors.run("coordinator", successor, self._watches, bound)
 
     def _leave_lost_node(self, identity: str) -> None:
         """If the node of this rank is gone, reserve devices elsewhere; raises NoRoom while there are none."""

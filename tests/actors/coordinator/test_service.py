@@ -32,7 +32,7 @@ from actors.protocol.messages import (
     VerifyBatch,
     WeightsUpdated,
 )
-from actors.transport.channel import CODEC
+from actors.transport.channel import CODEC, heart_of
 from tests.actors.service_harness import FACTS, WAIT_S, link_to
 
 
@@ -253,10 +253,13 @@ def test_a_successor_gathers_whom_it_hears_and_serves_without_a_drafter(open_sta
 
 
 def test_stop_ends_everyone(open_stage):
+    """Heartbeats too, before the next one is due."""
     stage = open_stage(target_ranks=2)
+    heart = stage.links["heart"] = link_to(stage.hub.address, heart_of("target-0#0"), keeps="newest")
+    heart.send(Alive("target", 0, 0, 7))
     stage.get_ready()
     stage.send(CLIENT, Stop("closed"))
-    assert [stage.receive(name) for name in (*stage.ranks, CLIENT)] == [Stop("closed")] * 4
+    assert [stage.receive(name) for name in (*stage.ranks, CLIENT, "heart")] == [Stop("closed")] * 5
     stage.thread.join(WAIT_S)
     assert stage.ended == ["closed"]
 

@@ -59,12 +59,12 @@ def test_orders_are_passed_on_and_delay_no_beat(line):
     heard = queue.Queue()
     heart = Heartbeat(line, lambda: STATUS, heard.put)
     orders = [Recall(4), Bridge(2, ("127.0.0.1", 1)), Recall(5)]
-    for record in (Join(9, 0), orders[0], Stop(), *orders[1:]):
+    for record in (Join(9, 0), orders[0], Join(9, 0), *orders[1:]):
         line.to_rank.put(record)
     assert [heard.get(timeout=20) for _ in orders] == orders
     end = threading.Event()
     flood = threading.Thread(
-        target=lambda: [line.to_rank.put(Stop()) or end.wait(0.001) for _ in iter(end.is_set, True)]
+        target=lambda: [line.to_rank.put(Join(9, 0)) or end.wait(0.001) for _ in iter(end.is_set, True)]
     )
     flood.start()
     beats = [line.to_hub.get(timeout=20) for _ in range(3)]
@@ -82,3 +82,11 @@ def test_nothing_is_sent_after_the_stop(line):
         line.to_hub.get()
     time.sleep(0.08)
     assert line.to_hub.empty()
+
+
+def test_the_end_of_the_session_ends_it_before_the_next_beat(line, monkeypatch):
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 1e6)
+    heart = Heartbeat(line, lambda: STATUS, lambda _: None)
+    line.to_rank.put(Stop())
+    heart.stop()
+    assert line.closed_by == "heart-draft-1" and line.to_hub.empty()

@@ -414,7 +414,7 @@ def test_a_delayed_line_delays_the_records_of_a_pool(open_engine, open_pool):
     pool = open_pool()
     engine = open_engine(lent(pool), cluster=ClusterConfig(ClusterName.inprocess, link_delay_ms=1), **sections())
     (tenant,) = _tenants(pool.pool._service)
-    assert tenant.order.hub_address == engine._backend.draft_address != engine._backend.address
+    assert tenant.order.hub_address == engine._backend.hub_address("draft") != engine._backend.address
     assert accepted(engine) > 0
 
 

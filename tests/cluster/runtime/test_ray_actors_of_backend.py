@@ -166,8 +166,9 @@ def test_a_start_creates_all_actors_before_it_waits_for_the_address(fake, starte
             "ib0",
         )
         assert spec.key == started.keys.of(place.identity) and spec.eos_token_ids == (2,)
-    spec, watches = log["run", "coordinator"]
+    spec, watches, bound = log["run", "coordinator"]
     assert (spec.target_ranks, spec.draft_ranks, spec.incarnation) == (2, 1, 0) and len(watches) == 1
+    assert bound == "bound", "who cannot listen cannot serve"
 
 
 def test_a_port_that_is_taken_is_named_with_its_option(fake, monkeypatch):
@@ -199,8 +200,9 @@ def test_a_coordinator_is_replaced_at_its_addresses(fake, started):
     fake.addresses = "tcp://never:1", "tcp://asked:2"
     started.replace("coordinator", 3, {})
     assert [entry for entry in fake.log if entry[0] == "get"] == [], "nothing waits for it"
-    (_, _, name, *_), bound, (_, identity, spec, _) = fake.of("create", "bind", "run")
-    assert name == "coordinator#3" and bound[1:] == ("10.0.0.1", (70, 71), started.keys, True, "ib0", 10.0)
+    (_, _, name, *_), bind, (_, identity, spec, _, bound) = fake.of("create", "bind", "run")
+    assert name == "coordinator#3" and bound == "bound"
+    assert bind[1:] == ("10.0.0.1", (70, 71), started.keys, True, "ib0", 10.0)
     assert identity == "coordinator" and spec.incarnation == 3
     assert (started.address, started.client_address) == ADDRESSES
 

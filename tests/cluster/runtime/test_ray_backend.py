@@ -8,6 +8,7 @@ import queue
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -29,12 +30,15 @@ from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.pool.config import PoolDrafterConfig
 from actors.options import PipelineConfig, PipelineName, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.sampling_params import SamplingParams
+from actors.transport.keys import SECRET_BYTES, HubKeys
 from actors.worker import openmp
 from actors.worker.actor_group import ActorGroup
+from actors.worker.ray_actors import CoordinatorActor
 from cluster.config.jobs import GenerateConfig, PoolConfig
 from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig
 from cluster.engine import Engine, EngineError
 from cluster.placement.ranks import Devices, lay_out
+from cluster.runtime.backend import coordinator_spec
 from tests.cluster.engine.test_clients import GREEDY, exchange, tokens_of
 from tests.cluster.engine.test_clients import PROMPTS as CLIENT_PROMPTS
 
@@ -486,3 +490,17 @@ def test_a_group_ends_although_an_actor_of_it_was_killed_a_moment_ago(running_ra
     group.kill("target-0")
     group.close(graceful=True)
     assert not ray.util.list_named_actors(all_namespaces=True)
+
+
+def test_a_coordinator_that_cannot_listen_says_so_as_it_ends(running_ray, launch):
+    """A successor may find the port of its predecessor taken by another process."""
+    spec = coordinator_spec(launch(), lay_out(launch(), Devices((0, 1), 0)), ())
+    group = ActorGroup()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        actor = group.create("coordinator", "coordinator#deaf", CoordinatorActor)
+        bound = actor.bind.remote("127.0.0.1", (port, 0), HubKeys(bytes(SECRET_BYTES)), False)
+        group.run("coordinator", spec, [], bound)
+        (death,) = group.deaths(WAIT_S)
+    group.close(graceful=False)
+    assert f"cannot listen on tcp://127.0.0.1:{port}" in str(death)
