@@ -1,8 +1,9 @@
 """`drafter=routed`: several draft models in one role, each of which drafts for the requests that it is given.
 
-The router gives a request to a member by its prompt; a request that names a member gets that one. Only that member
-reads the text and, if it learns, learns from it, so that each becomes the drafter of its own kind of text (Online
-Speculative Decoding, arXiv 2310.07177, which routes by topic). Knows drafters by their contract only.
+The router gives a request to a member by its prompt, once all of it is there: on ranks of its own a drafter is sent a
+long one in chunks. A request that names a member gets that one. Only that member reads the text and, if it learns,
+learns from it, so that each becomes the drafter of its own kind of text (Online Speculative Decoding, arXiv 2310.07177,
+which routes by topic). Knows drafters by their contract only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class RoutedDrafter(Members):
     """Hands each call on to the member of its request."""
 
     def __init__(self, members: Sequence[Member], router: PromptRouter) -> None:
-        self._member_of: dict[int, int] = {}  # by request
+        self._member_of: dict[int, int] = {}  # by request; none yet while its prompt arrives
         super().__init__(members, RoutedAhead(members, self._member_of))
         able = [one.drafter.capabilities.learns for one in members]
         learning = [one for one in able if one is not None]
@@ -37,8 +38,12 @@ class RoutedDrafter(Members):
 
     def open(self, context: Context) -> None:
         names = [one.name for one in self.members]
-        named = context.drafter is not None and context.drafter in names
-        number = names.index(context.drafter or "") if named else self._router.route(context.prompt)
+        if context.drafter is not None and context.drafter in names:
+            self._give(context, names.index(context.drafter))
+        elif len(context.token_ids) >= context.prompt_len:
+            self._give(context, self._router.route(context.prompt))
+
+    def _give(self, context: Context, number: int) -> None:
         self._member_of[context.request_id] = number
         self.members[number].drafter.open(context)
 
@@ -56,15 +61,17 @@ class RoutedDrafter(Members):
             found = one.drafter.propose([contexts[row] for row in rows], asked)
             self._count(number, found, time.monotonic() - started)
             drafts |= {row: named_parts(one.name, draft) for row, draft in zip(rows, found, strict=True)}
-        return [drafts[row] for row in range(len(contexts))]
+        return [drafts.get(row) or Draft.nothing(context) for row, context in enumerate(contexts)]
 
     def observe(self, context: Context, commit: Commit) -> None:
-        number = self._member_of[context.request_id]
+        if (number := self._member_of.get(context.request_id)) is None:
+            return  # of its prompt
         self._count_accepted(number, commit)
         self.members[number].drafter.observe(context, commit)
 
     def release(self, request_id: int) -> None:
-        self.members[self._member_of.pop(request_id)].drafter.release(request_id)
+        if (number := self._member_of.pop(request_id, None)) is not None:
+            self.members[number].drafter.release(request_id)
 
     # --- what members can do besides ----------------------------------------------------------------------------------
 
@@ -74,9 +81,13 @@ class RoutedDrafter(Members):
         sends.prefetched(context, budget, tree)
 
     def _by_member(self, contexts: Sequence[Context]) -> Iterable[tuple[int, list[int]]]:
-        """(member, indices of its requests)."""
-        numbers = [self._member_of[context.request_id] for context in contexts]
-        return [(number, [row for row, own in enumerate(numbers) if own == number]) for number in sorted({*numbers})]
+        """(member, indices of its requests), of those whose prompts are there."""
+        for context in contexts:
+            if context.request_id not in self._member_of:
+                self.open(context)
+        numbers = [self._member_of.get(context.request_id) for context in contexts]
+        given = sorted({number for number in numbers if number is not None})
+        return [(number, [row for row, own in enumerate(numbers) if own == number]) for number in given]
 
 
 class RoutedAhead(MembersAhead):
@@ -87,8 +98,8 @@ class RoutedAhead(MembersAhead):
         self._member_of = member_of
 
     def prepared_by(self, context: Context) -> int | None:
-        number = self._member_of[context.request_id]
-        ahead = self._ahead.get(number)
+        number = self._member_of.get(context.request_id)
+        ahead = self._ahead.get(number) if number is not None else None
         return number if ahead is not None and ahead.prepared(context) else None
 
 

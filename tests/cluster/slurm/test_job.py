@@ -96,7 +96,7 @@ def test_a_requeued_job_goes_on_and_a_cancelled_one_leaves_nothing(cluster: Slur
     job = cluster.submit(*options, *overrides, "sampling.max_tokens=400", "job.concurrency=1")
     run_dir = cluster.directory / "outputs" / "slurm" / str(job)
     cluster.wait_for(job, lambda: lines_of(run_dir))
-    assert niceness_of_ranks(cluster) == {0}
+    assert niceness_of_ranks(cluster) == {os.nice(0)}
     cluster.ask("scontrol", "requeue", job)
     cluster.wait_for(job, lambda: cluster.state(job) == "PENDING")
     first, before = json.loads((run_dir / "report.json").read_text()), lines_of(run_dir)
@@ -106,7 +106,7 @@ def test_a_requeued_job_goes_on_and_a_cancelled_one_leaves_nothing(cluster: Slur
     if starts_again:
         cluster.ask("scontrol", "update", f"JobId={job}", "NumCPUs=4", "CPUsPerTask=2", "StartTime=now")
         cluster.wait_for(job, lambda: len(lines_of(run_dir)) > len(before) and (run_dir / "ray-symmetric.log").exists())
-        assert niceness_of_ranks(cluster) == {0}
+        assert niceness_of_ranks(cluster) == {os.nice(0)}
     cluster.ask("scancel", job)
     cluster.wait_for(job, lambda: cluster.is_over(job))
     report, lines = json.loads((run_dir / "report.json").read_text()), lines_of(run_dir)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from actors.drafters.interface import Context
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.online import learner as learner_module
 from actors.drafters.online import windows as windows_module
@@ -14,7 +15,8 @@ from actors.drafters.online.idle_time import IdleTime
 from actors.drafters.routed.config import RoutedDrafterConfig
 from actors.drafters.routed.drafter import MembersLearning
 from actors.drafters.routed.router import PromptRouter
-from actors.protocol.messages import LearningWork
+from actors.protocol.messages import Commit, LearningWork
+from actors.protocol.sampling_params import SamplingParams
 from cluster.config.compose import load_config
 
 ONLINE = ModelDrafterConfig(num_draft_tokens=5, kv_slots=4096, online=True, online_rate=3e-3)
@@ -98,6 +100,36 @@ def test_a_request_gets_the_member_that_it_names(open_room, make_requests, by_fi
     requests = make_requests(4, max_tokens=12)
     room = open_room(ROUTED).serve([replace(one, drafter="1-model") for one in requests])
     assert set(room.stats.levels) == {"1-model"}
+
+
+def test_a_long_prompt_that_comes_in_chunks_is_routed_by_all_of_it(open_room, monkeypatch):
+    """As a drafter on ranks of its own is sent it; one that names its member is read by that as it comes."""
+    asked: list[list[int]] = []
+    monkeypatch.setattr(PromptRouter, "route", lambda self, token_ids: asked.append(token_ids) or 1)
+    drafter, prompt = open_room(ROUTED).draft.drafter, list(range(2, 42))
+    sampling = SamplingParams(max_tokens=9)
+    contexts = [
+        Context(number, 0, prompt[:16], 40, sampling, drafter=name) for number, name in ((0, None), (1, "0-model"))
+    ]
+    read = [one.drafter.runner.cached_len for one in drafter.members]
+    for context in contexts:
+        drafter.open(context)
+    for chunk in (prompt[16:32], prompt[32:]):
+        drafter.prefill(contexts)
+        assert not asked and read[0](1) == len(contexts[1].token_ids) - 1
+        assert [draft.tree.num_draft_tokens for draft in drafter.propose(contexts[:1], [3])] == [0]
+        for context in contexts:
+            drafter.observe(context, Commit(context.request_id, 0, len(context.token_ids), (), tuple(chunk)))
+            context.extend(chunk)
+    drafter.prefill(contexts)
+    assert asked == [prompt] and read[1](0) == read[0](1) == len(prompt) - 1
+    assert all(draft.tree.num_draft_tokens for draft in drafter.propose(contexts, [3, 3]))
+    assert asked == [prompt], "once"
+    early = Context(2, 0, prompt[:16], 40, sampling)
+    drafter.open(early)
+    for number in range(3):
+        drafter.release(number)
+    assert asked == [prompt], "one that ends while its prompt comes is not routed"
 
 
 class Learning:
