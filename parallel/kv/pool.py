@@ -17,11 +17,13 @@ One that is opened with its text borrows the rows of the longest beginning of it
 whose text may begin with them. Rows that no open sequence has are free for `reserve`, which takes them from the tree.
 
 Slots are allocated so that a sequence stays one contiguous run as long as possible: it continues after its last row;
-otherwise a run starts in the middle of the largest gap, which leaves room for the sequence before the gap.
+otherwise a run starts in the middle of the largest gap, which leaves room for the sequence before the gap. Gaps are
+looked for among all slots only when many were freed since, so that a run costs what is asked for, not what there is.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import mmap
 from collections.abc import Hashable, Sequence
@@ -35,6 +37,10 @@ SeqId = Hashable
 FP8 = torch.float8_e4m3fn
 _LARGEST_FP8 = torch.finfo(FP8).max
 _ROOM = np.zeros(64, dtype=np.int64)
+_SLOTS_PER_FREED = 64
+"""Slots that may be searched for gaps for each one that was freed."""
+_MOST_GAPS = 256
+"""Gaps that a search finds; once they are used up, the next one follows."""
 
 
 class _SlotTable:
@@ -163,6 +169,8 @@ class KVPool:
         self.scratch_slot = num_slots
         self.num_free = num_slots
         self._free = bytearray(b"\x01" * num_slots)
+        self._gaps = [(-num_slots, 0)]  # a heap: length, negative, and start; their first slots may be taken by now
+        self._num_freed = 0  # slots, since gaps were looked for
         self._tables: dict[SeqId, _SlotTable] = {}
         self._tree = PrefixTree()
 
@@ -254,10 +262,8 @@ class KVPool:
         table = self._tables[seq_id]
         first = table.num_rows
         last_slot = int(table.slots[first - 1]) if first else None
-        for run in self._choose(num_rows, last_slot):
+        for run in self._take(num_rows, last_slot):
             table.append(run)
-            self._free[run.start : run.stop] = bytes(len(run))
-        self.num_free -= num_rows
         return table.slots[first : table.num_rows]
 
     def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
@@ -416,26 +422,51 @@ class KVPool:
         if len(slots):
             np.frombuffer(self._free, dtype=np.uint8)[slots] = 1
             self.num_free += len(slots)
+            self._num_freed += len(slots)
 
-    def _choose(self, num_rows: int, last_slot: int | None) -> list[range]:
-        """Free runs of `num_rows` slots in all, for rows that follow `last_slot`."""
+    def _take(self, num_rows: int, last_slot: int | None) -> list[range]:
+        """Runs of free slots, `num_rows` in all, for rows that follow `last_slot`; they are free no longer."""
+        self.num_free -= num_rows
         if last_slot is not None:
             start, stop = last_slot + 1, last_slot + 1 + num_rows
             if stop <= self.num_slots and 0 not in self._free[start:stop]:
+                self._free[start:stop] = bytes(num_rows)
                 return [range(start, stop)]
-        edges = np.flatnonzero(np.diff(np.frombuffer(b"\x00" + self._free + b"\x00", dtype=np.int8)))
-        starts, lengths = edges[::2], edges[1::2] - edges[::2]
-        largest = int(lengths.argmax())
-        room = int(lengths[largest]) - num_rows
-        if room >= 0:
-            # start in the middle of a gap that follows another sequence, so that both can grow
-            start = int(starts[largest]) + (room // 2 if starts[largest] else 0)
-            return [range(start, start + num_rows)]
+        if self._num_freed * _SLOTS_PER_FREED >= self.num_slots:
+            self._find_gaps()
         runs = []
-        for gap in np.argsort(-lengths).tolist():
-            start, length = int(starts[gap]), min(int(lengths[gap]), num_rows)
-            runs.append(range(start, start + length))
-            num_rows -= length
-            if num_rows == 0:
-                break
+        while num_rows:
+            gap = self._take_largest_gap()
+            # start in the middle of a gap that follows another sequence, so that both can grow
+            before = max(0, len(gap) - num_rows) // 2 if gap.start else 0
+            run = gap[before : before + num_rows]
+            self._free[run.start : run.stop] = bytes(len(run))
+            for rest in (range(gap.start, run.start), range(run.stop, gap.stop)):
+                if rest:
+                    heapq.heappush(self._gaps, (-len(rest), rest.start))
+            runs.append(run)
+            num_rows -= len(run)
         return runs
+
+    def _take_largest_gap(self) -> range:
+        """The largest of the gaps that are known, which is known no longer."""
+        while True:
+            if not self._gaps:
+                self._find_gaps()
+            length, start = heapq.heappop(self._gaps)
+            gap = range(self._free.rfind(0, start, start - length) + 1 or start, start - length)
+            if len(gap) == -length:
+                return gap
+            if gap:
+                heapq.heappush(self._gaps, (-len(gap), gap.start))
+
+    def _find_gaps(self) -> None:
+        """Look at all slots, and know the largest gaps."""
+        edges = np.flatnonzero(np.diff(np.frombuffer(b"\x00" + self._free + b"\x00", dtype=np.int8)))
+        starts, lengths = edges[::2], edges[::2] - edges[1::2]
+        if len(starts) > _MOST_GAPS:
+            largest = np.argpartition(lengths, _MOST_GAPS)[:_MOST_GAPS]
+            starts, lengths = starts[largest], lengths[largest]
+        self._gaps = [*zip(lengths.tolist(), starts.tolist(), strict=True)]
+        heapq.heapify(self._gaps)
+        self._num_freed = 0

@@ -114,6 +114,41 @@ PoolMachine.TestCase.settings = settings(max_examples=examples(60), stateful_ste
 TestPool = PoolMachine.TestCase
 
 
+class RareSearches(PoolMachine):
+    """The same where gaps are looked for once those that are known are used up, as in a large pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr("parallel.kv.pool._SLOTS_PER_FREED", 0)
+        self._patch.setattr("parallel.kv.pool._MOST_GAPS", 3)
+
+    def teardown(self) -> None:
+        self._patch.undo()
+
+
+TestRareSearches = RareSearches.TestCase
+TestRareSearches.settings = TestPool.settings
+
+
+def test_a_pool_in_pieces_is_not_searched_for_every_row(monkeypatch):
+    """1024 gaps of a slot each, taken one by one."""
+    pool, searches = make_pool(2048), []
+    find = KVPool._find_gaps
+    monkeypatch.setattr(KVPool, "_find_gaps", lambda pool: searches.append(pool.num_free) or find(pool))
+    for number in range(2048):
+        pool.open(number)
+        pool.reserve(number, 1)
+    for number in range(0, 2048, 2):
+        pool.close(number)
+    assert pool.num_free == 1024 and len(searches) <= 1
+    for number in range(0, 2048, 2):
+        pool.open(number)
+        pool.reserve(number, 1)
+    pool.check()
+    assert len(searches) <= 1 + 1024 / 256 + 1, "one for what was freed, and one for every 256 gaps"
+
+
 def test_a_cut_chain_stays_one_run():
     pool = make_pool()
     pool.open("a")
