@@ -7,8 +7,10 @@ import time
 
 import pytest
 
-GRACE_S = 5.0
-"""Seconds in which a thread that was meeting a peer ends: it gets an error when the coordinator's store is gone."""
+from actors.roles.bridge import MEETING_S
+
+GRACE_S = MEETING_S + 5.0
+"""Seconds in which a thread that was meeting a peer ends: no other way of meeting takes longer, and none is cut short."""
 
 
 @pytest.fixture
