@@ -10,7 +10,7 @@ import pytest
 from actors.roles.bridge import MEETING_S
 
 GRACE_S = MEETING_S + 5.0
-"""Seconds in which a thread that was meeting a peer ends: no other way of meeting takes longer, and none is cut short."""
+"""Seconds in which a thread that was meeting a peer ends: no other meeting takes longer, and none is cut short."""
 
 
 @pytest.fixture

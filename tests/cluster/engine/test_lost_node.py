@@ -123,8 +123,8 @@ def test_a_target_and_its_coordinator_go_where_there_is_room_and_end_with_a_line
     said = until(answers, expected, lambda said: "error" in said)
     assert said["error"].startswith(
         f"target-0: node {third.address} is gone; needed elsewhere: 1 core, there is no other node it may use; start "
-        "Ray there again or on another node or allow more nodes with placement.nodes; gave up after 15 s: to wait longer, "
-        "raise cluster.wait_s"
+        "Ray there again or on another node or allow more nodes with placement.nodes; gave up after 15 s: to wait "
+        "longer, raise cluster.wait_s"
     )
     answers.close()
 
