@@ -21,6 +21,7 @@ from pathlib import Path
 
 from actors.protocol.membership import ClientKeys
 from actors.transport.keys import CLIENTS, SECRET_BYTES, LinkKey
+from parallel.whole_files import WriteError, naming
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class ClientFile:
 
     def create(self, first: LinkKey) -> Path:
         """Create the folder with the engine's first client; returns the file of its key."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        with naming(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
         self._write(first.hub, {_name(first): first.public})
         return write_privately(self._directory / "secret", first.text)
 
@@ -133,10 +135,11 @@ def _name(key: LinkKey) -> str:
 
 
 def write_privately(file: Path, text: str) -> Path:
-    """A new file that its owner alone can read."""
-    file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as writer:
-        writer.write(text)
+    """A new file that its owner alone can read. WriteError, one line, if it cannot be written."""
+    with naming(file):
+        file.unlink(missing_ok=True)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as writer:
+            writer.write(text)
     return file
 
 
@@ -159,5 +162,5 @@ def main(arguments: list[str]) -> str:
 if __name__ == "__main__":
     try:
         sys.stdout.write(f"{main(sys.argv[1:])}\n")
-    except ValueError as failure:
+    except (ValueError, WriteError) as failure:
         sys.exit(str(failure))

@@ -7,13 +7,17 @@ without Hydra. It must not know what a job does, and imports nothing heavy befor
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib
+import io
 import logging
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -54,6 +58,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     dump_stacks_on_signal()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a character that a locale lacks ends no run
     logging.raiseExceptions = False  # a full disk is one line of what has to be written, not a trace for each log line
     try:
         keys = _keys_to_explain(sys.argv[1:])
@@ -74,7 +80,8 @@ def main() -> None:
     except OSError as error:
         if shows_tracebacks:
             raise
-        remedy = "; choose another place with hydra.run.dir=DIR" if error.filename else ""
+        is_of_place = error.filename or error.errno == errno.ENOSPC  # Hydra has not named what it wrote
+        remedy = "; choose another place with hydra.run.dir=DIR" if is_of_place else ""
         codes.append(_fail(f"error: {error}{remedy}", FAILURE))
     sys.exit(max(codes))
 
@@ -107,13 +114,14 @@ def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
             raise
         return _fail(f"error: {describe(error)}", USER_ERROR)
     try:
-        _run(config, run_dir)
+        with _claimed(run_dir):
+            _run(config, run_dir)
     except Exception as error:
         if shows_tracebacks:
             raise
         trace = run_dir / "traceback.txt"
         try:
-            trace.write_text(traceback.format_exc())
+            trace.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
             place = f"the traceback is in {trace}"
         except OSError as obstacle:
             place = f"{trace} cannot be written ({obstacle.strerror})"
@@ -121,6 +129,25 @@ def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
             return _fail(f"error: {describe(error)}", USER_ERROR if isinstance(error, ValueError) else FAILURE)
         return _fail(f"error: {type(error).__name__}: {describe(error)}; {place}", FAILURE)
     return SUCCESS
+
+
+@contextmanager
+def _claimed(run_dir: Path) -> Iterator[None]:
+    """Keep other runs out of the folder, whose files they would replace; ValueError if one is there. A file system that
+    knows no locks for folders, as some over a network, keeps none out."""
+    folder = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        remedy = "choose another folder, or wait until it has ended"
+        raise ValueError(f"hydra.run.dir={run_dir}: another run writes there; {remedy}") from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(folder)
 
 
 def _run(config: LaunchConfig, run_dir: Path) -> None:

@@ -42,10 +42,23 @@ _ENVIRONMENT = {
     "RAY_metrics_report_interval_ms": "2000",  # Ray's 10 s are long beside a short run
 }
 """Values of variables that the user has not set: Ray's own defaults depend on what ran before on this host."""
+_SHARED_MEMORY = "/dev/shm"
+"""Where Ray keeps its objects."""
 _PORT_PATIENCE_S = 10.0
 """How long the port of a dead coordinator may stay taken."""
 _RESERVE_S = 5.0
 """Limit for reserving devices that were free a moment ago."""
+
+
+def _remedy(reason: str) -> str:
+    """What may let Ray start on this machine."""
+    if "AF_UNIX" in reason:
+        remedy = "let RAY_TMPDIR, or TMPDIR, name a folder with a shorter path"
+    elif not os.access(_SHARED_MEMORY, os.W_OK):
+        remedy = f"make {_SHARED_MEMORY} writable"
+    else:
+        remedy = "start again when the machine is less busy"
+    return f"{remedy}, or use cluster=inprocess"
 
 
 class RayBackend(Backend):
@@ -91,8 +104,7 @@ class RayBackend(Backend):
         except Exception as error:  # Ray raises bare Exception where its own processes are late
             line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             if self._is_local:
-                remedy = "start again when the machine is less busy, or use cluster=inprocess"
-                raise ValueError(f"cluster=local: Ray did not start ({line}); {remedy}") from error
+                raise ValueError(f"cluster=local: Ray did not start ({line}); {_remedy(line)}") from error
             raise ValueError(f"cluster.address: Ray cannot be reached or started ({line}); see `ray status`") from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's handler would end the process before its results are written

@@ -30,7 +30,12 @@ class LocalRay:
     """Settles, until `close`, how this process starts Ray. A token or mode in the user's environment has precedence."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="specdec-", dir=os.environ.get(FOLDER)))
+        """Raises ValueError if there is no place for the folder."""
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="specdec-", dir=os.environ.get(FOLDER)))
+        except OSError as error:
+            remedy = f"let {FOLDER} name a folder that you can write, or use cluster=inprocess"
+            raise ValueError(f"cluster=local: Ray has no place for its files ({error}); {remedy}") from error
         self._guard = subprocess.Popen(
             [sys.executable, "-P", __file__, str(self._folder)],
             stdin=subprocess.PIPE,

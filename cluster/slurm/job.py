@@ -56,7 +56,12 @@ def main() -> None:
     if dry_run:
         sys.stdout.write(plan.describe() + "\n")
         sys.exit(0)
-    sys.exit(Job(plan, run_dir, allocation).run())
+    try:
+        code = Job(plan, run_dir, allocation).run()
+    except OSError as error:
+        sys.stderr.write(f"error: {error}; choose another place with hydra.run.dir=DIR\n")
+        sys.exit(1)
+    sys.exit(code)
 
 
 def _check_host(allocation: Allocation) -> None:
@@ -74,7 +79,7 @@ def run_directory(allocation: Allocation, overrides: Sequence[str]) -> Path:
     for override in overrides:
         name, _, value = override.partition("=")
         if name == "hydra.run.dir" and "${" not in value:
-            return Path(value).absolute()
+            return Path(value.strip("\"'")).absolute()
     return Path.cwd() / "outputs" / "slurm" / str(allocation.job_id)
 
 

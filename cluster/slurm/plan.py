@@ -144,7 +144,8 @@ def make_plan(
     options = [word for word in overrides if not _is_override(word)]  # such as `-m`, which must come first
     overrides = [word for word in overrides if _is_override(word)]
     launch = [python, "-P", "-m", "cluster.launch", *options, "cluster=slurm", f"cluster.address={head_address}"]
-    launch += [f"cluster.nodes={len(allocation.nodes)}", f"hydra.run.dir={run_dir}", f"hydra.sweep.dir={run_dir}"]
+    directory = _value(run_dir)
+    launch += [f"cluster.nodes={len(allocation.nodes)}", f"hydra.run.dir={directory}", f"hydra.sweep.dir={directory}"]
     launch += ["job.resume=true"] * resumes + _nodes_of_roles(allocation, addresses, overrides) + overrides
     ray = str(PurePath(python).with_name("ray"))
     options = [f"--dashboard-agent-listen-port={agent_port}", "--min-worker-port=0", "--max-worker-port=0"]
@@ -197,6 +198,11 @@ def _until_stopped(command: str, ends_it: str) -> str:
     """
     traps = f"set -m; trap : TERM; trap '{ends_it}' {STOP.name.removeprefix('SIG')}"
     return f"{traps}; {command} & ray=$!; while kill -0 $ray; do wait $ray; done 2>/dev/null"
+
+
+def _value(text: str) -> str:
+    """The text as Hydra takes it for a value: quoted, if it has characters that mean something there."""
+    return text if re.fullmatch(r"[\w./:+@~-]*", text) else '"' + text.replace('"', '\\"') + '"'
 
 
 def _is_override(word: str) -> bool:

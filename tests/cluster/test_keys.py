@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from actors.transport.keys import HubKeys, LinkKey
 from cluster import keys
 from cluster.engine import Engine, EngineError, connect
 from cluster.keys import ClientFile, ClientFileWatch, main
+from parallel.whole_files import WriteError
 
 FIRST = HubKeys(bytes(32)).of("client:default")
 
@@ -142,3 +144,14 @@ def test_clients_of_a_running_engine_are_added_and_taken_away(open_engine, tmp_p
             assert first.generate(["x"])[0].token_ids == plain
         alice.close()
     assert not list(logs.glob("secret*")) and not (logs / "clients").exists()
+
+
+def test_a_full_disk_is_one_line(file, monkeypatch):
+    """An engine writes keys before anything else of its run."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(keys.os, "open", full)
+    with pytest.raises(WriteError, match=r"secret-carol: cannot be written \(No space left on device\); free space"):
+        file.add("carol")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import os
 import re
@@ -26,6 +27,7 @@ from cluster import launch, pocket
 from cluster.config.compose import load_config
 from cluster.config.jobs import TrainConfig
 from cluster.config.schema import CHOICES, LaunchConfig
+from cluster.io.console import Terminal
 from parallel.whole_files import append_text
 
 ROOT = Path(launch.__file__).parents[1]
@@ -202,6 +204,23 @@ def test_a_defect_leaves_its_traceback_in_the_run_directory(launched, tmp_path: 
         [f"error: ZeroDivisionError: division by zero; the traceback is in {trace}"],
     )
     assert "lambda config" in trace.read_text()
+
+
+def test_a_second_run_in_a_folder_is_refused_while_the_first_is_there(launched, tmp_path: Path):
+    """It would replace the other's results, and delete the keys of its clients."""
+    run_dir, began = tmp_path / "run", list[int]()
+    run_dir.mkdir()
+    with launch._claimed(run_dir):
+        line = f"error: hydra.run.dir={run_dir}: another run writes there; choose another folder, or wait until it has"
+        assert launched(lambda config, run_dir: began.append(1)) == (2, [f"{line} ended"])
+    assert launched(lambda config, run_dir: began.append(2)) == (0, []) and began == [2]
+
+
+def test_a_character_that_the_locale_lacks_ends_no_run(launched, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    assert launched(lambda config, run_dir: Terminal().line("caf\u00e9 \u2026")) == (0, [])
+    assert written.getvalue().splitlines()[-1] == b"caf? ?"
 
 
 @pytest.mark.extended

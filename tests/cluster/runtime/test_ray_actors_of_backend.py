@@ -350,7 +350,7 @@ def test_a_running_ray_is_joined_and_what_the_user_has_set_is_kept(joined, monke
     assert said == ["connecting to Ray at 10.0.0.1:6379"] and os.getenv("RAY_" + "worker_niceness") == "5"
 
 
-def test_a_ray_that_does_not_start_is_one_line(fake, joined):
+def test_a_ray_that_does_not_start_is_one_line(fake, joined, monkeypatch):
     fake.fails = RuntimeError("no port\nand more")
     with pytest.raises(
         ValueError, match=r"^cluster\.address: Ray cannot be reached or started \(no port\); see `ray s"
@@ -359,6 +359,13 @@ def test_a_ray_that_does_not_start_is_one_line(fake, joined):
     fake.fails = Exception("The current node timed out during startup.\nand more")  # as on a busy machine
     line = r"^cluster=local: Ray did not start \(The current node timed out during startup\); start again when"
     with pytest.raises(ValueError, match=line):
+        joined(name=ClusterName.local, dashboard=False)
+    fake.fails = Exception("AF_UNIX path length cannot exceed 107 bytes")
+    with pytest.raises(ValueError, match=r"; let RAY_TMPDIR, or TMPDIR, name a folder with a shorter path, or use c"):
+        joined(name=ClusterName.local, dashboard=False)
+    monkeypatch.setattr(module, "_SHARED_MEMORY", "/nowhere")
+    fake.fails = Exception("The current node timed out")
+    with pytest.raises(ValueError, match=r"\); make /nowhere writable, or use cluster=inprocess$"):
         joined(name=ClusterName.local, dashboard=False)
 
 

@@ -50,6 +50,14 @@ def test_settings_are_the_users_or_new_and_are_put_back(own, no_settings, monkey
     assert len(tokens) == (0 if own else 2), "a token for each cluster"
 
 
+def test_a_folder_that_is_not_there_is_one_line(no_settings, monkeypatch, tmp_path):
+    from cluster.runtime.ray_local import LocalRay
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match=r"^cluster=local: Ray has no place for its files \(.*missing"):
+        LocalRay()
+
+
 def test_the_guard_outlives_an_interrupt_of_the_terminal(no_settings, monkeypatch, tmp_path):
     """Ctrl-C goes to every process of the owner's group; the guard, which cleans up behind it, is in none of these."""
     from cluster.runtime.ray_local import LocalRay

@@ -198,6 +198,7 @@ def test_the_host_is_known_without_slurms_word_for_it(monkeypatch):
         ([], "outputs/slurm/7"),
         (["job.limit=1", "hydra.run.dir=mine"], "mine"),
         (["hydra.run.dir=/abs/mine"], "/abs/mine"),
+        (['hydra.run.dir="my (own), 1"'], "my (own), 1"),
         (["hydra.run.dir=x/${now:%H}"], "outputs/slurm/7"),
         (["hydra.run.dirs=x"], "outputs/slurm/7"),
     ],
@@ -284,3 +285,17 @@ def test_a_plan_is_made_of_what_slurm_and_the_configuration_say(monkeypatch, tmp
         monkeypatch.setattr(module, "choose_bootstrap", lambda *_, answer=bootstrap, **__: answer)
         module.plan_for(Allocation(7, ({"n1": 2},), "5_3"), overrides, tmp_path)
         assert made["asked"][1] == {"n1": address}, "`ray symmetric-run` takes the loopback for no node"
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch, tmp_path, capsys):
+    (tmp_path / "outputs").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module.sys, "argv", ["job"])
+    monkeypatch.setattr(module.Allocation, "of", lambda _environment: ALLOCATION)
+    monkeypatch.setattr(module, "_check_host", lambda _allocation: None)
+    monkeypatch.setattr(module, "plan_for", lambda *_: Run(tmp_path, "exit").plan)
+    with pytest.raises(SystemExit) as left:
+        module.main()
+    assert left.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: [Errno 20]") and line.endswith("; choose another place with hydra.run.dir=DIR")

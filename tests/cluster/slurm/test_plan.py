@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from cluster.slurm.job import plan_for
 from cluster.slurm.plan import (
@@ -50,6 +51,13 @@ def plan_of(allocation=TWO, *overrides, **options):
 )
 def test_hostlists(text, hosts):
     assert expand_hostlist(text) == hosts
+
+
+@pytest.mark.parametrize("folder", ["/shared/run", "/a b/run (2)", "/x=1,y/[z]", '/with "quotes"/é'])
+def test_hydra_reads_the_folder_of_the_run_as_it_is(folder):
+    words = [word for word in plan_of(run_dir=folder).launch if word.startswith("hydra.")]
+    parsed = OverridesParser.create().parse_overrides(words)
+    assert [override.value() for override in parsed] == [folder] * 2
 
 
 def test_counts():
