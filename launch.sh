@@ -28,8 +28,9 @@ fail() {
 }
 
 find_python() {
-    local candidate
-    for candidate in ${SPECDEC_PYTHON:-python3 python3.12 python3.11}; do
+    local candidate candidates=(python3 python3.12 python3.11)
+    [[ -n ${SPECDEC_PYTHON:-} ]] && candidates=("$SPECDEC_PYTHON")
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "$candidate"
             return

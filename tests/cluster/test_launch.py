@@ -412,12 +412,13 @@ main()
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what `launch.sh` reads, in a folder with a space, and an interpreter that records what it is asked."""
+    """A copy of what `launch.sh` reads, and an interpreter that records what it is asked, in folders with a space."""
     root = tmp_path / "a checkout"
     root.mkdir()
     for name in ("launch.sh", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, root)
-    fake = tmp_path / "python3"
+    fake = tmp_path / "an env" / "python3"
+    fake.parent.mkdir()
     fake.write_text(
         "#!/usr/bin/env bash\n"
         f'printf "%s|" "$PWD" "$@" >>"{tmp_path}/calls"; echo >>"{tmp_path}/calls"\n'
@@ -435,7 +436,7 @@ def launch_script(checkout: Path, *arguments: str, **env: str) -> tuple[subproce
     calls.unlink(missing_ok=True)
     # the tests themselves may have been started with an environment of the user's own
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")}
-    environment = {**inherited, "SPECDEC_PYTHON": str(checkout.parent / "python3"), **env}
+    environment = {**inherited, "SPECDEC_PYTHON": str(checkout.parent / "an env" / "python3"), **env}
     program: Sequence[str] = [str(checkout / "launch.sh"), *arguments]
     done = subprocess.run(program, cwd="/", env=environment, capture_output=True, text=True, check=False)
     return done, calls.read_text().splitlines() if calls.exists() else []
