@@ -101,6 +101,10 @@ class RayBackend(Backend):
         try:
             with dashboard_apart() as start_dashboard:
                 ray.init(**options)
+        except SystemExit:  # of Ray's handler, which is that of SIGTERM from the first moment on
+            signal.signal(signal.SIGTERM, before)
+            signal.raise_signal(signal.SIGTERM)
+            raise
         except Exception as error:  # Ray raises bare Exception where its own processes are late
             line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             if self._is_local:

@@ -350,6 +350,16 @@ def test_a_running_ray_is_joined_and_what_the_user_has_set_is_kept(joined, monke
     assert said == ["connecting to Ray at 10.0.0.1:6379"] and os.getenv("RAY_" + "worker_niceness") == "5"
 
 
+def test_a_sigterm_while_ray_starts_is_handled_as_any_other(fake, joined):
+    def handle(number: int, _frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    signal.signal(signal.SIGTERM, handle)
+    fake.fails = SystemExit(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        joined(name=ClusterName.local, dashboard=False)
+
+
 def test_a_ray_that_does_not_start_is_one_line(fake, joined, monkeypatch):
     fake.fails = RuntimeError("no port\nand more")
     with pytest.raises(
