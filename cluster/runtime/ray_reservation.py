@@ -40,23 +40,27 @@ class Reservation:
     ) -> None:
         """Hold all devices of these places, those `separately` reserved in a group each.
 
-        Raises ValueError after `timeout_s`, and holds none of the new ones. Reports to `progress` what it waits for.
+        Raises ValueError after `timeout_s`. Reports to `progress` what it waits for. Whatever is raised, none of the new
+        ones is held.
         """
         shares = {device: bundle for device, bundle in device_bundles(places).items() if device not in self._bundle_of}
         parts = [[device] for device in shares] if separately else [list(shares)] * bool(shares)
         groups = [placement_group([shares[device] for device in part], strategy="PACK") for part in parts]
+        missing = f"{_describe(shares)} asked, of which not all is free; end other jobs or ask for fewer ranks"
         started, waiting = clock(), list(groups)
-        while waiting:
-            left_s = started + timeout_s - clock()
-            if waiting[0].wait(max(0.0, min(_PROGRESS_S, left_s))):
-                del waiting[0]
-                continue
-            missing = f"{_describe(shares)} asked, of which not all is free; end other jobs or ask for fewer ranks"
-            if left_s <= _PROGRESS_S:
-                for group in groups:
-                    remove_placement_group(group)
-                raise ValueError(f"cluster: {missing}")
-            progress(f"waiting for {clock() - started:.0f} s: {missing}")
+        try:
+            while waiting:
+                left_s = started + timeout_s - clock()
+                if waiting[0].wait(max(0.0, min(_PROGRESS_S, left_s))):
+                    del waiting[0]
+                elif left_s <= _PROGRESS_S:
+                    raise ValueError(f"cluster: {missing}")
+                else:
+                    progress(f"waiting for {clock() - started:.0f} s: {missing}")
+        except BaseException:  # Ctrl-C, in a notebook whose Ray goes on
+            for group in groups:
+                remove_placement_group(group)
+            raise
         self._groups += groups
         for group, part in zip(groups, parts, strict=True):
             self._bundle_of |= {device: (group, index) for index, device in enumerate(part)}

@@ -85,3 +85,13 @@ def test_says_what_it_waits_for(made, layout):
     with pytest.raises(ValueError, match=r"^cluster: "):
         Reservation().reserve(layout, 30.0, reported.append, lambda: float(next(times)))
     assert len(reported) > 1 and reported[0].startswith("waiting for 10 s: 1 GPU on 10.0.0.1, ")
+
+
+def test_an_interrupt_leaves_nothing_reserved(made, layout, monkeypatch):
+    def interrupt(group: Group, timeout_s: float) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Group, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Reservation().reserve(layout, 30.0, separately=True)
+    assert made and all(group.is_removed for group in made)
