@@ -40,8 +40,8 @@ class Reservation:
     ) -> None:
         """Hold all devices of these places, those `separately` reserved in a group each.
 
-        Raises ValueError after `timeout_s`. Reports to `progress` what it waits for. Whatever is raised, none of the new
-        ones is held.
+        Raises ValueError after `timeout_s`. Reports to `progress` what it waits for. Whatever is raised, none of the
+        new ones is held.
         """
         shares = {device: bundle for device, bundle in device_bundles(places).items() if device not in self._bundle_of}
         parts = [[device] for device in shares] if separately else [list(shares)] * bool(shares)
