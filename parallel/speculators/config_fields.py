@@ -37,6 +37,7 @@ class OwnFields(TypedDict, total=False):
     num_depths: Annotated[int, Meta(ge=1, le=1024)]
     exit: Layers
     kv_layer: Annotated[int, Meta(ge=0, le=MOST_LAYERS)]
+    window: Annotated[int, Meta(ge=1, le=2**30)]
     num_heads: Depths
     inner: Rank
     num_blocks: Annotated[int, Meta(ge=0, le=MOST_LAYERS)]

@@ -177,3 +177,13 @@ def test_an_index_of_missing_files_is_one_line(copied, target, weight_map, line)
     content = {"weight_map": names if weight_map is None else weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(content))
     assert line in refusal(path, target)
+
+
+def test_a_window_is_a_number_of_rows(copied, target):
+    """A fraction would reach the kernels."""
+    path = copied("longspec")
+    content = json.loads((path / "config.json").read_text())
+    for window in (1e-300, 0, -1, "512"):
+        damaged = content | {"speculator": content["speculator"] | {"window": window}}
+        (path / "config.json").write_text(json.dumps(damaged))
+        assert "window" in refusal(path, target)
