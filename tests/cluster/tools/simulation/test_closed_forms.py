@@ -187,9 +187,11 @@ TP8; draft length and tokens/s of enumeration on TP4 at hit rates 0.8 and 0.9.""
 def test_worked_table(alpha):
     """By default the formulas behind it are met (above)."""
     sync_length, sync_speed, length, (at_80, at_90) = WORKED_TABLE[alpha]
-    sync = simulate(scenario("sync", alpha, ModelDrafterConfig(num_draft_tokens=sync_length), verify=TP8, **LONG))
+    options = {"max_tokens": 6400}  # of 1600 the luck of the draw is as large as the tolerance
+    chain = ModelDrafterConfig(num_draft_tokens=sync_length)
+    sync = simulate(scenario("sync", alpha, chain, verify=TP8, **options))
     assert sync.tokens_per_s == pytest.approx(sync_speed, rel=0.015)
-    ahead = simulate(scenario("branches", alpha, replace(BRANCHES, num_draft_tokens=length), **LONG))
+    ahead = simulate(scenario("branches", alpha, replace(BRANCHES, num_draft_tokens=length), **options))
     expected = at_80 + (ahead.branch_hit_rate - 0.8) / 0.1 * (at_90 - at_80)
     # The table drafts the whole length on a miss; the engine stops where that is worth no more.
     assert 0.985 * expected < ahead.tokens_per_s < 1.035 * expected
