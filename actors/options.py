@@ -251,6 +251,8 @@ class SamplingConfig(Section):
     """Added to the logits of these token ids, as `{42: -5.0}`: at most 300, each between -100 and 100."""
     bad_words: list[str] = field(default_factory=list)
     """Texts that must not be generated: at most 300 words of tokens, 8192 tokens in all."""
+    allowed_token_ids: Annotated[list[int], Range(0)] = field(default_factory=list)
+    """Token ids of which the output consists, at most 1024; [] = all. It ends early only if its end token is one."""
     stop: list[str] = field(default_factory=list)
     """Texts that end the output; they are not part of it. At most 64, of 8192 characters in all."""
     stop_token_ids: Annotated[list[int], Range(0)] = field(default_factory=list)
@@ -273,5 +275,6 @@ class SamplingConfig(Section):
 
     def params(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
         """The record that travels with a request; `bad_words` are already tokenised."""
-        lists = dict(stop=tuple(self.stop), stop_token_ids=tuple(self.stop_token_ids), bad_words=bad_words)
-        return SamplingParams(**{**asdict(self), **lists, "logit_bias": tuple(self.logit_bias.items())})
+        lists = {name: tuple(getattr(self, name)) for name in ("stop", "stop_token_ids", "allowed_token_ids")}
+        pairs = {"bad_words": bad_words, "logit_bias": tuple(self.logit_bias.items())}
+        return SamplingParams(**{**asdict(self), **lists, **pairs})

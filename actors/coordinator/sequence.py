@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from actors.protocol.draft_tree import PreviewTree
 
 ENTRIES_PER_PLACE = 64
-"""Biases and bad words whose cost, in every role and pass, is about that of one more request."""
+"""Biases, bad words and allowed tokens whose cost, in every role and pass, is about that of one more request."""
 AGEING_S = 10.0
 """Seconds of waiting that make up for a priority that is worse by one: none waits without end."""
 LONGER_S = 0.01
@@ -197,7 +197,8 @@ class Sequence:
     def weight(self) -> int:
         """Places in the batch that it counts for its client while several have requests."""
         sampling = self.request.sampling
-        return 1 + (len(sampling.logit_bias) + len(sampling.bad_words)) // ENTRIES_PER_PLACE
+        entries = sampling.logit_bias, sampling.bad_words, sampling.allowed_token_ids
+        return 1 + sum(map(len, entries)) // ENTRIES_PER_PLACE
 
     @property
     def num_generated(self) -> int:

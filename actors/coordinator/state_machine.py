@@ -550,6 +550,6 @@ class Coordinator:
 def _no_token_after(num_tokens: int) -> str:
     return (
         f"{NO_TOKEN_FOLLOWS} the first {num_tokens}: the request's sampling or grammar rules all out (loosen "
-        "the grammar, bad_words, or min_tokens with stop_token_ids), or logits are not finite (use another "
-        "target.dtype or checkpoint)"
+        "the grammar, bad_words, allowed_token_ids, or min_tokens with stop_token_ids), or logits are not finite (use "
+        "another target.dtype or checkpoint)"
     )

@@ -137,6 +137,8 @@ def _without_tokens_beyond(sampling: SamplingParams, vocab_size: int | None) -> 
         sampling,
         logit_bias=tuple((token, bias) for token, bias in sampling.logit_bias if token < vocab_size),
         bad_words=tuple(word for word in sampling.bad_words if max(word, default=0) < vocab_size),
+        # if it lacks them all, it drafts freely and in vain
+        allowed_token_ids=tuple(token for token in sampling.allowed_token_ids if token < vocab_size),
         stop_token_ids=tuple(token for token in sampling.stop_token_ids if token < vocab_size),
         forced_bos_token_id=_known(sampling.forced_bos_token_id, vocab_size),
         forced_eos_token_id=_known(sampling.forced_eos_token_id, vocab_size),

@@ -258,7 +258,8 @@ class Request:
     def rules_out(self) -> bool:
         """Whether it says of any token that it must not come."""
         asked = self.sampling
-        return bool(self.grammar or asked.bad_words or asked.logit_bias or asked.min_tokens or asked.stop_token_ids)
+        lists = asked.bad_words, asked.logit_bias, asked.stop_token_ids, asked.allowed_token_ids
+        return bool(self.grammar or asked.min_tokens or any(lists))
 
     @property
     def memory_scope(self) -> int:
@@ -310,6 +311,7 @@ class Request:
             ("reference", self.reference),
             ("sampling.logit_bias", [token for token, _ in self.sampling.logit_bias]),
             ("sampling.bad_words", [token for word in self.sampling.bad_words for token in word]),
+            ("sampling.allowed_token_ids", self.sampling.allowed_token_ids),
             ("sampling.stop_token_ids", self.sampling.stop_token_ids),
             ("sampling.forced_bos_token_id, forced_eos_token_id", self.sampling.forced_token_ids),
         )

@@ -21,6 +21,8 @@ MOST_BIASES = 300
 """OpenAI's limit. Each is read by every role that gets the request, and edits a cell of every row."""
 LARGEST_BIAS = 100
 """The limit of OpenAI and vLLM: more than any model's logits differ by."""
+MOST_ALLOWED = 1024
+"""Each is read and edits as a bias does."""
 MOST_BAD_WORDS = 300
 MOST_BAD_WORD_TOKENS = 8192
 MOST_STOPS = 64
@@ -32,7 +34,8 @@ MOST_STOP_TOKENS = 128
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Names and defaults are vLLM's, and of the last three transformers'. Everything is in token ids except `stop`,
-    which the engine matches in the text.
+    which the engine matches in the text. Without `allowed_token_ids` all tokens may come; with them no other does, end
+    tokens among them.
 
     No `no_repeat_ngram_size` tokens of the text, prompt included, stand in it twice in the same order. The first token
     of the output is `forced_bos_token_id`, its last one at `max_tokens` is `forced_eos_token_id`, where they are given.
@@ -47,6 +50,7 @@ class SamplingParams:
     frequency_penalty: Annotated[float, ADDED_PENALTY] = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: Annotated[int, Range(0)] = 0
@@ -90,6 +94,7 @@ class SamplingParams:
         counts = (
             ("logit_bias", self.logit_bias, MOST_BIASES),
             ("bad_words", self.bad_words, MOST_BAD_WORDS),
+            ("allowed_token_ids", self.allowed_token_ids, MOST_ALLOWED),
             ("stop", self.stop, MOST_STOPS),
             ("stop_token_ids", self.stop_token_ids, MOST_STOP_TOKENS),
         )

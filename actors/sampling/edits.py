@@ -1,5 +1,5 @@
-"""Logit processors that change single tokens: bias, bad words, n-grams, min tokens, the three penalties and forced
-tokens, for a whole batch.
+"""Logit processors that change single tokens: bias, bad words, n-grams, min tokens, the three penalties, allowed and
+forced tokens, for a whole batch.
 
 The host lists the cells (row, token) that change: as many as a text has different tokens, whatever the vocabulary. They
 reach the device in one transfer that nothing waits for, and every kind of edit is a few operations for all rows of all
@@ -39,8 +39,8 @@ class EditedRows(Protocol):
 
 def edits(params: SamplingParams) -> bool:
     """Whether the parameters change the logits of single tokens."""
-    listed = params.logit_bias or params.bad_words or params.min_tokens or params.no_repeat_ngram_size
-    return bool(listed or params.forced_token_ids) or _penalises(params)
+    listed = params.logit_bias or params.bad_words or params.allowed_token_ids or params.forced_token_ids
+    return bool(listed or params.min_tokens or params.no_repeat_ngram_size) or _penalises(params)
 
 
 def _penalises(params: SamplingParams) -> bool:
@@ -56,6 +56,8 @@ class _Edits:
     biases: np.ndarray
     banned: np.ndarray
     """Bad words of one token, banned in every row."""
+    allowed: np.ndarray
+    """All others are banned in every row, unless it is empty."""
     banned_early: np.ndarray
     """Tokens that would end the output, banned before it has `min_tokens`."""
     words: Mapping[tuple[int, ...], Sequence[int]]
@@ -77,6 +79,7 @@ class _Edits:
             np.array([token for token, _ in params.logit_bias], dtype=np.int64),
             np.array([bias for _, bias in params.logit_bias], dtype=np.float32),
             np.array(single, dtype=np.int64),
+            np.array(params.allowed_token_ids, dtype=np.int64),
             np.array(sorted({*eos_token_ids, *params.stop_token_ids}), dtype=np.int64),
             words,
             {token: sorted(of_token) for token, of_token in lengths.items()},
@@ -99,6 +102,7 @@ class _Cells:
         self.biased: list[tuple[np.ndarray, ...]] = []
         self.banned: list[tuple[np.ndarray, ...]] = []
         self.seen: list[tuple[np.ndarray, ...]] = []
+        self.allowed: list[tuple[np.ndarray, ...]] = []
         self.forced: dict[int, int] = {}
 
     def add(self, rows: EditedRows, start: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -122,6 +126,8 @@ class _Cells:
             for row, path in enumerate(paths, start):
                 tokens = repeating(np.append(text, path).astype(np.int64), params.no_repeat_ngram_size)
                 self.banned.append((np.full(len(tokens), row), tokens))
+        if len(own.allowed):
+            self.allowed.append((places, np.repeat(places, len(own.allowed)), np.tile(own.allowed, num_rows)))
         if params.forced_token_ids:
             for row, path in enumerate(paths, start):
                 if (token := _forced(params, num_generated + len(path))) is not None:
@@ -152,9 +158,10 @@ class _Cells:
 
     def arrays(self) -> list[np.ndarray]:
         """Rows, columns and amounts of biases; rows and columns of bans; of seen tokens rows, columns and the factor
-        and the two amounts of their penalties; rows and columns of forced tokens."""
+        and the two amounts of their penalties; the rows that allow no others than some tokens, and rows and columns of
+        these; rows and columns of forced tokens."""
         empty = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), *[np.empty(0, dtype=np.float32)] * 3
-        parts = (self.biased, empty[:3]), (self.banned, empty[:2]), (self.seen, empty)
+        parts = (self.biased, empty[:3]), (self.banned, empty[:2]), (self.seen, empty), (self.allowed, empty[:1] * 3)
         cells = [np.concatenate(arrays) for own, none in parts for arrays in zip(none, *own, strict=True)]
         return [*cells, *(np.array([*part], dtype=np.int64) for part in (self.forced, self.forced.values()))]
 
@@ -182,8 +189,13 @@ def edited(logits: Tensor, batch: Sequence[EditedRows], eos_token_ids: Sequence[
         values = scores[seen_rows, seen_columns]
         values = torch.where(values > 0, values / factors, values * factors)
         scores.index_put_((seen_rows, seen_columns), values.sub_(frequency).sub_(presence))
+    if cells.allowed:
+        rows, allowed_rows, allowed_columns = moved[10:13]
+        kept = scores[allowed_rows, allowed_columns]
+        scores.index_fill_(0, rows, BANNED)
+        scores.index_put_((allowed_rows, allowed_columns), kept)
     if cells.forced:
-        forced_rows, forced_columns = moved[10:]
+        forced_rows, forced_columns = moved[13:]
         scores.index_fill_(0, forced_rows, BANNED)
         scores.index_put_((forced_rows, forced_columns), scores.new_zeros(()))
     return scores

@@ -82,10 +82,10 @@ def truncates(params: SamplingParams) -> bool:
 def process_logits(logits: Tensor, rows: LogitRows, eos_token_ids: Sequence[int]) -> Tensor:
     """Processed logits [n, V]; the history of row i is the committed tokens and the path to its node.
 
-    Order of vLLM: logit bias, bad words, min tokens, repetition, presence and frequency penalty, temperature, min-p,
-    top-k, top-p. Bad words and the repetition penalty look at prompt and output, as in transformers; presence and
-    frequency at the output only. Tokens that tie with the last kept one are kept too. Returns `logits` itself if
-    nothing applies, else a tensor of its own; banned tokens hold -inf.
+    Order of vLLM: logit bias, bad words, min tokens, repetition, presence and frequency penalty, allowed tokens (which
+    vLLM has first, to the same effect), temperature, min-p, top-k, top-p. Bad words and the repetition penalty look at
+    prompt and output, as in transformers; presence and frequency at the output only. Tokens that tie with the last kept
+    one are kept too. Returns `logits` itself if nothing applies, else a tensor of its own; banned tokens hold -inf.
     """
     return process_batch(logits, [rows], eos_token_ids)
 

@@ -24,7 +24,7 @@ from actors.protocol.messages import PLAIN_DECODING
 from actors.roles.target import TargetRole
 from actors.verification.logprobs import LogprobReader
 from parallel.kernels.attention import has_attention
-from tests.actors.conftest import EOS, byte_level_tokenizer
+from tests.actors.conftest import EOS, VOCAB_SIZE, byte_level_tokenizer
 from tests.actors.test_contract import DRAFTERS, EVERY_KIND, ON_TARGET
 from tests.actors.test_prefix_contract import lend_any_rows
 from tests.matrices import in_turn
@@ -59,9 +59,12 @@ ASKED = {
     "schema": {"grammar": SCHEMA},
     "tools": {"grammar": TOOLS},
     "logprobs": {"logprobs": 3},
+    "allowed tokens": {"logprobs": 1},
     "schema and logprobs": {"grammar": SCHEMA, "logprobs": 3},
     "tools and logprobs": {"grammar": TOOLS, "logprobs": 0},
 }
+LIMITED = {"allowed tokens": {"allowed_token_ids": (EOS, *range(9, VOCAB_SIZE, 5))}}
+"""What of the sampling is asked for."""
 COLUMNS = list(product(SAMPLINGS, ASKED))
 LIMITS = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=180, prefill_chunk=24)
 ROWS = {
@@ -89,7 +92,7 @@ def requests(make_requests):
     made = []
     for one, (sampling, asked) in zip(make_requests(len(COLUMNS), longest=40), COLUMNS, strict=True):
         most = 48 if "grammar" in ASKED[asked] else 12
-        params = replace(one.sampling, max_tokens=most, **SAMPLINGS[sampling])
+        params = replace(one.sampling, max_tokens=most, **SAMPLINGS[sampling], **LIMITED.get(asked, {}))
         made.append(replace(one, prompt=prompt_of(one), sampling=params, **ASKED[asked]))
     return made
 
@@ -167,7 +170,7 @@ def test_a_request_is_sent_what_it_is_sent_alone(open_room, requests, alone, dra
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_log_probabilities_are_of_the_raw_logits(alone, requests, models, column):
-    """They are compared with those of transformers, with a grammar and without one: a token that it bans stays as
+    """They are compared with those of transformers, where tokens are ruled out and where none are: one that is stays as
     likely as it was."""
     i = COLUMNS.index(column)
     if requests[i].logprobs is None:
@@ -184,7 +187,7 @@ def test_log_probabilities_are_of_the_raw_logits(alone, requests, models, column
         torch.testing.assert_close(torch.tensor(memoryview(values).cast("f").tolist()), row[listed], rtol=0, atol=1e-4)
         ranks += memoryview(rank).cast("i").tolist()
     if column[0] == "greedy":
-        assert (max(ranks) > 1) == (requests[i].grammar is not None)
+        assert (max(ranks) > 1) == (requests[i].grammar is not None or column[1] in LIMITED)
 
 
 @pytest.mark.parametrize("column", [column for column in COLUMNS if "grammar" in ASKED[column[1]]])

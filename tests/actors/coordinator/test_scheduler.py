@@ -375,7 +375,8 @@ def test_a_client_joins_with_few_requests_a_pass_while_others_have_some():
 @pytest.mark.parametrize(("num_clients", "places"), [(1, 9), (2, 2)])
 def test_a_request_with_long_lists_counts_more_places_of_its_client(num_clients, places):
     scheduler = crowded(SchedulerConfig(20), 0, num_clients - 1)
-    sampling = SamplingParams(logit_bias=((3, 1.0),) * 300, bad_words=((3,),) * 148)  # 8 places each
+    lists = dict(logit_bias=((3, 1.0),) * 100, bad_words=((3,),) * 148, allowed_token_ids=(3,) * 200)
+    sampling = SamplingParams(**lists)  # 8 places each
     for number in range(100, 109):
         scheduler.add(Sequence.start(Request(number, (5, 6), sampling), 64))
     scheduler.plan()

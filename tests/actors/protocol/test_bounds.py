@@ -57,6 +57,7 @@ def test_sampling(name, least, most, step):
         ("logit_bias", ((3, 100.0),), ((3, 100.1),)),
         ("bad_words", ((3,),) * 300, ((3,),) * 301),
         ("bad_words", ((3,) * 8192,), ((3,) * 8192, (3,))),
+        ("allowed_token_ids", (3,) * 1024, (3,) * 1025),
         ("stop", ("x",) * 64, ("x",) * 65),
         ("stop", ("x" * 8192,), ("x" * 8192, "y")),
         ("stop_token_ids", (3,) * 128, (3,) * 129),

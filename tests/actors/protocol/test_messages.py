@@ -129,6 +129,7 @@ def test_sampling_at_its_bounds_is_fine():
         ("prompt", Request(1, (-1,))),
         ("sampling.logit_bias", Request(1, (3,), SamplingParams(logit_bias=((10, 1.0),)))),
         ("sampling.bad_words", Request(1, (3,), SamplingParams(bad_words=((1,), (2, 11))))),
+        ("sampling.allowed_token_ids", Request(1, (3,), SamplingParams(allowed_token_ids=(4, 10)))),
         ("sampling.stop_token_ids", Request(1, (3,), SamplingParams(stop_token_ids=(-2,)))),
         ("sampling.top_k", Request(1, (3,), SamplingParams(top_k=-1))),
         ("request_id", Request(-1, (3,))),

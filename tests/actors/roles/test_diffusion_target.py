@@ -88,6 +88,15 @@ def test_guessed_states_change_no_token(target, num_states, temperature, thresho
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_masks_become_allowed_tokens_alone(target, temperature):
+    allowed = (4, 9, *range(20, 40))
+    sampling = {"temperature": temperature, "seed": 5, "allowed_token_ids": allowed}
+    plain, guessed = (served(target, sampling=sampling, num_states=num) for num in (1, 4))
+    assert plain == guessed and {token for tokens in plain for token in tokens} <= {*allowed}
+
+
+@pytest.mark.extended
 def test_chunks_preemption_and_shared_rows_change_no_token(target):
     """Chunks that are no blocks, a pool that holds one request at a time, rows of earlier requests."""
     prompts = 2 * [[*PROMPTS[2], 6, 7, 8], [*PROMPTS[2], 6, 7, 8], [*PROMPTS[2], 6, 70], PROMPTS[0]]

@@ -134,13 +134,14 @@ def test_a_commit_for_another_prefix_is_a_broken_invariant(role):
 
 def test_tokens_that_the_drafter_does_not_have_are_read_as_others():
     role = DraftRole(Recorder(vocab_size=10))
-    sampling = SamplingParams(logit_bias=((3, 1.0), (11, 1.0)), bad_words=((4, 12), (5,)), stop_token_ids=(9, 10))
+    listed = {"stop_token_ids": (9, 10), "allowed_token_ids": (2, 11)}
+    sampling = SamplingParams(logit_bias=((3, 1.0), (11, 1.0)), bad_words=((4, 12), (5,)), **listed)
     orders = (DraftOrder(1, 2),)
     last_answer(role, DraftBatch(1, admits=(Admit(1, 0, (3, 12), 2, sampling),), orders=orders))
     context = role.contexts[1]
     assert context.token_ids == [3, 9] and context.prefix_hash == extend_hash(HASH_SEED, (3, 12))
     assert (context.sampling.logit_bias, context.sampling.bad_words) == (((3, 1.0),), ((5,),))
-    assert context.sampling.stop_token_ids == (9,)
+    assert (context.sampling.stop_token_ids, context.sampling.allowed_token_ids) == ((9,), (2,))
     answer = last_answer(role, DraftBatch(2, commits=(Commit(1, 0, 2, (), (10, 4)),), orders=orders, after=1))
     assert context.token_ids == [3, 9, 9, 4]
     assert answer.proposals[0].prefix_hash == extend_hash(HASH_SEED, (3, 12, 10, 4)), "of what was really committed"

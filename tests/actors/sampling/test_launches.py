@@ -42,6 +42,7 @@ CASES = {
         SamplingParams(temperature=0.7, repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.2),
         15,
     ),
+    "allowed tokens": (SamplingParams(temperature=0.7, allowed_token_ids=(4, 5)), 10),
     "all": (
         SamplingParams(
             temperature=0.7,

@@ -52,6 +52,7 @@ HF_CASES = {
     "no token twice": SamplingParams(no_repeat_ngram_size=1),
     "n-grams longer than the text": SamplingParams(no_repeat_ngram_size=16),
     "a forced end": SamplingParams(temperature=0.7, forced_eos_token_id=3, max_tokens=len(OUTPUT) + 2),
+    "allowed tokens": SamplingParams(temperature=0.8, allowed_token_ids=(30, 7, 7, 9, 20)),
     "logit bias": SamplingParams(logit_bias=((4, 2.5), (9, -100.0))),
     "all": SamplingParams(
         temperature=0.7,
@@ -61,6 +62,7 @@ HF_CASES = {
         repetition_penalty=1.2,
         min_tokens=7,
         bad_words=((20, 21), (1,)),
+        allowed_token_ids=tuple(range(0, VOCAB, 2)),
         logit_bias=((4, 2.5),),
     ),
 }
@@ -87,6 +89,9 @@ def transformers_row(logits: torch.Tensor, params: SamplingParams, history: list
     if params.forced_eos_token_id is not None:
         end = len(PROMPT) + params.max_tokens, params.forced_eos_token_id
         chain.append(transformers.ForcedEOSTokenLogitsProcessor(*end, device="cpu"))
+    if params.allowed_token_ids:
+        others = sorted({*range(len(logits))} - {*params.allowed_token_ids})
+        chain.append(transformers.SuppressTokensLogitsProcessor(others, device="cpu"))
     if params.min_tokens:
         chain.append(transformers.MinNewTokensLengthLogitsProcessor(len(PROMPT), params.min_tokens, ends, device="cpu"))
     if params.repetition_penalty != 1.0:
@@ -164,6 +169,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
         logit_bias=maybe(((rng.randrange(VOCAB), rng.uniform(-9, 9)),), ()),
         bad_words=maybe(tuple(tuple(rng.choices(range(6), k=rng.randrange(1, 4))) for _ in range(4)), ()),
+        allowed_token_ids=maybe(tuple(rng.choices(range(VOCAB), k=9)), ()),
         stop_token_ids=maybe((rng.randrange(VOCAB),), ()),
         min_tokens=maybe(rng.randrange(12), 0),
         no_repeat_ngram_size=maybe(rng.randrange(4), 0),

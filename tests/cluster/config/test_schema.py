@@ -98,7 +98,7 @@ PUBLIC_KEYS = {
     "startup_timeout_s namespace max_restarts silence_s log_level",
     "scheduler": "max_num_seqs max_num_batched_tokens prefill_chunk prefix_cache",
     "sampling": "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
-    "bad_words stop stop_token_ids min_tokens max_tokens ignore_eos seed no_repeat_ngram_size",
+    "bad_words allowed_token_ids stop stop_token_ids min_tokens max_tokens ignore_eos seed no_repeat_ngram_size",
     "server": "host port model_name api_key api_key_file metrics_alias traces_endpoint max_body_mb max_waiting "
     "max_queue_s timeout_s drain_s",
     "job=serve": "name",
@@ -318,6 +318,7 @@ def test_sampling_reaches_the_engine_in_its_words():
         "sampling.stop=[end,'a b']",
         "sampling.logit_bias={42:-5,7:1}",
         "sampling.stop_token_ids=[3]",
+        "sampling.allowed_token_ids=[3,5]",
         "sampling.ignore_eos=true",
         "sampling.seed=9",
     ]
@@ -325,7 +326,7 @@ def test_sampling_reaches_the_engine_in_its_words():
     assert (params.temperature, params.top_k, params.seed, params.ignore_eos) == (0.7, 5, 9, True)
     assert params.stop == ("end", "a b")
     assert params.logit_bias == ((42, -5.0), (7, 1.0))
-    assert params.stop_token_ids == (3,)
+    assert (params.stop_token_ids, params.allowed_token_ids) == ((3,), (3, 5))
     assert isinstance(hash(params), int)  # no list is left in it
 
 

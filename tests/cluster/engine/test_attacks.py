@@ -27,7 +27,7 @@ from actors.coordinator import clients
 from actors.options import VerifyConfig, VerifyRule
 from actors.protocol.membership import Hello
 from actors.protocol.messages import Abort, Outputs, ReportOrder, Request, SamplingParams, Tokens
-from actors.protocol.sampling_params import MOST_BAD_WORDS, MOST_BIASES
+from actors.protocol.sampling_params import MOST_ALLOWED, MOST_BAD_WORDS, MOST_BIASES
 from actors.transport.channel import CODEC, Link
 from actors.transport.keys import LinkKey
 from cluster.client import connect
@@ -112,7 +112,8 @@ def impossible_distributions(attacker: Attacker) -> None:
 def thousands_of_biases(attacker: Attacker) -> None:
     """As many as a request may have."""
     biases = tuple((token % 257, 0.5) for token in range(MOST_BIASES))
-    sampling = SamplingParams(max_tokens=9, logit_bias=biases, bad_words=((5, 6),) * MOST_BAD_WORDS)
+    lists = dict(bad_words=((5, 6),) * MOST_BAD_WORDS, allowed_token_ids=(*range(256),) * (MOST_ALLOWED // 256))
+    sampling = SamplingParams(max_tokens=9, logit_bias=biases, **lists)
     for number in range(1, 9):
         attacker.request(number, sampling=sampling)
     attacker.ends(*range(1, 9))

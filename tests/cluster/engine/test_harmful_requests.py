@@ -74,6 +74,8 @@ EVERY_TOKEN = tuple((token,) for token in range(257))
 IMPOSSIBLE = {
     "every token a bad word": dict(bad_words=EVERY_TOKEN),
     "every token an end": dict(bad_words=EVERY_TOKEN[128:], stop_token_ids=tuple(range(128)), min_tokens=9),
+    "an allowed token that may not come": dict(bad_words=((5,),), allowed_token_ids=(5,)),
+    "an end alone, too early": dict(stop_token_ids=(9,), allowed_token_ids=(9,), min_tokens=9),
     "every token a bad word after some": dict(bad_words=tuple((5, token) for token in range(257))),
 }
 
