@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -174,6 +175,8 @@ class Client:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         includes_stop: bool = False,
+        skips_special: bool = True,
+        only_prompt: bool = False,
     ) -> Completion:
         """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`. The prompt
         of an encoder-decoder is what its encoder reads.
@@ -187,8 +190,9 @@ class Client:
         client's requests with the same `cache_salt`, and so is what drafters remember of ended ones. `logprobs` asks
         for the log-probability of each generated token and of so many of the likeliest ones there, `prompt_logprobs`
         for the same at the prompt's tokens: `Completion.logprobs` and `Completion.prompt_logprobs`, log-softmax of the
-        target's logits before sampling parameters and grammars apply. With `includes_stop` the stop string that ends
-        the text belongs to it.
+        target's logits before sampling parameters and grammars apply. With `includes_stop` the stop string or
+        token that ends the text belongs to it, without `skips_special` the names of special tokens do. `only_prompt`
+        asks for what is known of the prompt, such as `prompt_logprobs`, and for no token.
         Raises ValueError for an invalid token, sampling parameter, name, bound or grammar, EngineError once the engine
         has failed. A prompt that does not fit the target's context is not sent: its completion has failed.
         """
@@ -208,8 +212,11 @@ class Client:
         if (start := facts.get("text_start")) is not None:
             how["source"], token_ids = tuple(token_ids), start
             params = params.completed(facts["sampling"])
+        if only_prompt:  # which is known once a token is, whatever that is
+            params = replace(params, max_tokens=1, min_tokens=0)
         request = Request(next(self._ids), tuple(token_ids), params, drafter, **how)
-        completion = Completion(request, prompt, self.tokenizer, self._abort, includes_stop=includes_stop)
+        shown = {"includes_stop": includes_stop, "skips_special": skips_special, "only_prompt": only_prompt}
+        completion = Completion(request, prompt, self.tokenizer, self._abort, **shown)
         if (misfit := request.misfit(int(facts["max_model_len"]), int(facts.get("max_source_len", 0)))) is not None:
             completion.fail(misfit)
             return completion

@@ -67,7 +67,8 @@ class Completion:
 
     `logprobs` has an entry for each token of `token_ids`: what is known there by token id, the generated token first.
     `prompt_logprobs` has one for each token of the prompt, None for the first; it is there once a token is. Each is
-    None unless the request asks for it.
+    None unless the request asks for it. The end token, or the token of `stop_token_ids`, that ends a text is no part of
+    it, as a stop string: `includes_stop`. `only_prompt` drops what is generated.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Completion:
         abort: Callable[[int], None],
         *,
         includes_stop: bool = False,
+        skips_special: bool = True,
+        only_prompt: bool = False,
     ) -> None:
         self.request_id = request.request_id
         self.prompt = prompt
@@ -98,7 +101,15 @@ class Completion:
         self._request = request
         self._tokens: list[Token] = []
         self._texts: list[str] = []
-        self._stream = TextStream(tokenizer, request.prompt, sampling.stop, includes_stop=includes_stop)
+        self._includes_stop, self._only_prompt = includes_stop, only_prompt
+        self._stream = TextStream(
+            tokenizer,
+            request.prompt,
+            sampling.stop,
+            includes_stop=includes_stop,
+            skips_special=skips_special,
+            min_tokens=sampling.min_tokens,
+        )
         self._error: str | None = None
         self._abort = abort
         self._changed = threading.Condition()
@@ -184,10 +195,14 @@ class Completion:
             if tokens.prompt_logprobs is not None and self.prompt_logprobs is None:
                 self.prompt_logprobs = [None, *tokens.prompt_logprobs.entries()]
             known = () if tokens.logprobs is None else tokens.logprobs.entries()[num_known:]
-            self._append(added, known, tokens.versions)
-            if tokens.finish_reason is not None:
+            reason = tokens.finish_reason
+            if not self._only_prompt:
+                self._append(added, known, tokens.versions, is_ended_by_token=reason == "stop")
+            elif reason == "stop":
+                reason = "length"
+            if reason is not None:
                 self.stats = tokens.stats or self.stats
-                self._end("stop" if self._stream.stopped else tokens.finish_reason, tokens.error, now)
+                self._end("stop" if self._stream.stopped else reason, tokens.error, now)
             self._wake()
             return self.finished
 
@@ -238,15 +253,22 @@ class Completion:
         return len(self._tokens) - (not self.finished and self._stream.holds)
 
     def _append(
-        self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], versions: Sequence[tuple[int, int]]
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[dict[int, Logprob]],
+        versions: Sequence[tuple[int, int]],
+        *,
+        is_ended_by_token: bool,
     ) -> None:
-        for token, known in zip_longest(token_ids, logprobs):
+        hides_last = is_ended_by_token and not self._includes_stop
+        for place, (token, known) in enumerate(zip_longest(token_ids, logprobs), 1):
             if self._stream.stopped:
                 return
             self.token_ids.append(token)
             if self.logprobs is not None:
                 self.logprobs.append(known)
-            self._texts.append(self._stream.push(token))
+            is_hidden = hides_last and place == len(token_ids)
+            self._texts.append("" if is_hidden else self._stream.push(token))
             version = max([one for one in versions if one[0] <= len(self._tokens)], default=_FIRST)[1]
             self._tokens.append(Token(token, self._texts[-1], len(self._tokens), known, version))
             if self._stream.stopped:  # only the text shows it: end the request at the coordinator, too

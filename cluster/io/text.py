@@ -61,8 +61,9 @@ def named_files(patterns: Sequence[str]) -> list[Path]:
 class TextStream:
     """Text of one completion, token by token, up to a stop string: what decode(prompt + output) adds to decode(prompt).
 
-    The shown text excludes the stop string, unless `includes_stop`. Until the end, characters that could begin a stop
-    string are held back, and so are bytes that do not make a character yet.
+    The shown text excludes the stop string, unless `includes_stop`, and has the names of special tokens unless
+    `skips_special`. No stop string ends with one of the first `min_tokens` tokens. Until the end, characters that could
+    begin a stop string are held back, and so are bytes that do not make a character yet.
     """
 
     def __init__(
@@ -72,12 +73,17 @@ class TextStream:
         stop: Sequence[str] = (),
         *,
         includes_stop: bool = False,
+        skips_special: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._includes_stop = includes_stop
+        self._skips_special = skips_special
+        self._num_early = min_tokens  # tokens that are yet to come
+        self._early_len = 0  # leading characters of `_held` that came with them
         self._stop = stop
         self._reach = max(map(len, stop), default=1) - 1
-        self._before, self._before_text = _context(tokenizer, prompt)
+        self._before, self._before_text = self._context(prompt)
         self._pending: list[int] = []
         self._shown: list[str] = []
         self._held = ""
@@ -105,8 +111,10 @@ class TextStream:
         if text and not text.endswith(_PARTIAL):
             self._held += text
             self._before, self._pending = self._pending, []
-            self._before_text = self._tokenizer.decode(self._before)
-        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+            self._before_text = self._decoded(self._before)
+        if self._num_early:
+            self._num_early, self._early_len = self._num_early - 1, len(self._held)
+        found = [(at, stop) for stop in self._stop if (at := self._place_of(stop)) >= 0]
         if not found:
             return self._show(max(0, len(self._held) - self._reach))
         at, self.stop_string = min(found, key=lambda one: one[0])
@@ -122,20 +130,27 @@ class TextStream:
 
     def _pending_text(self) -> str:
         """Decoded after the tokens before: many tokenizers put a space before each word but the first of a text."""
-        return self._tokenizer.decode(self._before + self._pending)[len(self._before_text) :]
+        return self._decoded(self._before + self._pending)[len(self._before_text) :]
+
+    def _decoded(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
+
+    def _place_of(self, stop: str) -> int:
+        """Where it stands in the text that is held back; -1: nowhere."""
+        return self._held.find(stop, max(0, self._early_len + 1 - len(stop)))
 
     def _show(self, length: int) -> str:
         shown, self._held = self._held[:length], self._held[length:]
+        self._early_len = max(0, self._early_len - length)
         self._shown.append(shown)
         return shown
 
-
-def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[list[int], str]:
-    """The last few tokens of a prompt, more until they decode to whole characters, and their text."""
-    size = 8
-    while True:
-        last = list(prompt[-size:])
-        text = tokenizer.decode(last)
-        if size >= len(prompt) or (text and _PARTIAL not in text):
-            return last, text
-        size *= 2
+    def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
+        """The last few tokens of a prompt, more until they decode to whole characters, and their text."""
+        size = 8
+        while True:
+            last = list(prompt[-size:])
+            text = self._decoded(last)
+            if size >= len(prompt) or (text and _PARTIAL not in text):
+                return last, text
+            size *= 2

@@ -68,6 +68,10 @@ class TestStream:
     def test_special_tokens_have_no_text(self):
         assert push_all(TextStream(BYTES), [*BYTES.encode("a").ids, 0]) == ["a", ""]
 
+    def test_special_tokens_are_shown_by_name(self):
+        stream = TextStream(BYTES, [0], ("d>b",), skips_special=False)
+        assert "".join(push_all(stream, [*BYTES.encode("a").ids, 0, *BYTES.encode("b").ids])) == "a<en"
+
     def test_a_stop_string_across_tokens_ends_the_text_before_it(self):
         stream, token_ids = TextStream(BYTES, (), ("END",)), BYTES.encode("go ENDING").ids
         pieces = push_all(stream, token_ids)
@@ -94,16 +98,21 @@ class TestStream:
         assert stream.stopped and stream.text == "café"
 
     @settings(max_examples=examples(150), deadline=None)
-    @given(text=st.text("abc", max_size=30), stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
-    def test_stopping_agrees_with_a_search_of_the_whole_text(self, text, stop):
-        stream = TextStream(BYTES, (), tuple(stop))
+    @given(
+        text=st.text("abc", max_size=30),
+        stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+        least=st.integers(0, 12),
+    )
+    def test_stopping_agrees_with_a_search_of_the_whole_text(self, text, stop, least):
+        stream = TextStream(BYTES, (), tuple(stop), min_tokens=least)
         pieces = push_all(stream, BYTES.encode(text).ids)
         # The shortest beginning of the text that holds a stop string, cut before the earliest it holds.
-        ends = [i for i in range(len(text) + 1) if any(text[:i].endswith(word) for word in stop)]
+        ends = [i for i in range(least + 1, len(text) + 1) if any(text[:i].endswith(word) for word in stop)]
         if not ends:
             assert not stream.stopped and stream.text + stream.end() == text
         else:
-            expected = text[: min(i for word in stop if (i := text[: ends[0]].find(word)) >= 0)]
+            places = [text[: ends[0]].find(word, max(0, least + 1 - len(word))) for word in stop]
+            expected = text[: min(place for place in places if place >= 0)]
             assert stream.stopped and len(pieces) == ends[0] and stream.text == expected == "".join(pieces)
 
     @pytest.mark.parametrize("tokenizer", [LLAMA, METASPACE], ids=["Llama", "Metaspace"])
