@@ -101,9 +101,8 @@ class Api:
         span = self._tracer.start("text_completion", request.headers, request.state.request_id)
         self._model.check_name(body.model)
         self._limit.check_size(len(body.prompts) * body.n)
-        adds = body.add_special_tokens
-        prompts = [await self._prompt_tokens(prompt, adds_special_tokens=adds) for prompt in body.prompts]
-        texts = [await self._prompt_text(prompt) for prompt in body.prompts if body.echo]
+        prompts = [await self._prompt_tokens(prompt, body) for prompt in body.prompts]
+        texts = [await self._prompt_text(*pair, body) for pair in zip(body.prompts, prompts, strict=True) if body.echo]
         await self._check_grammar(body, body.grammar)
         generation = await self._submit(body, prompts, "prompt", body.grammar, span)
         echoes = {choice.index: texts[choice.index // body.n] for choice in generation.choices if body.echo}
@@ -113,9 +112,9 @@ class Api:
         body = await self._bodies.read(request, ChatRequest)
         span = self._tracer.start("chat", request.headers, request.state.request_id)
         self._model.check_name(body.model)
-        text = await self._chat_text(body)
-        prompt = await asyncio.to_thread(self._model.encode_chat, text)
-        beginning = self._model.reasoning.beginning(text)
+        text = await asyncio.to_thread(self._model.chat_text, body)
+        prompt = await asyncio.to_thread(self._model.encode_chat, text, self._model.most_prompt_tokens(body))
+        beginning = self._model.reasoning.beginning(text, body.continued)
         form = await self._chat_form(body, beginning)
         grammar = self._model.reasoning.grammar(body.grammar, beginning)
         await self._check_grammar(body, grammar)
@@ -129,7 +128,8 @@ class Api:
             text, adds = body.prompt, body.add_special_tokens
             tokens = await asyncio.to_thread(self._model.encode, text, adds_special_tokens=adds)
         else:
-            tokens = await asyncio.to_thread(self._model.encode_chat, await self._chat_text(body))
+            text = await asyncio.to_thread(self._model.chat_text, body)
+            tokens = await asyncio.to_thread(self._model.encode_chat, text)
         names = await asyncio.to_thread(self._model.token_texts, tokens) if body.return_token_strs else None
         count = {"count": len(tokens), "max_model_len": self._model.max_model_len}
         return _json({**count, "tokens": tokens, "token_strs": names})
@@ -137,7 +137,8 @@ class Api:
     async def detokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, DetokenizeRequest)
         self._model.check_name(body.model)
-        return _json({"prompt": await asyncio.to_thread(self._model.decode, body.tokens, "tokens")})
+        decode = self._model.decode
+        return _json({"prompt": await asyncio.to_thread(decode, body.tokens, "tokens", skips_special=False)})
 
     async def models(self) -> Response:
         return _json({"object": "list", "data": [self._entry()]})
@@ -185,22 +186,18 @@ class Api:
 
     # --- what completions and chats have in common --------------------------------------------------------------------
 
-    async def _prompt_tokens(self, prompt: str | list[int], *, adds_special_tokens: bool) -> list[int]:
+    async def _prompt_tokens(self, prompt: str | list[int], body: CompletionRequest) -> list[int]:
+        most = self._model.most_prompt_tokens(body)
         if not isinstance(prompt, str):
+            return prompt if most is None else prompt[-most:]
+        adds = body.add_special_tokens
+        return await asyncio.to_thread(self._model.encode, prompt, adds_special_tokens=adds, most=most)
+
+    async def _prompt_text(self, prompt: str | list[int], tokens: list[int], body: CompletionRequest) -> str:
+        """The prompt as `echo` has it: as it came, or what was kept of it."""
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
             return prompt
-        return await asyncio.to_thread(self._model.encode, prompt, adds_special_tokens=adds_special_tokens)
-
-    async def _prompt_text(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else await asyncio.to_thread(self._model.decode, prompt)
-
-    async def _chat_text(self, body: ChatRequest | TokenizeRequest) -> str:
-        return await asyncio.to_thread(
-            self._model.chat_text,
-            body.messages or (),
-            add_generation_prompt=body.add_generation_prompt,
-            tools=body.offered_tools,
-            options=body.chat_template_kwargs,
-        )
+        return await asyncio.to_thread(self._model.decode, tokens, skips_special=body.skip_special_tokens)
 
     async def _chat_form(self, body: ChatRequest, beginning: Beginning) -> ChatForm:
         """The form of the replies; with reasoning or tools, whose calls are looked for."""

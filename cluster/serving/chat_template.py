@@ -7,6 +7,7 @@ runs in Jinja's sandbox, with the functions and settings that transformers gives
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from parallel.typed_json import as_type, read_json
 
+_END = f"<{secrets.token_hex(8)}> "
+"""Stands behind the message that is to go on, while the template writes it: no text has it, and its space is gone
+where a template drops those."""
 _DEFAULT = "default"
 """Name of the one to take, where a checkpoint has several."""
 
@@ -61,6 +65,19 @@ class ChatTemplate:
         """How the text of an answer becomes a message again, where the tokenizer says so, in transformers' form."""
         found = _settings(checkpoint).get("response_template")
         return found if isinstance(found, dict) else None
+
+    def render_open(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The text of the chat up to the end of the last message's content, without what the template writes behind it.
+        Raises ValueError, one line, where the template refuses it or does not write that content."""
+        *before, last = messages
+        whole = self.render(
+            [*before, {**last, "content": last["content"] + _END}], add_generation_prompt=False, **options
+        )
+        text, end, behind = whole.rpartition(_END.strip())
+        if not end or last["content"].strip() not in text:
+            line = "the checkpoint's chat template does not write the last one as it is, so that it cannot go on"
+            raise ValueError(f"messages: {line}")
+        return text if behind.startswith(" ") else text.rstrip()
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **options: Any) -> str:
         """The text of the chat. Raises ValueError, one line, where the template refuses it."""

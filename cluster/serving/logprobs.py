@@ -114,16 +114,18 @@ class LogprobWriter:
 
     def part(self, index: int, completion: Completion, entries: Sequence[Entry]) -> TextLogprobs | ChatLogprobs | None:
         """Those of what a choice gained."""
-        if self._asked.generated is None or not entries:
+        if self._asked.generated is None or not (entries or completion.prompt_logprobs):
             return None
         if self._asked.is_chat:
-            return ChatLogprobs([self._chat_token(entry) for entry in entries])
+            return ChatLogprobs([self._chat_token(entry) for entry in entries]) if entries else None
         offsets, before = self._offsets.get(index), list[tuple[int, Entry | None]]()
         if offsets is None:
             offsets = self._offsets[index] = _Offsets(self._names)
             if self._asked.echoes and completion.prompt_logprobs is not None:
                 before = [*zip(completion.prompt_token_ids, completion.prompt_logprobs, strict=True)]
         tokens = [*before, *[(next(iter(entry)), entry) for entry in entries]]
+        if not tokens:
+            return None
         return TextLogprobs(
             [offsets.take(token) for token, _ in tokens],
             [None if entry is None else _value(entry[token]) for token, entry in tokens],

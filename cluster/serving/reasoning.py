@@ -22,6 +22,7 @@ class Beginning(Enum):
 
     before = auto()  # the model may open a block
     inside = auto()
+    within = auto()  # the same, behind text of the block, and so with the white space before its rest
     after = auto()  # there is no block
 
 
@@ -35,8 +36,11 @@ class ReasoningMarks:
         self.exist = CLOSE in chat_template and not {OPEN, CLOSE} & {*special}
         self._tokens = None if None in tokens else tuple(tokens)
 
-    def beginning(self, prompt: str) -> Beginning:
-        """How the reply to a prompt begins, as the template wrote it."""
+    def beginning(self, prompt: str, continued: str = "") -> Beginning:
+        """How the reply to a prompt begins, as the template wrote it; or the rest of a message that goes on."""
+        if continued.strip():
+            is_open = continued.rfind(OPEN) > continued.rfind(CLOSE)
+            return Beginning.within if self.exist and is_open else Beginning.after
         end = prompt.rstrip()
         if not self.exist or end.endswith(CLOSE):
             return Beginning.after
@@ -51,7 +55,7 @@ class ReasoningMarks:
             rules = f"rest: TEXT {rest}\nTEXT: /(.|\\n)*/"
         else:
             opened, rules = f'"{OPEN}"', f"rest[lazy]: /(.|\\n)*{CLOSE.replace('/', chr(92) + '/')}/"
-        start = "rest SPACE @answer" if beginning is Beginning.inside else f"({opened} rest SPACE)? @answer"
+        start = "rest SPACE @answer" if beginning is not Beginning.before else f"({opened} rest SPACE)? @answer"
         return replace(grammar, frame=f"start: {start}\n{rules}\nSPACE: /[ \\n]{{0,9}}/")
 
 
@@ -60,7 +64,7 @@ class ReasoningReader:
     neither; a reply without a block is an answer as it is."""
 
     def __init__(self, beginning: Beginning) -> None:
-        self._place = beginning
+        self._place = Beginning.inside if beginning is Beginning.within else beginning
         self._held = ""  # may belong to a mark, or is white space that ends a block if nothing follows
         self._is_first = beginning is Beginning.inside  # no text of the present part was shown
         self._had_block = False

@@ -16,7 +16,14 @@ from pydantic import AfterValidator, AliasChoices, Field, model_validator
 from actors.protocol.grammar import Grammar
 from actors.protocol.logprobs import MOST_LOGPROBS
 from actors.protocol.messages import LONGEST_SALT, MOST_PRIORITY, PLAIN_DECODING
-from actors.protocol.sampling_params import MOST_BAD_WORDS, MOST_BIASES, MOST_STOP_TOKENS, MOST_STOPS, SamplingParams
+from actors.protocol.sampling_params import (
+    MOST_ALLOWED,
+    MOST_BAD_WORDS,
+    MOST_BIASES,
+    MOST_STOP_TOKENS,
+    MOST_STOPS,
+    SamplingParams,
+)
 from cluster.serving.fields import BodyPart, at_most
 from cluster.serving.grammars import ResponseFormat, StructuredOutputs
 from cluster.serving.logprobs import AskedLogprobs
@@ -31,7 +38,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
@@ -58,7 +64,7 @@ def _without_fields(names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-_SAID_BY_FIELDS = ("messages", "add_generation_prompt", "tools", "self")
+_SAID_BY_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "tools", "self")
 """Names that a chat template gets from elsewhere."""
 _MOST_NAMES = 256
 MOST_TOOLS = 1024
@@ -138,9 +144,12 @@ class GenerationRequest(ApiRequest):
     frequency_penalty: float = 0.0
     logit_bias: Annotated[dict[str, float], at_most(MOST_BIASES)] = Field(default_factory=dict)
     bad_words: Annotated[list[str], at_most(MOST_BAD_WORDS)] = Field(default_factory=list)
+    allowed_token_ids: Annotated[list[int], at_most(MOST_ALLOWED), Field(min_length=1)] | None = None
     stop: Annotated[str | list[str], at_most(MOST_STOPS)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[int], at_most(MOST_STOP_TOKENS)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
@@ -162,10 +171,17 @@ class GenerationRequest(ApiRequest):
         """The log-probabilities that replies have."""
         return AskedLogprobs(None, self.prompt_logprobs)
 
+    @property
+    def only_prompt(self) -> bool:
+        """Whether nothing is to be generated."""
+        return False
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs: is not for stream=true; leave one of them out")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens: leaves no token; give at least 1, or -1 for as many as fit")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: is only for stream=true; leave it out")
         if self.grammar is not None and self.ignore_eos:
@@ -223,6 +239,7 @@ class GenerationRequest(ApiRequest):
             frequency_penalty=self.frequency_penalty,
             logit_bias=tuple([(_token(name), bias) for name, bias in self.logit_bias.items()]),
             bad_words=bad_words,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             min_tokens=self.min_tokens,
@@ -256,7 +273,13 @@ class CompletionRequest(GenerationRequest):
         return list(prompt)  # pyright: ignore[reportReturnType]
 
     @property
+    def only_prompt(self) -> bool:
+        return self.echo and self.max_tokens == 0
+
+    @property
     def limit(self) -> int | None:
+        if self.only_prompt:
+            return 1  # which the engine generates, and which is no part of the reply
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
 
@@ -299,16 +322,43 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 Tools = Annotated[list[ToolDefinition], FIRST_ERROR, at_most(MOST_TOOLS)]
 
 
-class ChatRequest(GenerationRequest):
+class TemplateFields(ApiRequest):
+    """What a chat template is given."""
+
+    messages: Messages | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateNames = Field(default_factory=dict)
+    tools: Tools = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _check_continued(self) -> Self:
+        if not self.continue_final_message:
+            return self
+        if self.add_generation_prompt:
+            raise ValueError("continue_final_message: begins no message; set add_generation_prompt=false with it")
+        if not self.messages or self.messages[-1].content is None:
+            raise ValueError("continue_final_message: the last message has no content that could go on")
+        return self
+
+    @property
+    def continued(self) -> str:
+        """The text of the message that goes on, if one does."""
+        return joined(self.messages[-1].content or "") if self.messages and self.continue_final_message else ""
+
+    @property
+    def offered_tools(self) -> list[ToolDefinition]:
+        """Those that the template writes."""
+        return self.tools
+
+
+class ChatRequest(TemplateFields, GenerationRequest):
     """`/v1/chat/completions`."""
 
-    messages: Messages
+    messages: Messages  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]  (needed here)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
-    add_generation_prompt: bool = True
-    chat_template_kwargs: TemplateNames = Field(default_factory=dict)
-    tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
 
@@ -362,28 +412,19 @@ class ChatRequest(GenerationRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class TokenizeRequest(ApiRequest):
+class TokenizeRequest(TemplateFields):
     """`/tokenize`: a prompt or a chat."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    tools: Tools = Field(default_factory=list)
     return_token_strs: bool = False
-    chat_template_kwargs: TemplateNames = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: give it, or messages, and not both")
         return self
-
-    @property
-    def offered_tools(self) -> list[ToolDefinition]:
-        """Those that the template writes."""
-        return self.tools
 
 
 class DetokenizeRequest(ApiRequest):

@@ -6,7 +6,7 @@ It must not know HTTP, but for the refusals that a request can earn here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,13 +35,19 @@ from cluster.serving.errors import ApiError, bad_request
 from cluster.serving.generation import RequestedText
 from cluster.serving.logprobs import TokenNames
 from cluster.serving.reasoning import ReasoningMarks
-from cluster.serving.requests import NO_TEXT, ChatMessage, ChatRequest, GenerationRequest, is_text
+from cluster.serving.requests import (
+    NO_TEXT,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TemplateFields,
+    is_text,
+)
 from cluster.serving.tools import (
     ArgumentsReader,
     CallListReader,
     CallReader,
     NamedTool,
-    ToolDefinition,
     native_reader,
 )
 
@@ -121,21 +127,41 @@ class ServedModel:
             line = f"model: {name!r:.80} is not served here; it is {self.name}"
             raise ApiError(404, line, param="model", code="model_not_found")
 
-    def encode(self, text: str, *, field: str = "prompt", adds_special_tokens: bool = True) -> list[int]:
-        """Its tokens; takes long for long texts, so call it off the event loop."""
+    def most_prompt_tokens(self, request: CompletionRequest | ChatRequest) -> int | None:
+        """Tokens of a prompt that `truncate_prompt_tokens` keeps, the last ones; None: all."""
+        if request.truncate_prompt_tokens != -1:
+            return request.truncate_prompt_tokens
+        if self._max_source_len:
+            return self._max_source_len
+        if (room := self._longest - (request.limit or 1)) < 1:
+            raise self._too_long(f"max_tokens: {request.limit} tokens and a prompt", "max_tokens")
+        return room
+
+    def encode(
+        self, text: str, *, field: str = "prompt", adds_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """Its tokens, at most so many: the last ones, beside those that the tokenizer adds. Takes long for long texts,
+        so call it off the event loop."""
         if len(text) > self._most_characters:
             raise self._too_long(f"{field}: {len(text)} characters", field)
         if not is_text(text):
             raise ApiError(400, f"{field}: {NO_TEXT}", param=field)
+        tokenizer, adds = self._tokenizer, adds_special_tokens and most is None
         if len(text) < _LONG:
-            return self._tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special_tokens)[0].ids
+            encoding = tokenizer.encode(text, add_special_tokens=adds)
+        else:
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds)
+        if most is None:
+            return encoding.ids
+        num_added = tokenizer.num_special_tokens_to_add(is_pair=False) if adds_special_tokens else 0
+        encoding.truncate(max(0, most - num_added), direction="left")
+        return tokenizer.post_process(encoding, add_special_tokens=adds_special_tokens).ids[-most:]
 
-    def decode(self, token_ids: Sequence[int], field: str = "prompt") -> str:
+    def decode(self, token_ids: Sequence[int], field: str = "prompt", *, skips_special: bool = True) -> str:
         self.check_tokens(token_ids, field)
         if len(token_ids) < _LONG:
-            return self._tokenizer.decode(token_ids)
-        return self._tokenizer.decode_batch([token_ids])[0]
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skips_special)
+        return self._tokenizer.decode_batch([token_ids], skip_special_tokens=skips_special)[0]
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The entries of the vocabulary."""
@@ -150,28 +176,24 @@ class ServedModel:
             pieces = None
         return TokenNames(self._tokenizer, pieces)
 
-    def encode_chat(self, text: str) -> list[int]:
-        """Tokens of a chat that the template wrote, special tokens included."""
-        return self.encode(text, field="messages", adds_special_tokens=False)
+    def encode_chat(self, text: str, most: int | None = None) -> list[int]:
+        """Tokens of a chat that the template wrote, special tokens included; at most so many, the last ones."""
+        return self.encode(text, field="messages", adds_special_tokens=False, most=most)
 
-    def chat_text(
-        self,
-        messages: Iterable[ChatMessage],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[ToolDefinition] = (),
-        options: dict[str, Any],
-    ) -> str:
+    def chat_text(self, fields: TemplateFields) -> str:
         """A chat, as the checkpoint's template writes it."""
         if self._template is None:
             where = "chat_template.jinja or tokenizer_config.json"
             line = f"messages: {self.name} has no chat template ({where}); use /v1/completions"
             raise ApiError(400, line, param="messages", code="no_chat_template")
-        options = {"add_generation_prompt": add_generation_prompt, **options}
-        if tools:
-            options["tools"] = [tool.for_template() for tool in tools]
+        options = dict(fields.chat_template_kwargs)
+        if fields.offered_tools:
+            options["tools"] = [tool.for_template() for tool in fields.offered_tools]
         try:
-            return self._template.render([message.for_template() for message in messages], **options)
+            messages = [message.for_template() for message in fields.messages or ()]
+            if fields.continue_final_message:
+                return self._template.render_open(messages, **options)
+            return self._template.render(messages, add_generation_prompt=fields.add_generation_prompt, **options)
         except ValueError as error:
             raise bad_request(error) from error
 
@@ -232,7 +254,8 @@ class ServedModel:
         how: dict[str, Any] = {"drafter": options.chosen, "num_draft_tokens": options.num_draft_tokens}
         how |= {"reference": texts.prediction, "priority": request.priority, "grammar": grammar}
         how["cache_salt"], asked = request.cache_salt, request.asked_logprobs
-        how["includes_stop"] = request.include_stop_str_in_output
+        how["includes_stop"], how["only_prompt"] = request.include_stop_str_in_output, request.only_prompt
+        how["skips_special"] = request.skip_special_tokens
         how |= {"logprobs": asked.generated, "prompt_logprobs": asked.most_of_prompt}
         choices: list[RequestedText] = []
         for prompt, params in zip(prompts, sampling, strict=True):

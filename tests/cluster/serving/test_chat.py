@@ -68,12 +68,72 @@ def test_the_answer_of_the_assistant_can_be_left_to_the_chat(client, server: Run
     assert (reply["tokens"], reply["count"], reply["max_model_len"]) == (wanted, len(wanted), 512)
 
 
+CONTINUED = [
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>\n{% endfor %}",
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}</s>\n{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "{% for m in messages %}{% set said = m.content.split('</think>')[-1].lstrip() %}<{{ said }}>{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", CONTINUED)
+def test_a_message_that_goes_on_ends_where_that_of_transformers_does(source):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for content in ("a", "a ", " a b\n", "<think>x</think> a", "a <|end|> a", "é {{ x }}", "x</think>"):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+        try:
+            theirs = render_jinja_template([messages], chat_template=source, continue_final_message=True)[0][0]
+        except ValueError:
+            theirs = None
+        try:
+            ours = ChatTemplate(source, {}).render_open(messages)
+        except ValueError:
+            ours = None
+        assert ours == theirs and (ours is not None or "</think>" in content)
+
+
+def test_a_message_that_its_template_does_not_write_cannot_go_on():
+    template = ChatTemplate("{% for m in messages[:-1] %}{{ m.content }}{% endfor %}", {})
+    with pytest.raises(
+        ValueError, match="^messages: the checkpoint's chat template does not write the last one as it is"
+    ):
+        template.render_open([{"role": "user", "content": "a"}] * 2)
+
+
+def test_the_last_message_goes_on(client, server: RunningServer):
+    """Of either role; the reply is what it gains, streamed or not, with drafts or without."""
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    for role in ("assistant", "user"):
+        messages = [*MESSAGES, {"role": role, "content": [{"type": "text", "text": "é is "}]}]
+        written = f"<|endoftext|>[system]be é\n[user]ab\n[{role}]é is "
+        ids = server.engine.tokenizer.encode(written, add_special_tokens=False).ids
+        params = SamplingParams(temperature=0.9, seed=3, max_tokens=30)
+        (wanted,) = server.engine.generate([ids], params, drafter="none")
+        for enabled in (True, False):
+            extra = {**fields, "speculative": {"enabled": enabled}}
+            body = {**BODY, "messages": messages, "max_tokens": 30, "extra_body": extra}
+            reply = client.chat.completions.create(**body)
+            assert reply.choices[0].message.content == wanted.text and reply.usage.prompt_tokens == len(ids)
+            assert streamed(client, **body)[0] == {0: (["assistant"], wanted.text, [wanted.finish_reason])}
+        assert server.ask("/tokenize", {"messages": messages, **fields})[2]["tokens"] == ids
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_what_cannot_go_on_is_refused(server: RunningServer, path):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    for body in ({"messages": MESSAGES}, {"messages": called, "add_generation_prompt": False}):
+        status, _, reply = server.ask(path, {**body, "continue_final_message": True})
+        assert (status, reply["error"]["param"]) == (400, "continue_final_message"), reply
+
+
 def test_texts_become_tokens_and_tokens_texts(server: RunningServer):
     _, _, reply = server.ask("/tokenize", {"prompt": "é<|endoftext|>", "return_token_strs": True})
     assert reply["tokens"] == server.engine.tokenizer.encode("é<|endoftext|>").ids
     assert len(reply["token_strs"]) == 3 and reply["token_strs"][-1] == "<|endoftext|>"
     _, _, back = server.ask("/detokenize", {"tokens": reply["tokens"]})
-    assert back == {"prompt": "é"}
+    assert back == {"prompt": "é<|endoftext|>"}
     assert server.ask("/detokenize", {"tokens": [9999]})[0] == 400
     assert server.ask("/tokenize", {})[0] == 400
 

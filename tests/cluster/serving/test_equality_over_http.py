@@ -31,10 +31,12 @@ TOOLS = [{"type": "function", "function": one} for one in (FUNCTION, {"name": "n
 SAMPLINGS = {"greedy": {"temperature": 0}, "seeded": {"temperature": 1.0, "seed": 3}}
 FORMS = {
     "free": {},
+    "allowed": {"extra_body": {"allowed_token_ids": [*range(60, 90)]}},
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": SHAPE}}},
     "required": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
     "named": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
 }
+ENDLESS = "free", "allowed"
 LOGPROBS = {"": {}, "logprobs": {"logprobs": True, "top_logprobs": 2}}
 COLUMNS = [
     tuple(value for _, value in cells)
@@ -70,11 +72,11 @@ def body_of(column, salt, speculative):
     return {
         "model": "tiny-chat",
         "messages": [{"role": "user", "content": f"{form} things, and how many"}],
-        "max_tokens": 200 if FORMS[form] else 12,
+        "max_tokens": 12 if form in ENDLESS else 200,
         **SAMPLINGS[sampling],
         **FORMS[form],
         **LOGPROBS[logprobs],
-        "extra_body": {"cache_salt": salt, "speculative": speculative},
+        "extra_body": {"cache_salt": salt, "speculative": speculative, **FORMS[form].get("extra_body", {})},
     }
 
 
@@ -155,7 +157,8 @@ def test_a_chat_says_what_it_says_alone(server, client, alone, drafter, rows, ho
 @pytest.mark.extended
 def test_the_table_has_texts_of_each_form(alone):
     for (_, form, logprobs), (content, calls, reason, listed) in alone.items():
-        assert reason == {"free": "length", "required": "tool_calls"}.get(form, "stop")
+        wanted = dict.fromkeys(ENDLESS, "length") | {"required": "tool_calls"}
+        assert reason == wanted.get(form, "stop")
         assert bool(calls) == (form in ("required", "named")) and bool(content) != bool(calls)
         assert bool(listed) == bool(logprobs)
 

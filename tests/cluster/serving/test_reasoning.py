@@ -96,6 +96,22 @@ def test_the_end_of_a_prompt_tells_how_its_reply_begins(chat_checkpoint):
     assert ReasoningMarks(plain, TEMPLATE).beginning("[assistant]<think>\n") is Beginning.after
     unseen = ReasoningMarks(thinking_tokenizer(chat_checkpoint, special=True), THINKING)
     assert unseen.beginning("[assistant]<think>\n") is Beginning.after, "texts of replies have no special tokens"
+    assert unseen.beginning("[assistant]<think>\na", "<think>\na") is Beginning.after
+
+
+def test_a_message_that_goes_on_tells_it_by_its_own_text(chat_checkpoint):
+    marks = ReasoningMarks(Tokenizer.from_file(str(chat_checkpoint / "tokenizer.json")), THINKING)
+    places = {"a": "after", "<think>a</think>\nb": "after", "<think>a": "within", "<think>a</think><think>": "within"}
+    for content, beginning in places.items():
+        assert marks.beginning(f"[user]<think>[assistant]{content}", content) is Beginning[beginning]
+    assert marks.beginning("[user]a[assistant] ", " ") is Beginning.before
+
+
+def test_a_block_that_goes_on_keeps_the_white_space_before_its_rest():
+    for pieces in pieces_of(" b c </think>\n d"):
+        reader = ReasoningReader(Beginning.within)
+        parts = [reader.feed(piece) for piece in pieces] + [reader.end()]
+        assert ("".join(a for a, _ in parts), "".join(b for _, b in parts)) == (" b c", "d")
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
@@ -114,6 +130,7 @@ def test_a_grammar_holds_for_the_answer(chat_checkpoint, has_tokens, answer):
         Beginning.before: ["a", '<think>a</think>{"n":3}', '<think>a{"n":1}', '<think>a</think></think>{"n":1}'],
         Beginning.inside: ['{"n":1}', '<think>{"n":1}'],
     }
+    texts[Beginning.within], wrong[Beginning.within] = texts[Beginning.inside], wrong[Beginning.inside]
     for beginning, right in texts.items():
         whole = marks.grammar(answer, beginning)
         assert whole is not None
