@@ -3,8 +3,8 @@
     python docs/measurements/mixed_traffic.py [options] [OVERRIDE ...]
 
 Starts `job=serve` on Ray as a process, and lets `--clients` threads send whatever comes next of a seeded mixture:
-completions (greedy and sampled, 1 to 3 choices, streamed and whole, with and without a schema, speculation off, bounded
-or free), clients that leave in the middle of a stream, bad requests, and bodies over the limit. Every `--kill-s`
+completions (greedy and sampled, 1 to 3 choices, streamed and whole, with and without a schema or a list of allowed
+tokens, speculation off, bounded or free), clients that leave in the middle of a stream, bad requests, and bodies over the limit. Every `--kill-s`
 seconds one role of the engine gets SIGKILL or SIGSTOP.
 
 A setting of a completion (prompt and sampling, without what must not change a token: speculation, streaming, priority)
@@ -47,6 +47,7 @@ BAD: tuple[dict[str, Any], ...] = (
     {"prompt": "a", "temperature": -1},
     {"prompt": "a", "max_tokens": 10**9},
     {"prompt": "a", "unknown_field": True},
+    {"prompt": "a", "allowed_token_ids": []},
     {"prompt": [1, 2, 10**9]},
     {"prompt": "a", "model": "another"},
     {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
@@ -141,6 +142,8 @@ class Client:
         fixed |= draw.choice(({"temperature": 0}, {"temperature": 1}, {"temperature": 0.8, "top_p": 0.9}))
         if draw.random() < 0.2:
             fixed["response_format"] = {"type": "json_schema", "json_schema": {"name": "order", "schema": SCHEMA}}
+        elif draw.random() < 0.1:
+            fixed["allowed_token_ids"] = list(range(100, 1000, 9))
         free: dict[str, Any] = {"stream": draw.random() < 0.5, "priority": draw.choice((0, 0, -5, 5))}
         free |= draw.choice(({}, {}, {"speculative": {"enabled": False}}, {"speculative": {"num_draft_tokens": 2}}))
         return json.dumps(fixed, sort_keys=True), fixed | free
