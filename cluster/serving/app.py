@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -27,9 +28,9 @@ from cluster.config.schema import ServerConfig
 from cluster.observability.report import versions
 from cluster.serving.admission import InFlightLimit
 from cluster.serving.bodies import BodyReader, described, descriptions
-from cluster.serving.errors import ApiError, Disconnected, answer_refusal, bad_request, timed_out, too_many
+from cluster.serving.errors import DESCRIBED, ApiError, Disconnected, answer_refusal, bad_request, timed_out, too_many
 from cluster.serving.generation import Generation
-from cluster.serving.guard import Guard
+from cluster.serving.guard import OPEN, Guard
 from cluster.serving.logprobs import LogprobWriter
 from cluster.serving.message_parts import PartReader, PartsForm
 from cluster.serving.reasoning import Beginning, ReasoningReader
@@ -75,13 +76,14 @@ class Api:
 
     def application(self, keys: Collection[str], max_body: int) -> ASGIApp:
         """All of it as an ASGI application."""
-        refusals: dict[int | str, dict[str, Any]] = {"4XX": {"description": "An error in OpenAI's form"}}
+        refusals: dict[int | str, dict[str, Any]] = {"4XX": DESCRIBED, "5XX": DESCRIBED}
+        replies: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
         version = str(versions()["specdec"])
         app = FastAPI(title="specdec", version=version, responses=refusals, docs_url=None, redoc_url=None)
         for error in (HTTPException, Disconnected, EngineError, Exception):
             app.add_exception_handler(error, answer_refusal)
-        app.post("/v1/completions", openapi_extra=described(CompletionRequest))(self.complete)
-        app.post("/v1/chat/completions", openapi_extra=described(ChatRequest))(self.chat)
+        app.post("/v1/completions", openapi_extra=described(CompletionRequest), responses=replies)(self.complete)
+        app.post("/v1/chat/completions", openapi_extra=described(ChatRequest), responses=replies)(self.chat)
         app.post("/tokenize", openapi_extra=described(TokenizeRequest))(self.tokenize)
         app.post("/detokenize", openapi_extra=described(DetokenizeRequest))(self.detokenize)
         app.get("/v1/models")(self.models)
@@ -93,7 +95,16 @@ class Api:
         app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
         app.get("/timeline")(self.timeline)
         forms = descriptions(CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-        app.openapi()["components"] = {"schemas": forms}
+        document = app.openapi()
+        document["components"] = {"schemas": forms}
+        if keys:
+            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
+            for path in OPEN:
+                document["paths"][path]["get"]["security"] = []
+        for route in app.routes:
+            if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
+                route.methods.add("HEAD")  # uvicorn sends no body then
         return Guard(app, keys, max_body)
 
     async def complete(self, request: Request) -> Response:
@@ -144,6 +155,8 @@ class Api:
         return _json({"object": "list", "data": [self._entry()]})
 
     async def one_model(self, name: str) -> Response:
+        if not name:
+            return await self.models()
         self._model.check_name(name)
         return _json(self._entry())
 

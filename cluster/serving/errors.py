@@ -99,6 +99,22 @@ def _place(error: Mapping[str, Any]) -> list[str]:
     return [str(part) for part in error["loc"] if not _UNION.fullmatch(str(part))]
 
 
+_FIELDS = {
+    "message": {"type": "string"},
+    "type": {"type": "string"},
+    "param": {"type": ["string", "null"]},
+    "code": {"type": ["string", "null"]},
+}
+_ERROR = {"type": "object", "properties": _FIELDS, "required": [*_FIELDS], "additionalProperties": False}
+DESCRIBED: dict[str, Any] = {
+    "description": "An error in OpenAI's form",
+    "content": {
+        "application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}}
+    },
+}
+"""What `body_of` makes, for the description of the API."""
+
+
 def body_of(error: HTTPException) -> bytes:
     """The error as JSON. ASCII: the message may quote text that has no UTF-8."""
     fields = {
@@ -123,6 +139,10 @@ async def answer_refusal(request: Request, error: Exception) -> Response:
             return answer(engine_failure(error))
         case HTTPException(status_code=404) if not isinstance(error, ApiError):
             return answer(ApiError(404, f"there is no route {request.url.path}; /openapi.json has those there are"))
+        case HTTPException(status_code=405) if error.headers is not None:
+            allowed = error.headers["Allow"]
+            line = f"{request.url.path} is not for {request.method:.20}; use {allowed}"
+            return answer(ApiError(405, line, headers=error.headers))
         case HTTPException():
             return answer(error)
     return answer(ApiError(500, "the server failed; its log has the reason"))

@@ -67,6 +67,8 @@ def _without_fields(names: dict[str, Any]) -> dict[str, Any]:
 _SAID_BY_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "tools", "self")
 """Names that a chat template gets from elsewhere."""
 _MOST_NAMES = 256
+_MOST_METADATA = 16
+"""OpenAI's limit."""
 MOST_TOOLS = 1024
 FIRST_ERROR = Field(fail_fast=True)
 """The first entry of a list that is wrong is its only error."""
@@ -162,6 +164,9 @@ class GenerationRequest(ApiRequest):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: Annotated[dict[str, str], at_most(_MOST_METADATA)] = Field(default_factory=dict)
     cache_salt: Annotated[str, Field(max_length=LONGEST_SALT)] = ""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     return_token_ids: bool = False

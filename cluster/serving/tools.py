@@ -120,7 +120,9 @@ def call_grammar(tools: Sequence[ToolDefinition], choice: ToolChoice, *, is_para
 
 
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:
-    return {"type": "object", "properties": {}} if function.parameters is None else function.parameters
+    """A function that names no parameters has none, as OpenAI says."""
+    none = {"type": "object", "properties": {}, "additionalProperties": False}
+    return none if function.parameters is None else function.parameters
 
 
 def _call_schema(function: FunctionDefinition, place: str) -> dict[str, Any]:

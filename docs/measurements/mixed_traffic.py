@@ -3,9 +3,9 @@
     python docs/measurements/mixed_traffic.py [options] [OVERRIDE ...]
 
 Starts `job=serve` on Ray as a process, and lets `--clients` threads send whatever comes next of a seeded mixture:
-completions (greedy and sampled, 1 to 3 choices, streamed and whole, with and without a schema or a list of allowed
-tokens, speculation off, bounded or free), clients that leave in the middle of a stream, bad requests, and bodies over the limit. Every `--kill-s`
-seconds one role of the engine gets SIGKILL or SIGSTOP.
+completions (greedy and sampled, 1 to 3 choices, streamed and whole, with a schema, a list of allowed tokens or neither,
+speculation off, bounded or free), clients that leave in the middle of a stream, bad requests, and bodies over the
+limit. Every `--kill-s` seconds one role of the engine gets SIGKILL or SIGSTOP.
 
 A setting of a completion (prompt and sampling, without what must not change a token: speculation, streaming, priority)
 has the same text each time, whoever died meanwhile; a bad request is a 4xx; nothing is a 5xx. At the end nothing is in

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+from http.client import HTTPConnection
 
+import jsonschema
 import openai
 import pytest
 
@@ -46,6 +48,16 @@ def test_a_body_without_its_content_type_is_refused_with_the_header(server: Runn
     form = {"content-type": "application/x-www-form-urlencoded"}
     status, error = refused(server, COMPLETIONS, b'{"prompt": "a"}', **form)
     assert status == 400 and "content-type: application/json" in error["message"]
+
+
+def test_fields_for_the_books_of_others_change_nothing(server: RunningServer):
+    body = {"prompt": "a", "max_tokens": 4, "temperature": 0}
+    plain = server.ask(COMPLETIONS, body)[2]["choices"][0]["text"]
+    fields = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "metadata": {"a": "b"}}
+    status, _, reply = server.ask(COMPLETIONS, body | fields)
+    assert (status, reply["choices"][0]["text"]) == (200, plain)
+    for wrong in ({"metadata": {"a": 1}}, {"metadata": {str(i): "" for i in range(17)}}, {"user": 1}):
+        assert refused(server, COMPLETIONS, body | wrong)[0] == 400
 
 
 @pytest.mark.parametrize("field", [{"tools": []}, {"logprobs": None}, {"best_of": 1}, {"suffix": None}, {"x": None}])
@@ -138,7 +150,27 @@ def test_an_unknown_model_route_or_method_is_not_found(server: RunningServer):
     assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
     status, error = refused(server, "/v1/embeddings", {})
     assert status == 404 and error["message"].startswith("there is no route /v1/embeddings; /openapi.json has")
-    assert refused(server, "/v1/completions", None)[0] == 405
+    status, error = refused(server, "/v1/completions", None)
+    assert (status, error["message"]) == (405, "/v1/completions is not for GET; use POST")
+
+
+def test_what_is_read_may_be_asked_for_by_its_headers_alone(server: RunningServer):
+    """As health checks do it."""
+    for path in ("/health", "/v1/models", "/openapi.json", "/"):
+        connection = HTTPConnection(server.http.host, server.http.port, timeout=60)
+        lengths = []
+        for method in ("HEAD", "GET"):  # a body of the first would be read as the second reply
+            connection.request(method, path, headers={"authorization": f"Bearer {KEY}"})
+            reply = connection.getresponse()
+            lengths.append((reply.status, reply.headers["content-length"]))
+            content = reply.read()
+            assert method == "GET" or not content
+        assert lengths[0] == lengths[1] and lengths[0][0] == 200
+        connection.close()
+
+
+def test_the_list_of_models_may_end_with_a_slash(server: RunningServer):
+    assert server.ask("/v1/models/")[2] == server.ask("/v1/models")[2]
 
 
 @pytest.mark.parametrize("key", [None, "", "b key", "a ke", "a keys", "\xe9"])
@@ -198,6 +230,13 @@ def test_the_description_names_the_refusals_that_there_are(server: RunningServer
     """FastAPI's own would be 422."""
     _, _, document = server.ask("/openapi.json")
     answers = {path: set(next(iter(way.values()))["responses"]) for path, way in document["paths"].items()}
-    assert set(map(frozenset, answers.values())) == {frozenset({"200", "4XX"})}
+    assert set(map(frozenset, answers.values())) == {frozenset({"200", "4XX", "5XX"})}
+    streams = {path for path, way in document["paths"].items() if "text/event-stream" in str(way)}
+    assert streams == {COMPLETIONS, CHAT}
+    open_ = {path for path, way in document["paths"].items() if way.get("get", {}).get("security") == []}
+    assert open_ == {"/", "/health"} and document["security"] == [{"key": []}]
+    described = document["paths"][COMPLETIONS]["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]
+    for body in (b"{", {"prompt": "a", "n": 0}, {"prompt": "a", "model": "other"}):
+        jsonschema.validate(server.ask(COMPLETIONS, body)[2], described)
     kinds = {path: document["paths"][path]["get"]["responses"]["200"].get("content") for path in ("/ready", "/metrics")}
     assert kinds["/ready"] is None and set(kinds["/metrics"]) == {"text/plain"}

@@ -69,6 +69,15 @@ def whole_of(choice):
     return choice.message.content or "", calls, choice.finish_reason
 
 
+def test_a_function_without_parameters_is_called_without_any(client):
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    for choice in ("required", {"type": "function", "function": {"name": "now"}}):
+        body = {**BODY, "tools": tools, "tool_choice": choice}
+        (said,) = client.chat.completions.create(**body, parallel_tool_calls=False).choices
+        (call,) = said.message.tool_calls
+        assert json.loads(call.function.arguments) == {}
+
+
 @pytest.mark.parametrize("seed", list(in_turn(range(3), times={0: 0, 1: 0})))
 def test_a_required_call_is_one_of_the_tools_with_valid_arguments(client, seed):
     body = {**BODY, "seed": seed, "tool_choice": "required"}
