@@ -28,6 +28,7 @@ from cluster.serving.fields import BodyPart, at_most
 from cluster.serving.grammars import ResponseFormat, StructuredOutputs
 from cluster.serving.logprobs import AskedLogprobs
 from cluster.serving.tools import ToolCall, ToolChoice, ToolDefinition, call_grammar
+from parallel.ranges import LARGEST
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
@@ -151,7 +152,7 @@ class GenerationRequest(ApiRequest):
     stop_token_ids: Annotated[list[int], at_most(MOST_STOP_TOKENS)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1

@@ -118,6 +118,23 @@ def test_a_value_out_of_range_is_named(server: RunningServer, field, param):
     assert len(error["message"]) <= 400 and server.num_running() == 0
 
 
+@pytest.mark.parametrize("value", [2**64, -(2**64), 1e308, "\ud800", [2**64], {"\ud800": 1}], ids=ascii)
+def test_no_value_of_a_field_is_a_failure_of_the_server(server: RunningServer, value):
+    """Of any field that the document names, beside a body that is fine."""
+    _, _, document = server.ask("/openapi.json")
+    bodies = {
+        COMPLETIONS: {"prompt": "a", "max_tokens": 1},
+        CHAT: {"messages": MESSAGES, "max_tokens": 1},
+        "/tokenize": {"prompt": "a"},
+        "/detokenize": {"tokens": [1]},
+    }
+    for path, body in bodies.items():
+        form = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        for field in document["components"]["schemas"][form.rpartition("/")[2]]["properties"]:
+            status, _, reply = server.ask(path, {**body, field: value})
+            assert status in (200, 400, 404), (path, field, reply)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -213,6 +213,7 @@ def test_a_prompt_is_scored_alone_whatever_would_follow(client, server: RunningS
         ({"skip_special_tokens": 0}, "skip_special_tokens"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 2**64}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 1.5}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": -1, "max_tokens": 512}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
