@@ -60,9 +60,21 @@ def test_fields_for_the_books_of_others_change_nothing(server: RunningServer):
         assert refused(server, COMPLETIONS, body | wrong)[0] == 400
 
 
-@pytest.mark.parametrize("field", [{"tools": []}, {"logprobs": None}, {"best_of": 1}, {"suffix": None}, {"x": None}])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"tools": [], "logprobs": None, "best_of": 1, "suffix": None, "x": None},
+        {"detokenize": True, "early_stopping": False, "length_penalty": 1.0, "return_tokens_as_token_ids": False},
+    ],
+)
 def test_a_field_that_asks_for_nothing_is_none(server: RunningServer, field):
     assert server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1, **field})[0] == 200
+    chat = {name: value for name, value in field.items() if name != "logprobs"} | {"echo": False}
+    assert server.ask(CHAT, {"messages": MESSAGES, "max_tokens": 1, **chat})[0] == 200
+    wrong = {"length_penalty": 1.5, "early_stopping": True, "detokenize": False, "return_tokens_as_token_ids": True}
+    for name, value in wrong.items():
+        status, error = refused(server, COMPLETIONS, {"prompt": "a", name: value})
+        assert (status, error["param"]) == (400, name)
 
 
 @pytest.mark.parametrize(
