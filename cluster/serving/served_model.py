@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.normalizers import NFC
 
@@ -146,16 +146,11 @@ class ServedModel:
             raise self._too_long(f"{field}: {len(text)} characters", field)
         if not is_text(text):
             raise ApiError(400, f"{field}: {NO_TEXT}", param=field)
-        tokenizer, adds = self._tokenizer, adds_special_tokens and most is None
         if len(text) < _LONG:
-            encoding = tokenizer.encode(text, add_special_tokens=adds)
+            encoding = self._tokenizer.encode(text, add_special_tokens=adds_special_tokens)
         else:
-            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds)
-        if most is None:
-            return encoding.ids
-        num_added = tokenizer.num_special_tokens_to_add(is_pair=False) if adds_special_tokens else 0
-        encoding.truncate(max(0, most - num_added), direction="left")
-        return tokenizer.post_process(encoding, add_special_tokens=adds_special_tokens).ids[-most:]
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
+        return encoding.ids if most is None else _last_tokens(encoding, most)
 
     def decode(self, token_ids: Sequence[int], field: str = "prompt", *, skips_special: bool = True) -> str:
         self.check_tokens(token_ids, field)
@@ -289,6 +284,20 @@ class ServedModel:
     def _too_long(self, what: str, field: str) -> ApiError:
         line = f"{what} do not fit the context of {self._longest} tokens"
         return ApiError(400, line, param=field, code="context_length_exceeded")
+
+
+def _last_tokens(encoding: Encoding, most: int) -> list[int]:
+    """So many: those that the tokenizer added before and behind the text, and its last ones. `Encoding.truncate` would
+    keep all others in as many records as fit."""
+    token_ids, added = encoding.ids, encoding.special_tokens_mask
+    start, end = 0, len(token_ids)
+    while start < end and added[start]:
+        start += 1
+    while start < end and added[end - 1]:
+        end -= 1
+    num_added = start + len(token_ids) - end
+    first = max(start, end - max(0, most - num_added))
+    return [*token_ids[:start], *token_ids[first:]][-most:]
 
 
 def _most_characters_a_token(tokenizer: Tokenizer) -> int:

@@ -146,14 +146,15 @@ def test_the_last_tokens_of_a_prompt_are_kept(client, server: RunningServer, kin
     assert said(-1, max_tokens=500)[1] == 12 and said(-1, max_tokens=2)[1] == len(whole)
 
 
-def test_the_tokens_that_a_tokenizer_adds_are_kept(server: RunningServer, monkeypatch):
+@pytest.mark.parametrize("form", [f"{NAME} $A", f"{NAME} $A {NAME} {NAME}", f"$A {NAME}"])
+def test_the_tokens_that_a_tokenizer_adds_are_kept(server: RunningServer, monkeypatch, form):
     """As by transformers, which vLLM calls: the first token stays, and the text loses one more of its own."""
     tokenizer = Tokenizer.from_str(server.engine.tokenizer.to_str())
-    tokenizer.post_processor = processors.TemplateProcessing(f"{NAME} $A", special_tokens=[(NAME, END)])
+    tokenizer.post_processor = processors.TemplateProcessing(form, special_tokens=[(NAME, END)])
     monkeypatch.setattr(server.service._model, "_tokenizer", tokenizer)
     wanted = Tokenizer.from_str(tokenizer.to_str())
-    for most, adds in ((1, True), (5, True), (5, False), (99, True), (99, False)):
-        for text in ("abcdefgh", "abcdefgh" * 300):
+    for most, adds in ((4, True), (5, True), (1, False), (5, False), (99, True), (99, False)):
+        for text in ("abcdefgh", NAME + "ab" + NAME, "abcdefgh" * 300):
             wanted.enable_truncation(most, direction="left")
             body = {
                 "prompt": text,
