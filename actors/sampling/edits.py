@@ -43,6 +43,11 @@ def edits(params: SamplingParams) -> bool:
     return bool(listed or params.min_tokens or params.no_repeat_ngram_size) or _penalises(params)
 
 
+def edits_by_text(params: SamplingParams) -> bool:
+    """Whether these changes depend on the tokens before a place, rather than on their number alone."""
+    return _penalises(params) or params.no_repeat_ngram_size > 0 or any(len(word) > 1 for word in params.bad_words)
+
+
 def _penalises(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 

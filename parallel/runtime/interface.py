@@ -97,6 +97,11 @@ class Runner(Protocol):
         return self.config.max_positions
 
     @property
+    def reads_drafts(self) -> bool:
+        """Whether its logits behind a draft token depend on which token it is, rather than on its place alone."""
+        return True
+
+    @property
     def longest_text(self) -> int:
         """Tokens of a text and the draft behind it, at most."""
         return self.config.max_positions

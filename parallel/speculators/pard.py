@@ -101,6 +101,11 @@ class PardRunner(Runner):
         return self._depth
 
     @property
+    def reads_drafts(self) -> bool:
+        """The first token says which of several drafts goes on."""
+        return self.num_drafts > 1
+
+    @property
     def longest_text(self) -> int:
         return self.runner.longest_text
 

@@ -2,9 +2,10 @@
 
 Under the coupled rule it draws with the target's own noise, so its arg-max is its best guess of the target's draw;
 under a ratio rule it samples from a truncated distribution, which travels with the proposal. One loop drafts trees
-level by level for the whole batch; plain chains take a shorter one in which tokens stay on the device. Every draft
-starts by feeding the uncached suffix of the text, however long. Passes over draft tokens may be fuzzy: when calibration
-is due, the fuzzy rows of accepted tokens are dropped and so become part of that suffix.
+level by level for the whole batch; plain chains take a shorter one in which tokens stay on the device, and chains of a
+model that fills blocks are chosen in one call. Every draft starts by feeding the uncached suffix of the text, however
+long. Passes over draft tokens may be fuzzy: when calibration is due, the fuzzy rows of accepted tokens are dropped and
+so become part of that suffix.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from actors.drafters.model.tree_growth import (
     Growth,
     StaticGrowth,
 )
-from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
+from actors.protocol.messages import NO_TOKEN, Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import DrawnChildren, draw_beam, draw_iid, draw_without_replacement
+from actors.sampling.edits import edits_by_text
 from actors.sampling.logits import (
     ChoicesAhead,
     LogitRows,
+    choose_batch,
     choose_plain,
     is_greedy,
     is_plain,
@@ -147,7 +150,10 @@ class ModelDrafter:
         for context, _ in able:
             self._prefill(context, leave=self._options.prefill_chunk)
         if able:
-            grow = self._chains if self._keeps_tokens_on_device(able) else self._trees
+            if self._chooses_at_once(able):
+                grow = self._blocks
+            else:
+                grow = self._chains if self._keeps_tokens_on_device(able) else self._trees
             drafts |= grow([context for context, _ in able], [budget for _, budget in able])
         for context in (*begun, *[context for context, _ in able]):
             self._rows[context.request_id].depth = max(drafts[context.request_id].tree.depths())
@@ -271,15 +277,13 @@ class ModelDrafter:
     # --- chains: tokens stay on the device ----------------------------------------------------------------------------
 
     def _keeps_tokens_on_device(self, able: list[tuple[Context, int]]) -> bool:
-        return (
-            self._is_chain
-            and self._chain_rule is None
-            and all(self._chooses_ahead(context.sampling) for context, _ in able)
-        )
+        device = self.runner.decoder.device
+        return self._chooses_chains(able) and all(ChoicesAhead.can_choose(one.sampling, device) for one, _ in able)
 
-    def _chooses_ahead(self, params: SamplingParams) -> bool:
-        can = ChoicesAhead.can_choose(params, self.runner.decoder.device)
-        return can and (self._coupled or is_greedy(params))
+    def _chooses_chains(self, able: list[tuple[Context, int]]) -> bool:
+        """Whether drafts are chains of the ordered length whose tokens are chosen, not drawn."""
+        is_chosen = self._coupled or all(is_greedy(context.sampling) for context, _ in able)
+        return self._is_chain and self._chain_rule is None and is_chosen
 
     def _chains(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
         budgets = [min(budget, self._growth.depth) for budget in budgets]
@@ -300,12 +304,40 @@ class ModelDrafter:
         tokens: list[list[int]] = [[] for _ in contexts]
         for i, token in zip((i for rows, _ in columns for i in rows), drawn, strict=True):
             tokens[i].append(token)
-        drafts = {}
-        for context, draft in zip(contexts, tokens, strict=True):
-            rows = self._rows[context.request_id]
-            rows.of_node |= {node: rows.num_suffix + node - 1 for node in range(1, len(draft))}
-            tree = TokenTree.chain(context.token_ids[-1], draft)
-            drafts[context.request_id] = Draft(tree) if self._coupled else Draft.chosen(tree)
+        return {one.request_id: self._chain_of(one, draft) for one, draft in zip(contexts, tokens, strict=True)}
+
+    def _chain_of(self, context: Context, token_ids: list[int]) -> Draft:
+        """The draft of these tokens, of which all but the last were fed behind the text."""
+        rows = self._rows[context.request_id]
+        rows.of_node |= {node: rows.num_suffix + node - 1 for node in range(1, len(token_ids))}
+        tree = TokenTree.chain(context.token_ids[-1], token_ids)
+        return Draft(tree) if self._coupled else Draft.chosen(tree)
+
+    # --- blocks: all tokens of a draft in one call --------------------------------------------------------------------
+
+    def _chooses_at_once(self, able: list[tuple[Context, int]]) -> bool:
+        """Whether neither the model nor the edits of its scores ask which draft tokens stand before a place."""
+        if self.runner.reads_drafts or not self._chooses_chains(able):
+            return False
+        return not any(edits_by_text(context.sampling) for context, _ in able)
+
+    def _blocks(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
+        budgets = [min(budget, self._growth.depth) for budget in budgets]
+        spans, token_ids, batch = list[Span](), list[int](), list[LogitRows]()
+        for context, budget in zip(contexts, budgets, strict=True):
+            span, text = self._suffix(context)
+            places = TokenTree.chain(text[-1], [text[-1]] * (budget - 1))  # any tokens: they are only counted
+            token_ids += [*text, *places.token_ids[1:]]
+            spans.append(Span(context.request_id, span.num_tokens + budget - 1, None, budget))
+            batch.append(LogitRows(context.sampling, context.prompt_len, context.token_ids, places))
+        logits = self.runner.forward(spans, token_ids).logits
+        chosen = choose_batch(logits, batch, self._options.eos_token_ids).tolist()
+        drafts, first = {}, 0
+        for context, budget in zip(contexts, budgets, strict=True):
+            own = chosen[first : first + budget]
+            draft = own[: own.index(NO_TOKEN)] if NO_TOKEN in own else own
+            drafts[context.request_id] = self._chain_of(context, draft)
+            first += budget
         return drafts
 
     # --- trees: one level after the other -----------------------------------------------------------------------------
