@@ -2,7 +2,6 @@
 
     python docs/measurements/correction.py target RUN --minutes 8      # trains RUN/target
     python docs/measurements/correction.py score RUN --count 256       # lines of held-out modules that it restores
-    python docs/measurements/correction.py shallow RUN --layers 1      # RUN/shallow: to begin a smaller drafter with
     ./launch.sh job=train job.recipe=specdec target=hf target.path=RUN/target hydra.run.dir=RUN/specdec
     python docs/measurements/correction.py prompts RUN                 # RUN/prompts.jsonl: held-out corrupted lines
     ./launch.sh job=bench target=hf target.path=RUN/target job.prompts=RUN/prompts.jsonl ...   # docs/encoder_decoder.md
@@ -85,14 +84,6 @@ def train_target(given: argparse.Namespace) -> None:
     print(record, evaluate(), f"{len(training)} pairs, {model.num_parameters():,} parameters")
 
 
-def write_shallow(run: Path, layers: int) -> None:
-    """The target with the first of its decoder's layers alone."""
-    model = BartForConditionalGeneration.from_pretrained(run / "target")
-    model.model.decoder.layers = model.model.decoder.layers[:layers]
-    model.config.decoder_layers = layers
-    model.save_pretrained(run / "shallow")
-
-
 @torch.no_grad()
 def score(run: Path, count: int) -> None:
     """Print how many corrupted lines of held-out modules the target's greedy texts restore."""
@@ -119,7 +110,7 @@ def write_prompts(run: Path, count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["target", "prompts", "score", "shallow"])
+    parser.add_argument("what", choices=["target", "prompts", "score"])
     parser.add_argument("run", type=Path)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument(
@@ -138,8 +129,6 @@ def main() -> None:
         train_target(given)
     elif given.what == "score":
         score(given.run, given.count)
-    elif given.what == "shallow":
-        write_shallow(given.run, given.layers)
     else:
         write_prompts(given.run, given.count)
 
