@@ -165,9 +165,14 @@ class Decision:
             self._unpaid += rounds
 
     def _pay(self) -> None:
-        if self.mode not in (Mode.catch_up, Mode.trial):
-            self.budget -= min(self._unpaid, MOST_CHARGED_BESIDE)
-            self._unpaid = 0.0
+        """A trial is paid once it is over, in full. What late drafts cost while drafts go on and pay takes the budget
+        down to -`MOST_BUDGET` at most: pauses of a drafter are no exploration, and many of them would forbid the next
+        trial for minutes."""
+        if self.mode in (Mode.catch_up, Mode.trial):
+            return
+        least = min(self.budget, -MOST_BUDGET) if self.mode is Mode.speculate else -inf
+        self.budget = max(self.budget - min(self._unpaid, MOST_CHARGED_BESIDE), least)
+        self._unpaid = 0.0
 
     def count(self, tokens: float, expected_s: float, seconds: float, estimates: Estimates | None = None) -> None:
         """A round of the present choice took so long. Rounds like it are expected to take `expected_s`, and to bring a

@@ -265,6 +265,17 @@ def test_drafts_that_are_late_end_speculation_until_the_budget_allows_a_trial():
     assert {choice for _, choice in rested} == {PLAIN}
 
 
+def test_pauses_of_a_drafter_whose_drafts_pay_add_up_to_no_long_rest():
+    world = World(Decision(PLAIN), in_turn=1.5).run(100)
+    for _ in range(40):
+        world.decision.charge(3.0)
+        world.run(1)
+    assert world.decision.mode is Mode.speculate and world.decision.budget == pytest.approx(-MOST_BUDGET, abs=0.1)
+    world.decision.give_up()
+    world.run(round((MOST_BUDGET + NEW_COST) / EXPLORED_SHARE) + 10)
+    assert world.decision.choice is IN_TURN
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_is_read_for_a_trial_but_the_first_delays_the_next_one_and_ends_none(is_first):
     """The drafter reads the text before the trial, which takes as long as ten plain rounds."""
