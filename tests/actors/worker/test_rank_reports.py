@@ -17,7 +17,7 @@ from actors.roles.draft import DraftRole
 from actors.worker import factory
 from actors.worker.rank_loop import RankLoop
 from parallel.comm.group import SINGLE, NcclGroup
-from tests.actors.worker.test_rank_loop import FACTS, Group, Nccl, Role, Script
+from tests.actors.worker.test_rank_loop import FACTS, LoggedGroup, Nccl, Role, Script
 
 
 class Lines(logging.Handler):
@@ -54,7 +54,7 @@ def test_every_change_of_an_epoch_is_a_line_and_a_state(lines):
     records = [Join(1, 4), VerifyBatch(5, after=4), VerifyBatch(8, after=7)]
     records += [Join(2, 8), VerifyBatch(9, after=8, items=("loses its peer",))]
     loop = RankLoop(
-        *(spec_of("target"), Script(records, log), lambda _, join: Group(log, join.epoch)),
+        *(spec_of("target"), Script(records, log), lambda _, join: LoggedGroup(log, join.epoch)),
         *(lambda *_: (Role(log, lambda: loop.status), FACTS), states.append, lambda: False),
     )
     loop.serve()
@@ -98,7 +98,7 @@ def test_the_end_of_a_bridge_is_of_the_epoch_and_in_the_heartbeat():
     order = Bridge(6, ("127.0.0.1", 1))
     link, groups = Script([Join(1, 0), order], log), []
     loop: Any = RankLoop(
-        *(spec_of("target"), link, lambda _, join: groups.append(Group(log, join.epoch)) or groups[-1]),
+        *(spec_of("target"), link, lambda _, join: groups.append(LoggedGroup(log, join.epoch)) or groups[-1]),
         *(lambda *_: (Role(log, lambda: loop.status), FACTS), lambda _: None, lambda: False, end),
     )
     assert loop.heartbeat().bridge == 6
@@ -131,7 +131,7 @@ def test_the_receipt_of_tensors_is_reported_with_the_first_part():
     exports = (FeatureExport(1, 1, 5, "float32", ()),)
     records = [Join(1, 0), DraftBatch(1, after=0), DraftBatch(2, after=1, exports=exports)]
     loop = RankLoop(
-        *(spec_of("draft"), Script(records, log), lambda _, join: Group(log, join.epoch)),
+        *(spec_of("draft"), Script(records, log), lambda _, join: LoggedGroup(log, join.epoch)),
         *(lambda *_: (role, FACTS), lambda _: None, lambda: False, bridge),
     )
     loop.serve()
