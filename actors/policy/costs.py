@@ -228,17 +228,19 @@ class LoadCosts:
         self.by_choice[Decoding.plain] = plain
         self._measured &= {Decoding.plain}
 
-    def borrow(self, choice: Decoding, other: LoadCosts, more_s: float = 0.0) -> None:
+    def borrow(
+        self, choice: Decoding, other: LoadCosts, more_s: float = 0.0, token_s: float = 0.0, least_s: float = 0.0
+    ) -> None:
         """Take over what a similar load knows of a choice that this one knows nothing of; plain decoding first.
 
-        `more_s`: what a row of each request that this load has more adds to a pass, so without drafts and again for
-        each token of them.
+        The rows that a pass without drafts has more here add `more_s` to it, and those of a draft token `token_s`. It
+        takes at least `least_s`.
         """
         costs = self.by_choice[choice] = deepcopy(other.by_choice[choice])
         costs.fade(min(1.0, INHERITED / costs.weight))  # to be corrected soon
         known_s = other.plain.verify.mean_y
-        more_s = max(more_s, (_LEAST_VERIFY - 1) * (known_s or costs.verify.mean_y))
-        costs.verify.add(more_s, more_s)
+        more_s = max(more_s, least_s - known_s, (_LEAST_VERIFY - 1) * (known_s or costs.verify.mean_y))
+        costs.verify.add(more_s, token_s)
         if costs is not self.plain and self.plain.weight and other.plain.weight:
             costs.verify.add(self.plain.verify.mean_y - known_s - more_s)
 
@@ -277,6 +279,11 @@ Load = tuple[int, bool, int]
 """Twice the binary logarithm of a batch's size, whether most requests are sampled, and classes of prompt rows read."""
 
 
+def _prompt_rows(load: Load) -> float:
+    """Prompt rows of a pass under this load, in the mean: so many have the bit length that is its class."""
+    return 0.75 * (1 << load[2]) if load[2] else 0.0
+
+
 class LoadTable:
     """Costs by load. What was not measured under one begins with the most similar load that knows it."""
 
@@ -295,9 +302,13 @@ class LoadTable:
     def of(self, load: Load, ways: Collection[Decoding]) -> LoadCosts:
         """Costs under this load, of plain decoding and of these ways to draft as far as any load knows them."""
         costs, num_requests = self._loads[load], 2 ** (load[0] / 2)
+        least_s = self._loads[*load[:2], 0].plain.verify.mean_y if load[2] else 0.0  # without the prompts
         for choice in (Decoding.plain, *ways):
             if not costs.by_choice[choice].weight and (similar := self._most_similar(load, choice)):
-                costs.borrow(choice, self._loads[similar], (num_requests - 2 ** (similar[0] / 2)) * self._row_s)
+                more = num_requests - 2 ** (similar[0] / 2)
+                more_prompts = _prompt_rows(load) - _prompt_rows(similar)
+                more_s, token_s = (more + more_prompts) * self._row_s, more * self._row_s
+                costs.borrow(choice, self._loads[similar], more_s, token_s, least_s)
             costs.by_choice[choice].rows_s = num_requests * self._row_s
         return costs
 

@@ -204,6 +204,8 @@ SCORE_EVERY = 8
 """Rounds between drafts that are only compared with the text, at least."""
 SCORED_SHARE = 0.01
 """Share of the time that they may take."""
+LEAST_ROUND = 0.5
+"""Share of a plain round that any round is expected to take, whatever prompts take of it."""
 _PROMPT_MEMORY = 0.97
 _STEADY = 0.4
 """Share of rounds that read prompts from which on such rounds, and those after them, count as others do: there may be
@@ -444,14 +446,14 @@ class AdaptivePolicy(Policy):
         lengths = [outcome.num_ordered for outcome in seen.outcomes]
         lines = self._load.by_length(self._way if drafted else Decoding.plain)
         seconds = lines.round_of(max(lengths), sum(lengths) / len(lengths))
-        return tokens * len(lengths) / seen.num_running, seconds - self._given_s
+        return tokens * len(lengths) / seen.num_running, self._without_prompts(seconds)
 
     def _estimates(self, tradeoffs: Mapping[Decoding, Tradeoff], request_ids: Collection[int]) -> Estimates:
         """Every choice at its best draft length, under the load of this round."""
         estimates = {}
         if self.weighs_waiting:
             plain = self._load.plain
-            estimates[Decoding.plain] = Estimate(1.0, max(plain.mean_s - self._given_s, 1e-9), 0, plain.weight)
+            estimates[Decoding.plain] = Estimate(1.0, self._without_prompts(plain.mean_s), 0, plain.weight)
         num_drafts = self._acceptance.of_class(self._text_class).weight
         num_own_drafts = self._acceptance.num_drafts_of_mean(request_ids)
         for way, tradeoff in tradeoffs.items():
@@ -491,6 +493,12 @@ class AdaptivePolicy(Policy):
         gain = left_out * (drafted.tokens - 1 - drafted.length * tradeoff.verify_s / plain.seconds)
         return plain.is_known and drafted.is_known and gain > LEAST_SAVED
 
+    def _without_prompts(self, seconds: float) -> float:
+        """Seconds of a round without those that its prompts take. Where other rounds waited longer beside theirs, at
+        least a part of a plain round without prompts."""
+        least_s = LEAST_ROUND * (self._load.plain.mean_s - self._given_s)
+        return max(seconds - self._given_s, least_s, 1e-9)
+
     @property
     def _way(self) -> Decoding:
         """How drafts are made, or would be."""
@@ -502,11 +510,11 @@ class AdaptivePolicy(Policy):
         tokens = self._acceptance.expected(self._text_class, request_ids, way)
         if self._load.by_choice[way].weight:
             lines = self._load.by_length(way)
-            seconds = [one - self._given_s for one in lines.seconds(self.longest_draft)]
+            seconds = [self._without_prompts(one) for one in lines.seconds(self.longest_draft)]
             return Tradeoff(tokens, seconds, lines.draft_s, lines.ordered_s, self._shortest)
         ahead, plain_s = self._load.by_choice[Decoding.ahead], self._load.plain.verify.mean_y
         draft_s = ahead.draft_s.mean_y / ahead.draft_s.mean_x if ahead.draft_s.mean_x else 0.0
-        pass_s = max((plain_s or ahead.verify.mean_y) - self._given_s, 1e-9)
+        pass_s = self._without_prompts(plain_s or ahead.verify.mean_y)
         seconds = [pass_s + k * draft_s for k in range(self.longest_draft + 1)]
         return Tradeoff(tokens, seconds, draft_s, 0.0, self._shortest)
 

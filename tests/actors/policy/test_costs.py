@@ -314,6 +314,23 @@ def test_passes_over_drafts_that_were_not_measured_under_a_load_follow_its_plain
     assert larger.by_choice[IN_TURN].by_length(0.0).pass_of(2.0) == own_s, "since then they are its own"
 
 
+def test_passes_that_read_more_prompts_are_expected_to_take_longer_by_these_and_never_less_than_without():
+    """Four requests without prompts, and beside about 48 rows of them; row cost 0.4 ms."""
+    row_s, table, speed = 0.4e-3, LoadTable(), MachineSpeed()
+    for num_rows in (400, 30, 120, 7):
+        table.saw_plain_pass(num_rows, 0.010 + row_s * num_rows)
+    for prompts, pass_s in ((0, 0.0116), (6, 0.0116 + 48 * row_s)):
+        for _ in range(10):
+            times = MeasuredRound(pass_s, 0.001, 0.0, 0, 0.0)
+            table.of((4, False, prompts), [IN_TURN]).measure(PLAIN, times, speed, is_first=False)
+    assert table.of((4, False, 8), [IN_TURN]).plain.verify.mean_y == pytest.approx(0.0116 + 192 * row_s, rel=0.02)
+    assert table.of((4, False, 2), [IN_TURN]).plain.verify.mean_y == pytest.approx(0.0116 + 3 * row_s, rel=0.02)
+    for _ in range(40):  # a pass over long prompts was slow
+        times = MeasuredRound(0.012, 0.001, 0.0, 0, 0.0)
+        table.of((4, False, 9), [IN_TURN]).measure(PLAIN, times, speed, is_first=False)
+    assert table.of((4, False, 7), [IN_TURN]).plain.verify.mean_y >= 0.0116
+
+
 def test_a_table_of_loads_fills_what_is_missing_from_the_nearest_that_knows_it():
     table = LoadTable()
     measured(table.of((2, False, 0), [IN_TURN]), (PLAIN, PLAIN_ROUND, 5), (IN_TURN, DRAFTED_ROUND, 5))

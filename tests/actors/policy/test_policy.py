@@ -39,6 +39,27 @@ def test_a_wait_is_learned_from_passes_and_from_drafts_that_were_verified():
     assert policy.wait._acceptance_len.mean == pytest.approx((4 * 0.81 + 2 * 0.9 + 2) / (0.81 + 0.9 + 1))
 
 
+@pytest.mark.parametrize("longest_only", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_no_times_of_rounds_end_the_coordinator(longest_only, seed):
+    """Batches and prompts of any size, passes and waits of any length: each choice keeps a speed above 0."""
+    draw = random.Random(seed)
+    policy = AdaptivePolicy("sync", 0, LONGEST, longest_only=longest_only, scores=True)
+    for _ in range(80):
+        num_requests, prompt_rows = draw.choice([1, 2, 4, 16]), draw.choice([0, 13, 100, 500])
+        if draw.random() < 0.7:
+            policy.caught_up()
+        outcomes = []
+        for i in range(num_requests):
+            length = policy.draft_length(i, 50)
+            num_accepted = draw.randint(0, length)
+            outcomes.append(DraftOutcome(i, length, range(1, num_accepted + 1), num_accepted + 1 if length else 0))
+        verify_s, gap_s = 10 ** draw.uniform(-3, -0.5) * (1 + prompt_rows / 100), 10 ** draw.uniform(-4, 0)
+        numbers = num_requests, num_requests, 100.0, num_requests, prompt_rows
+        policy.update(RoundObservation(verify_s + gap_s, verify_s, 0.0, *numbers, outcomes))
+        assert all(one.seconds > 0 for one in policy._decision.estimates.values())
+
+
 class Measured:
     """Which costs a round was put down to: (batch class, sampled, class of prompt rows, way), or None."""
 
