@@ -419,7 +419,7 @@ def test_a_delayed_line_delays_the_records_of_a_pool(open_engine, open_pool):
     engine = open_engine(lent(pool), cluster=ClusterConfig(ClusterName.inprocess, link_delay_ms=1), **sections())
     (tenant,) = _tenants(pool.pool._service)
     assert tenant.order.hub_address == engine._backend.hub_address("draft") != engine._backend.address
-    assert accepted(engine) > 0
+    eventually(lambda: accepted(engine) > 0)  # a lease is granted before its rank serves
 
 
 @pytest.mark.slow
