@@ -239,7 +239,8 @@ class LoadCosts:
         costs = self.by_choice[choice] = deepcopy(other.by_choice[choice])
         costs.fade(min(1.0, INHERITED / costs.weight))  # to be corrected soon
         known_s = other.plain.verify.mean_y
-        more_s = max(more_s, least_s - known_s, (_LEAST_VERIFY - 1) * (known_s or costs.verify.mean_y))
+        least_s = least_s or _LEAST_VERIFY * (known_s or costs.verify.mean_y)
+        more_s = max(more_s, least_s - (known_s or costs.verify.mean_y))
         costs.verify.add(more_s, token_s)
         if costs is not self.plain and self.plain.weight and other.plain.weight:
             costs.verify.add(self.plain.verify.mean_y - known_s - more_s)
