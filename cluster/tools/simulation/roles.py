@@ -78,6 +78,8 @@ class ScriptedRunner:
     which may change; None: any number.
     """
 
+    reads_drafts = True
+
     def __init__(
         self,
         text_of: TextOf,

@@ -47,6 +47,7 @@ class ToyRunner:
 
     decoder = SimpleNamespace(group=SimpleNamespace(size=1))
     longest_text = _LONGEST
+    reads_drafts = True
     drops_rows = False
 
     def __init__(self, distribution: ConditionalDistribution, vocab_size: int, prompt_len: int) -> None:
