@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from statistics import fmean
 
 from actors.drafters.draft_ahead.width import Step
 from actors.drafters.interface import Context, Draft, Drafter, DraftsByPass
@@ -283,7 +282,7 @@ class MergedPasses:
             order.history.took_part(len(self._active))
         started = self._clock()
         try:
-            done = by_pass.advance(_width(steps) if steps else None)
+            done = by_pass.advance(max((step.width for step in steps), default=None))
             self._called(len(self._active) + len(steps))
             if not steps:
                 num_requests = sum(len(order.contexts) for order in self._active)
@@ -325,7 +324,7 @@ class MergedPasses:
         )
 
         try:
-            done = ahead.work(_width(steps)) if ahead.wants_work else Step(0)
+            done = ahead.work(max(step.width for step in steps)) if ahead.wants_work else Step(0)
             self._called(len(steps) * bool(done.num_rows or done.refreshed))
         except Exception as error:
             self._failed("step of draft-ahead", error)
@@ -334,11 +333,6 @@ class MergedPasses:
             done = Step(0)
         for step in steps:
             step.answer.set_result(done)
-
-
-def _width(steps: Sequence[_WantedStep]) -> int:
-    """Nodes for a request in the mean: each thread says how many pay in the time until its own verdict."""
-    return round(fmean(step.width for step in steps))
 
 
 def _propose_alone(drafter: Drafter, order: _OrderedDrafts) -> Iterator[list[Draft]]:

@@ -94,21 +94,6 @@ def _num_behind_offer(tree: DraftTree, node: int) -> int:
     return count
 
 
-def likeliest(choices: Sequence[tuple[DraftTree, list[int]]], count: int) -> list[list[int]]:
-    """Keeps the `count` nodes that should add most accepted tokens, those with the likeliest paths, of all that
-    were chosen for several requests; each request's stay in the order of its choice."""
-    ranked = sorted(
-        (-tree.nodes[node].value, request, place)
-        for request, (tree, nodes) in enumerate(choices)
-        for place, node in enumerate(nodes)
-    )
-    kept = {(request, place) for _, request, place in ranked[:count]}
-    return [
-        [node for place, node in enumerate(nodes) if (request, place) in kept]
-        for request, (_, nodes) in enumerate(choices)
-    ]
-
-
 AHEAD_WORTH = 0.03
 """Accepted tokens that a pass of draft-ahead must be expected to add. A pass worth less wastes energy and, where the
 roles share memory or caches, slows the target: on two cores of one machine a drafter without pauses slows target passes

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actors.drafters.config import ModelOptions
 from actors.drafters.draft_ahead.confidence import ConfidenceCalibration
-from actors.drafters.draft_ahead.tree import AHEAD, AHEAD_WORTH, likeliest, num_chained, redraft
+from actors.drafters.draft_ahead.tree import AHEAD, AHEAD_WORTH, num_chained, redraft
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.config import PassDrafterConfig, Strategy
@@ -32,9 +32,6 @@ from parallel.kv.pass_plan import Span
 from parallel.runtime.interface import Runner
 from parallel.transfers import to_host
 
-CHOICE = 4
-"""Times as many nodes as a step has for each request are chosen for it, of which the step takes the likeliest of all:
-one request may have many where others have few."""
 MAX_ROWS_AHEAD = 192
 """Pending rows of one request, at most; further rows would hardly add to the tokens accepted by one verdict."""
 
@@ -194,7 +191,8 @@ class AheadDrafter(ModelDrafter):
         uncalibrated = [state for state in busy if self._lacks_rows(state)]
         if uncalibrated:
             return Step(self._feed_again(uncalibrated, width), refreshed=True)
-        chosen = self._chosen_ahead(busy, width)
+        chosen = self._fitting((one, self._choose(one.tree, width, one.budget)) for one in busy)
+        self._goes_on(busy, chosen)
         num_passes = self._num_chained(chosen, num_passes)
         if chosen:
             self._feed(chosen, num_passes=num_passes)
@@ -215,23 +213,13 @@ class AheadDrafter(ModelDrafter):
             most -= 1
         return max(1, most)
 
-    def _chosen_ahead(
-        self, busy: list[_AheadState], width: int, num_rows: int = 0
-    ) -> list[tuple[_AheadState, list[int]]]:
-        """The nodes of a step beside `num_rows` others: `width` for a request in the mean, those of all requests that
-        are expected to add most tokens. None if they are worth too little: draft-ahead ends then, as it does for a
-        request that has no nodes left or no room."""
-        wide = width if len(busy) == 1 else CHOICE * width
-        offered = [(one, self._choose(one.tree, wide, one.budget)) for one in busy]
-        kept = likeliest([(one.tree, nodes) for one, nodes in offered], width * len(busy))
-        waiting = {one.context.request_id for (one, nodes), own in zip(offered, kept, strict=True) if nodes and not own}
-        chosen = self._fitting([(one, own) for one, own in zip(busy, kept, strict=True) if own], num_rows)
+    def _goes_on(self, busy: list[_AheadState], chosen: list[tuple[_AheadState, list[int]]]) -> None:
+        """Draft-ahead goes on with the chosen nodes; with none of them if they are worth too little."""
         if _worth(chosen) < AHEAD_WORTH:
-            chosen, waiting = [], set()
-        going = waiting | {state.context.request_id for state, _ in chosen}
+            chosen.clear()
+        going = {state.context.request_id for state, _ in chosen}
         for state in busy:
             state.may_extend = state.context.request_id in going
-        return chosen
 
     # --- drafts that are made pass by pass ----------------------------------------------------------------------------
 
@@ -256,7 +244,8 @@ class AheadDrafter(ModelDrafter):
         if width is not None and busy:
             num_rows = num_fresh + sum(len(nodes) for _, nodes in on_demand)
             wide = width or max(1, self._width // len(busy))
-            ahead = self._chosen_ahead(busy, wide, num_rows)
+            ahead = self._fitting(((one, self._choose(one.tree, wide, one.budget)) for one in busy), num_rows)
+            self._goes_on(busy, ahead)
         if chosen := [*fresh, *on_demand, *ahead]:
             self._feed(chosen, after_text={state.context.request_id for state, _ in fresh})
         going = {state.context.request_id for state, _ in (*fresh, *on_demand)}

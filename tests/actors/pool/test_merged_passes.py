@@ -116,7 +116,7 @@ def test_what_waits_together_is_one_call_and_orders_come_first(passes):
     with ThreadPoolExecutor(8) as pool:
         first = pool.submit(passes.propose, [context(1)], [1], OrderHistory())
         assert drafter.entered.wait(10)
-        steps = [pool.submit(passes.step, width) for width in (2, 4)]
+        steps = [pool.submit(passes.step, width) for width in (2, 3)]
         reading = pool.submit(passes.prefill, [context(2)])
         orders = [pool.submit(passes.propose, [context(n), context(n + 1)], [4, 5], OrderHistory()) for n in (10, 20)]
         waiting(passes, 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import log
 
-from actors.drafters.draft_ahead.tree import enumerate_outcomes, likeliest, redraft
+from actors.drafters.draft_ahead.tree import enumerate_outcomes, redraft
 from actors.protocol.draft_tree import DraftTree
 
 
@@ -43,16 +43,6 @@ def test_an_outcome_is_continued_as_a_chain_and_then_left():
             tree.nodes[node].row = len(tree.nodes)
             if tree.nodes[node].token != 1:
                 tree.expand(node, [tree.nodes[node].token + 1], [log(0.9)])
-
-
-def test_of_several_requests_the_likeliest_nodes_are_taken():
-    sure, unsure = DraftTree(0), DraftTree(0)
-    sure.expand(0, [1, 2, 3], [log(0.9), log(0.06), log(0.04)])
-    unsure.expand(0, [4, 5, 6], [log(0.5), log(0.3), log(0.05)])
-    choices = [(tree, [3, 1, 2]) for tree in (sure, unsure)]  # the order of a choice stays
-    kept = [likeliest(choices, count) for count in (1, 3, 5)]
-    taken = [[tokens(tree, nodes) for (tree, _), nodes in zip(choices, one, strict=True)] for one in kept]
-    assert taken == [[[1], []], [[1], [4, 5]], [[1, 2], [6, 4, 5]]]
 
 
 def test_a_redraft_ends_when_a_pass_is_not_worth_it():

@@ -201,18 +201,3 @@ def test_trees_that_share_a_budget_and_random_draws_are_made_in_one_call(models,
     config = ModelDrafterConfig(strategy=Strategy(strategy), num_draft_tokens=4)
     drafter = ModelDrafter(open_model(models["drafter"], num_slots=200), config, ModelOptions(rule, 8, (1,), 4))
     assert (drafter.capabilities.drafts_by_pass is not None) == joins
-
-
-def test_a_step_takes_the_likeliest_nodes_of_all_requests_and_the_others_go_on(open_drafter):
-    drafter = open_drafter()
-    contexts = [opened(drafter, number) for number in (1, 2)]
-    drafter.propose(contexts, [3, 3])
-    sure, unsure = (drafter._states[number] for number in (1, 2))
-    for node in unsure.tree.nodes[1:]:
-        node.value -= 20.0
-    before = unsure.num_rows
-    assert drafter.work(1).num_rows > 0 and unsure.num_rows == before
-    assert unsure.may_extend, "its turn comes once the other has less to offer"
-    while sure.may_extend and unsure.num_rows == before:
-        drafter.work(1)
-    assert unsure.num_rows > before
