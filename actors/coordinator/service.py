@@ -94,7 +94,7 @@ class CoordinatorSpec:
     """The drafter decides how many of the ordered tokens it drafts."""
     scores_drafts: bool = False
     """The drafter can draft without a pass of a model, to compare with text that is decoded plainly."""
-    runs_passes: bool = True
+    runs_passes: bool = False
     """Some of its drafts take passes of a model."""
     drafters: tuple[str, ...] | None = None
     """Names that a request may choose from; None: any."""
