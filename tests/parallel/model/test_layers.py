@@ -174,4 +174,5 @@ def test_a_vocabulary_of_any_size_is_shared(on_ranks, vocab_size, size, width, d
 
     for embedded, logits in on_ranks(size, work):
         assert torch.equal(embedded, table[token_ids]) and logits.shape == (3, vocab_size)
-        torch.testing.assert_close(logits.float(), hidden.float() @ table.float().T, atol=1e-5, rtol=1e-5)
+        close = 1e-5 if dtype == torch.float32 else 2**-7  # PyTorch's product, without a compiler, rounds to bfloat16
+        torch.testing.assert_close(logits.float(), hidden.float() @ table.float().T, atol=close, rtol=close)
