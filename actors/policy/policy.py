@@ -339,7 +339,8 @@ class AdaptivePolicy(Policy):
         if self.mode is Mode.rest:
             self._learn_scored(seen)
         self._learn_costs(seen, shown, drafted=drafted)
-        self._notice_late_drafts(seen, late=seen.skipped_drafts and not drafted)
+        came = any(outcome.num_ordered and outcome.num_tokens for outcome in seen.outcomes)
+        self._notice_late_drafts(seen, late=seen.skipped_drafts and not came)
         request_ids = [outcome.request_id for outcome in seen.outcomes]
         tradeoffs = {way: self._tradeoff(way, request_ids) for way in self._ways} if seen.num_may_speculate else {}
         estimates = self._estimates(tradeoffs, request_ids) if tradeoffs else {}

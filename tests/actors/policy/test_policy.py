@@ -209,10 +209,13 @@ def test_acceptance_is_learned_apart_by_context_and_sampling():
     assert policy._acceptance.of_class(policy._text_class).chances == tokens
 
 
-def test_drafts_that_always_come_late_end_speculation():
+@pytest.mark.parametrize("num_ordered", [0, 2])
+def test_drafts_that_always_come_late_end_speculation(num_ordered):
+    """Whether they are ordered anew in each round, or still awaited from an earlier one."""
     policy = AdaptivePolicy("sync", 0, LONGEST)
     played(policy, 1, 40, (5e-4, 0.9))
     late = observation([0], draft_s=0.0, verify_s=0.01, skipped_drafts=True)
+    late = replace(late, outcomes=[DraftOutcome(0, num_ordered, ())])
     for _ in range(LATE_ROUNDS - 1):
         policy.update(late)
         assert policy.mode is Mode.speculate
@@ -282,13 +285,17 @@ def test_what_was_done_for_drafts_outside_of_rounds_is_charged_before_a_trial(fi
     assert policy._decision.budget > before - 0.1 and policy.mode is Mode.speculate
 
 
-def test_what_a_pass_waited_for_drafts_that_did_not_come_is_charged_while_drafts_go_on_too():
+@pytest.mark.parametrize(("num_ordered", "num_came", "is_late"), [(0, 0, True), (2, 0, True), (2, 1, False)])
+def test_what_a_pass_waited_for_drafts_that_did_not_come_is_charged_while_drafts_go_on_too(
+    num_ordered, num_came, is_late
+):
     policy = AdaptivePolicy("sync", 0, LONGEST)
     played(policy, 1, 60, (5e-4, 0.9))
     assert policy.mode is Mode.speculate
     before = policy._decision.budget
-    policy.update(observation([0], draft_s=0.05, verify_s=0.01, skipped_drafts=True))
-    assert policy._decision.budget < before - 0.5
+    late = observation([0], draft_s=0.05, verify_s=0.01, skipped_drafts=True)
+    policy.update(replace(late, outcomes=[DraftOutcome(0, num_ordered, (), num_came)]))
+    assert (policy._decision.budget < before - 0.5) is is_late
 
 
 def test_a_charge_is_in_rounds_of_its_own_load():
