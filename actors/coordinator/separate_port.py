@@ -155,33 +155,36 @@ class SeparatePort(DrafterPort):
             self._policy.caught_up()
         chosen = self.missing_drafts(running, verifying)[: self._policy.num_orders(len(running))]
         reading = [] if chosen and self._policy.weighs_waiting else self._read_texts(running)
-        if self._policy.may_score and not (chosen or reading):
-            return self._order_scored(running, least_round, now)
+        if self._policy.may_score and not (chosen or reading) and (scored := self._scorable(running)):
+            return [self._scored_batch(scored, running, least_round, now)]
         if not (chosen or reading or self._is_due):
             return []
         return [self._batch(chosen, reading, running, least_round, now)]
 
-    def _order_scored(self, running: Collection[Sequence], least_round: int, now: float) -> list[DraftBatch]:
-        """Drafts to compare with the text; texts that are unknown are sent whole, since a lookup reads them at once."""
-        orders = []
+    def _scorable(self, running: Collection[Sequence]) -> Orders:
+        """Sequences that may get a draft to compare with the text, and its length."""
+        found = []
         for sequence in running:
             request_id, length = sequence.request_id, self._policy.scored_length(sequence.most_per_round)
             if not length or not self.may_draft(sequence) or request_id in self._outbox.partial:
                 continue
-            if sequence.draft.num_ordered or request_id in self.scored.drafts:
-                continue  # a verdict on a draft is to come, or the text has not decided one yet
-            if request_id not in self._outbox.known:
+            if not sequence.draft.num_ordered and request_id not in self.scored.drafts:
+                found.append((sequence, length))  # no verdict on a draft is to come, and none to be decided by the text
+        return found
+
+    def _scored_batch(self, scored: Orders, running: Collection[Sequence], least_round: int, now: float) -> DraftBatch:
+        """Orders for drafts that no pass verifies. Unknown texts are sent whole, since a lookup reads them at once."""
+        self._policy.begin_scoring()
+        for sequence, length in scored:
+            if sequence.request_id not in self._outbox.known:
                 self._outbox.admit(sequence)
             self.scored.order(sequence, length)
-            orders.append(DraftOrder(request_id, length))
-        if not orders:
-            return []
-        self._policy.begin_scoring()
         batch = self._batch([], [], running, least_round, now)
         pending = self.pending
         assert pending is not None
         pending.reads_text = pending.unverified = True
-        return [replace(batch, orders=tuple(orders), works_ahead=False, unverified=True)]
+        orders = tuple([DraftOrder(sequence.request_id, length) for sequence, length in scored])
+        return replace(batch, orders=orders, works_ahead=False, unverified=True)
 
     @property
     def _is_due(self) -> bool:

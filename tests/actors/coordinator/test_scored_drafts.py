@@ -139,6 +139,33 @@ def test_drafts_beside_plain_decoding_show_what_they_would_bring_and_change_noth
             assert all(bool(outcome.num_tokens) is (answers == ("wrong",)) for outcome in policy.scored)
 
 
+def test_a_request_that_allows_no_draft_tokens_shows_nothing():
+    """Else a batch of such requests would tell of zero tokens."""
+    request = Request(1, (3, 4), SamplingParams(max_tokens=9), num_draft_tokens=0)
+    sequence = Sequence.start(request, 99)
+    rows: Any = [(sequence, 2, None)]
+    assert AttachedPort(Resting(), 0).begin_pass(rows, []).lengths == {}
+    policy: Any = Resting()
+    world = World(random.Random(1), "sync", ("right",), policy=policy)
+    world.deliver(request)
+    world.settle()
+    assert world.tokens[1] == oracle(request) and not policy.scored and not policy.num_begun
+
+
+def test_requests_that_leave_are_released_though_none_can_be_drafted_for():
+    policy: Any = Resting()
+    world = World(random.Random(1), "sync", ("right",), policy=policy)
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    world.deliver(Request(1, (3, 4), sampling))
+    world.deliver(Request(2, (3, 5), SamplingParams(max_tokens=25, ignore_eos=True)))
+    while 1 not in world.ends:
+        world.deliver_one()
+    policy.scored_length = lambda remaining: 0
+    for _ in range(6):
+        world.deliver_one()
+    assert 1 not in world.drafter.knows.texts and 2 in world.drafter.knows.texts
+
+
 def test_a_drafter_on_the_targets_ranks_drafts_behind_a_pass_that_verifies_nothing():
     policy: Any = Resting()
     port, sequence = AttachedPort(policy, 0), text(5)
