@@ -5,7 +5,7 @@ Its records are those of the C++ source, field by field. Knows no layers and no 
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_float, c_int, c_int64, c_void_p
+from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.library import function
+from parallel.kernels.library import function, library
+from parallel.kernels.steps import Kernel, room
 
 SPAN_FIELDS = ("first", "num_rows", "context", "num_pending", "run", "slots", "parents", "common")
 CHAIN, READS = -1, -2
@@ -41,8 +42,8 @@ class _PassRecord(Structure):
 
 
 @cache
-def _kernel() -> Any:
-    return function("attend_rows", *[c_void_p] * 6, c_int)
+def _kernel() -> Kernel:
+    return Kernel("attend_rows", *[c_void_p] * 6, c_int)
 
 
 @cache
@@ -52,7 +53,7 @@ def _reading_kernel() -> Any:
 
 def has_attention() -> bool:
     """Whether the kernel can be had on this machine; compiles it at the first call."""
-    return _kernel() is not None
+    return library() is not None
 
 
 def takes_heads(dtype: torch.dtype, head_dim: int) -> bool:
@@ -105,7 +106,7 @@ class LayerCall:
             norm_eps,
             norm_offset,
         )
-        self._pointer = byref(self._record)
+        self._address = addressof(self._record)
         self._width = num_heads * head_dim
 
     def attend(self, rows: PassRows, projected: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -113,9 +114,9 @@ class LayerCall:
 
         Keys and values go to their slots; queries are normalised and rotated in place. Rows of no span are not set.
         """
-        out = projected.new_empty(projected.shape[0], self._width)
+        out = room(projected.shape[0], self._width, projected.dtype)
         cos, sin = (None, None) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
-        _kernel()(self._pointer, rows.pointer, projected.data_ptr(), cos, sin, out.data_ptr(), self._is_bfloat)
+        _kernel()(self._address, rows.address, projected.data_ptr(), cos, sin, out.data_ptr(), self._is_bfloat)
         return out
 
     def read(self, rows: PassRows, queries: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ class LayerCall:
         head_dim]; 0 for a table without rows. Nothing is written."""
         queries = queries.contiguous()
         out = queries.new_empty(len(queries), self._width)
-        _reading_kernel()(self._pointer, rows.pointer, queries.data_ptr(), out.data_ptr(), self._is_bfloat)
+        _reading_kernel()(self._address, rows.address, queries.data_ptr(), out.data_ptr(), self._is_bfloat)
         return out
 
 
@@ -135,4 +136,4 @@ class PassRows:
         self._arrays = spans, slots, parents, written
         pointers = [array.__array_interface__["data"][0] for array in self._arrays]  # half the time of `ctypes.data`
         self._record = _PassRecord(*pointers, len(written), spans.size // len(SPAN_FIELDS))
-        self.pointer = byref(self._record)
+        self.address = addressof(self._record)

@@ -4,41 +4,41 @@ from __future__ import annotations
 
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel.kernels.library import function
+from parallel.kernels.library import library
+from parallel.kernels.steps import Kernel, recording, room
 
 _SHARED_OUT = 1 << 15
 """Numbers from which on PyTorch shares a sum out to threads of its own (`at::internal::GRAIN_SIZE`)."""
 
 
 @cache
-def _rms() -> Any:
-    return function("normalize_rms", *[c_void_p] * 3, *[c_int64] * 2, *[c_float] * 2, c_int)
+def _rms() -> Kernel:
+    return Kernel("normalize_rms", *[c_void_p] * 3, *[c_int64] * 2, *[c_float] * 2, c_int, rows=3)
 
 
 @cache
-def _layer() -> Any:
-    return function("normalize_layer", *[c_void_p] * 4, *[c_int64] * 2, c_float, c_int)
+def _layer() -> Kernel:
+    return Kernel("normalize_layer", *[c_void_p] * 4, *[c_int64] * 2, c_float, c_int, rows=4)
 
 
 @cache
-def _add() -> Any:
-    return function("add_rows", *[c_void_p] * 3, *[c_int64] * 2, c_int)
+def _add() -> Kernel:
+    return Kernel("add_rows", *[c_void_p] * 3, *[c_int64] * 2, c_int, rows=3)
 
 
 def has_norms() -> bool:
     """Whether the kernels can be had on this machine; compiles them at the first call."""
-    return _rms() is not None
+    return library() is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """x / rms(x) * (weight + offset) along the last axis; all float32 or all bfloat16, computed in float32."""
     x, size = x.contiguous(), len(weight)
-    out = torch.empty_like(x)
+    out = _like(x)
     _rms()(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, offset, _is_bfloat(x, weight))
     return out
 
@@ -46,10 +46,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean(x)) / deviation(x) * weight + bias along the last axis; all float32 or all bfloat16, in float32."""
     x, size = x.contiguous(), len(weight)
-    out = torch.empty_like(x)
+    out = _like(x)
     pointers = x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr()
     _layer()(*pointers, x.numel() // size, size, eps, _is_bfloat(x, weight))
     return out
+
+
+def _like(x: Tensor) -> Tensor:
+    """Room for a result of the shape and type of x."""
+    return torch.empty_like(x) if recording() is None else room(len(x), x.shape[-1], x.dtype)
 
 
 def _is_bfloat(x: Tensor, weight: Tensor) -> bool:
@@ -62,10 +67,10 @@ def add_rows(x: Tensor, added: Tensor) -> Tensor:
 
     PyTorch's are others: on cores where the kernels' threads still wait for their next part, they come late.
     """
-    if x.numel() < _SHARED_OUT or not x.is_cpu or not _can_add(x, added):
+    if (x.numel() < _SHARED_OUT and recording() is None) or not x.is_cpu or not _can_add(x, added):
         return x + added
     x, added = x.contiguous(), added.contiguous()
-    out, size = torch.empty_like(x), x.shape[-1]
+    out, size = _like(x), x.shape[-1]
     _add()(x.data_ptr(), added.data_ptr(), out.data_ptr(), x.numel() // size, size, x.dtype == torch.bfloat16)
     return out
 

@@ -7,8 +7,6 @@
 // result does not depend on its tile, so neither on the other rows nor on the threads. Register tiles and panels: Goto
 // and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008.
 
-#include <sys/mman.h>
-
 #include <cmath>
 
 #include "vectors.h"
@@ -241,13 +239,6 @@ void multiply_rows(const void *x, const void *panels, const float *scales, const
 void pack_panels(const void *matrix, void *panels, int64_t inputs, int64_t outputs, int stored) {
     with_type(stored, matrix, inputs, [&](auto *from, int64_t steps) {
         using Stored = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
-#ifdef MADV_HUGEPAGE
-        // A pass reads all weights: with pages of 4 KiB the look-up of their addresses takes a tenth of the time.
-        const uintptr_t page = 1 << 21, size = sizeof(Stored);
-        const uintptr_t start = reinterpret_cast<uintptr_t>(panels), first = (start + page - 1) / page * page;
-        const uintptr_t last = (start + size * steps * ((outputs + PANEL - 1) / PANEL * PANEL)) / page * page;
-        if (first < last) madvise(reinterpret_cast<void *>(first), last - first, MADV_HUGEPAGE);
-#endif
         fill_panels(from, static_cast<Stored *>(panels), steps, outputs);
     });
 }

@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels.library import function
+from parallel.kernels import pages
+from parallel.kernels.library import function, library
+from parallel.kernels.steps import Kernel, room
 
 PANEL = 16
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -28,17 +30,23 @@ _PAIRS = 3
 
 
 @cache
-def _kernels() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]] | None:
-    """Multiply, gather and pack."""
-    multiply = function("multiply_rows", *[c_void_p] * 5, *[c_int64] * 3, *[c_int] * 3)
-    gather = function("gather_rows", *[c_void_p] * 4, *[c_int64] * 3, c_int)
-    pack = function("pack_panels", *[c_void_p] * 2, *[c_int64] * 2, c_int)
-    return None if multiply is None or gather is None or pack is None else (multiply, gather, pack)
+def _multiply() -> Kernel:
+    return Kernel("multiply_rows", *[c_void_p] * 5, *[c_int64] * 3, *[c_int] * 3, rows=5)
+
+
+@cache
+def _gather() -> Kernel:
+    return Kernel("gather_rows", *[c_void_p] * 4, *[c_int64] * 3, c_int, rows=4)
+
+
+@cache
+def _pack() -> Callable[..., Any] | None:
+    return function("pack_panels", *[c_void_p] * 2, *[c_int64] * 2, c_int)
 
 
 def has_products() -> bool:
     """Whether this machine has the kernels; compiles them at the first call."""
-    return _kernels() is not None
+    return library() is not None
 
 
 class Panels:
@@ -49,9 +57,9 @@ class Panels:
     """
 
     def __init__(self, matrix: Tensor, scales: Tensor | None = None, rows: torch.dtype = torch.float32) -> None:
-        kernels = _kernels()
-        assert kernels is not None, "ask has_products first"
-        self._multiply, self._gather, self._pack = kernels
+        pack = _pack()
+        assert pack is not None, "ask has_products first"
+        self._multiply, self._gather, self._pack = _multiply(), _gather(), pack
         self.outputs, self.inputs = matrix.shape
         self.gates = self.outputs % (2 * PANEL) == 0
         """Whether `multiply` can take the first half of the outputs for gates: they fill whole panels."""
@@ -61,7 +69,7 @@ class Panels:
         self._padding = self.inputs % 2 if self._stored == _PAIRS else 0
         width = self.inputs + self._padding
         size = -(-self.outputs // PANEL) * PANEL * width
-        self.weights = matrix.new_empty(size)[: self.outputs * width]
+        self.weights = pages.empty(size, matrix.dtype)[: self.outputs * width]
         self.scales = scales
         self._at = self.weights.data_ptr(), None if scales is None else scales.data_ptr()
         self.assign(matrix)
@@ -85,7 +93,7 @@ class Panels:
         assert x.shape[1] == self.inputs, f"rows of {x.shape[1]} for a matrix of {self.inputs} inputs"
         assert x.dtype == self.dtype, f"rows of {x.dtype} for a matrix for {self.dtype}"
         x, columns = self._padded(x), self.outputs // 2 if gated else self.outputs
-        out = x.new_empty(x.shape[0], columns, dtype=torch.float32 if wide else x.dtype)
+        out = room(x.shape[0], columns, torch.float32 if wide else x.dtype)
         self._multiply(
             x.data_ptr(),
             *self._at,
@@ -103,6 +111,6 @@ class Panels:
     def rows(self, ids: Tensor) -> Tensor:
         """ids [T] -> those rows of the matrix, of the type of rows, [T, inputs]."""
         ids, width = ids.contiguous(), self.inputs + self._padding
-        out = torch.empty(len(ids), width, dtype=self.dtype)
+        out = room(len(ids), width, self.dtype)
         self._gather(*self._at, ids.data_ptr(), out.data_ptr(), len(ids), width, self.outputs, self._stored)
-        return out[:, : self.inputs].contiguous()
+        return out[:, : self.inputs].contiguous() if self._padding else out

@@ -141,7 +141,17 @@ class Decoder(Layer):
         A tap at a layer of which nothing runs is the stream that passes there.
         """
         plan.attention.prepare()
-        ropes = self.rotations(plan.positions)
+        return self.run_blocks(hidden, self.rotations(plan.positions), plan, layers, taps)
+
+    def run_blocks(
+        self,
+        hidden: Tensor,
+        ropes: tuple[Rotation | None, Rotation | None],
+        plan: PassPlan,
+        layers: LayerPlan | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The same with the rotations of the pass, whose attention is prepared."""
         steps = self._whole.steps() if layers is None else layers.steps()
         tapped = {tap: hidden for tap in taps if not steps or tap <= steps[0][0]}
         for place, (index, attends, feeds) in enumerate(steps, 1):
@@ -269,8 +279,13 @@ def run_pass(
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
     """A whole pass: hidden states, a stream for every tap, and the logits of `plan.logit_rows` in the model's type."""
     hidden, features = decoder.forward(token_ids, plan, taps)
+    return hidden, features, wanted_logits(decoder, hidden, plan)
+
+
+def wanted_logits(decoder: Decoder, hidden: Tensor, plan: PassPlan) -> Tensor:
+    """The logits of `plan.logit_rows` of final hidden states, in the model's type or float32."""
     rows = hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
-    return hidden, features, decoder.head(rows) if len(rows) else rows.new_empty(0, decoder.config.num_logits)
+    return decoder.head(rows) if len(rows) else rows.new_empty(0, decoder.config.num_logits)
 
 
 def _score_bias(config: DecoderConfig, group: Group, options: TensorOptions) -> ScoreBias | None:

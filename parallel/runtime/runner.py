@@ -28,6 +28,7 @@ from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import ChainBackend, PassPlan, ReadPlan
 from parallel.model.layers.backends import CAPTURED, check_invariant, default_backend, make_backend
 from parallel.model.layers.embedding import VocabTable
+from parallel.model.layers.ragged import RaggedBackend
 from parallel.model.layers.weight import Stored
 from parallel.model.partition import LayerLayout
 from parallel.model.weights import load_weights, read_kv_scales
@@ -35,6 +36,7 @@ from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.device import use_device
 from parallel.runtime.graph_list import ChainShape, GraphList, GraphShape, bucket, example_rows
 from parallel.runtime.interface import PassOutput, StepChoice
+from parallel.runtime.recorded_passes import RecordedPasses
 from parallel.transfers import upload
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class ModelRunner(DecoderRunner):
     """
 
     _passes: CapturedPasses | None = None
+    _recorded: RecordedPasses | None = None
     _is_invariant = False
     _chain_lengths: Sequence[int] = ()
     """Steps of the chains that are captured, the longest first."""
@@ -93,6 +96,8 @@ class ModelRunner(DecoderRunner):
             from parallel.runtime.cuda_graphs import CapturedPasses
 
             self._passes = CapturedPasses(decoder)
+        if isinstance(self._backend, RaggedBackend) and decoder.group.size == 1:
+            self._recorded = RecordedPasses(decoder, self._backend)
 
     @property
     def split_head(self) -> VocabTable | None:
@@ -146,7 +151,7 @@ class ModelRunner(DecoderRunner):
     def run_eagerly(self) -> None:
         if self._passes is not None:
             self._passes.drop()
-        self._passes = None
+        self._passes = self._recorded = None
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -191,7 +196,8 @@ class ModelRunner(DecoderRunner):
         num_rows, padding = plan.num_rows, len(plan.positions) - plan.num_rows
         assert token_ids.shape == (num_rows,), f"{num_rows} rows planned, tokens {tuple(token_ids.shape)} given"
         token_ids = F.pad(token_ids, (0, padding)) if padding else token_ids
-        forward = partial(run_pass, self.decoder) if self._passes is None else self._passes.forward
+        passes = self._recorded if self._passes is None else self._passes
+        forward = partial(run_pass, self.decoder) if passes is None else passes.forward
         hidden, features, logits = forward(token_ids, plan, taps)
         if padding:
             hidden, features = hidden[:num_rows], tuple(feature[:num_rows] for feature in features)

@@ -7,7 +7,7 @@ in a tree and in a chain. Knows no weights but those of the norms.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -30,6 +30,11 @@ class RaggedPlan:
         self._backend = backend
         self._rows = rows
         self._slots = slots
+
+    @property
+    def address(self) -> int:
+        """Where the kernel finds the rows."""
+        return self._rows.address
 
     def prepare(self) -> None:
         """Nothing to do: layers share the plan's arrays."""
@@ -106,6 +111,12 @@ class RaggedBackend:
         )
         logit_rows = None if len(wanted) == num_rows else torch.tensor(wanted, dtype=torch.int64)
         return PassPlan(num_rows, torch.tensor(positions), logit_rows, RaggedPlan(self, kernel_rows, written))
+
+    def any_plan(self, layers: Iterable[Heads]) -> RaggedPlan:
+        """A plan of no rows, to record the calls of these layers with."""
+        for heads in layers:
+            self.layer_call(heads)
+        return RaggedPlan(self, PassRows(_NOTHING, _NOTHING, _NOTHING, _NOTHING), _NOTHING)
 
     def plan_reads(self, reads: Sequence[TableRead]) -> RaggedReads:
         """Build the plan of queries over other tables, which write nothing."""

@@ -34,11 +34,16 @@ class Rope:
         """positions [T] -> cos, sin [T, 1, head_dim]."""
         if self._table is None:
             return self._rotation(positions)
+        cos, sin = self.table(positions)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def table(self, positions: Tensor) -> Rotation:
+        """The table of a CPU, cos and sin [P, 1, head_dim] of positions below P, with all of these."""
+        assert self._table is not None, "there is a table on CPU alone"
         last = int(positions.max())
         if last >= len(self._table[0]):
             self._table = self._rotation(torch.arange(1 << last.bit_length()))
-        cos, sin = self._table
-        return cos.index_select(0, positions), sin.index_select(0, positions)
+        return self._table
 
     def turned_back(self, distance: int) -> Rotation:
         """What turns a rotated row to a position that is so much smaller: cos, sin [1, 1, head_dim]."""

@@ -132,6 +132,7 @@ def test_on_two_ranks(checkpoint, on_ranks):
 
 def counted(runner):
     """Rows that each layer ran, from now on."""
+    runner.run_eagerly()  # a recorded pass shows nothing of its layers
     rows, right = [0] * NUM_LAYERS, runner.decoder.run_layers
 
     def run_layers(hidden, plan, layers=None, taps=()):

@@ -1,0 +1,80 @@
+// A list of calls of this package's kernels, made one after the other: what a caller in Python spends between them takes as
+// long as the kernels themselves where rows are few and matrices small.
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+extern "C" {
+void multiply_rows(const void *x, const void *panels, const float *scales, const void *bias, void *out, int64_t num_rows,
+                   int64_t inputs, int64_t outputs, int stored, int is_gated, int is_wide);
+void normalize_rms(const void *x, const void *weight, void *out, int64_t num_rows, int64_t size, float eps, float offset,
+                   int is_bfloat);
+void normalize_layer(const void *x, const void *weight, const void *bias, void *out, int64_t num_rows, int64_t size,
+                     float eps, int is_bfloat);
+void add_rows(const void *x, const void *added, void *out, int64_t num_rows, int64_t size, int is_bfloat);
+void gather_rows(const void *panels, const float *scales, const int64_t *ids, void *out, int64_t count, int64_t inputs,
+                 int64_t outputs, int stored);
+void attend_rows(const void *layer, const void *pass, void *heads, const void *cos, const void *sin, void *out,
+                 int is_bfloat);
+}
+
+namespace {
+
+constexpr int MOST_ARGUMENTS = 11;
+
+// The records of `steps.py`, field by field.
+struct Step {
+    int64_t kernel;
+    int64_t given;  // bit i: argument i is the index of a number that the caller gives
+    int64_t arguments[MOST_ARGUMENTS];
+};
+
+template <class Argument>
+Argument as(int64_t bits) {
+    Argument value;
+    static_assert(sizeof(value) <= sizeof(bits));
+    std::memcpy(&value, &bits, sizeof(value));  // little-endian: the low bytes
+    return value;
+}
+
+template <class... Arguments, size_t... I>
+void call(void (*kernel)(Arguments...), const int64_t *arguments, std::index_sequence<I...>) {
+    kernel(as<Arguments>(arguments[I])...);
+}
+
+template <class... Arguments>
+void call(void (*kernel)(Arguments...), const int64_t *arguments) {
+    static_assert(sizeof...(Arguments) <= MOST_ARGUMENTS);
+    call(kernel, arguments, std::index_sequence_for<Arguments...>());
+}
+
+}  // namespace
+
+extern "C" {
+
+// out [count, bytes]: the rows `ids` of a table of rows of so many bytes.
+void take_rows(const char *table, const int64_t *ids, char *out, int64_t count, int64_t bytes) {
+    for (int64_t k = 0; k < count; k++) std::memcpy(out + k * bytes, table + ids[k] * bytes, bytes);
+}
+
+// Makes `count` calls. `given` are the numbers in which runs of the same steps differ.
+void run_steps(const Step *steps, int64_t count, const int64_t *given) {
+    for (const Step *step = steps; step < steps + count; step++) {
+        int64_t arguments[MOST_ARGUMENTS];
+        for (int i = 0; i < MOST_ARGUMENTS; i++) {
+            const int64_t value = step->arguments[i];
+            arguments[i] = step->given >> i & 1 ? given[value] : value;
+        }
+        switch (step->kernel) {
+            case 0: call(multiply_rows, arguments); break;
+            case 1: call(normalize_rms, arguments); break;
+            case 2: call(normalize_layer, arguments); break;
+            case 3: call(add_rows, arguments); break;
+            case 4: call(attend_rows, arguments); break;
+            case 5: call(gather_rows, arguments); break;
+            case 6: call(take_rows, arguments); break;
+        }
+    }
+}
+}

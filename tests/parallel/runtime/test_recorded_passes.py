@@ -1,0 +1,141 @@
+"""Passes whose kernels are called from one call have the bits of those that are run layer by layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel.kernels.attention import has_attention
+from parallel.kernels.steps import Steps
+from parallel.kv.pass_plan import Span
+from parallel.model.layer_plan import LayerPlan
+from parallel.runtime import recorded_passes
+from parallel.runtime.recorded_passes import MOST_ROWS
+from parallel.runtime.runner import ModelRunner, open_model
+from parallel.runtime.weight_update import update_weights
+from tests.families import ENCODER_DECODERS, FAMILIES
+from tests.parallel.runtime.test_weight_update import FEW_EXPERTS
+
+pytestmark = pytest.mark.skipif(not has_attention(), reason="no compiler")
+
+RECORDED = {"Llama", "Mistral", "Qwen2", "Qwen3"}
+"""Families whose layers are all kernels; the others have activations or mixtures of PyTorch's."""
+WAYS = {
+    "float32": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "stored bfloat16": {"weights": torch.bfloat16},
+    "int8": {"weights": torch.int8},
+    "invariant": {"invariant": True},
+}
+PASSES = [
+    [Span("a", 5, num_logits=5)],
+    [Span("a", 1), Span("b", 4, [-1, 0, 0, 2], num_logits=4)],
+    [Span("b", 3, num_logits=3), Span("a", 2, num_logits=2)],
+    [Span("a", MOST_ROWS + 1)],
+    [Span("a", MOST_ROWS, num_logits=MOST_ROWS)],
+    [Span("b", 1)],
+]
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The number of rows of every run of recorded steps."""
+    seen, run = [], Steps.run
+
+    def counted(steps, num_rows, given):
+        seen.append(num_rows)
+        run(steps, num_rows, given)
+
+    monkeypatch.setattr(Steps, "run", counted)
+    return seen
+
+
+def opened(path, *, eager: bool, **options) -> ModelRunner:
+    model = open_model(path, num_slots=400, backend="ragged", **options)
+    if eager:
+        model.run_eagerly()
+    for seq_id in ("a", "b"):
+        model.open(seq_id)
+        model.set_source(seq_id, [2, 7, 1])  # without effect but for encoders
+    return model
+
+
+def outputs(model: ModelRunner, taps=()) -> list[torch.Tensor]:
+    """Everything that the passes return, held until the last one has run."""
+    found = []
+    for spans in PASSES:
+        num_rows = sum(span.num_tokens for span in spans)
+        made = model.forward(spans, [7 * row % 97 for row in range(num_rows)], taps)
+        found += [made.logits, made.hidden, *made.features]
+        for span in spans:
+            model.commit(span.seq_id, range(1 if span.parents else span.num_tokens))
+    return found
+
+
+def assert_equal(found, expected) -> None:
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *ENCODER_DECODERS])
+def test_every_family_has_the_bits_of_its_layers(tiny_checkpoint, runs, family):
+    path = tiny_checkpoint(family, **FEW_EXPERTS.get(family, {}))
+    found = outputs(opened(path, eager=False))
+    assert runs == ([5, 5, 5, MOST_ROWS, 1] if family in RECORDED else [])
+    assert_equal(found, outputs(opened(path, eager=True)))
+
+
+@pytest.mark.parametrize("taps", [(), (0, 2), (1, 3)])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_keep_weights_and_every_tap(tiny_checkpoint, runs, way, taps):
+    path = tiny_checkpoint("Llama", num_hidden_layers=3)
+    found = outputs(opened(path, eager=False, **WAYS[way]), taps)
+    assert len(runs) == 5
+    assert_equal(found, outputs(opened(path, eager=True, **WAYS[way]), taps))
+
+
+@pytest.mark.parametrize("layers", [LayerPlan.prefix(2), LayerPlan.skipping(3, attention=[1], mlp=[0, 2])])
+@pytest.mark.parametrize("enters", [False, True])
+def test_some_sublayers_alone(tiny_checkpoint, runs, layers, enters):
+    def features(*, eager):
+        model = opened(tiny_checkpoint("Qwen3", num_hidden_layers=3), eager=eager)
+        found = []
+        for num_rows in (3, 1):
+            plan = model.plan([Span("a", num_rows, num_logits=num_rows)])
+            plan.layers = layers
+            if enters:
+                plan.entering = torch.randn(
+                    num_rows, model.config.hidden_size, generator=torch.Generator().manual_seed(1)
+                )
+            made = model.run(plan, [5] * num_rows, (0, 3))
+            found += [made.logits, made.hidden, *made.features]
+            model.commit("a", range(num_rows))
+        return found
+
+    found = features(eager=False)
+    assert runs == [3, 1]
+    assert_equal(found, features(eager=True))
+
+
+def test_a_pass_after_new_weights_reads_them(tiny_checkpoint, runs):
+    first, second = (tiny_checkpoint("Llama", seed=seed) for seed in (0, 1))
+    model = opened(first, eager=False)
+    outputs(model)
+    update_weights(model, second)
+    for seq_id in ("a", "b"):
+        model.close(seq_id)
+        model.open(seq_id)
+    assert_equal(outputs(model), outputs(opened(second, eager=True)))
+    assert len(runs) == 10
+
+
+def test_the_recording_that_was_used_longest_ago_goes_first(tiny_checkpoint, runs, monkeypatch):
+    monkeypatch.setattr(recorded_passes, "MOST_RECORDINGS", 2)
+    model = opened(tiny_checkpoint("Llama", num_hidden_layers=3), eager=False)
+    recorded = []
+    record = model._recorded._record
+    monkeypatch.setattr(model._recorded, "_record", lambda kind: recorded.append(kind.taps) or record(kind))
+    for taps in ((1,), (2,), (1,), (3,), (1,), (2,)):
+        model.forward([Span("a", 1)], [1], taps)
+        model.commit("a", [])
+    assert recorded == [(1,), (2,), (3,), (2,)] and len(runs) == 6
