@@ -22,20 +22,26 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from actors.logs import dump_stacks_on_signal
-from cluster.config.compose import register, typed_config
-from cluster.config.errors import describe
-from cluster.config.schema import LaunchConfig
-from cluster.io.console import Terminal
-from parallel.whole_files import WriteError
-
 SUCCESS, FAILURE, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+INTERRUPTION = "interrupted"
+
+try:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from actors.logs import dump_stacks_on_signal
+    from cluster.config.compose import register, typed_config
+    from cluster.config.errors import describe
+    from cluster.config.schema import LaunchConfig
+    from cluster.io.console import Terminal
+    from parallel.whole_files import WriteError
+except KeyboardInterrupt:  # these take most of a second
+    sys.stderr.write(INTERRUPTION + "\n")
+    sys.exit(INTERRUPTED)
+
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
@@ -72,7 +78,7 @@ def main() -> None:
         else:
             launch()
     except KeyboardInterrupt:
-        codes.append(_fail("interrupted", INTERRUPTED))
+        codes.append(_fail(INTERRUPTION, INTERRUPTED))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if shows_tracebacks:
             raise

@@ -82,7 +82,7 @@ class FarPort(SeparatePort):
     def order_of(self, batch: ProposalBatch) -> PendingOrder | None:
         return self._unanswered.get(batch.round)
 
-    def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
+    def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence], now: float) -> int:  # noqa: ARG002
         """The drafter has read the batch; what it has drafted comes in previews."""
         if not batch.num_missing:
             self._complete(self._unanswered.pop(batch.round), sequences)

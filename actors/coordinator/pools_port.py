@@ -62,11 +62,13 @@ class LeasedPort(SeparatePort):
         super().lose(self.own(sequences))
         self.forget()
 
-    def delayed(self, seconds: float) -> None:
-        self.delay_s.update(seconds)
+    def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence], now: float) -> int:
+        return super().receive(batch, self._own_by_id(sequences), now)
 
-    def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
-        return super().receive(batch, self._own_by_id(sequences))
+    def _note_delay(self, pending: PendingOrder, seconds: float) -> None:
+        super()._note_delay(pending, seconds)
+        if not pending.has_first_part:
+            self.delay_s.update(seconds)
 
     def receive_previews(self, batch: DraftPreviewBatch, sequences: Mapping[int, Sequence]) -> None:
         super().receive_previews(batch, self._own_by_id(sequences))

@@ -143,14 +143,11 @@ class DrafterPort:
 
     # --- proposals ----------------------------------------------------------------------------------------------------
 
-    def delayed(self, seconds: float) -> None:
-        """The first part of an answer came so long after its order."""
-
     def order_of(self, batch: ProposalBatch) -> PendingOrder | None:
         """The unanswered order to which this is an answer; None if there is none."""
         return self.pending if batch.round == self.round else None
 
-    def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
+    def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence], now: float) -> int:
         """The answer to the pending order, or a part of it; returns the number of stale proposals."""
         return len(batch.proposals)
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping
 from math import inf, isfinite
 
 from actors.coordinator.clients import CLIENT, OUT, Clients
-from actors.coordinator.state_machine import Coordinator
 from actors.protocol.membership import Alive, ClientKeys, Hello, PassFailed, RankLost, Ready, Stop
 from actors.protocol.messages import (
     MOST_FORCED,
@@ -25,6 +24,7 @@ from actors.protocol.messages import (
     check_tokens,
 )
 from actors.transport.channel import link_name
+from actors.transport.keys import peer_of
 from parallel.ranges import LARGEST
 
 _OF_CLIENTS = (Request, Abort, ReportOrder, Hello)
@@ -44,8 +44,8 @@ _TARGET_SIZES = {
 
 
 class RecordChecks:
-    """Checks records of roles of these `sizes`; `vocab_size`, `max_model_len`, `max_source_len` and `coordinator`
-    are set once the target is known."""
+    """Checks records of roles of these `sizes`; `vocab_size`, `max_model_len` and `max_source_len` are set once the
+    target is known."""
 
     def __init__(
         self,
@@ -57,7 +57,6 @@ class RecordChecks:
         self.vocab_size = 2**63
         self.max_model_len = LARGEST
         self.max_source_len: int | None = None
-        self.coordinator: Coordinator | None = None
         self._sizes = sizes
         self._num_draft_tokens = num_draft_tokens
         self._drafters = drafters
@@ -105,7 +104,7 @@ class RecordChecks:
             return _OF_OWNER
         if client.startswith(f"{CLIENT}:"):
             return _OF_CLIENTS
-        role, _, rank = link.partition("#")[0].rpartition("-")
+        role, _, rank = peer_of(link).rpartition("-")
         if not rank.isdecimal() or int(rank) >= self._sizes.get(role, 0):
             return ()
         return _OF_TARGET if role == "target" else _OF_DRAFT
@@ -150,8 +149,6 @@ class RecordChecks:
             check_tokens("forced", verdict.forced, self.vocab_size)
             if len(verdict.forced) > MOST_FORCED:
                 raise ValueError(f"forced: {len(verdict.forced)} tokens; at most {MOST_FORCED}")
-        if self.coordinator is not None and not self.coordinator.expects(batch):
-            raise ValueError("verdicts: they are not on what the target was given")
 
     def _check_proposals(self, batch: ProposalBatch) -> None:
         _check_finite((batch.started, batch.finished, *(batch.imported or ())))

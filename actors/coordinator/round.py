@@ -18,6 +18,10 @@ class Round:
     started: float
     verifying: set[int] | None = None
     """The requests that await a verdict of the outstanding pass; None while no pass is outstanding."""
+    fed: tuple[int, ...] = ()
+    """All requests of that pass, also those that it reads a part of; none once it is known to have failed."""
+    admitted: list[tuple[Sequence, int]] = field(default_factory=list)
+    """The requests that the target is sent first with that pass, and their epochs."""
     proposals: Mapping[int, Proposal | None] = field(default_factory=dict)
     """Those of this pass, by request, also of requests that have ended since."""
     sent_at: float = 0.0

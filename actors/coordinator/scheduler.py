@@ -33,8 +33,6 @@ class Capacity:
     kv_slots: int
     max_model_len: int
     """Positions that one sequence may reach."""
-    max_source_len: int = 0
-    """Tokens that a source may have; 0 for a target without an encoder."""
     block_size: int = 0
     """Tokens of a block; 0 for a target that writes token by token."""
     whole_texts: bool = False
@@ -97,10 +95,8 @@ class Scheduler:
         self.running: list[Sequence] = []
 
     def refusal(self, sequence: Sequence) -> str | None:
-        """One line why this request can never run, or None."""
+        """One line why this request, which fits the context, can never run, or None."""
         longest = min(sequence.prompt_len + sequence.request.sampling.max_tokens, self.capacity.max_model_len)
-        if (misfit := sequence.request.misfit(self.capacity.max_model_len, self.capacity.max_source_len)) is not None:
-            return misfit
         if self.capacity.block_size and (misfit := sequence.request.block_misfit()) is not None:
             return misfit
         if longest + sequence.source_len > self.capacity.kv_slots:

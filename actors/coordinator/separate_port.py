@@ -86,9 +86,13 @@ class SeparatePort(DrafterPort):
             if sequence is not None and sequence.is_current(preview):
                 sequence.preview = PreviewTree.read(preview)
 
-    def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
+    def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence], now: float) -> int:
         pending, num_stale = self.pending, 0
         assert pending is not None
+        if pending.prefixes:
+            self._note_delay(pending, now - pending.asked_at)
+            pending.asked_at = now
+        pending.left_at = batch.finished
         if pending.unverified:
             self.scored.answer(batch.proposals, sequences)
             self.pending = None
@@ -104,6 +108,10 @@ class SeparatePort(DrafterPort):
         else:
             self._complete(pending, sequences)
         return num_stale
+
+    def _note_delay(self, pending: PendingOrder, seconds: float) -> None:
+        """Drafts, or a part of them, came so long after the order or the part before."""
+        self._policy.wait.update_delay(seconds, is_rest=pending.has_first_part)
 
     def _complete(self, pending: PendingOrder, sequences: Mapping[int, Sequence]) -> None:
         """Everything was answered: what has no draft by now gets none."""

@@ -58,7 +58,7 @@ from actors.protocol.messages import (
 )
 from actors.topology import TOP, child_role, is_draft_role, parent_role, role_name, seat_role
 from actors.transport.channel import Hub, heart_of
-from actors.transport.keys import CLIENTS
+from actors.transport.keys import CLIENTS, peer_of
 
 if TYPE_CHECKING:
     from actors.coordinator.bridging import Bridging
@@ -234,7 +234,6 @@ class CoordinatorService:
     def _stop_waiting(self) -> None:
         if self._coordinator is not None:
             self._send(self._coordinator.stop_waiting(time.monotonic()))
-            self._coordinator.learn()
 
     def _wait_until(self) -> float:
         """The time at which waiting for drafts ends; infinite while nothing is waited for."""
@@ -287,6 +286,8 @@ class CoordinatorService:
         """Whether to act on this record. One that is not valid is dropped; a client learns why its request is not."""
         try:
             self._checks.check(link, record)
+            if isinstance(record, VerdictBatch) and not self._expects(record):
+                raise ValueError("verdicts: they are not on what the target was given")
         except ValueError as error:
             self._hub.refuse(link, error)
             self._distrust(link, record, error)
@@ -297,6 +298,9 @@ class CoordinatorService:
             self._refuse(link, record, "refused", why)
             return False
         return True
+
+    def _expects(self, verdicts: VerdictBatch) -> bool:
+        return self._coordinator is None or self._coordinator.expects(verdicts)
 
     def _refuse(self, link: str, request: Request, reason: str, why: str) -> None:
         refusal = Tokens(request.request_id, 0, (), reason, None, why)
@@ -338,7 +342,7 @@ class CoordinatorService:
 
     def _dispatch_batch(self, link: str, batch: VerdictBatch | ProposalBatch | DraftPreviewBatch | DraftBatch) -> None:
         """A batch from the present lead of a role: for the state machine, or between two levels of a cascade."""
-        role = link.partition("#")[0].rpartition("-")[0]
+        role = peer_of(link).rpartition("-")[0]
         membership = self._memberships.get(role)
         if membership is None or link not in membership.links()[:1]:
             return
@@ -372,7 +376,6 @@ class CoordinatorService:
         """Pass a record to the state machine. Before there is one the record is dropped."""
         if self._coordinator is not None:
             self._send(self._coordinator.on(record, time.monotonic(), role))
-            self._coordinator.learn()
 
     def _submit(self, link: str, request: Request) -> None:
         """Admits a request; before there is a state machine it is dropped, and its client sends it again."""
@@ -414,7 +417,7 @@ class CoordinatorService:
             self._hub.send(clients, report if CLIENT in clients else replace(report, spans=()))
 
     def _send(self, records: Iterable[Answer]) -> None:
-        """Tokens last, all those of a client in one record: it wakes once a round."""
+        """Tokens last, all those of a client in one record: it wakes once a round. The policy learns afterwards."""
         outputs: dict[str, list[Tokens]] = {}
         for record in records:
             if isinstance(record, VerifyBatch | DraftBatch):
@@ -429,6 +432,8 @@ class CoordinatorService:
                 self._end_update(record)
         for client, news in outputs.items():
             self._hub.send([client], Outputs(tuple(news)))
+        if self._coordinator is not None:
+            self._coordinator.learn()
 
     def _send_batch(self, membership: RoleMembership, batch: VerifyBatch | DraftBatch) -> None:
         """Multicast a batch to the ranks of a role."""
@@ -447,10 +452,9 @@ class CoordinatorService:
     def _distrust(self, link: str, record: object, error: ValueError) -> None:
         """A record was refused: of a rank whatever else it says may be wrong, so its process is replaced. Where none
         can be ended, because it is a thread or `silence_s` is 0, the role starts anew. Requests may be the reason."""
-        name = link.partition("/")[0]
-        role, _, rank = name.partition("#")[0].rpartition("-")
+        role, _, rank = peer_of(link).rpartition("-")
         membership = self._memberships.get(role)
-        if membership is None or name not in membership.links():
+        if membership is None or link.partition("/")[0] not in membership.links():
             return
         why = f"sent a record that was refused ({error})"
         self._event_log.refused(role, int(rank), why)
@@ -558,9 +562,9 @@ class CoordinatorService:
             local_drafter=spec.local_drafter,
         )
         block_size, whole_texts = int(facts.get("block_size", 0)), bool(facts.get("whole_texts"))
-        capacity = Capacity(int(facts["kv_slots"]), max_model_len, max_source_len, block_size, whole_texts)
+        capacity = Capacity(int(facts["kv_slots"]), max_model_len, block_size, whole_texts)
         scheduler = Scheduler(spec.limits, capacity)
-        self._coordinator = self._checks.coordinator = Coordinator(
+        self._coordinator = Coordinator(
             scheduler,
             policy,
             spec.eos_token_ids,

@@ -81,8 +81,6 @@ class Coordinator:
         self._sequences: dict[int, Sequence] = {}
         self._has_target = True
         self._target_outbox = Outbox()
-        self._unseen: list[tuple[Sequence, int]] = []  # admitted with the last pass, and their epochs
-        self._fed: tuple[int, ...] = ()  # requests of the last pass, until it has failed
         self._verify_round = drafter.round  # of the last batch to the target; both batches of one round have one number
         self._drafter = drafter
         self._round = Round(now)
@@ -116,7 +114,7 @@ class Coordinator:
                 is_asked = kept.fits(verdict, prompts.get(verdict.request_id), sequence.num_generated)
             if not (sequence.is_prefix_of(verdict) and is_path and is_asked):
                 return False
-        admitted = {sequence.request_id: sequence for sequence, _ in self._unseen}
+        admitted = {sequence.request_id: sequence for sequence, _ in self._round.admitted}
         for request_id, num_rows in batch.hits:
             if request_id not in admitted or not 0 < num_rows < admitted[request_id].prefix_len:
                 return False
@@ -247,7 +245,7 @@ class Coordinator:
             self._end_outage("target", now)
         if self._loading is not None:
             return [self._end_loading(self._loading, batch.refusal, now)]
-        if self._unseen:
+        if self._round.admitted:
             self._take_hits(batch)
         for part in batch.prompt_logprobs:
             if part.request_id in self._sequences:
@@ -261,7 +259,7 @@ class Coordinator:
         self.stats.num_stale += self._drafter.end_pass(batch, self._sequences)
         unverified, self._round = self._round.unverified, Round(now)
         if batch.drafts is not None:
-            self.stats.add_attached_drafts(batch.drafts)
+            self.stats.add_drafts(batch.drafts)
             is_used = any(sequence.draft.proposal is not None for sequence in self._sequences.values())
             self._round.add_drafting(batch.drafts, is_used=is_used, unverified=unverified)
         return [one for one in emitted if one.token_ids or one.finish_reason is not None]
@@ -269,14 +267,13 @@ class Coordinator:
     def _take_hits(self, batch: VerdictBatch) -> None:
         """The target says of requests that were admitted with this pass how many rows it had."""
         hits = dict(batch.hits)
-        for sequence, epoch in self._unseen:
+        for sequence, epoch in self._round.admitted:
             if sequence.epoch == epoch:
                 num_rows = hits.get(sequence.request_id, 0)
                 sequence.found(num_rows)
                 if sequence.shares_rows and sequence.num_cached_tokens is None:
                     sequence.num_cached_tokens = min(num_rows, sequence.prompt_len)
                     self.stats.add_lookup(sequence.prompt_len, sequence.num_cached_tokens)
-        self._unseen = []
 
     def _commit(self, verdict: Verdict, now: float) -> Tokens:
         sequence, proposal = self._sequences[verdict.request_id], self._round.proposals[verdict.request_id]
@@ -367,8 +364,8 @@ class Coordinator:
             sequence.draft.proposal = None  # used up
         round_ = self._round
         round_.verifying, round_.proposals, round_.sent_at = {*proposals}, proposals, now
+        round_.fed = tuple([item.request_id for item in items])
         round_.serves_drafts, round_.unverified = any(orders.lengths.values()), orders.unverified
-        self._fed = tuple([item.request_id for item in items])
         batch = VerifyBatch(
             self._verify_round,
             *self._target_outbox.flush(),
@@ -391,18 +388,13 @@ class Coordinator:
         if self._lost_at:
             self._end_outage(role, now)
         found = (0, 0) if batch.num_missing else (pending.num_prefetched, pending.num_missed)
-        self.stats.add_drafts(batch, pending.left_at, now, *found)
-        pending.left_at = batch.finished
+        self.stats.add_exchange(batch, pending.left_at, now)
+        self.stats.add_drafts(batch, *found)
         if pending.unverified:
             self._round.scored_s += batch.finished - batch.started
         elif self._round.verifying is None:
             self._round.add_wait(batch)
-        if pending.prefixes:
-            self._policy.wait.update_delay(now - pending.asked_at, is_rest=pending.has_first_part)
-            if not pending.has_first_part:
-                drafter.delayed(now - pending.asked_at)
-            pending.asked_at = now
-        self.stats.num_stale += drafter.receive(batch, self._sequences)
+        self.stats.num_stale += drafter.receive(batch, self._sequences, now)
 
     # --- other weights ------------------------------------------------------------------------------------------------
 
@@ -421,10 +413,10 @@ class Coordinator:
 
     def _start_loading(self, now: float) -> VerifyBatch:
         """All requests leave the batch, to be read again from their committed tokens once the weights are loaded."""
-        self._loading, self._wanted, self._fed = self._wanted, None, ()
+        self._loading, self._wanted = self._wanted, None
         self._preempt(self._scheduler.preempt_all())
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
-        self._round.verifying, self._round.sent_at = set(), now
+        self._round = Round(now, verifying=set(), sent_at=now)
         return VerifyBatch(self._verify_round, *self._target_outbox.flush(), after=after, weights=self._loading)
 
     def _end_loading(self, weights: Weights, refusal: str, now: float) -> WeightsUpdated:
@@ -467,7 +459,7 @@ class Coordinator:
         for sequence in sequences:
             sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
             self._target_outbox.admit(sequence)
-            self._unseen.append((sequence, sequence.epoch))
+            self._round.admitted.append((sequence, sequence.epoch))
             self._drafter.admit(sequence)
 
     def _abort(self, record: Abort, now: float) -> list[Tokens]:
@@ -498,7 +490,7 @@ class Coordinator:
         again by itself ends, and at its third failure any."""
         if failed.round != self._verify_round:
             return []
-        fed, self._fed = self._fed, ()  # several ranks may report one pass
+        fed, self._round.fed = self._round.fed, ()  # several ranks may report one pass
         ended = []
         for sequence in [self._sequences[request_id] for request_id in fed if request_id in self._sequences]:
             sequence.suspect()
@@ -517,8 +509,8 @@ class Coordinator:
         if role != "target":
             self._drafter.of(role).lose(self._sequences.values())
             return []
-        self._has_target, self._target_outbox, self._round.verifying = False, Outbox(), None
-        self._unseen = []
+        self._has_target, self._target_outbox = False, Outbox()
+        self._round.verifying, self._round.admitted = None, []
         for sequence in self._scheduler.preempt_all():
             self._drafter.release(sequence)
         lost, self._loading = self._loading, None

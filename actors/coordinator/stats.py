@@ -222,16 +222,15 @@ class CoordinatorStats(
         for position in range(min(depth, num_accepted)):
             accepted[position] += 1
 
-    def add_drafts(
-        self, batch: ProposalBatch, left_at: float, now: float, num_prefetched: int = 0, num_missed: int = 0
-    ) -> None:
-        """An answer of the drafter arrived; `num_prefetched` proposals of its round had been read off previews, and for
-        `num_missed` requests there was nothing.
-
-        The order left at `left_at`, for the second part of an answer the first part.
-        """
+    def add_exchange(self, batch: ProposalBatch, left_at: float, now: float) -> None:
+        """An answer of a drafter on ranks of its own arrived. The order left at `left_at`, for the second part of an
+        answer the first part."""
         began = batch.started if batch.imported is None else batch.imported[0]
         self._add_messages(batch.round, "order", left_at, began, "proposal", batch.finished, now)
+
+    def add_drafts(self, batch: ProposalBatch, num_prefetched: int = 0, num_missed: int = 0) -> None:
+        """What the drafter did for an answer, wherever it is; `num_prefetched` proposals of its round had been read off
+        previews, and for `num_missed` requests there was nothing."""
         if batch.imported is not None:
             self.spans.append(("draft", "features", *batch.imported, {"round": batch.round}))
         self.draft_busy_s += batch.finished - batch.started
@@ -260,16 +259,6 @@ class CoordinatorStats(
         else:
             return
         self.spans.append(("draft", name, batch.started, batch.finished, facts))
-
-    def add_attached_drafts(self, batch: ProposalBatch) -> None:
-        """The drafts that came with a verdict, made on the target's ranks."""
-        self.draft_busy_s += batch.finished - batch.started
-        for work in batch.levels:
-            self._add_level(work, batch.round)
-        if batch.proposals:
-            num_tokens = sum([proposal.tree.num_draft_tokens for proposal in batch.proposals])
-            facts = {"round": batch.round, "requests": len(batch.proposals), "tokens": num_tokens}
-            self.spans.append(("draft", "propose", batch.started, batch.finished, facts))
 
     def _add_level(self, work: LevelWork, round_: int) -> None:
         counts = self.levels.setdefault(work.level, dict.fromkeys(_LEVEL_COUNTS, 0))

@@ -178,7 +178,7 @@ class MergedPasses:
                 self._propose(drafter, asked)
             case _WantedReading(contexts, answer):
                 self._called(1)
-                _fulfil([answer], partial(_read, drafter, contexts))
+                _fulfil(answer, partial(_read, drafter, contexts))
             case _WantedStep() if self._active and by_pass is not None:
                 self._advance(drafter, by_pass, asked)
             case _WantedStep():
@@ -250,7 +250,7 @@ class MergedPasses:
                 return
             self.restart([context.request_id for context in contexts])
             for order in orders:
-                _fulfil([order.answer], partial(_propose_alone, drafter, order))
+                _fulfil(order.answer, partial(drafter.propose, order.contexts, order.budgets))
             return
         self._cost.update(len(contexts), max(budgets), self._clock() - started)
         self._called(len(orders))
@@ -303,7 +303,7 @@ class MergedPasses:
             if any(by_pass.is_drafting(context.request_id) for context in order.contexts):
                 self._active.append(order)
             else:
-                _fulfil([order.answer], partial(_propose_alone, drafter, order))
+                _fulfil(order.answer, partial(drafter.propose, order.contexts, order.budgets))
 
     def _called(self, num_leases: int) -> None:
         """A call had work of so many leases; of none if it ran no pass."""
@@ -335,23 +335,14 @@ class MergedPasses:
             step.answer.set_result(done)
 
 
-def _propose_alone(drafter: Drafter, order: _OrderedDrafts) -> Iterator[list[Draft]]:
-    return iter([drafter.propose(order.contexts, order.budgets)])
-
-
-def _read(drafter: Drafter, contexts: Sequence[Context]) -> Iterator[None]:
+def _read(drafter: Drafter, contexts: Sequence[Context]) -> None:
     if (reader := drafter.capabilities.prefills) is not None:
         reader.prefill(contexts)
-    return iter([None])
 
 
-def _fulfil(futures: Sequence[Future], results: Callable[[], Iterator]) -> None:
-    """A failure is one of all that wait for the results."""
+def _fulfil(answer: Future, call: Callable[[], object]) -> None:
+    """The answer is what the call returns, or what it raises."""
     try:
-        values = results()
+        answer.set_result(call())
     except Exception as error:
-        for future in futures:
-            future.set_exception(error)
-        return
-    for future, value in zip(futures, values, strict=True):
-        future.set_result(value)
+        answer.set_exception(error)

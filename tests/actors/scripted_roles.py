@@ -340,7 +340,6 @@ class World:
         policy=None,
         bridged=False,
         writes_blocks=False,
-        max_source_len=0,
         num_seats=1,
         far=False,
     ):
@@ -351,9 +350,7 @@ class World:
         lookup: Any = LocalDrafts("lookup", ScriptedLookup(choose)) if far else "none"
         kind = {"bridged": bridged, "num_seats": num_seats, "local_drafter": lookup}
         port = open_port(policy, limits.prefill_chunk, drafts=drafts, **kind)
-        self.coordinator: Any = Coordinator(
-            Scheduler(limits, Capacity(slots, MAX_MODEL_LEN, max_source_len)), policy, [EOS], port
-        )
+        self.coordinator: Any = Coordinator(Scheduler(limits, Capacity(slots, MAX_MODEL_LEN)), policy, [EOS], port)
         self.bridged = bridged
         self.target = ScriptedTarget(slots, (lambda: choose.choice([0, 1, 2, 3])) if writes_blocks else (lambda: 1))
         roles = [seat_role(seat) for seat in range(num_seats)]

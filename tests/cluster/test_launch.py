@@ -407,6 +407,21 @@ main()
     assert (tmp_path / "run" / "kept").exists() == (code == 130)
 
 
+@pytest.mark.extended
+def test_a_signal_during_the_first_imports_is_one_line():
+    program = """
+import signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "omegaconf.errors":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+import cluster.launch
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 # --- launch.sh ------------------------------------------------------------------------------------------------------
 
 

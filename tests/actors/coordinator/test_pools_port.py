@@ -50,7 +50,7 @@ def commit(port: PoolsPort, sequence: Sequence) -> None:
 
 def make_known(port: PoolsPort, role: str, seconds: float, num_accepted: int = 2) -> None:
     for _ in range(8):
-        port.of(role).delayed(seconds)
+        port.of(role).delay_s.update(seconds)
         port.of(role).num_accepted.update(num_accepted)
 
 
@@ -97,7 +97,7 @@ def test_drafts_that_were_shown_before_their_verdict_took_no_time(port):
     sequences = running(1, 2)
     ordered(port, sequences)
     for delay_s in (0.3, 0.3):
-        port.of("draft").delayed(delay_s)
+        port.of("draft").delay_s.update(delay_s)
     slow = port.of("draft").delay_s.mean
     tree = TokenTree.chain(4, [5, 6])
     one = sequences[0]

@@ -75,8 +75,8 @@ class Lives(RuleBasedStateMachine):
         max_source_len=st.sampled_from([0, 0, 20]),
     )
     def open(self, seats, rows, chunk, slots, max_model_len, max_source_len):
-        capacity = Capacity(slots, max_model_len, max_source_len)
-        self.scheduler = Scheduler(SchedulerConfig(seats, rows, chunk), capacity)
+        self.scheduler = Scheduler(SchedulerConfig(seats, rows, chunk), Capacity(slots, max_model_len))
+        self.max_source_len = max_source_len
         self.arrived = 0
         self.live: list[Sequence] = []
         self.order: dict[int, int] = {}
@@ -89,9 +89,9 @@ class Lives(RuleBasedStateMachine):
     )
     def arrive(self, prompt_len, max_tokens, scope, source_len):
         self.arrived += 1
-        capacity = self.scheduler.capacity
-        source_len = min(source_len, capacity.max_source_len)
-        sequence = sequence_of(prompt_len, max_tokens, self.arrived, capacity.max_model_len, scope, source_len)
+        max_model_len = self.scheduler.capacity.max_model_len
+        prompt_len, source_len = min(prompt_len, max_model_len - 1), min(source_len, self.max_source_len)
+        sequence = sequence_of(prompt_len, max_tokens, self.arrived, max_model_len, scope, source_len)
         if self.scheduler.refusal(sequence) is None:
             self.scheduler.add(sequence)
             self.live.append(sequence)
@@ -254,8 +254,6 @@ def test_short_pool_costs_drafts_first_and_the_youngest_its_place_then():
 @pytest.mark.parametrize(
     ("prompt_len", "max_tokens", "capacity", "refusal"),
     [
-        (0, 5, Capacity(100, 50), "prompt: is empty"),
-        (50, 5, Capacity(100, 50), "prompt: 50 tokens do not fit the context of 50"),
         (49, 5, Capacity(100, 50), None),
         (20, 20, Capacity(39, 50), "prompt: 40 tokens .* do not fit 39 KV slots; raise target.kv_slots"),
         (20, 20, Capacity(40, 50), None),
@@ -271,13 +269,11 @@ def test_what_can_never_run_is_refused_with_a_remedy(prompt_len, max_tokens, cap
         assert said is not None and re.search(refusal, said) and "\n" not in said
 
 
-def test_a_source_counts_in_slots_and_the_encoder_bounds_it():
-    scheduler = Scheduler(SchedulerConfig(), Capacity(50, 50, 30))
+def test_a_source_counts_in_slots():
+    scheduler = Scheduler(SchedulerConfig(), Capacity(50, 50))
     assert scheduler.refusal(sequence_of(1, 19, source_len=30)) is None
     too_long = scheduler.refusal(sequence_of(1, 20, source_len=30))
     assert too_long is not None and too_long.startswith("source: 51 tokens") and "50 KV slots" in too_long
-    assert "the encoder's 30" in str(scheduler.refusal(sequence_of(1, 5, source_len=31)))
-    assert "source: is empty" in str(scheduler.refusal(sequence_of(1, 5)))
     first, second = (sequence_of(1, 9, number, source_len=20) for number in (1, 2))
     scheduler.add(first)
     scheduler.add(second)
@@ -301,7 +297,7 @@ def test_whole_texts_have_slots_for_all_their_tokens_from_the_start():
 
 def test_a_long_source_is_read_beside_the_roots_and_no_other_text():
     """It cannot be read in parts; those behind it wait for a pass."""
-    scheduler = Scheduler(SchedulerConfig(8, 16, 8), Capacity(200, 50, 40))
+    scheduler = Scheduler(SchedulerConfig(8, 16, 8), Capacity(200, 50))
     running = [sequence_of(1, 9, number, source_len=1) for number in (1, 2)]
     for sequence in running:
         scheduler.add(sequence)

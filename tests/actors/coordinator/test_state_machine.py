@@ -77,7 +77,6 @@ def test_every_interleaving_gives_the_tokens_of_the_language(
         lateness=lateness,
         policy=policy,
         writes_blocks=writes_blocks,
-        max_source_len=max_source_len,
         far=far and PIPELINES[pipeline].works_ahead,
     )
     requests = requests_of(choose, choose.randint(1, 7), max_source_len)
@@ -113,8 +112,7 @@ def check_what_roles_received(world: World, requests: list[Request]) -> None:
     plain = {request.request_id for request in requests if not request.speculates}
     assert not world.drafter.knows.admitted & plain, "a plain request was sent to the drafter"
     assert not world.drafter.knows.texts, "the drafter still holds a request"
-    source = (4,) if world.coordinator._scheduler.capacity.max_source_len else ()
-    world.deliver(Request(999, (3,), SamplingParams(max_tokens=1), drafter="none", source=source))
+    world.deliver(Request(999, (3,), SamplingParams(max_tokens=1), drafter="none"))
     assert set(world.target.knows.texts) == {999}, "the target still holds a request"
     world.settle()
 
@@ -289,14 +287,14 @@ def test_a_request_that_is_complete_is_answered_and_takes_no_seat(generated, rea
 
 
 def test_refusals_reach_the_client_and_stop_no_other_request():
-    world = World(random.Random(0))
+    world = World(random.Random(0), slots=20)
     good = Request(1, (3, 4), SamplingParams(max_tokens=12))
     world.deliver(good)
-    world.deliver(Request(2, (3,) * 40))
-    world.deliver(Request(3, ()))
+    world.deliver(Request(2, (3,) * 20))
+    world.deliver(Request(3, (3,), SamplingParams(max_tokens=5), source=(4,) * 15))
     errors: list[Any] = [news for news in world.sent if isinstance(news, Tokens) and news.finish_reason == "error"]
     assert [news.request_id for news in errors] == [2, 3]
-    assert "context" in errors[0].error and "empty" in errors[1].error
+    assert errors[0].error.startswith("prompt: ") and errors[1].error.startswith("source: 21 tokens")
     world.settle()
     assert world.tokens[1] == oracle(good)
 

@@ -26,11 +26,6 @@ CHAIN = Proposal(1, 0, 3, 0, TokenTree.chain(5, (6, 7, 8)))
 TREE = Proposal(1, 0, 3, 0, TokenTree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1)))
 
 
-def drafted(stats, batch):
-    """An answer that arrived at once."""
-    stats.add_drafts(batch, batch.started, batch.finished)
-
-
 def judged(stats, batch, *, speculated):
     stats.add_pass(batch, batch.started, batch.finished, speculated=speculated)
 
@@ -60,21 +55,21 @@ def test_a_prepared_draft_is_a_hit_and_any_that_was_not_a_miss():
     stats = CoordinatorStats()
     prepared, late = replace(CHAIN, prepared=True), replace(CHAIN, prepared=False)
     for proposals in ((prepared,), (late,), (prepared, late)):
-        drafted(stats, ProposalBatch(3, proposals, 1.0, 1.25))
-    drafted(stats, ProposalBatch(4, (), 2.0, 2.5, num_missing=1))
+        stats.add_drafts(ProposalBatch(3, proposals, 1.0, 1.25))
+    stats.add_drafts(ProposalBatch(4, (), 2.0, 2.5, num_missing=1))
     assert [name for _, name, *_ in stats.spans] == ["hit", "miss", "miss"], "an announcement is no work"
 
 
 def test_records_between_hosts_whose_clocks_differ_have_no_spans():
     stats = CoordinatorStats()
-    stats.add_drafts(ProposalBatch(3, (), 1.25, 2.0, num_missing=1), 1.0, 1.5)
+    stats.add_exchange(ProposalBatch(3, (), 1.25, 2.0, num_missing=1), 1.0, 1.5)
     assert list(stats.spans) == [(MESSAGES, "order", 1.0, 1.25, {"round": 3})]
 
 
 def test_draft_spans_count_tokens_and_tell_reading_from_proposing():
     stats = CoordinatorStats()
-    drafted(stats, ProposalBatch(3, (CHAIN, TREE), 1.0, 1.25))
-    drafted(stats, ProposalBatch(4, (), 2.0, 2.5))
+    stats.add_drafts(ProposalBatch(3, (CHAIN, TREE), 1.0, 1.25))
+    stats.add_drafts(ProposalBatch(4, (), 2.0, 2.5))
     (_, first, _, _, arguments), (_, second, *_) = stats.spans
     assert (first, second) == ("propose", "prefill")
     assert arguments == {"round": 3, "requests": 2, "tokens": 7, "hits": 0}
@@ -91,7 +86,7 @@ def test_overhead_is_what_no_role_worked_and_never_negative():
 
 def test_a_report_holds_every_counter_and_the_length_of_its_window():
     stats = CoordinatorStats(since=10.0)
-    drafted(stats, ProposalBatch(3, (CHAIN,), 1.0, 1.25))
+    stats.add_drafts(ProposalBatch(3, (CHAIN,), 1.0, 1.25))
     report = stats.report(12.5)
     names = {one.name for one in fields(CoordinatorStats)} - {"since", "phase", "mode", "switch", "ended", "spans"}
     assert set(report.counters) == names | {"window_s", "guard"}
@@ -126,7 +121,7 @@ def test_old_spans_fall_out():
     stats = CoordinatorStats()
     batch = ProposalBatch(3, (), 1.0, 1.25)
     for _ in range(SPAN_LIMIT + 10):
-        drafted(stats, batch)
+        stats.add_drafts(batch)
     assert len(stats.spans) == SPAN_LIMIT
 
 
@@ -147,7 +142,8 @@ def test_all_of_a_drafters_answer_is_counted():
     ahead = ((2.0, 2.25, True), (2.5, 2.75, False))
     batch = ProposalBatch(3, proposals, 3.0, 3.5, 0, ahead, levels, (2.8, 2.9), learning)
     stats = CoordinatorStats()
-    stats.add_drafts(batch, 1.0, 4.0, num_prefetched=2)
+    stats.add_exchange(batch, 1.0, 4.0)
+    stats.add_drafts(batch, num_prefetched=2)
     lanes = {
         (MESSAGES, "order"): (1.0, 2.8, {"round": 3}),
         (MESSAGES, "proposal"): (3.5, 4.0, {"round": 3}),
@@ -166,17 +162,17 @@ def test_all_of_a_drafters_answer_is_counted():
 
 def test_drafts_that_were_all_read_off_previews_are_a_hit():
     stats = CoordinatorStats()
-    stats.add_drafts(ProposalBatch(3, (), 1.0, 1.5), 1.0, 1.5, num_prefetched=2)
+    stats.add_drafts(ProposalBatch(3, (), 1.0, 1.5), num_prefetched=2)
     assert list(stats.spans) == [("draft", "hit", 1.0, 1.5, {"round": 3, "requests": 2, "tokens": 0, "hits": 2})]
 
 
 @pytest.mark.parametrize("proposals", [(), (CHAIN, TREE)])
 def test_drafts_on_the_targets_ranks_are_counted_like_others(proposals):
     stats, levels = CoordinatorStats(), (LevelWork("low", 3, 0.5),)
-    stats.add_attached_drafts(ProposalBatch(3, proposals, 1.0, 1.25, levels=levels))
+    stats.add_drafts(ProposalBatch(3, proposals, 1.0, 1.25, levels=levels))
     assert stats.draft_busy_s == 0.25 and stats.levels["low"]["num_passes"] == 3
-    spans = [("draft", "propose", 1.0, 1.25, {"round": 3, "requests": 2, "tokens": 7})] if proposals else []
-    assert list(stats.spans) == spans
+    work = ("propose", 1.0, 1.25, {"round": 3, "requests": 2, "tokens": 7, "hits": 0})
+    assert list(stats.spans) == [("draft", *(work if proposals else ("prefill", 1.0, 1.25, {"round": 3})))]
 
 
 def test_guessed_states_of_blocks_are_counted():
