@@ -189,6 +189,7 @@ class Engine(Client):
         self._reader.join(timeout=0 if self._error is not None else _STOP_S)
         has_stopped = not self._reader.is_alive()
         self._stop_reader()
+        self.supervisor.wait()
         self._backend.close(graceful=has_stopped)
         self._connection.close()
         if self._client_file is not None:

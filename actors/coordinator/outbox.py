@@ -6,9 +6,12 @@ It neither sends records nor decides when.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from actors.coordinator.sequence import Sequence
 from actors.protocol.messages import Admit, Commit
+
+if TYPE_CHECKING:
+    from actors.coordinator.sequence import Sequence
 
 
 class Outbox:
@@ -19,17 +22,14 @@ class Outbox:
         """The requests that were admitted at the role, or will be with the next batch."""
         self.partial: dict[int, int] = {}
         """Those of them whose text has not been sent to its end, and the tokens that have."""
-        self._admits: list[Admit] = []
+        self.admits: dict[int, Admit] = {}
+        """Those that the next batch admits."""
         self._commits: dict[int, Commit] = {}
         self._last: list[Commit] = []  # of requests that ended
         self._releases: list[int] = []
 
     def admit(self, sequence: Sequence, first: int | None = None) -> None:
         """Send a request; if only its `first` tokens, `extend` sends the rest."""
-        self.release(sequence.request_id)
-        if first is not None and first < sequence.prefix_len:
-            self.partial[sequence.request_id] = first
-        self.known.add(sequence.request_id)
         request, logprobs = sequence.request, sequence.logprobs
         admit = Admit(
             request_id=sequence.request_id,
@@ -48,8 +48,16 @@ class Outbox:
             source=request.source,
             memory_scope=request.memory_scope,
         )
-        self._admits.append(admit)
         sequence.num_admissions += 1
+        self.open(admit)
+        if first is not None and first < sequence.prefix_len:
+            self.partial[sequence.request_id] = first
+
+    def open(self, admit: Admit) -> None:
+        """Send this record; what the role knows of the request is released."""
+        self.release(admit.request_id)
+        self.known.add(admit.request_id)
+        self.admits[admit.request_id] = admit
 
     def extend(self, sequence: Sequence, count: int) -> None:
         """Send the next tokens of a partial text."""
@@ -76,10 +84,8 @@ class Outbox:
         self.known.discard(request_id)
         self.partial.pop(request_id, None)
         self._commits.pop(request_id, None)
-        unsent = [admit for admit in self._admits if admit.request_id != request_id]
-        if len(unsent) == len(self._admits):
+        if self.admits.pop(request_id, None) is None:
             self._releases.append(request_id)
-        self._admits = unsent
 
     def end(self, request_id: int) -> None:
         """Release a request, but send its last commit: the rows of its text may serve another."""
@@ -90,11 +96,11 @@ class Outbox:
 
     def flush(self) -> tuple[tuple[Admit, ...], tuple[Commit, ...], tuple[int, ...]]:
         """Everything unsent: (admits, commits, releases)."""
-        unsent = tuple(self._admits), (*self._last, *self._commits.values()), tuple(self._releases)
-        self._admits, self._commits, self._last, self._releases = [], {}, [], []
+        unsent = tuple(self.admits.values()), (*self._last, *self._commits.values()), tuple(self._releases)
+        self.admits, self._commits, self._last, self._releases = {}, {}, [], []
         return unsent
 
     @property
     def is_due(self) -> bool:
         """Whether there is something to send without an order; commits alone wait for the next one."""
-        return bool(self._admits or self._releases)
+        return bool(self.admits or self._releases)

@@ -24,7 +24,6 @@ from actors.protocol.messages import (
     check_tokens,
 )
 from actors.transport.channel import link_name
-from actors.transport.keys import peer_of
 from parallel.ranges import LARGEST
 
 _OF_CLIENTS = (Request, Abort, ReportOrder, Hello)
@@ -104,7 +103,7 @@ class RecordChecks:
             return _OF_OWNER
         if client.startswith(f"{CLIENT}:"):
             return _OF_CLIENTS
-        role, _, rank = peer_of(link).rpartition("-")
+        role, _, rank = link.partition("#")[0].rpartition("-")
         if not rank.isdecimal() or int(rank) >= self._sizes.get(role, 0):
             return ()
         return _OF_TARGET if role == "target" else _OF_DRAFT

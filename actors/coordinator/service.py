@@ -286,7 +286,8 @@ class CoordinatorService:
         """Whether to act on this record. One that is not valid is dropped; a client learns why its request is not."""
         try:
             self._checks.check(link, record)
-            if isinstance(record, VerdictBatch) and not self._expects(record):
+            coordinator = self._coordinator
+            if isinstance(record, VerdictBatch) and coordinator is not None and not coordinator.expects(record):
                 raise ValueError("verdicts: they are not on what the target was given")
         except ValueError as error:
             self._hub.refuse(link, error)
@@ -298,9 +299,6 @@ class CoordinatorService:
             self._refuse(link, record, "refused", why)
             return False
         return True
-
-    def _expects(self, verdicts: VerdictBatch) -> bool:
-        return self._coordinator is None or self._coordinator.expects(verdicts)
 
     def _refuse(self, link: str, request: Request, reason: str, why: str) -> None:
         refusal = Tokens(request.request_id, 0, (), reason, None, why)
@@ -342,7 +340,7 @@ class CoordinatorService:
 
     def _dispatch_batch(self, link: str, batch: VerdictBatch | ProposalBatch | DraftPreviewBatch | DraftBatch) -> None:
         """A batch from the present lead of a role: for the state machine, or between two levels of a cascade."""
-        role = peer_of(link).rpartition("-")[0]
+        role = link.partition("#")[0].rpartition("-")[0]
         membership = self._memberships.get(role)
         if membership is None or link not in membership.links()[:1]:
             return

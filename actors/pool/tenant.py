@@ -21,7 +21,6 @@ from actors.roles.draft import DraftRole
 from actors.topology import seat_role
 from actors.transport.channel import heart_of, link_name, open_link
 from actors.transport.keys import LinkKey
-from actors.transport.mailbox import Mailbox
 from actors.worker.heartbeat import Heartbeat
 from actors.worker.rank_loop import RankLoop, RankRole
 from actors.worker.spec import RankSpec
@@ -87,7 +86,7 @@ class Tenant:
             known = order, self.number, self.numbers, self.heard, time_of.resting
             link = TenantLink(open_link(order.hub_address, name, key), *known)
 
-            def build(spec: RankSpec, _group: Group, _mailbox: Mailbox) -> tuple[RankRole, dict[str, object]]:
+            def build(spec: RankSpec, _group: Group) -> tuple[RankRole, dict[str, object]]:
                 facts: dict[str, object] = {"drafter": spec.drafter.name, "device": spec.device, "lease": self.number}
                 return DraftRole(drafter, adapts=spec.adaptive), facts
 

@@ -14,9 +14,9 @@ from itertools import islice
 
 import torch
 
+from actors.coordinator.outbox import Outbox
 from actors.drafters.interface import Drafter, FeatureRows
 from actors.protocol.messages import (
-    Admit,
     Commit,
     DraftBatch,
     DraftOrder,
@@ -43,9 +43,7 @@ class AttachedDrafter(AfterVerdicts):
         self.role = DraftRole(drafter)
         self._group = group
         self._device = device
-        self._admits: dict[int, Admit] = {}
-        self._releases: list[int] = []
-        self._commits: dict[int, Commit] = {}  # of rounds without orders, one for each request
+        self._outbox = Outbox()
 
     def verifying(self, target: DecoderRunner) -> DecoderRunner:
         shares = self.role.drafter.capabilities.shares_rows
@@ -55,10 +53,10 @@ class AttachedDrafter(AfterVerdicts):
         """Rows lent to the drafter return. Of requests that come and go it learns with its next batch."""
         self._release_rows()
         for request_id in batch.releases:
-            self._commits.pop(request_id, None)
-            if self._admits.pop(request_id, None) is None and request_id in self.role.contexts:
-                self._releases.append(request_id)
-        self._admits |= {admit.request_id: admit for admit in batch.admits if admit.speculates}
+            self._outbox.release(request_id)
+        for admit in batch.admits:
+            if admit.speculates:
+                self._outbox.open(admit)
 
     def wants_features(self, batch: VerifyBatch) -> bool:  # noqa: ARG002 (its state follows every pass)
         return True
@@ -88,28 +86,25 @@ class AttachedDrafter(AfterVerdicts):
         """Drafts for the prefixes that the verdicts lead to. The pass's top tokens stay here."""
         top_tokens = () if answer.top_tokens is None else (answer.top_tokens,)
         orders = self._orders(batch, answer.verdicts)
-        if not (orders or self._admits or self._releases or top_tokens):
+        if not (orders or self._outbox.is_due or top_tokens):
             self.role.read_features(features)
             return answer
         order = DraftBatch(
             batch.round,
-            tuple(self._admits.values()),
-            tuple(self._commits.values()),
-            tuple(self._releases),
-            tuple(orders),
+            *self._outbox.flush(),
+            orders=tuple(orders),
             works_ahead=False,
             top_tokens=top_tokens,
             least_chance=batch.least_chance,
             unverified=batch.unverified,
         )
-        self._admits, self._releases, self._commits = {}, [], {}
         (drafts,) = self.role.answer(order, features)
         return replace(answer, drafts=drafts, top_tokens=None)
 
     def _orders(self, batch: VerifyBatch, verdicts: Sequence[Verdict]) -> list[DraftOrder]:
         """Those of the batch that the verdicts leave room for; what the verdicts committed is noted."""
         items = {item.request_id: item for item in batch.items}
-        known = self.role.contexts.keys() | self._admits.keys()
+        known = self._outbox.known
         reading = known - {verdict.request_id for verdict in verdicts}
         orders = [DraftOrder(id_, 0) for id_, item in items.items() if item.reads_text and id_ in reading]
         for verdict in verdicts:
@@ -117,9 +112,9 @@ class AttachedDrafter(AfterVerdicts):
                 continue
             item = items[verdict.request_id]
             tokens = [item.proposal.tree.token_ids[node] for node in verdict.path] if item.proposal else []
-            is_own = item.proposal is None or not item.proposal.is_forced
+            path = () if item.proposal is not None and item.proposal.is_forced else verdict.path
             committed = (*tokens, *verdict.token_ids)
-            self._commit(verdict if is_own else replace(verdict, path=()), committed)
+            self._outbox.commit(Commit(verdict.request_id, verdict.epoch, verdict.prefix_len, path, committed))
             left = self._num_left(verdict.request_id, verdict.prefix_len + len(committed))
             # the target adds one token of its own after the path, so the last one is never worth drafting
             if (num_draft_tokens := min(item.num_draft_tokens, left - 1)) > 0 and not verdict.forced:
@@ -128,19 +123,9 @@ class AttachedDrafter(AfterVerdicts):
                 orders.append(DraftOrder(verdict.request_id, 0))
         return orders
 
-    def _commit(self, verdict: Verdict, token_ids: tuple[int, ...]) -> None:
-        known = self._commits.get(verdict.request_id)
-        if known is None:
-            self._commits[verdict.request_id] = Commit(
-                verdict.request_id, verdict.epoch, verdict.prefix_len, verdict.path, token_ids
-            )
-            return
-        assert not verdict.path, "a path follows an order, with which the text before it was sent"
-        self._commits[verdict.request_id] = replace(known, token_ids=known.token_ids + token_ids)
-
     def _num_left(self, request_id: int, length: int) -> int:
         """Tokens that a request whose text has this length may still get."""
-        request = self._admits.get(request_id) or self.role.contexts[request_id]
+        request = self._outbox.admits.get(request_id) or self.role.contexts[request_id]
         return request.prompt_len + request.sampling.max_tokens - length
 
     def _release_rows(self) -> None:
@@ -151,4 +136,4 @@ class AttachedDrafter(AfterVerdicts):
         """The drafter keeps its model."""
         self._release_rows()
         self.role.forget()
-        self._admits, self._releases, self._commits = {}, [], {}
+        self._outbox = Outbox()

@@ -61,7 +61,7 @@ def serve(
     mailbox = _mailbox(link) if has_child else None
     bridge = _bridge_end(spec, logger)
 
-    def build(spec: RankSpec, group: Group, _link: object) -> tuple[RankRole, dict[str, object]]:
+    def build(spec: RankSpec, group: Group) -> tuple[RankRole, dict[str, object]]:
         return build_role(spec, group, mailbox, bridge)
 
     loop = RankLoop(spec, mailbox or link, _join_group, build, observe, cancelled, bridge)

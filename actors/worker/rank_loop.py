@@ -65,7 +65,7 @@ class RankLoop:
     spec: RankSpec
     link: AnyLink | Mailbox
     join_group: Callable[[RankSpec, Join], Group]
-    build: Callable[[RankSpec, Group, Any], tuple[RankRole, dict[str, object]]]
+    build: Callable[[RankSpec, Group], tuple[RankRole, dict[str, object]]]
     observe: Callable[[str], None]
     cancelled: Callable[[], bool]
     bridge: BridgeEnd | None = None
@@ -157,7 +157,7 @@ class RankLoop:
             self.bridge.group = self._group
         if self._role is None:
             spec = self.spec if join.weights is None else replace(self.spec, weights=join.weights)
-            self._role, self._facts = self.build(spec, self._group, self.link)
+            self._role, self._facts = self.build(spec, self._group)
         elif join.weights is not None:
             self._role.use_weights(join.weights)
         self._send_ready()

@@ -90,7 +90,7 @@ class Backend(ABC):
 
     @abstractmethod
     def deaths(self, timeout_s: float) -> list[Death]:
-        """Processes that ended unexpectedly, each once; waits for the first one at most so long."""
+        """Processes that ended, each once; waits for the first one at most so long."""
 
     @abstractmethod
     def replace(self, identity: str, incarnation: int, facts: Mapping[str, object]) -> None:

@@ -107,6 +107,8 @@ class InprocessBackend(Backend):
                 work()
             except Exception as error:
                 self._deaths.put(Death.by(identity, error))
+            else:
+                self._deaths.put(Death(identity, "ended"))
 
         thread = threading.Thread(target=run, name=identity, daemon=True)
         self._threads = [*(other for other in self._threads if other.is_alive()), thread]

@@ -63,7 +63,7 @@ class ProcessState:
 
 
 class Supervisor:
-    """A thread from `start` to `stop`; before `begin_replacing`, every death is final.
+    """A thread from `start` to `stop` and the next death; before `begin_replacing`, every death is final.
 
     `on_lost` receives each rank that is gone, `on_moved` a new address of the coordinator, `on_final` a line and a
     trace of a death after which nothing is replaced. `observe` may be called from another thread.
@@ -107,7 +107,11 @@ class Supervisor:
         self._is_ending = True
 
     def stop(self) -> None:
+        """Nothing is replaced from now on, whatever dies."""
         self._stopped.set()
+
+    def wait(self) -> None:
+        """After `stop`: until the thread has ended, which it does with the first process that ends."""
         if self._thread.is_alive():
             self._thread.join()
 
@@ -180,7 +184,7 @@ class Supervisor:
             if last is not None and self._silence_s and now - self._heartbeat_at > self._silence_s:
                 self._heartbeat = None
                 self._kill(COORDINATOR, last.incarnation, last.pid)
-            if now - self._checked_at > _CHECK_S and not self._is_ending:
+            if now - self._checked_at > _CHECK_S and not (self._is_ending or self._stopped.is_set()):
                 self._checked_at = now
                 self._check_pending()
 
