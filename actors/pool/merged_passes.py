@@ -226,17 +226,12 @@ class MergedPasses:
         for order in left_out:
             order.history.num_left_out += 1
             order.answer.set_result(None)
-        counts = self.counts
-        self.counts = replace(
-            counts,
-            num_orders=counts.num_orders + len(orders),
-            num_left_out=counts.num_left_out + len(left_out),
-        )
+        self._count(num_orders=len(orders), num_left_out=len(left_out))
         return orders
 
     def _propose(self, drafter: Drafter, orders: list[_OrderedDrafts]) -> None:
         orders = self._chosen(orders)
-        self.counts = replace(self.counts, num_proposals=self.counts.num_proposals + 1)
+        self._count(num_proposals=1)
         contexts = list(chain.from_iterable(order.contexts for order in orders))
         budgets = list(chain.from_iterable(order.budgets for order in orders))
 
@@ -271,13 +266,8 @@ class MergedPasses:
 
     def _advance(self, drafter: Drafter, by_pass: DraftsByPass, steps: list[_WantedStep]) -> None:
         """One pass for all drafts that are being made, and a step of draft-ahead in it if one is wanted."""
-        counts, done = self.counts, Step(0)
-        self.counts = replace(
-            counts,
-            num_proposals=counts.num_proposals + 1,
-            num_steps=counts.num_steps + bool(steps),
-            num_wanted_steps=counts.num_wanted_steps + len(steps),
-        )
+        done = Step(0)
+        self._count(num_proposals=1, num_steps=bool(steps), num_wanted_steps=len(steps))
         for order in self._active:
             order.history.took_part(len(self._active))
         started = self._clock()
@@ -307,22 +297,20 @@ class MergedPasses:
 
     def _called(self, num_leases: int) -> None:
         """A call had work of so many leases; of none if it ran no pass."""
-        counts = self.counts
-        calls, of = counts.num_calls + bool(num_leases), counts.num_in_calls + num_leases
-        self.counts = replace(counts, num_calls=calls, num_in_calls=of)
+        self._count(num_calls=bool(num_leases), num_in_calls=num_leases)
 
     def _failed(self, what: str, error: Exception) -> None:
         log.error("a %s of the pool failed", what, exc_info=error)
-        self.counts = replace(self.counts, num_failed=self.counts.num_failed + 1)
+        self._count(num_failed=1)
+
+    def _count(self, **more: int) -> None:
+        """Other threads read the counts, all of them of one moment."""
+        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + num for name, num in more.items()})
 
     def _work(self, drafter: Drafter, steps: list[_WantedStep]) -> None:
         ahead = drafter.capabilities.works_ahead
         assert ahead is not None
-        counts = self.counts
-        self.counts = replace(
-            counts, num_steps=counts.num_steps + 1, num_wanted_steps=counts.num_wanted_steps + len(steps)
-        )
-
+        self._count(num_steps=1, num_wanted_steps=len(steps))
         try:
             done = ahead.work(max(step.width for step in steps)) if ahead.wants_work else Step(0)
             self._called(len(steps) * bool(done.num_rows or done.refreshed))

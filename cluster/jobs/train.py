@@ -27,8 +27,8 @@ def run(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
     config: TrainConfig = launched.job
     if config.threads > 0:
         torch.set_num_threads(config.threads)
-    out = Path(config.out or run_dir).absolute()
-    work = Path(config.work or run_dir / "work").absolute()
+    out = Path(config.out or run_dir).expanduser().absolute()
+    work = Path(config.work or run_dir / "work").expanduser().absolute()
     out.mkdir(parents=True, exist_ok=True)
     if config.recipe == SPECDEC:
         return _train_with_encoder(config, Path(launched.target.path), out, work)
