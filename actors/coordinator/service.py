@@ -174,6 +174,7 @@ class CoordinatorService:
         self._awaits_report: set[str] = set()  # clients other than the owner
         self._memberships["target"].weights = spec.weights
         self._coordinator: Coordinator | None = None  # None until the roles that it needs are complete
+        self._stop: Stop | None = None  # that ends the service
 
     def run(self) -> str:
         """Serve until a `Stop` arrives; returns its reason. If this raises, the ranks wait for a successor."""
@@ -193,43 +194,37 @@ class CoordinatorService:
             self._publish_snapshot()
 
     def _serve(self, heartbeat: LoopHeartbeat) -> Stop:
-        while True:
+        while self._stop is None:
             received = self._hub.receive(timeout_s=self._timeout_s())
             with self._hub.turn():
                 if received is None:
                     self._stop_waiting()
-                elif (stop := self._take(*received)) is not None:
-                    return stop
+                else:
+                    self._take(*received)
                 now = time.monotonic()
                 if heartbeat.beat(now):
                     self._watch_others(now)
                 if now - self._published_at >= 1.0:
                     self._publish_snapshot()
+        return self._stop
 
-    def _take(self, link: str, record: object) -> Stop | None:
-        """Act on a record; returns it if it ends the service."""
+    def _take(self, link: str, record: object) -> None:
+        """Act on a record."""
         if not self._accepts(link, record):
-            return None
+            return
         match record:
-            case Stop():
-                self._event_log.received(record)
-                return record
             case VerdictBatch() | ProposalBatch() | DraftPreviewBatch() | DraftBatch():
                 self._dispatch_batch(link, record)
             case Request() | Abort() | ReportOrder():
                 self._dispatch_order(link, record)
             case _:
                 self._dispatch(link, record)
-        return None
 
-    def _take_near(self, link: str, record: object) -> bool:
+    def _take_near(self, link: str, record: object) -> None:
         """A record of another thread of this process, in that thread; the own one must end and wake in time."""
-        if isinstance(record, Stop):
-            return False
         self._take(link, record)
-        if self._wait_until() < self._asleep_until:
+        if self._stop is not None or self._wait_until() < self._asleep_until:
             self._hub.wake()
-        return True
 
     def _stop_waiting(self) -> None:
         if self._coordinator is not None:
@@ -318,6 +313,8 @@ class CoordinatorService:
             case RankLost() if record.role in self._memberships:
                 self._memberships[record.role].mark_lost(record.rank, record.incarnation, self._awake_s)
                 self._follow(self._memberships[record.role])
+            case Stop():
+                self._stop = record
             case ClientKeys():
                 self._hub.admit_clients({public: CLIENTS + name for public, name in record.keys})
             case Hello():

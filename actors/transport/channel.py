@@ -278,8 +278,8 @@ class Hub(_Endpoint):
         self._near.serve_waiting()
 
     def serve_near(self, handle: Handle | None) -> None:
-        """Let records of this process be handled by the threads that send them; those that `handle` leaves, and what it
-        raises, `receive` has. With None all are received."""
+        """Let records of this process be handled by the threads that send them; what `handle` raises, `receive` does.
+        With None they are received."""
         if self._near is not None:
             self._near.serve_with(handle)
 

@@ -15,8 +15,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakValueDictionary
 
-Handle = Callable[[str, Any], bool]
-"""Called with the name of a link and its record; False: the thread that receives has to act on it."""
+Handle = Callable[[str, Any], None]
+"""Called with the name of a link and its record."""
 
 
 class Exchange:
@@ -30,7 +30,6 @@ class Exchange:
         self.wake: Callable[[], None] = lambda: None
         self._handle: Handle | None = None
         self._unhandled: deque[tuple[str, Any]] = deque()
-        self._left: deque[tuple[str, Any]] = deque()  # for the thread that receives
         self._error: Exception | None = None
         self._inboxes: dict[str, SimpleQueue[Any]] = {}
         self._known: dict[str, None] = {}  # links that have sent a record
@@ -69,10 +68,7 @@ class Exchange:
 
     def _serve_next(self, handle: Handle) -> None:
         while self._unhandled and self._handle is not None:
-            identity, record = self._unhandled.popleft()
-            if not handle(identity, record):
-                self._left.append((identity, record))
-                self.wake()
+            handle(*self._unhandled.popleft())
 
     # --- the hub ------------------------------------------------------------------------------------------------------
 
@@ -97,15 +93,13 @@ class Exchange:
     @property
     def has_left(self) -> bool:
         """Whether `take` has something."""
-        return self._error is not None or bool(self._left) or (self._handle is None and bool(self._unhandled))
+        return self._error is not None or (self._handle is None and bool(self._unhandled))
 
     def take(self) -> tuple[str, Any] | None:
-        """The next record that was left to the thread that receives. Raises what the handling of one has raised."""
+        """The next record, where nothing handles them. Raises what the handling of one has raised."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if self._left:
-            return self._left.popleft()
         if self._handle is None and self._unhandled:
             return self._unhandled.popleft()
         return None

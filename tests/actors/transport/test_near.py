@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from actors.protocol.membership import Hello, Stop
+from actors.protocol.membership import Hello
 from actors.protocol.messages import Abort
 from actors.transport.channel import Hub, open_link
 from tests.actors.service_harness import KEYS
@@ -30,7 +30,6 @@ def test_a_record_is_handled_in_the_thread_that_sends_it_and_its_answer_is_there
     def handle(name, record):
         handled.append((threading.get_ident(), name))
         hub.send([name], record)
-        return True
 
     hub.serve_near(handle)
     link = link_to(hub, "target-0")
@@ -46,7 +45,6 @@ def test_records_of_many_threads_are_handled_one_at_a_time_in_the_order_of_each(
         at_once.append(lock.acquire(blocking=False))
         handled.setdefault(name, []).append(record.request_id)
         lock.release()
-        return True
 
     def send(link):
         for number in range(NUM_RECORDS):
@@ -65,7 +63,7 @@ def test_records_of_many_threads_are_handled_one_at_a_time_in_the_order_of_each(
 
 def test_what_comes_during_a_turn_is_handled_at_its_end(hub):
     handled = []
-    hub.serve_near(lambda _, record: handled.append(record) is None)
+    hub.serve_near(lambda _, record: handled.append(record))
     link = link_to(hub, "target-0")
     with hub.turn():
         link.send(Abort(1))
@@ -100,7 +98,7 @@ class LateLock:
 @pytest.mark.parametrize("is_turn", [False, True], ids=["handling", "turn"])
 def test_what_comes_while_a_thread_leaves_is_handled_by_that_thread(hub, is_turn):
     handled = []
-    hub.serve_near(lambda _, record: handled.append((threading.get_ident(), record)) is None)
+    hub.serve_near(lambda _, record: handled.append((threading.get_ident(), record)))
     link, late = link_to(hub, "target-0"), link_to(hub, "target-1")
     hub._near.turn = LateLock([lambda: late.send(Abort(2)), lambda: late.send(Abort(3))])
     with hub.turn() if is_turn else nullcontext():
@@ -121,19 +119,8 @@ def test_an_error_is_the_receivers_and_what_follows_waits_for_the_next_one_to_ha
         hub.receive(5.0)
     hub.serve_near(None)
     handled = []
-    hub.serve_near(lambda _, record: handled.append(record) is None)
+    hub.serve_near(lambda _, record: handled.append(record))
     assert handled == [Abort(2)] and hub.receive(0) is None
-
-
-def test_what_is_left_ends_the_wait_of_the_receiver(hub):
-    hub.serve_near(lambda _, record: not isinstance(record, Stop))
-    link, received = link_to(hub, "client"), []
-    thread = threading.Thread(target=lambda: received.append(hub.receive(60.0)))
-    thread.start()
-    link.send(Hello())
-    link.send(Stop("now"))
-    thread.join()
-    assert received == [("client", Stop("now"))]
 
 
 def test_a_call_ends_the_wait_without_a_record(hub):
