@@ -31,13 +31,12 @@ def running(*request_ids: int) -> list[Sequence]:
 
 
 def ordered(port: PoolsPort, sequences: list[Sequence], verifying=()) -> list[list[int]]:
-    """Requests of the orders, by seat; all of them are answered without a draft."""
+    """Requests of the orders, by seat; all of them are answered within a millisecond, without a draft."""
     found: list[list[int]] = [[], []]
     for batch in port.order(sequences, verifying, port.round + 1, 1.0):
         found[batch.seat] = [order.request_id for order in batch.orders if order.num_draft_tokens]
-        port.of(seat_role(batch.seat)).receive(
-            ProposalBatch(batch.round, (), 0.0, 0.0), {one.request_id: one for one in sequences}
-        )
+        by_id = {one.request_id: one for one in sequences}
+        port.of(seat_role(batch.seat)).receive(ProposalBatch(batch.round, (), 0.0, 0.0), by_id, 1.001)
     for sequence in sequences:
         sequence.draft.is_answered = False
     return found

@@ -52,7 +52,7 @@ def test_without_a_drafter_nothing_is_ordered_and_every_proposal_is_stale():
     assert port.order([sequence], [], 0, 1.0) == [] and port.unusable([sequence]) == ()
     assert port.has_text_to_read([sequence], 3) is False
     proposal = Proposal(1, 0, 2, 0, TokenTree.root(4))
-    assert port.receive(ProposalBatch(1, (proposal, proposal), 0.0, 0.0), {1: sequence}) == 2
+    assert port.receive(ProposalBatch(1, (proposal, proposal), 0.0, 0.0), {1: sequence}, 1.0) == 2
     assert port.end_pass(VerdictBatch(1, (), 0.0, 0.0), {1: sequence}) == 0
     port.receive_previews(DraftPreviewBatch(()), {1: sequence})
     for forget in (lambda: port.commit(sequence, None), lambda: port.release(sequence)):
