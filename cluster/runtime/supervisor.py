@@ -111,7 +111,7 @@ class Supervisor:
         self._stopped.set()
 
     def wait(self) -> None:
-        """After `stop`: until the thread has ended, which it does with the first process that ends."""
+        """Waits until the thread has ended, which it does after `stop` with the first process that ends."""
         if self._thread.is_alive():
             self._thread.join()
 
