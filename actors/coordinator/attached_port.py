@@ -6,7 +6,6 @@ It has no batches of its own and its role cannot be lost without the target's.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 from actors.coordinator.port import DrafterPort, PassOrders
 from actors.coordinator.scheduler import Demand
@@ -32,7 +31,7 @@ class AttachedPort(DrafterPort):
     def may_draft(self, sequence: Sequence) -> bool:
         return sequence.request.speculates
 
-    def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:
+    def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
         """Chunks of prompts are read beside the target where drafts follow at once; texts before a trial without
         drafts, so that its rounds cost what later ones will."""
         reached = [sequence for sequence, num_rows, _ in rows if sequence.may_reach_root(num_rows)]
@@ -42,9 +41,8 @@ class AttachedPort(DrafterPort):
             reading = [*self._lengths]
         elif self._policy.mode in (Mode.speculate, Mode.probe):
             reading = [sequence.request_id for sequence, num_rows, _ in rows if num_rows < sequence.uncached_len]
-        orders = super().begin_pass(rows, sequences)
-        least_chance, unverified = self._policy.least_chance, self._is_scoring
-        return replace(orders, lengths=self._lengths, reading=reading, least_chance=least_chance, unverified=unverified)
+        least_chance = self._policy.least_chance
+        return PassOrders(self._lengths, reading, least_chance=least_chance, unverified=self._is_scoring)
 
     def _order(self, reached: list[Sequence]) -> dict[int, int]:
         """Draft tokens for these sequences, which get a verdict; none while a verdict may end speculation."""

@@ -84,12 +84,11 @@ class BridgedPort(SeparatePort):
             return ()
         return [one for one in running if one.request.speculates and one.exported_len is None]
 
-    def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:
-        orders = super().begin_pass(rows, sequences)
+    def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
         if not self._sends:
             for sequence in sequences:
                 sequence.exported_len = None
-        return replace(orders, bridge=self._bridge if self._sends else 0, num_received=self._num_received)
+        return PassOrders(bridge=self._bridge if self._sends else 0, num_received=self._num_received)
 
     def end_pass(self, batch: VerdictBatch, sequences: Mapping[int, Sequence]) -> int:
         """What the pass has sent; what is not wanted any more is marked, but has to be received all the same."""

@@ -55,7 +55,6 @@ class PendingOrder:
 class PassOrders:
     """What a pass of the target does for the drafter, as fields of `VerifyBatch` and `VerifyItem`."""
 
-    may_draft: bool
     lengths: Mapping[int, int] = field(default_factory=dict)
     """Draft tokens to draft right after the verdict, by request."""
     reading: Collection[int] = ()
@@ -64,6 +63,9 @@ class PassOrders:
     num_received: int = 0
     least_chance: float = 0.0
     unverified: bool = False
+
+
+NOTHING_ORDERED = PassOrders()
 
 
 class DrafterPort:
@@ -139,7 +141,7 @@ class DrafterPort:
 
     def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:
         """The target is about to compute these rows; `sequences` are all requests, running or waiting."""
-        return PassOrders(any(self.may_draft(sequence) for sequence, *_ in rows))
+        return NOTHING_ORDERED
 
     # --- proposals ----------------------------------------------------------------------------------------------------
 

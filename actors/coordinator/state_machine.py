@@ -351,6 +351,7 @@ class Coordinator:
         if not plan.rows:
             return []
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
+        may_draft = any(self._drafter.may_draft(sequence) for sequence, *_ in plan.rows)
         orders = self._drafter.begin_pass(plan.rows, self._sequences.values())
         items, proposals = list[VerifyItem](), dict[int, Proposal | None]()
         for sequence, num_rows, proposal in plan.rows:
@@ -371,7 +372,7 @@ class Coordinator:
             *self._target_outbox.flush(),
             items=tuple(items),
             after=after,
-            may_draft=orders.may_draft,
+            may_draft=may_draft,
             bridge=orders.bridge,
             num_received=orders.num_received,
             least_chance=orders.least_chance,

@@ -63,13 +63,13 @@ def test_each_mode_reads_what_its_drafts_need(mode, reading):
         (sequence(4, remaining=2), 1),
     )
     _, orders = begun(Policy(mode), *rows)
-    assert orders.may_draft and orders.lengths == {1: 3, 4: 2} and list(orders.reading) == reading
+    assert orders.lengths == {1: 3, 4: 2} and list(orders.reading) == reading
     assert orders.least_chance == 0.25
 
 
 def test_where_no_request_speculates_nothing_is_ordered():
     _, orders = begun(Policy(Mode.speculate), (sequence(3, speculates=False), 1))
-    assert not orders.may_draft and orders.lengths == {}
+    assert orders.lengths == {}
 
 
 def test_only_as_many_as_the_policy_follows_are_drafted_for():

@@ -71,7 +71,7 @@ def test_a_pass_without_requests_that_may_draft_has_read_nothing():
     plain = [Request(one.request_id, one.prompt, one.sampling, drafter="none") for one in TWO]
     for _ in range(3):
         orders = port.begin_pass(rows(*plain), ())
-        assert not orders.may_draft and not orders.lengths
+        assert not orders.lengths
     assert not policy.num_caught_up
 
 
@@ -79,4 +79,4 @@ def test_a_pass_without_requests_that_may_draft_has_read_nothing():
 def test_drafts_are_ordered_for_those_that_are_followed(mode):
     port, _ = opened(mode, num_followed=1, length=2)
     orders = port.begin_pass(rows(*TWO), ())
-    assert dict(orders.lengths) == {0: 2} and orders.may_draft
+    assert dict(orders.lengths) == {0: 2}

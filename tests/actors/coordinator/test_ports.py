@@ -48,7 +48,7 @@ def test_a_drafter_has_the_port_of_its_place(drafts, attached, bridged, kind):
 def test_without_a_drafter_nothing_is_ordered_and_every_proposal_is_stale():
     port, sequence = DrafterPort(), Sequence.start(Request(1, (3, 4)), 50)
     assert not port.is_present and port.pending is None and not port.may_draft(sequence)
-    assert port.begin_pass([], []) == PassOrders(may_draft=False) and port.missing_drafts([sequence], []) == []
+    assert port.begin_pass([], []) == PassOrders() and port.missing_drafts([sequence], []) == []
     assert port.order([sequence], [], 0, 1.0) == [] and port.unusable([sequence]) == ()
     assert port.has_text_to_read([sequence], 3) is False
     proposal = Proposal(1, 0, 2, 0, TokenTree.root(4))
