@@ -102,7 +102,6 @@ def quick_ends() -> Iterator[None]:
         patch.setattr("actors.worker.heartbeat.HEARTBEAT_S", 0.05)
         patch.setattr("actors.coordinator.membership.HEARTBEAT_S", 0.05)  # which takes their number for a time
         patch.setattr("actors.coordinator.membership.MISSED_BEATS", 40)
-        patch.setattr("cluster.runtime.supervisor._POLL_S", 0.02)
         patch.setattr("cluster.client._POLL_S", 0.02)
         yield
 
