@@ -287,13 +287,10 @@ class Scheduler:
             demands[i] = shrunk
         while needed > free:
             victim = _youngest(self.running[1:], _slots_of)[0]
-            self.running.remove(victim)
             needed -= sum([demand.num_slots for demand in demands if demand.sequence is victim])
             demands[:] = [demand for demand in demands if demand.sequence is not victim]
             free += victim.num_rows
-            victim.preempt()
-            self.waiting.put_back([victim])
-            plan.preempted.append(victim)
+            plan.preempted += self.preempt([victim])
 
 
 def _may_share(one: Sequence, other: Sequence) -> bool:
