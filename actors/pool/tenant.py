@@ -1,8 +1,8 @@
 """One lease of a pool: a draft rank of the coordinator that ordered it, in a thread of the pool.
 
-To the coordinator it is a rank like any other (`actors/worker/rank_loop.py`): it sends heartbeats, joins epochs, and a
-pool that dies or freezes is a lost role. It ends with the engine, with the lease, or with a record that the lease does
-not allow.
+To the coordinator it is a rank like any other (`actors/worker/draft_rank_loop.py`): it sends heartbeats, joins epochs,
+and a pool that dies or freezes is a lost role. It ends with the engine, with the lease, or with a record that the lease
+does not allow.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from actors.roles.draft import DraftRole
 from actors.topology import seat_role
 from actors.transport.channel import heart_of, link_name, open_link
 from actors.transport.keys import LinkKey
+from actors.worker.draft_rank_loop import DraftRankLoop
 from actors.worker.heartbeat import Heartbeat
-from actors.worker.rank_loop import RankLoop, RankRole
 from actors.worker.spec import RankSpec
 from parallel.comm.group import SINGLE, Group
 
@@ -86,11 +86,11 @@ class Tenant:
             known = order, self.number, self.numbers, self.heard, time_of.resting
             link = TenantLink(open_link(order.hub_address, name, key), *known)
 
-            def build(spec: RankSpec, _group: Group) -> tuple[RankRole, dict[str, object]]:
+            def build(spec: RankSpec, _group: Group) -> tuple[DraftRole, dict[str, object]]:
                 facts: dict[str, object] = {"drafter": spec.drafter.name, "device": spec.device, "lease": self.number}
                 return DraftRole(drafter, adapts=spec.adaptive), facts
 
-            loop = RankLoop(spec, link, _alone, build, lambda _: None, self._ends.is_set)
+            loop = DraftRankLoop(spec, link, _alone, build, lambda _: None, self._ends.is_set)
             heart = open_link(order.hub_address, heart_of(name), key, keeps="newest")
             heartbeat = Heartbeat(heart, loop.heartbeat, loop.interrupt)
             try:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -64,7 +64,7 @@ def serve(
     def build(spec: RankSpec, group: Group) -> tuple[RankRole, dict[str, object]]:
         return build_role(spec, group, mailbox, bridge)
 
-    loop = RankLoop(spec, mailbox or link, _join_group, build, observe, cancelled, bridge)
+    loop = _loop_type(spec.role)(spec, mailbox or link, _join_group, build, observe, cancelled, bridge)
     heart = open_link(spec.hub_address, heart_of(name), spec.key, keeps="newest")
     heartbeat = Heartbeat(heart, loop.heartbeat, loop.interrupt)
     try:
@@ -76,6 +76,14 @@ def serve(
     finally:
         heartbeat.stop()
         link.close()
+
+
+def _loop_type(role: str) -> type[RankLoop[Any]]:
+    if role == "target":
+        return RankLoop
+    from actors.worker.draft_rank_loop import DraftRankLoop  # for ranks that draft alone
+
+    return DraftRankLoop
 
 
 def _mailbox(link: AnyLink) -> Mailbox:

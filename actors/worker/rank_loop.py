@@ -3,7 +3,7 @@
 One turn is one epoch. A rank that misses a batch, loses a peer or is recalled leaves its epoch: it closes the group,
 drops every request, keeps its weights, and waits for the next `Join`. If the waits of its group cannot be aborted, its
 process ends instead, and the supervisor starts another. Knows records and their order; what a batch means
-is known to the role.
+is known to the role. A rank that drafts has a loop that does more between batches (`draft_rank_loop.py`).
 """
 
 from __future__ import annotations
@@ -11,28 +11,26 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from actors.logs import log_event, logger_of
 from actors.protocol.membership import Alive, Bridge, Death, Join, PassFailed, Ready, Recall, Stop, Weights
 from actors.protocol.messages import DraftBatch, VerifyBatch
-from actors.roles.draft import DraftRole
 from actors.transport.channel import AnyLink
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group, PeerLost
 
 if TYPE_CHECKING:
-    from actors.roles.bridge import BridgeEnd, FeatureReceiver
+    from actors.roles.bridge import BridgeEnd
     from actors.transport.mailbox import Mailbox
 
 CHECK_S = 0.5
 """Seconds between two calls of `cancelled` while no record arrives; before each record it is called too."""
 _NOT_ABORTABLE = "target.all_reduce=symmetric: a process does not outlive its epoch"
-_RECORD = -1
-"""Stands for the width of a step where a record has arrived, so that there is no step."""
+Record = Join | Recall | Stop | VerifyBatch | DraftBatch
+"""What a rank acts on."""
 
 
 def _exit_at_once() -> None:
@@ -54,9 +52,13 @@ class RankRole(Protocol):
         ...
 
 
+Role = TypeVar("Role", bound=RankRole)
+
+
 @dataclass(eq=False)
-class RankLoop:
-    """`join_group` makes the process group of an epoch; `build`, called once, makes the role on it and its facts.
+class RankLoop(Generic[Role]):
+    """The loop of a target rank. `join_group` makes the process group of an epoch; `build`, called once, makes the role
+    on it and its facts.
 
     `observe` receives a line for each change of state; `cancelled` ends the loop, as `Stop` does. `bridge` is this
     rank's end of the one over which hidden states are sent, if they are.
@@ -65,18 +67,21 @@ class RankLoop:
     spec: RankSpec
     link: AnyLink | Mailbox
     join_group: Callable[[RankSpec, Join], Group]
-    build: Callable[[RankSpec, Group], tuple[RankRole, dict[str, object]]]
+    build: Callable[[RankSpec, Group], tuple[Role, dict[str, object]]]
     observe: Callable[[str], None]
     cancelled: Callable[[], bool]
     bridge: BridgeEnd | None = None
     end_process: Callable[[], None] = _exit_at_once
+
+    batch_type = VerifyBatch
+    """What is answered."""
 
     def __post_init__(self) -> None:
         self.status = Alive(self.spec.role, self.spec.rank, self.spec.incarnation, os.getpid())
         self._is_lead = self.spec.rank == 0
         self._logger = logger_of(self.spec.identity)
         self._group: Group | None = None
-        self._role: RankRole | None = None
+        self._role: Role | None = None
         self._facts: dict[str, Any] = {}
 
     def heartbeat(self) -> Alive:
@@ -105,13 +110,6 @@ class RankLoop:
 
     def serve(self) -> None:
         """Serves until `Stop`."""
-        try:
-            self._serve_epochs()
-        finally:
-            if isinstance(self._role, DraftRole):
-                self._role.close()
-
-    def _serve_epochs(self) -> None:
         join = self._await_join()
         while join is not None:
             following: Join | Stop | None = None
@@ -146,7 +144,7 @@ class RankLoop:
                 return record
         return None
 
-    def _join(self, join: Join) -> tuple[Group, RankRole]:
+    def _join(self, join: Join) -> tuple[Group, Role]:
         self._update(epoch=join.epoch, round=join.round, busy=False, waiting=False)
         group = self.join_group(self.spec, join)
         if self._group is None:
@@ -205,10 +203,10 @@ class RankLoop:
 
     # --- within an epoch ----------------------------------------------------------------------------------------------
 
-    def _answer_batches(self, group: Group, role: RankRole) -> Join | Stop | None:
+    def _answer_batches(self, group: Group, role: Role) -> Join | Stop | None:
         """Answers until this epoch is over: the record of the next one or of the end, None if neither has come yet."""
         while True:
-            record = self._work_until_record(group, role)
+            record = self._next_record(group, role)
             if isinstance(record, Join | Stop):
                 return record
             if isinstance(record, Recall):
@@ -227,19 +225,8 @@ class RankLoop:
             if self._logger.isEnabledFor(logging.INFO):
                 self._log_batch(record)
 
-    def _answers(self, role: RankRole, record: VerifyBatch | DraftBatch) -> Iterable[Any]:
-        """The role's answers; hidden states that were sent to the drafter are received first."""
-        if not (isinstance(record, DraftBatch) and record.exports):
-            yield from role.answer(record)
-            return
-        assert isinstance(role, DraftRole)
-        assert self.bridge is not None
-        started = time.monotonic()
-        features = cast("FeatureReceiver", self.bridge).receive(record.exports)
-        imported: tuple[float, float] | None = started, time.monotonic()
-        for answer in role.answer(record, features):
-            yield replace(answer, imported=imported)
-            imported = None
+    def _answers(self, role: Role, batch: VerifyBatch | DraftBatch) -> Iterable[Any]:
+        return role.answer(batch)
 
     def _log_batch(self, batch: VerifyBatch | DraftBatch) -> None:
         for admit in batch.admits:
@@ -249,31 +236,14 @@ class RankLoop:
             requests = [row.request_id for row in rows]
             log_event(self._logger, "round", level=logging.DEBUG, round=batch.round, requests=requests)
 
-    def _work_until_record(self, group: Group, role: RankRole) -> Join | Recall | Stop | VerifyBatch | DraftBatch:
-        """The next record; until it arrives a drafter may work. All ranks of a group take the same number of steps."""
+    def _next_record(self, group: Group, role: Role) -> Record:  # noqa: ARG002 (a target has no work between batches)
+        """The next record, whenever it comes."""
         record = None
-        while record is None and isinstance(role, DraftRole) and role.wants_work:
-            if self._is_lead:
-                pause_s = role.pause_s()
-                self._send_preview(role, last=pause_s > 0)
-                record = self._receive(pause_s)
-            is_lead = self._is_lead and record is None
-            step = (role.width(), role.num_passes()) if is_lead else (_RECORD, 1)
-            width, num_passes = group.agree(step, self.spec.device)
-            if width == _RECORD:
-                break
-            role.work(width, num_passes)
-            if self._is_lead and not role.wants_work:
-                self._send_preview(role, last=True)
         while record is None:
             record = self._receive(CHECK_S)
         return record
 
-    def _send_preview(self, role: DraftRole, *, last: bool) -> None:
-        if (preview := role.preview(last=last)) is not None:
-            self.link.send(preview)
-
-    def _receive(self, timeout_s: float) -> Join | Recall | Stop | VerifyBatch | DraftBatch | None:
+    def _receive(self, timeout_s: float) -> Record | None:
         """The next record that is not outdated, or None after `timeout_s`; `Stop` if the rank is cancelled, also where
         records never cease."""
         while not self.cancelled():
@@ -289,7 +259,7 @@ class RankLoop:
                 case Join() | Recall():
                     if record.epoch > self.status.epoch:
                         return record
-                case VerifyBatch() | DraftBatch() if isinstance(record, VerifyBatch) is (self.spec.role == "target"):
+                case VerifyBatch() | DraftBatch() if isinstance(record, self.batch_type):
                     if record.round > self.status.round:
                         return record
                 case Stop():

@@ -29,6 +29,11 @@ class Lines(logging.Handler):
 class Drafts(Role):
     """A drafter that says nothing."""
 
+    wants_work = False
+
+    def close(self) -> None:
+        pass
+
     def answer(self, batch):
         return iter(())
 

@@ -19,6 +19,7 @@ from actors.roles import bridge as bridge_module
 from actors.roles.bridge import FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
 from actors.worker import factory
+from actors.worker.draft_rank_loop import DraftRankLoop
 from actors.worker.heartbeat import Heartbeat
 from actors.worker.rank_loop import CHECK_S, RankLoop
 from parallel.comm.group import SINGLE, Group, NcclGroup, PeerLost
@@ -99,7 +100,8 @@ def run(records, *, rank=0, make_role=Role, cancelled=lambda: False):
         return make_role(log, lambda: loop.status), FACTS
 
     link = Script(records, log)
-    loop = RankLoop(spec, link, lambda _, join: LoggedGroup(log, join.epoch), build, lambda _: None, cancelled)
+    loop_type = RankLoop if make_role is Role else DraftRankLoop
+    loop = loop_type(spec, link, lambda _, join: LoggedGroup(log, join.epoch), build, lambda _: None, cancelled)
     loop.serve()
     return log, loop.status
 
@@ -276,7 +278,7 @@ def test_a_rank_without_peers_reads_no_number_back_from_its_device():
     log = []
     spec = SimpleNamespace(role="draft", rank=0, incarnation=3, identity="draft-0", device="cpu")
     link, role = Script([Join(1, 0), DraftBatch(1, after=0), None, None], log), Drafter(log, None)
-    loop = RankLoop(spec, link, lambda *_: Alone(log, 1), lambda *_: (role, FACTS), lambda _: None, lambda: False)
+    loop = DraftRankLoop(spec, link, lambda *_: Alone(log, 1), lambda *_: (role, FACTS), lambda _: None, lambda: False)
     loop.serve()
     assert [entry for entry in log if entry[0] == "work"] == [("work", 7, 3)] * 2
 
@@ -368,7 +370,7 @@ def test_a_recall_ends_a_transfer_that_waits_for_the_other_end_of_the_bridge():
     batch = DraftBatch(1, after=0, exports=(FeatureExport(1, 1, 5, "float32", ((1, 0, 2),)),))
     link = Script([Join(1, 0), batch, Recall(2), Join(2, 1)], log)
     build = lambda *_: (Bridged(), FACTS)  # noqa: E731
-    loop = RankLoop(spec, link, lambda *_: SINGLE, build, lambda _: None, lambda: False, bridge)
+    loop = DraftRankLoop(spec, link, lambda *_: SINGLE, build, lambda _: None, lambda: False, bridge)
     thread = threading.Thread(target=loop.serve, daemon=True)
     thread.start()
     assert begun.wait(WAIT_S)
@@ -493,6 +495,8 @@ def test_another_rank_follows_the_lead():
     role = Drafter(log, None)
     link = Script([Join(1, 0), DraftBatch(1, after=0), DraftBatch(2, after=1)], log)
     role.answer = lambda batch: setattr(role, "steps", 2 if batch.round == 1 else 1) or []
-    loop = RankLoop(spec, link, lambda *_: Following(log, 1), lambda *_: (role, FACTS), lambda _: None, lambda: False)
+    loop = DraftRankLoop(
+        spec, link, lambda *_: Following(log, 1), lambda *_: (role, FACTS), lambda _: None, lambda: False
+    )
     loop.serve()
     assert [entry for entry in log if entry[0] in ("work", "sent", "received")] == [("work", 3, 2), ("work", 0, 1)]

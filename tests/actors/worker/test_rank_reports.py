@@ -15,6 +15,7 @@ from actors.protocol.messages import DraftBatch, FeatureExport, ProposalBatch, V
 from actors.roles.bridge import FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
 from actors.worker import factory
+from actors.worker.draft_rank_loop import DraftRankLoop
 from actors.worker.rank_loop import RankLoop
 from parallel.comm.group import SINGLE, NcclGroup
 from tests.actors.worker.test_rank_loop import FACTS, LoggedGroup, Nccl, Role, Script
@@ -130,7 +131,7 @@ def test_the_receipt_of_tensors_is_reported_with_the_first_part():
     bridge.receive = lambda exports: []
     exports = (FeatureExport(1, 1, 5, "float32", ()),)
     records = [Join(1, 0), DraftBatch(1, after=0), DraftBatch(2, after=1, exports=exports)]
-    loop = RankLoop(
+    loop = DraftRankLoop(
         *(spec_of("draft"), Script(records, log), lambda _, join: LoggedGroup(log, join.epoch)),
         *(lambda *_: (role, FACTS), lambda _: None, lambda: False, bridge),
     )
