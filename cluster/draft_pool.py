@@ -29,7 +29,6 @@ from actors.topology import TOP
 from actors.transport.channel import Hub
 from actors.transport.keys import FIRST_CLIENT, SECRET_BYTES, HubKeys
 from actors.worker import openmp
-from actors.worker.draft_rank import draft_setup
 from cluster.config.jobs import PoolConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.checkpoints import check_checkpoints
@@ -165,7 +164,7 @@ def _open(
     def build() -> Drafter:
         openmp.set_num_threads(place.num_threads)
         use_device(spec.device)
-        drafter, measured = spec.drafter.build(draft_setup(spec, SINGLE))
+        drafter, measured = spec.drafter.build(spec.draft_setup(SINGLE))
         facts.update(measured)
         return drafter
 

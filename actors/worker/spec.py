@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
-from actors.drafters.config import DrafterConfig
+from actors.drafters.config import DrafterConfig, DraftSetup
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
 from actors.protocol.membership import Weights, identity_of
 from actors.transport.keys import LinkKey
+
+if TYPE_CHECKING:
+    from parallel.comm.group import Group
+    from parallel.runtime.kv_sizing import DeviceShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,29 @@ class RankSpec:
     def served(self) -> Weights:
         """Path and version of the target's weights."""
         return self.weights or Weights(self.target.path)
+
+    @property
+    def device_share(self) -> DeviceShare | None:
+        """What it shares its device with; None if it has it alone."""
+        if self.memory_part == 1 and not self.neighbour_bytes:
+            return None
+        from parallel.runtime.kv_sizing import DeviceShare  # loads the model's modules
+
+        return DeviceShare(self.neighbour_bytes, self.memory_part)
+
+    def draft_setup(self, group: Group) -> DraftSetup:
+        """What a drafter on this rank is built from."""
+        return DraftSetup(
+            self.verify,
+            self.pipeline,
+            self.scheduler,
+            group,
+            self.device,
+            self.eos_token_ids,
+            target=self.target,
+            sharing=self.device_share,
+            adaptive=self.adaptive,
+        )
 
     def successor(self, incarnation: int, facts: Mapping[str, object]) -> RankSpec:
         """The same rank in a new process.

@@ -14,7 +14,6 @@ from actors.logs import log_event, logger_of
 from actors.options import PipelineName
 from actors.roles.target import TargetRole
 from actors.tokenizer_file import open_tokenizer
-from actors.worker.draft_rank import device_share, draft_setup
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
 from parallel.model.checkpoint import resolve_checkpoint
@@ -59,7 +58,7 @@ def build_target(spec: RankSpec, group: Group, bridge: FeatureSender | None) -> 
         runner = spec.drafter.on_target(runner)
     after, features, facts = None, None, dict[str, object](drafters=[*spec.drafter.names_in(spec.pipeline)])
     if is_attached:
-        setup = replace(draft_setup(spec, group), target_runner=runner)
+        setup = replace(spec.draft_setup(group), target_runner=runner)
         drafter, facts["drafter"] = spec.drafter.build(setup)
         after = _attached(drafter, group, spec.device)
     # on every rank, since each has heads of its own; a bridge has its end on the lead alone
@@ -112,7 +111,7 @@ def fit_target(spec: RankSpec, group: Group, **options: Any) -> ModelMemory:
         max_model_len=config.max_model_len,
         invariant=config.is_invariant,
         max_num_seqs=spec.scheduler.max_num_seqs,
-        sharing=device_share(spec),
+        sharing=spec.device_share,
         **options,
     )
 
