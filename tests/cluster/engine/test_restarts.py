@@ -241,6 +241,16 @@ def test_a_rank_whose_pass_never_returns_is_replaced_and_the_tokens_are_the_same
     assert [(one.identity, one.cause) for one in engine.supervisor.incidents] == [(identity, "hung and was ended")]
 
 
+def test_an_end_waits_for_no_watch(open_engine, monkeypatch):
+    """The first process that ends wakes the supervisor."""
+    monkeypatch.setattr("cluster.runtime.supervisor._POLL_S", 10 * WAIT_S)
+    engine = open_engine()
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(WAIT_S)
+    assert not closing.is_alive() and not engine.supervisor.incidents
+
+
 def test_requests_that_come_or_are_aborted_during_an_outage_are_answered(open_engine, break_at, plain, monkeypatch):
     engine, answer, is_aborted = open_engine(), TargetRole.answer, threading.Event()
 
