@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypedDict
 from msgspec import Meta
 from tokenizers import Tokenizer
 
+from parallel.ranges import errors_of
 from parallel.typed_json import as_type, read_json
 
 MOST_TOKENS = 2**24
@@ -51,10 +52,8 @@ def read_tokenizer_file(checkpoint: Path) -> TokenizerFields:
     """The checked fields; ValueError, one line that names the file, if there is none or it is damaged."""
     file = checkpoint / "tokenizer.json"
     content = read_json(file)
-    try:
+    with errors_of(str(file), _REMEDY):
         return as_type(content, TokenizerFields)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}; {_REMEDY}") from None
 
 
 def open_tokenizer(checkpoint: Path) -> Tokenizer:

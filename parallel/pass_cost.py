@@ -38,10 +38,10 @@ class PassCost:
         return PassCost(tuple(sorted(seconds.items())))
 
     @staticmethod
-    def of_ms(milliseconds: float | Mapping[int, float]) -> PassCost:
-        """A number for passes of any rows, or a table by rows."""
+    def of_ms(milliseconds: float | Mapping[int, float], context_ms: float = 0.0) -> PassCost:
+        """A number for passes of any rows, or a table by rows; `context_ms` more for every 1,000 rows of KV."""
         table = milliseconds if isinstance(milliseconds, Mapping) else {1: milliseconds}
-        return PassCost.table({rows: ms / 1e3 for rows, ms in table.items()})
+        return PassCost(tuple(sorted((rows, ms / 1e3) for rows, ms in table.items())), context_ms / 1e6)
 
     def __call__(self, rows: int, context: int = 0) -> float:
         """Seconds of so many rows, over sequences that have `context` rows of KV in all."""

@@ -6,7 +6,8 @@ field. The options page and `--help KEY` print the same declarations. Standard l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -19,6 +20,16 @@ def require(good: bool, key: str, value: object, remedy: str) -> None:
     """Raise ValueError "KEY=VALUE: REMEDY" unless `good`; `remedy` states what is wrong and what to do instead."""
     if not good:
         raise ValueError(f"{key}={value if value != '' else repr(value)}: {remedy}")
+
+
+@contextmanager
+def errors_of(subject: str, remedy: str = "") -> Iterator[None]:
+    """Context whose ValueErrors begin with what they are about, "SUBJECT: ERROR", and end with a remedy if one is
+    given."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{subject}: {error}" + f"; {remedy}" * bool(remedy)) from error
 
 
 @dataclass(frozen=True, slots=True)

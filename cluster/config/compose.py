@@ -40,7 +40,7 @@ from cluster.config.validation import validate
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
-from parallel.ranges import require
+from parallel.ranges import errors_of, require
 from parallel.typed_json import as_type
 
 T = TypeVar("T")
@@ -293,11 +293,9 @@ def _checkpoint(key: str, path: str, bundled: Mapping[str, Path], *, is_model: b
         directory = resolve_checkpoint(str(directory))
     except ValueError as error:
         raise ValueError(f"{key}={error}; {remedy}") from error
-    try:
-        if is_model:
+    if is_model:
+        with errors_of(f"{key}={path}"):
             read_config(directory)
-    except ValueError as error:
-        raise ValueError(f"{key}={path}: {error}") from error
     return str(directory.absolute())
 
 

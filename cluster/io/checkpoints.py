@@ -5,8 +5,6 @@ Reads configurations, tokenizers and the headers of weights. Must not know engin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from actors.drafters.config import DrafterConfig
@@ -14,6 +12,7 @@ from cluster.pocket import described
 from parallel.model.checkpoint import find_tensors, tensor_shapes
 from parallel.model.config_fields import read_config_file
 from parallel.model.families.registry import read_config
+from parallel.ranges import errors_of
 
 _MARKS = {"speculator", "speculators_model_type"}
 """Fields of config.json that speculators alone have, ours and those of vLLM's library."""
@@ -24,29 +23,20 @@ def check_checkpoints(target: Path, drafter: DrafterConfig) -> None:
     target's vocabulary, and speculators were made for the target."""
     drafters = [*map(Path, drafter.models())]
     for path in drafters:
-        with _naming("drafter.path"):
+        with errors_of("drafter.path"):
             if _MARKS & read_config_file(path).keys():
                 raise ValueError(f"{described(path)} is a speculator, no draft model; use drafter=speculator")
     for key, path in (("target.path", target), *(("drafter.path", one) for one in drafters)):
-        with _naming(key):
+        with errors_of(key):
             find_tensors(path, tensor_shapes(read_config(path)))
     for path in drafter.speculators():
         from parallel.speculators.registry import check_speculator  # loads PyTorch
 
-        with _naming("drafter.path"):
+        with errors_of("drafter.path"):
             check_speculator(path, read_config(target))
     for path in drafters:
         if str(path) not in drafter.translated_models():
             check_same_vocabulary(target, path)
-
-
-@contextmanager
-def _naming(key: str) -> Iterator[None]:
-    """Puts the option before what is wrong with its checkpoint."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
 
 
 def check_same_vocabulary(target: Path, drafter: Path) -> None:

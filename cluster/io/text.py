@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from actors.tokenizer_file import open_tokenizer
 from parallel.model.config_fields import read_config_file
+from parallel.ranges import errors_of
 
 _PARTIAL = "\ufffd"
 """What bytes that do not make a character decode to."""
@@ -23,10 +24,8 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer:
     path = checkpoint / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"target.path: {checkpoint} has no tokenizer.json; save the tokenizer beside the weights")
-    try:
+    with errors_of("target.path"):
         return open_tokenizer(checkpoint)
-    except ValueError as error:
-        raise ValueError(f"target.path: {error}") from None
 
 
 def read_eos_token_ids(checkpoint: Path) -> tuple[int, ...]:

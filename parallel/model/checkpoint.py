@@ -19,6 +19,7 @@ from parallel.model.config import DecoderConfig
 from parallel.model.config_fields import read_config_file
 from parallel.model.quantization import Quantization, Shape, read_quantization
 from parallel.model.tensor_files import PICKLED, open_tensors
+from parallel.ranges import errors_of
 from parallel.typed_json import as_type, read_json
 
 Split = Literal["heads", "kv_heads", "mlp", "whole"]
@@ -227,10 +228,8 @@ def _files(directory: Path) -> Mapping[str, Path]:
 
 
 def _indexed(index: Path) -> dict[str, Path]:
-    try:
+    with errors_of(str(index), "fetch it again"):
         names = as_type(read_json(index), _Index)["weight_map"]
-    except ValueError as error:
-        raise ValueError(f"{index}: {error}; fetch it again") from None
     return {name: index.parent / file for name, file in names.items()}
 
 

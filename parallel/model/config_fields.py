@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
+from parallel.ranges import errors_of
 from parallel.typed_json import as_type, read_json
 
 HfConfig = Mapping[str, Any]
@@ -184,10 +185,8 @@ def read_config_file(path: Path, fields: type = DecoderFields) -> dict[str, Any]
     of it is."""
     file = path / "config.json" if path.is_dir() else path
     content = read_json(file)
-    try:
+    with errors_of(str(file), "correct it, or fetch the file again"):
         check_fields(content, fields)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}; correct it, or fetch the file again") from None
     return content
 
 

@@ -18,6 +18,7 @@ from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import FAMILIES, read_config
 from parallel.model.layers.weight import Stored
 from parallel.model.weights import load_weights
+from parallel.ranges import errors_of
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.speculators.block import layouts as block
 from parallel.speculators.chimera import runner as chimera
@@ -179,14 +180,13 @@ def _read(path: str | Path, target_layers: int) -> tuple[CheckpointLayout, Specu
     directory = resolve_checkpoint(str(path))
     known = {TARGET_LAYERS: target_layers} if target_layers else {}
     hf = _read_fields(directory) | {"_name_or_path": str(directory)} | known
-    try:
-        layout = _layout_of(hf)
-        config = layout.read(hf)
-        config.check_record()
-    except KeyError as error:
-        raise ValueError(f"{directory}/config.json: lacks {error.args[0]}; fetch the file again") from None
-    except ValueError as error:
-        raise ValueError(f"{directory}/config.json: {error}") from None
+    with errors_of(f"{directory}/config.json"):
+        try:
+            layout = _layout_of(hf)
+            config = layout.read(hf)
+            config.check_record()
+        except KeyError as error:
+            raise ValueError(f"lacks {error.args[0]}; fetch the file again") from None
     return layout, config
 
 
@@ -208,7 +208,5 @@ def _layout_of(hf: HfConfig) -> CheckpointLayout:
 
 
 def _check_target(directory: Path, config: SpeculatorConfig, target: DecoderConfig) -> None:
-    try:
+    with errors_of(str(directory)):
         config.check_target(target)
-    except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from None

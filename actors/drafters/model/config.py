@@ -29,7 +29,7 @@ from actors.options import (
 )
 from actors.protocol.messages import SamplingKind
 from actors.topology import TOP
-from parallel.ranges import OneOf, Range, require
+from parallel.ranges import OneOf, Range, errors_of, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
@@ -282,10 +282,8 @@ class PassDrafterConfig(PlacedDrafterConfig):
         from actors.drafters.model.fixed_trees import read_trees  # loads numpy
 
         path = resolve.file(key, self.tree, "one made by job=tree")
-        try:
+        with errors_of(f"{key}={self.tree}"):
             read_trees(Path(path))
-        except ValueError as error:
-            raise ValueError(f"{key}={self.tree}: {error}") from error
         return path
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
@@ -512,10 +510,8 @@ class ModelDrafterConfig(LearningDrafterConfig):
         if self.tokenizer or self.vocabulary:
             from actors.drafters.model.loading import head_rows
 
-            try:
+            with errors_of(f"{where}.path", "use another drafter or token list"):
                 head_rows(self)
-            except ValueError as error:
-                raise ValueError(f"{where}.path: {error}; use another drafter or token list") from None
         from parallel.model.families.registry import read_config
 
         num_layers, deepest = read_config(self.path).num_layers, max(self.prefixes, default=0)
@@ -524,20 +520,16 @@ class ModelDrafterConfig(LearningDrafterConfig):
         if not self.keeps_all_rows:
             from parallel.kv.row_limits import RowLimits, check_partial
 
-            try:
+            with errors_of(f"{where}.rows={self.rows}"):
                 limits = self.row_limits
                 check_partial(read_config(self.path), limits if isinstance(limits, RowLimits) else None)
-            except ValueError as error:
-                raise ValueError(f"{where}.rows={self.rows}: {error}") from None
         if self.online:
             from parallel.model.adapted import check_adaptable
 
             remedy = f"learns tokens of the target's own tokenizer, and {self.path} has another; drop it"
             require(not self.tokenizer, f"{where}.online", True, remedy)
-            try:
+            with errors_of(f"{where}.online=True"):
                 check_adaptable(read_config(self.path))
-            except ValueError as error:
-                raise ValueError(f"{where}.online=True: {error}") from None
         if self.parallel is Parallel.tensor:
             read_config(self.path).check_ranks(self.ranks, f"{where}.ranks")
         if self.parallel is Parallel.layer:

@@ -42,6 +42,7 @@ from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig, HeadRows
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
+from parallel.ranges import errors_of
 from parallel.runtime.graph_list import GraphList, chain_shapes, graph_shapes
 from parallel.runtime.interface import Runner
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, fit_slots
@@ -232,10 +233,8 @@ def layer_partition(config: ModelDrafterConfig, model: DecoderConfig) -> Partiti
         )
     if config.layer_partition:
         field = f"drafter.layer_partition={config.layer_partition}"
-        try:
+        with errors_of(field):
             partition = partition_of(config.layer_partition, num_layers)
-        except ValueError as error:
-            raise ValueError(f"{field}: {error}") from None
         if config.layer_group not in (0, max(map(len, partition))):
             raise ValueError(f"{field}: drafter.layer_group={config.layer_group} contradicts it; drop one of them")
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, Placement
 from actors.drafters.model.config import CalibrationPolicy, PassDrafterConfig
 from actors.options import PipelineName, VerifyRule
-from parallel.ranges import Range, require
+from parallel.ranges import Range, errors_of, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
@@ -101,10 +101,8 @@ class SelfDrafterConfig(PassDrafterConfig):
             from parallel.kv.row_limits import check_partial
             from parallel.model.families.registry import read_config
 
-            try:
+            with errors_of(f"{where}.rows={self.rows}"):
                 check_partial(read_config(Path(resolve.target)))
-            except ValueError as error:
-                raise ValueError(f"{where}.rows={self.rows}: {error}") from None
         return config
 
     def check_layers(self, num_layers: int, where: str = "drafter") -> None:
@@ -146,10 +144,8 @@ def _skipped_in(path: str, num_layers: int, where: str) -> list[Any]:
     """The sublayers that a file lists for a target of so many layers."""
     from actors.drafters.self_speculation.layer_files import read_layers
 
-    try:
+    with errors_of(f"{where}={path}"):
         of_layers, skipped = read_layers(Path(path))
-    except ValueError as error:
-        raise ValueError(f"{where}={path}: {error}") from None
     remedy = f"is for a target of {of_layers} layers, not {num_layers}; write one for this target with job=search"
     require(of_layers == num_layers, where, path, remedy)
     remedy = "names what is no sublayer; give a file written by job=search"

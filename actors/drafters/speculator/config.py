@@ -10,7 +10,7 @@ from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
 from actors.drafters.model.config import CalibrationPolicy, LearningDrafterConfig
 from actors.options import CHECKPOINT, DEVICES, PipelineName, VerifyRule
 from actors.topology import TOP
-from parallel.ranges import OneOf, Range, require
+from parallel.ranges import OneOf, Range, errors_of, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
@@ -116,11 +116,9 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
         from parallel.speculators.streams.layers import StreamsConfig
 
         shape = read_config(target)
-        try:
+        with errors_of(f"{where}.path"):
             record = read_speculator(self.path, shape.num_layers)
             record.check_target(shape)
-        except ValueError as error:
-            raise ValueError(f"{where}.path: {error}") from None
         self._check_learnable(record, where)
         policy = self.calibration_policy
         remedy = f"{record.method} drafts blocks, which begin behind the target's features; use every or mismatch"
@@ -135,10 +133,8 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
             return
         from parallel.speculators.adapted import check_learnable
 
-        try:
+        with errors_of(f"{where}.online=True"):
             check_learnable(record)
-        except ValueError as error:
-            raise ValueError(f"{where}.online=True: {error}") from None
 
     def _check_place(self, pipeline: str, where: str) -> None:
         from parallel.speculators.registry import read_speculator

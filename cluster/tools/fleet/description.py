@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
 from msgspec import Meta, Struct, field, structs
 
+from cluster.io.yaml_files import read_yaml
 from cluster.tools.fleet.merging import Merging
 from cluster.tools.simulation import Language, PassCost, power_law
-from parallel.typed_json import as_type
+from parallel.ranges import errors_of
 
 _Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 _Ms = Annotated[float, Meta(ge=0, le=600_000)]
@@ -74,7 +74,7 @@ class TargetReplica(_FleetPart, frozen=True):
 
     @property
     def passes(self) -> PassCost:
-        return _passes(self.pass_ms, self.context_ms)
+        return PassCost.of_ms(self.pass_ms, self.context_ms)
 
 
 class PoolDrafter(_FleetPart, frozen=True):
@@ -99,11 +99,11 @@ class PoolDrafter(_FleetPart, frozen=True):
 
     @property
     def passes(self) -> PassCost:
-        return _passes(self.pass_ms, self.context_ms)
+        return PassCost.of_ms(self.pass_ms, self.context_ms)
 
     @property
     def attached_passes(self) -> PassCost:
-        return _passes(self.pass_ms if self.attached_ms is None else self.attached_ms, self.context_ms)
+        return PassCost.of_ms(self.pass_ms if self.attached_ms is None else self.attached_ms, self.context_ms)
 
 
 class FleetLoad(_FleetPart, frozen=True):
@@ -201,15 +201,13 @@ class Fleet(_FleetPart, frozen=True):
 
 def read_fleet(path: Path) -> Fleet:
     """Raises ValueError with one line that names the wrong entry."""
-    try:
-        fleet = as_type(_content(path), Fleet)
+    with errors_of(f"job.fleet={path}", "see docs/fleet.md"):
+        fleet = read_yaml(path, Fleet)
         if fleet.load.lengths:
             lengths = str(path.parent / fleet.load.lengths)
             fleet = structs.replace(fleet, load=structs.replace(fleet.load, lengths=lengths))
         fleet.check()
         return fleet
-    except ValueError as error:
-        raise ValueError(f"job.fleet={path}: {error}; see docs/fleet.md") from error
 
 
 def read_lengths(path: Path) -> list[tuple[int, int]]:
@@ -225,19 +223,3 @@ def read_lengths(path: Path) -> list[tuple[int, int]]:
     if not rows or min(map(min, rows)) < 1:
         raise ValueError(f"load.lengths={path}: needs at least one request, and lengths of 1 or more")
     return rows
-
-
-def _content(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"is no YAML ({str(error).strip().splitlines()[0]})") from error
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})") from error
-
-
-def _passes(pass_ms: _PassMs, context_ms: float) -> PassCost:
-    cost = PassCost.of_ms(pass_ms)
-    return PassCost(cost.points, context_ms / 1e6)

@@ -5,17 +5,17 @@ The records below are the form; msgspec holds a file against them, and what they
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from msgspec import Meta, Struct, to_builtins
 
+from cluster.io.yaml_files import read_yaml
 from cluster.tools.planning.costs import DraftCost, PassCosts, TargetCost
 from cluster.tools.planning.layouts import Shape
 from cluster.tools.simulation import PassCost, power_law
-from parallel.typed_json import as_type
+from parallel.ranges import errors_of
 from parallel.whole_files import write_text
 
 _Number = Annotated[float, Meta(ge=0, le=1e12)]
@@ -61,8 +61,8 @@ class _DraftEntry(_ShapeEntry, kw_only=True, rename={"passes": "pass_ms", "exact
     def cost(self) -> DraftCost:
         return DraftCost(
             self.shape(),
-            _passes(self.passes, self.context_ms),
-            exact=None if self.exact is None else _passes(self.exact, self.context_ms),
+            PassCost.of_ms(self.passes, self.context_ms),
+            exact=None if self.exact is None else PassCost.of_ms(self.exact, self.context_ms),
             acceptance=_several(self.acceptance),
             cores=self.cores,
             beside=self.beside,
@@ -80,7 +80,8 @@ class _TargetEntry(_Entry, kw_only=True, rename={"passes": "pass_ms", "shape": "
 
     def cost(self) -> TargetCost:
         shape = None if self.shape is None else self.shape.shape()
-        return TargetCost(self.ranks or 1, _passes(self.passes, self.context_ms), self.cores, self.beside, shape)
+        passes = PassCost.of_ms(self.passes, self.context_ms)
+        return TargetCost(self.ranks or 1, passes, self.cores, self.beside, shape)
 
 
 class _CostFile(_Entry):
@@ -112,24 +113,11 @@ class _CostFile(_Entry):
 
 def read_costs(path: Path) -> PassCosts:
     """Raises ValueError with one line that names the wrong entry."""
-    try:
-        file = as_type(_content(path), _CostFile)
+    with errors_of(f"job.costs={path}", "see docs/planning.md"):
+        file = read_yaml(path, _CostFile)
         if not file.target:
             raise ValueError("target: names no pass; give a list of {ranks: 1, pass_ms: {1: 10.0}}")
         return file.costs()
-    except ValueError as error:
-        raise ValueError(f"job.costs={path}: {error}; see docs/planning.md") from error
-
-
-def _content(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:  # a date or a number that is none is a ValueError
-        raise ValueError(f"is no YAML ({str(error).strip().splitlines()[0]})") from error
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})") from error
 
 
 def write_costs(path: Path, costs: PassCosts) -> None:
@@ -162,12 +150,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Shape):
         return _entry(_ShapeEntry, value)
     return list(value) if isinstance(value, tuple) else value
-
-
-def _passes(pass_ms: _PassMs, context_ms: float) -> PassCost:
-    by_rows = pass_ms if isinstance(pass_ms, dict) else {1: pass_ms}
-    cost = PassCost.table({rows: ms / 1e3 for rows, ms in by_rows.items()})
-    return replace(cost, context_s=context_ms / 1e6)
 
 
 def _several(shares: float | list[float]) -> tuple[float, ...]:
