@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from actors.drafters.adjacency.trigrams import Pair, TrigramTable
+from actors.drafters.path_tree import PathTree
 from actors.protocol.messages import TokenTree
 
 _C1, _C2 = 32.0, 8.0
@@ -54,16 +55,7 @@ def search_tree(table: TrigramTable, pair: Pair, budget: int, iterations: int, s
         for _ in range(iterations):
             _iterate(table, root, choose, visited)
     visited.sort(key=lambda node: -node.visits)  # stable: of equals the earlier
-    token_ids, parents = [pair[1]], [-1]
-    places: dict[tuple[int, int], int] = {}  # (parent's place, token) -> place
-
-    def draft(place: int, token: int) -> int:
-        if (place, token) not in places and len(token_ids) <= budget:
-            places[place, token] = len(token_ids)
-            token_ids.append(token)
-            parents.append(place)
-        return places.get((place, token), -1)
-
+    tree = PathTree(TokenTree.root(pair[1]), budget)
     for node in visited[:_NUM_PATHS]:
         path, above = [], node
         while above.parent is not None:
@@ -73,9 +65,9 @@ def search_tree(table: TrigramTable, pair: Pair, budget: int, iterations: int, s
         path += [token for token, _ in table.followers(node.pair)[:1]]
         place = 0
         for token in path:
-            if (place := draft(place, token)) < 0:
+            if (place := tree.add(place, token)) < 0:
                 break
-    return TokenTree(tuple(token_ids), tuple(parents))
+    return tree.tree()
 
 
 def _iterate(table: TrigramTable, root: _Node, choose: random.Random, visited: list[_Node]) -> None:

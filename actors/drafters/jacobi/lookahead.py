@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
 from actors.drafters.jacobi.config import LookaheadDrafterConfig
 from actors.drafters.jacobi.proposed_rows import ProposedRows
+from actors.drafters.path_tree import PathTree
 from actors.protocol.messages import Commit, TokenTree, TopTokens
 
 
@@ -41,25 +42,6 @@ class NgramPool:
         return list(reversed(self._guesses.get(token, {})))
 
 
-class _Tree:
-    """A token tree under construction; a path is entered once."""
-
-    def __init__(self, root: int) -> None:
-        self.token_ids, self.parents = [root], [-1]
-        self._nodes: dict[tuple[int, int], int] = {}
-
-    def add(self, parent: int, token: int) -> int:
-        """The child of `parent` with this token."""
-        node = self._nodes.setdefault((parent, token), len(self.token_ids))
-        if node == len(self.token_ids):
-            self.token_ids.append(token)
-            self.parents.append(parent)
-        return node
-
-    def tree(self) -> TokenTree:
-        return TokenTree(tuple(self.token_ids), tuple(self.parents))
-
-
 class Window:
     """Rows of guessed tokens; column i of row r stands r + i positions after the root, and column 0 of row 0 is it.
 
@@ -76,7 +58,7 @@ class Window:
     def num_nodes(self) -> int:
         return sum(map(len, self.rows))
 
-    def place(self, tree: _Tree) -> list[int]:
+    def place(self, tree: PathTree) -> list[int]:
         """Enter the window into the tree; returns the nodes of its last row by column, the root for row 0's first."""
         nodes = [0]
         for token in self.rows[0]:
@@ -158,7 +140,7 @@ class LookaheadDrafter(RequestwiseDrafter):
         root, window = context.token_ids[-1], request.window
         runs_window = budget >= window.num_nodes + config.ngram - 1
         most = budget - window.num_nodes if runs_window else budget
-        tree = _Tree(root)
+        tree = PathTree(TokenTree.root(root))
         for guess in request.pool.after(root):
             node = 0
             for token in guess[: most + 1 - len(tree.token_ids)]:
