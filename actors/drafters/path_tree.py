@@ -6,7 +6,7 @@ from actors.protocol.messages import TokenTree
 
 
 class PathTree:
-    """Begins as `tree`, whose nodes keep their numbers, and takes at most `most` draft tokens, any number without it."""
+    """Begins as `tree`, whose nodes keep their numbers, and has at most `most` draft tokens; None: any number."""
 
     def __init__(self, tree: TokenTree, most: int | None = None) -> None:
         self.token_ids, self.parents = list(tree.token_ids), list(tree.parents)

@@ -284,7 +284,7 @@ def run_pass(
 
 def wanted_logits(decoder: Decoder, hidden: Tensor, plan: PassPlan) -> Tensor:
     """The logits of `plan.logit_rows` of final hidden states, in the model's type or float32."""
-    rows = hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
+    rows = plan.asked(hidden)
     return decoder.head(rows) if len(rows) else rows.new_empty(0, decoder.config.num_logits)
 
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import Span
+from parallel.kv.pass_plan import Span, lay_out, logit_rows
 from parallel.kv.pool import KVPool, SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.kv.sequences import PooledSequences
 from parallel.model.decoder import Decoder
-from parallel.model.layers.attention import AttentionShape
+from parallel.model.layers.attention import AttentionShape, PassPlan
 from parallel.model.layers.backends import default_backend, make_backend
 from parallel.model.layers.weight import Layer
 from parallel.runtime.interface import PassOutput, Runner
@@ -148,6 +148,10 @@ class PooledRunner(SpeculatorRunner):
     def _read(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> Tensor:
         """Enter the rows of the spans; returns what the head reads of those whose logits are asked for, [N, H]."""
 
-    @abstractmethod
-    def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:
-        """[N, H] -> logits [N, V]."""
+    def _plan(self, spans: Sequence[Span]) -> PassPlan:
+        """Makes the spans' rows pending; returns the pass over them."""
+        return self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
+
+    def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002  some read rows of their own
+        """[N, H] -> logits [N, V], the target's."""
+        return self.decoder.head(hidden)

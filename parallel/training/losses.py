@@ -6,7 +6,7 @@ All take logits `[..., vocabulary]` and give a value per row `[...]`. p is the t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +96,14 @@ def masked_mean(values: Tensor, weights: Tensor) -> Tensor:
     """The mean of `values` weighted by `weights` (a mask, or any weights of 0 and above); 0 where all weights are."""
     weights = weights.to(values.dtype).expand_as(values)
     return (values * weights).sum() / weights.sum().clamp(min=1e-6)
+
+
+def decayed_mean(losses: Sequence[Tensor], decay: float) -> Tensor:
+    """The mean of the losses of depths 0, 1, ..., each of which weighs `decay` times as much as the one before."""
+    total = losses[0]
+    for depth, loss in enumerate(losses[1:], 1):
+        total = total + decay**depth * loss
+    return total / sum(decay**depth for depth in range(len(losses)))
 
 
 @torch.no_grad()

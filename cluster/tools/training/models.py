@@ -6,6 +6,7 @@ It must not know corpus, losses or optimizers.
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 
 import torch
@@ -58,6 +59,13 @@ def save_rounded(model: LlamaForCausalLM, folder: Path) -> None:
     """Write its configs and bfloat16 weights; `model` keeps its own precision."""
     with naming(folder):
         copy.deepcopy(model).cpu().bfloat16().save_pretrained(folder)
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Put the tokenizer of one checkpoint into another; the folder must exist."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (source / name).exists():
+            shutil.copyfile(source / name, out / name)
 
 
 def on_device(model: LlamaForCausalLM, device: str) -> LlamaForCausalLM:

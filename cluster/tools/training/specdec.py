@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from cluster.config.compose import typed_record
 from cluster.config.jobs import TrainConfig
 from cluster.io.text import load_tokenizer
 from cluster.tools.training.corpus import library_sources, load_corpus
+from cluster.tools.training.models import copy_tokenizer
 from cluster.tools.training.pairs import Pair, library_pairs, read_pairs
 from cluster.tools.training.trainer import Recipe, StepOutcome, TrainingBudget, fit
 from parallel.ranges import Range, require
@@ -211,9 +211,7 @@ def train(config: TrainConfig, target: Path, out: Path, work: Path, say: Callabl
     before = json.loads((folder / "evaluation.jsonl").read_text().splitlines()[0])
     net.eval()
     net.save(out / "drafter")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (target / name).exists():
-            shutil.copyfile(target / name, out / "drafter" / name)
+    copy_tokenizer(target, out / "drafter")
     return {
         "recipe": NAME,
         "options": asdict(options),

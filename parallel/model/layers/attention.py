@@ -110,6 +110,10 @@ class PassPlan:
     source: ReadPlan | None = None  # of sequences that have sources
     num_logits: int | None = None  # None for all of `logit_rows`
 
+    def asked(self, rows: Tensor) -> Tensor:
+        """Those of the pass's rows, [T, ...], whose logits are asked for."""
+        return rows if self.logit_rows is None else rows.index_select(0, self.logit_rows)
+
 
 class AttentionBackend(Protocol):
     """Plans passes over one pool for a model of one attention shape."""

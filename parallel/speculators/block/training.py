@@ -117,10 +117,12 @@ class BlockDrafter(TrainedLayers[BlockLayers]):
             return base
         return tensors.cell.along(tensors, tensors.cell.prepare(tensors, base, hidden), before)
 
-    def logits_at(self, batch: TargetBatch, anchors: Tensor) -> Tensor:
-        """Logits `[rows, n, depths, vocabulary]` where the text's own tokens precede every depth."""
+    def logits_at(self, batch: TargetBatch, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states `[rows, n, depths, d]`, the logits that they give, and those with the text's own tokens before
+        every depth."""
         hidden = self.hidden_states(batch, anchors)
-        return self.corrected(batch.head(hidden).float(), hidden, self._tokens(batch, anchors, 0))
+        base = batch.head(hidden).float()
+        return hidden, base, self.corrected(base, hidden, self._tokens(batch, anchors, 0))
 
     def predicted(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Logits of the acceptance of the token drafted at each depth, which they do not depend on."""
@@ -133,10 +135,8 @@ class BlockDrafter(TrainedLayers[BlockLayers]):
     def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         options = self.options
         anchors, valid = self._anchors(batch, generator)
-        hidden = self.hidden_states(batch, anchors)
+        hidden, base, logits = self.logits_at(batch, anchors)
         before, labels = self._tokens(batch, anchors, 0), self._tokens(batch, anchors, 1)
-        base = batch.head(hidden).float()
-        logits = self.corrected(base, hidden, before)
         with torch.no_grad():
             p_logits = batch.head(_rows_at(batch.taps[FINAL], anchors, self.num_draft_tokens)).float()
         values = cross_entropy(logits, labels)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
+from parallel.kv.pass_plan import PendingRows, Span
 from parallel.kv.pool import SeqId
 from parallel.model.block import Block
 from parallel.model.checkpoint import Shape, block_tensors
@@ -112,11 +112,11 @@ class ChimeraRunner(PooledRunner):
         self._tokens = torch.zeros(place.num_slots, dtype=torch.int64, device=place.device)  # by slot
 
     def _read(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> Tensor:
-        plan = self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
+        plan = self._plan(spans)
         slots = np.concatenate([self.pool.slots(span.seq_id)[-span.num_tokens :] for span in spans])
         self._tokens.index_copy_(0, upload(slots, self._tokens.device), token_ids)
         hidden = self.layers.forward(self._rows(spans, fuzzy=fuzzy), plan)
-        return hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
+        return plan.asked(hidden)
 
     def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:
         known = torch.cat([self._newest(span.seq_id).expand(span.num_logits, -1) for span in spans])

@@ -21,7 +21,7 @@ from parallel.speculators.chimera.runner import TRIGRAM, ChimeraLayers, read_own
 from parallel.speculators.config import FINAL
 from parallel.training.interface import TargetBatch, TargetShape, TrainingOptions, depth_metrics
 from parallel.training.layers import TextAttention, TrainedLayers, llama_fields, options_for
-from parallel.training.losses import DIVERGENCES, divergences, masked_mean
+from parallel.training.losses import DIVERGENCES, decayed_mean, divergences, masked_mean
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ChimeraNet(TrainedLayers[ChimeraLayers]):
         # anchor i drafts token i + 1 + step at step `step`, as the target does at row i + step
         valid = batch.loss_mask[:, 1:].unfold(1, options.depths, 1).cumprod(-1, dtype=torch.int8).bool()
         num_anchors = valid.shape[1]
-        total, rates = final.new_zeros(()), []
+        losses, rates = [], []
         for step, outputs in enumerate(self.unroll(batch, options.depths)):
             counted = valid[..., step]
             expected, read = (rows[:, :num_anchors] for rows in outputs)
@@ -76,10 +76,8 @@ class ChimeraNet(TrainedLayers[ChimeraLayers]):
             rates.append((logits.detach().argmax(-1) == goal.argmax(-1)).float().flatten())
             distance = F.mse_loss(expected.float(), wanted.float(), reduction="none").mean(-1)
             loss = masked_mean(divergence(goal, logits), counted)
-            loss = loss + options.feature_weight * masked_mean(distance, counted)
-            total = total + options.decay**step * loss
-        weight = sum(options.decay**step for step in range(options.depths))
-        return total / weight, depth_metrics(torch.stack(rates, -1), valid.flatten(0, 1))
+            losses.append(loss + options.feature_weight * masked_mean(distance, counted))
+        return decayed_mean(losses, options.decay), depth_metrics(torch.stack(rates, -1), valid.flatten(0, 1))
 
     def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """What every step gives, of the anchors from 0 on that have a row there: the hidden states that the layer

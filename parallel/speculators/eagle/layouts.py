@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from parallel.model.checkpoint import Shape, tensor_headers
 from parallel.model.config import DecoderConfig
@@ -44,15 +44,22 @@ def read_eagle3(hf: HfConfig) -> DraftLayerConfig:
 
 
 def _aux_taps(hf: HfConfig) -> tuple[int, ...]:
-    nested: dict[str, Any] = hf.get("eagle_config") or {}
-    ids = nested.get("eagle_aux_hidden_state_layer_ids")
-    taps = tuple(i + 1 for i in ids) if ids is not None else _usual_taps(hf)
-    if not taps:
+    key, named = "eagle_aux_hidden_state_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids"
+    ids = (hf.get("eagle_config") or {}).get(key)
+    taps = None if ids is None else tuple(i + 1 for i in ids)
+    return _taps(hf, taps, f"{named}, the layers that it reads", "[1, L // 2 - 1, L - 4]")
+
+
+def _taps(hf: HfConfig, named: tuple[int, ...] | None, lacks: str, usual: str) -> tuple[int, ...]:
+    """Those that the config.json names, else those of the released code; ValueError where the target is not known."""
+    if named is None and (num_layers := hf.get(TARGET_LAYERS, 0)):
+        named = 2, num_layers // 2, num_layers - 3
+    if not named:
         raise ValueError(
-            "config.json lacks eagle_config.eagle_aux_hidden_state_layer_ids, the layers that it reads; add it: for a "
-            "target of L layers they are [1, L // 2 - 1, L - 4] unless it was trained on others"
+            f"config.json lacks {lacks}; add it: for a target of L layers they are {usual} unless it was trained on "
+            "others"
         )
-    return taps
+    return named
 
 
 def is_vllm_eagle3(hf: HfConfig) -> bool:
@@ -66,14 +73,10 @@ def read_vllm_eagle3(hf: HfConfig) -> DraftLayerConfig:
 
 
 def _vllm_taps(hf: HfConfig) -> tuple[int, ...]:
-    ids = hf.get("eagle_aux_hidden_state_layer_ids")
-    taps = tuple(ids) if ids is not None else _usual_taps(hf)
-    if not taps:
-        raise ValueError(
-            "config.json lacks eagle_aux_hidden_state_layer_ids, the layers whose inputs it reads; add it: for a "
-            "target of L layers they are [2, L // 2, L - 3] unless it was trained on others"
-        )
-    return taps
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = hf.get(key)
+    taps = None if ids is None else tuple(ids)
+    return _taps(hf, taps, f"{key}, the layers whose inputs it reads", "[2, L // 2, L - 3]")
 
 
 def is_p_eagle(hf: HfConfig) -> bool:
@@ -134,16 +137,19 @@ def is_vllm_mtp(hf: HfConfig) -> bool:
 
 def read_vllm_mtp(hf: HfConfig) -> DraftLayerConfig:
     """A module for multi-token prediction as vLLM's speculators library writes it."""
-    fields = hf["transformer_layer_config"]
-    module = "mtp_layers.0"
-    names = DraftLayerNames(
-        join=f"{module}.input_proj",
-        embedding_norm=f"{module}.token_layernorm",
-        hidden_norm=f"{module}.hidden_layernorm",
-        layers="mtp_layers.{i}",
-        final_norm=f"{module}.final_layernorm",
+    block = replace(_block(hf["transformer_layer_config"], hf), num_layers=1)
+    return draft_layer("mtp", block, (FINAL,), names=_mtp_names("mtp_layers"))
+
+
+def _mtp_names(modules: str) -> DraftLayerNames:
+    """Those of the first of these modules."""
+    return DraftLayerNames(
+        join=f"{modules}.0.input_proj",
+        embedding_norm=f"{modules}.0.token_layernorm",
+        hidden_norm=f"{modules}.0.hidden_layernorm",
+        layers=f"{modules}.{{i}}",
+        final_norm=f"{modules}.0.final_layernorm",
     )
-    return draft_layer("mtp", replace(_block(fields, hf), num_layers=1), (FINAL,), names=names)
 
 
 def is_native_mtp(hf: HfConfig) -> bool:
@@ -153,22 +159,8 @@ def is_native_mtp(hf: HfConfig) -> bool:
 def read_native_mtp(hf: HfConfig) -> DraftLayerConfig:
     """The first module within the checkpoint of MiMo-7B, a Qwen2 with multi-token prediction: the hidden state comes
     first in the projected pair."""
-    module = "model.mtp_layers.0"
-    names = DraftLayerNames(
-        join=f"{module}.input_proj",
-        embedding_norm=f"{module}.token_layernorm",
-        hidden_norm=f"{module}.hidden_layernorm",
-        layers="model.mtp_layers.{i}",
-        final_norm=f"{module}.final_layernorm",
-    )
     block = replace(_block({**hf, "model_type": "qwen2"}, hf), num_layers=1)
-    return draft_layer("mtp", block, (FINAL,), hidden_first=True, names=names)
-
-
-def _usual_taps(hf: HfConfig) -> tuple[int, ...]:
-    """Those of the released code, which most checkpoints do not name; none where the target is not known."""
-    num_layers = hf.get(TARGET_LAYERS, 0)
-    return (2, num_layers // 2, num_layers - 3) if num_layers else ()
+    return draft_layer("mtp", block, (FINAL,), hidden_first=True, names=_mtp_names("model.mtp_layers"))
 
 
 def _eagle3(hf: HfConfig, block: DecoderConfig, taps: tuple[int, ...], names: DraftLayerNames) -> DraftLayerConfig:

@@ -59,6 +59,6 @@ class ParallelEagleRunner(LaterRowsRunner):
         started = [span.seq_id for span in spans if span.num_logits]
         if not started:
             return {}
-        normed = normed if plan.logit_rows is None else normed.index_select(0, plan.logit_rows)
+        normed = plan.asked(normed)
         blocks = BlockPass((self.layers.head(normed, self.decoder).float(),))
         return {seq_id: BlockNode(blocks, i * config.num_depths, 0) for i, seq_id in enumerate(started)}

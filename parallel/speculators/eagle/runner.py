@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import Span, lay_out, logit_rows
+from parallel.kv.pass_plan import Span
 from parallel.speculators.eagle.layers import DraftLayers
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
@@ -86,7 +86,7 @@ class DraftLayerRunner(PooledRunner):
     def _pass(self, parts: Sequence[_Part], token_ids: Tensor) -> Tensor:
         """What the head reads of the rows whose logits are asked for."""
         spans = [part.span for part in parts]
-        plan = self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
+        plan = self._plan(spans)
         slots = []
         for part in parts:
             written = self.pool.slots(part.span.seq_id)[-part.span.num_tokens :]
@@ -98,7 +98,7 @@ class DraftLayerRunner(PooledRunner):
         )
         normed, outputs = self.layers.forward(self.layers.embed(tokens, self.decoder), self._features_of(parts), plan)
         self._outputs.index_copy_(0, upload(np.concatenate(slots), self._outputs.device), outputs)
-        return normed if plan.logit_rows is None else normed.index_select(0, plan.logit_rows)
+        return plan.asked(normed)
 
     def _features_of(self, parts: Sequence[_Part]) -> Tensor:
         """What precedes each row, [T, H]."""

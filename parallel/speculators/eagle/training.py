@@ -22,7 +22,7 @@ from parallel.speculators.eagle.config import METHODS, read_own
 from parallel.speculators.eagle.layers import DraftLayers
 from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, depth_metrics
 from parallel.training.layers import TrainedLayers, causal, llama_fields, options_for, text_pass
-from parallel.training.losses import DIVERGENCES, divergences, masked_mean
+from parallel.training.losses import DIVERGENCES, decayed_mean, divergences, masked_mean
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class DraftLayerNet(TrainedLayers[DraftLayers]):
         valids = labels.cumprod(-1, dtype=torch.int8).bool()
         rows = self._anchors(valids[..., 0], generator)
         valid, wanted = valids[rows], batch.taps[FINAL][:, 1:].unfold(1, num_steps, 1)[rows]
-        total, rates = features.new_zeros(()), []
+        losses, rates = [], []
         for step, normed in enumerate(self.unroll(batch, features, num_steps)):
             read, final = normed[:, : valids.shape[1]][rows], wanted[..., step]
             goal, logits = batch.head(final), self.logits(read, batch)
@@ -142,9 +142,8 @@ class DraftLayerNet(TrainedLayers[DraftLayers]):
             if options.feature_weight:
                 distance = F.smooth_l1_loss(read.float(), final.float(), reduction="none").mean(-1)
                 loss = loss + options.feature_weight * masked_mean(distance, valid[:, step])
-            total = total + options.decay**step * loss
-        weight = sum(options.decay**step for step in range(num_steps))
-        return total / weight, depth_metrics(torch.stack(rates, -1), valid)
+            losses.append(loss)
+        return decayed_mean(losses, options.decay), depth_metrics(torch.stack(rates, -1), valid)
 
     def _anchors(self, valid: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Indices of rows whose first draft token is a label: all, or in training some."""
@@ -195,8 +194,8 @@ class ParallelNet(DraftLayerNet):
             anchors.append(before)
         features = torch.cat([batch.taps[tap] for tap in self.taps], -1)
         rows = self.rows(batch, features, anchors)
-        total, whole = features.new_zeros(()), anchors[-1]  # the anchors that have all depths
-        rates, valids, valid = [], [], torch.ones_like(batch.loss_mask[:, : len(anchors[0])])
+        whole = anchors[-1]  # the anchors that have all depths
+        losses, rates, valids, valid = [], [], [], torch.ones_like(batch.loss_mask[:, : len(anchors[0])])
         for depth, (own, normed) in enumerate(zip(anchors, rows, strict=True)):
             valid = valid & batch.loss_mask[:, 2 + depth : 2 + depth + len(anchors[0])]
             counted = valid[:, own]
@@ -206,14 +205,13 @@ class ParallelNet(DraftLayerNet):
             known = torch.ones_like(best, dtype=torch.bool)
             if len(self.tokens):
                 goal, drafted, known = goal[..., self.tokens], self.tokens[drafted], torch.isin(best, self.tokens)
-            total = total + options.decay**depth * masked_mean(divergence(goal, logits), known)
+            losses.append(masked_mean(divergence(goal, logits), known))
             rate = torch.zeros_like(counted, dtype=torch.float32)
             rate[counted] = (drafted == best).float()
             places = torch.searchsorted(own, whole)
             rates.append(rate[:, places].flatten())
             valids.append(counted[:, places].flatten())
-        weight = sum(options.decay**depth for depth in range(num_depths))
-        return total / weight, depth_metrics(torch.stack(rates, -1), torch.stack(valids, -1))
+        return decayed_mean(losses, options.decay), depth_metrics(torch.stack(rates, -1), torch.stack(valids, -1))
 
     def rows(self, batch: TargetBatch, features: Tensor, anchors: Sequence[Tensor]) -> list[Tensor]:
         """What the head reads at every depth, [B, anchors of the depth, H]."""

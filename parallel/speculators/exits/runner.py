@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import Span, lay_out, logit_rows
+from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.model.block import MLP, Attention
 from parallel.model.checkpoint import Shape, block_tensors
@@ -135,12 +135,9 @@ class ExitRunner(PooledRunner):
         self.self_draft.close(seq_id)
 
     def _read(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> Tensor:  # noqa: ARG002  all are exact
-        plan = self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
+        plan = self._plan(spans)
         hidden = self.layers.forward(self._streams(spans, token_ids), plan)
-        return hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
-
-    def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002
-        return self.decoder.head(hidden)
+        return plan.asked(hidden)
 
     def _streams(self, spans: Sequence[Span], token_ids: Tensor) -> Tensor:
         """The target's stream at the exit, [T, H]: known for the text before its newest token, computed for others."""

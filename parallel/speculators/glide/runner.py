@@ -21,7 +21,7 @@ from typing import Unpack
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import Span, lay_out, logit_rows, table_read
+from parallel.kv.pass_plan import Span, table_read
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.kv.row_limits import RowLimits
@@ -209,20 +209,15 @@ class GlideRunner(PooledRunner):
 
     def _read(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> Tensor:  # noqa: ARG002
         layers = self.layers
-        plan = self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
+        plan = self._plan(spans)
         for span in spans:
             self._read_target(span.seq_id)
-        x = layers.attend(self.decoder.embedding.embed(token_ids), plan)
-        positions = plan.positions[: plan.num_rows]
-        if plan.logit_rows is not None:
-            x, positions = x.index_select(0, plan.logit_rows), positions.index_select(0, plan.logit_rows)
+        x = plan.asked(layers.attend(self.decoder.embedding.embed(token_ids), plan))
+        positions = plan.asked(plan.positions[: plan.num_rows])
         if not len(x):
             return x
         asked = [(span.seq_id, span.num_logits) for span in spans if span.num_logits]
         return layers.finish(x, self._cross(asked, layers.queries(x, positions)))
-
-    def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002
-        return self.decoder.head(hidden)
 
     def _read_target(self, seq_id: SeqId) -> None:
         """How far the target's keys and values of the text are there."""

@@ -19,7 +19,7 @@ from parallel.speculators.gloeckle.layouts import METHOD, read_own
 from parallel.speculators.gloeckle.runner import GloeckleLayers
 from parallel.training.interface import TargetBatch, TargetShape, TrainingOptions, depth_metrics
 from parallel.training.layers import TrainedLayers, causal, llama_fields, options_for, text_pass
-from parallel.training.losses import DIVERGENCES, acceptance, divergences, masked_mean
+from parallel.training.losses import DIVERGENCES, acceptance, decayed_mean, divergences, masked_mean
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,13 @@ class GloeckleNet(TrainedLayers[GloeckleLayers]):
         valid = batch.loss_mask[:, 2:].unfold(1, options.heads, 1).cumprod(-1, dtype=torch.int8).bool()
         num_anchors = valid.shape[1]
         goals = batch.target_logits()[:, 1:]
-        total, rates = goals.new_zeros(()), []
+        losses, rates = [], []
         for depth, read in enumerate(self.read(batch)):
             counted, goal = valid[..., depth], goals[:, depth : depth + num_anchors]
             logits = batch.head(read[:, :num_anchors])
             rates.append(acceptance(goal, logits.detach(), batch.temperature).flatten())
-            total = total + options.decay**depth * masked_mean(divergence(goal, logits), counted)
-        weight = sum(options.decay**depth for depth in range(options.heads))
-        return total / weight, depth_metrics(torch.stack(rates, -1), valid.flatten(0, 1))
+            losses.append(masked_mean(divergence(goal, logits), counted))
+        return decayed_mean(losses, options.decay), depth_metrics(torch.stack(rates, -1), valid.flatten(0, 1))
 
     def read(self, batch: TargetBatch) -> Iterator[Tensor]:
         """What the target's head reads at every row, [B, T, H], of each head."""

@@ -149,10 +149,17 @@ class HeadCell(ABC):
         """The name of an output layer of its own."""
 
 
-class MedusaCell(HeadCell):
-    """Residual blocks and an output layer for every depth (arXiv 2401.10774): y = h; y += silu(W y + b), per block."""
+class _ParallelCell(HeadCell):
+    """One state for all depths, which no token changes."""
 
     reads_tokens = False
+
+    def read(self, tensors: Tensors, depth: int, states: Tensor) -> Tensor:  # noqa: ARG002  one state for all depths
+        return states.unflatten(-1, (self.config.num_heads, -1))[..., depth, :]
+
+
+class MedusaCell(_ParallelCell):
+    """Residual blocks and an output layer for every depth (arXiv 2401.10774): y = h; y += silu(W y + b), per block."""
 
     def _declare(self, shapes: HeadShapes) -> None:
         hidden, bias = self.config.target_hidden, self.config.block_bias
@@ -167,17 +174,12 @@ class MedusaCell(HeadCell):
             outputs.append(_residual_blocks(tensors, names, hidden))
         return torch.cat(outputs, -1)
 
-    def read(self, tensors: Tensors, depth: int, states: Tensor) -> Tensor:  # noqa: ARG002  one state for all depths
-        return states.unflatten(-1, (self.config.num_heads, -1))[..., depth, :]
-
     def _head_name(self, depth: int) -> str:
         return f"{depth}.{self.config.num_blocks}"
 
 
-class BlockwiseCell(HeadCell):
+class BlockwiseCell(_ParallelCell):
     """One feed-forward layer with an output for every depth (arXiv 1811.03115): h + W_2 relu(W_1 h + b_1) + b_2."""
-
-    reads_tokens = False
 
     def _declare(self, shapes: HeadShapes) -> None:
         hidden, count = self.config.target_hidden, self.config.num_heads
@@ -187,9 +189,6 @@ class BlockwiseCell(HeadCell):
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:
         outputs = tensors.linear("output", F.relu(tensors.linear("hidden", hidden)))
         return (outputs.unflatten(-1, (self.config.num_heads, -1)) + hidden[..., None, :]).flatten(-2)
-
-    def read(self, tensors: Tensors, depth: int, states: Tensor) -> Tensor:  # noqa: ARG002  one state for all depths
-        return states.unflatten(-1, (self.config.num_heads, -1))[..., depth, :]
 
     def _head_name(self, depth: int) -> str:
         return f"head.{depth}"

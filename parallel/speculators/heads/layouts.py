@@ -17,7 +17,7 @@ from parallel.model.families.fields import HfConfig, architecture_of, refuse, re
 from parallel.model.weights import load_shards
 from parallel.speculators.config import FINAL, record_of
 from parallel.speculators.heads.cells import CELLS, HEAD_CHOICES, HeadsConfig
-from parallel.speculators.heads.tensors import LoadedTensors, Sources, stored_shapes
+from parallel.speculators.heads.tensors import LoadedTensors, Sources, as_named, stored_shapes
 from parallel.speculators.place import SpeculatorPlace
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ SourcesOf = Callable[[Path], Sources]
 
 def own_names(_directory: Path) -> Sources:
     """The names of our own checkpoints, and of a published layout that has the same."""
-    return lambda name: [name]
+    return as_named
 
 
 def tensor_shapes(names: SourcesOf, directory: Path, config: HeadsConfig) -> dict[str, Shape]:

@@ -17,7 +17,12 @@ Sources = Callable[[str], Sequence[str]]
 """Name of a matrix, table or vector -> the names that its rows have in a checkpoint, in order."""
 
 
-def stored_shapes(cell: HeadCell, sources: Sources) -> dict[str, Shape]:
+def as_named(name: str) -> list[str]:
+    """Tensors are stored under the names that the cell has for them."""
+    return [name]
+
+
+def stored_shapes(cell: HeadCell, sources: Sources = as_named) -> dict[str, Shape]:
     """Every tensor that a checkpoint of this cell holds."""
     parts, shapes = cell.shapes, dict[str, Shape]()
     for name, size in parts.matrices.items():
@@ -37,7 +42,7 @@ def stored_shapes(cell: HeadCell, sources: Sources) -> dict[str, Shape]:
 class LoadedTensors(Layer):
     """Those of one cell, allocated uninitialised; `sources` tells what they are called in the checkpoint."""
 
-    def __init__(self, cell: HeadCell, place: SpeculatorPlace, sources: Sources) -> None:
+    def __init__(self, cell: HeadCell, place: SpeculatorPlace, sources: Sources = as_named) -> None:
         shapes, options = cell.shapes, place.options
         self._target = place.tables.embedding
         self._matrices = {name: Weight(size.outputs, size.inputs, **options) for name, size in shapes.matrices.items()}

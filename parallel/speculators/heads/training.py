@@ -21,7 +21,7 @@ from parallel.speculators.heads.cells import CELLS, HEAD_CHOICES, TARGET_TABLE, 
 from parallel.speculators.heads.layouts import write_heads
 from parallel.training.checkpoints import write_checkpoint
 from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, depth_metrics
-from parallel.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
+from parallel.training.losses import DIVERGENCES, acceptance, cross_entropy, decayed_mean, divergences, masked_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class HeadsNet(Speculator):
     def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         depths, options = self.options.heads, self.options
         rows, anchors = self._anchors(batch, generator)
-        total, rates, valid = batch.taps[FINAL].new_zeros((), dtype=torch.float32), [], []
+        losses, rates, valid = [], [], []
         # the target's logits after the tokens of all depths; those of neighbouring anchors are the same rows
         length = batch.tokens.shape[1]
         needed = torch.stack([rows * length + anchors + depth for depth in range(depths)])
@@ -147,11 +147,10 @@ class HeadsNet(Speculator):
                 values = cross_entropy(logits, batch.tokens[rows, labels])
             else:
                 values = divergences()[options.divergence](goals, logits)
-            total = total + options.decay**depth * masked_mean(values, is_label)
+            losses.append(masked_mean(values, is_label))
             rates.append(acceptance(goals, logits, batch.temperature))
             valid.append(is_label)
-        weights = sum(options.decay**depth for depth in range(depths))
-        return total / weights, depth_metrics(torch.stack(rates, 1), torch.stack(valid, 1))
+        return decayed_mean(losses, options.decay), depth_metrics(torch.stack(rates, 1), torch.stack(valid, 1))
 
     def unroll(self, batch: TargetBatch, rows: Tensor, anchors: Tensor) -> list[Tensor]:
         """Logits [N, V] of every depth after the tokens at these places, int64 [N] each, and those that follow."""

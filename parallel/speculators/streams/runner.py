@@ -111,21 +111,17 @@ def read_own(hf: HfConfig) -> StreamsConfig:
     return record_of(StreamsConfig, hf["speculator"])
 
 
-def _own_names(name: str) -> list[str]:
-    return [name]
-
-
 def tensor_shapes(config: StreamsConfig, target: DecoderConfig) -> dict[str, Shape]:
     """Every tensor of a checkpoint for this target."""
-    return stream_shapes(config, target) | stored_shapes(StreamsCell(config), _own_names)
+    return stream_shapes(config, target) | stored_shapes(StreamsCell(config))
 
 
 def open_streams(directory: Path, config: StreamsConfig, place: SpeculatorPlace) -> HeadsRunner:
     """What drafts. ValueError, one line, where it cannot."""
     cell = StreamsCell(config)
-    tensors = LoadedTensors(cell, place, _own_names)
+    tensors = LoadedTensors(cell, place)
     if cell.reads_tokens:
-        load_shards(tensors.shards(), stored_shapes(cell, _own_names), directory)
+        load_shards(tensors.shards(), stored_shapes(cell), directory)
         tensors.pack()
     if not config.reads_root:
         return HeadsRunner(cell, tensors, place.tables)

@@ -81,7 +81,7 @@ class StreamingRunner(BorrowedPasses):
         hidden, features = self._finish(hidden, plan, self._grow(spans, laid_out, pruned))
         for span in spans:
             self.pool.commit(span.seq_id, (), range(len(self.sequences.pending[span.seq_id].parents)))
-        read = hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
+        read = plan.asked(hidden)
         places = frozenset(place for place, row in enumerate(wanted) if row in pruned) if pruned else frozenset[int]()
         return PassOutput(decoder.head(read).float(), hidden, (features,), pruned=places)
 

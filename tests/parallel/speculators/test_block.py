@@ -107,7 +107,7 @@ def test_a_draft_has_the_logits_of_the_training_pass(kind, pair, tmp_path):
     assert runner.longest_draft == depths
     anchors = torch.tensor([[2, 9, LENGTH - depths - 1]] * 2)
     with torch.no_grad():
-        expected = net.logits_at(batch, anchors)
+        expected = net.logits_at(batch, anchors)[-1]
     for row, tokens in enumerate(batch.tokens.tolist()):
         runner.open(row)
         features, known = pair.features(batch.tokens[row], net.taps), 0
@@ -145,7 +145,7 @@ def test_no_block_sees_what_comes_with_its_anchor_or_later(kind, pair):
         tokens[:, 6:] = (tokens[:, 6:] + 1) % 97
         after = net.hidden_states(replace(batch, tokens=tokens), anchors)
         assert torch.equal(after[:, 0], before[:, 0]), "tokens after the anchor"
-        logits = net.logits_at(batch, anchors), net.logits_at(replace(batch, tokens=tokens), anchors)
+        logits = net.logits_at(batch, anchors)[-1], net.logits_at(replace(batch, tokens=tokens), anchors)[-1]
     assert torch.equal(logits[0][:, 0, 0], logits[1][:, 0, 0]), "the first draft token follows from the anchor alone"
     assert depths == 7
 
@@ -259,17 +259,17 @@ def test_parts_without_weights_leave_the_plain_block(pair):
         weights |= {name: value for name, value in net.state_dict().items() if "_conv." in name}
         net.load_state_dict(pair.net(replace(options, conv_taps=0, corrector="none")).state_dict() | weights)
         with torch.no_grad():
-            return net.logits_at(batch, anchors)
+            return net.logits_at(batch, anchors)[-1]
 
     with torch.no_grad():
-        expected = plain.logits_at(batch, anchors)
+        expected = plain.logits_at(batch, anchors)[-1]
     convolved = with_parts(replace(FLAGS["dflash"], conv_taps=2))
     torch.testing.assert_close(convolved, expected)
     selected = with_parts(replace(FLAGS["dflash2"], conv_taps=0), "candidate_selector")
     assert torch.equal(selected.argmax(-1), expected.argmax(-1)) and (selected > -torch.inf).sum(-1).eq(5).all()
     first = replace(FLAGS["dspark"], confidence=False)
     with torch.no_grad():
-        expected = pair.net(replace(first, corrector="none")).logits_at(batch, anchors)
+        expected = pair.net(replace(first, corrector="none")).logits_at(batch, anchors)[-1]
     torch.testing.assert_close(with_parts(first, "markov_head"), expected)
 
 
@@ -282,7 +282,7 @@ def test_positions_weigh_what_they_lengthen_or_fall_exponentially(pair):
             loss, _ = net.loss(batch, torch.Generator().manual_seed(3))
             anchors, valid = net._anchors(batch, torch.Generator().manual_seed(3))
             labels = net._tokens(batch, anchors, 1)
-            logs = net.logits_at(batch, anchors).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+            logs = net.logits_at(batch, anchors)[-1].log_softmax(-1).gather(-1, labels[..., None])[..., 0]
         depths = torch.arange(net.num_draft_tokens)
         weights = valid * torch.exp(-depths / 2)
         if weighting == "d_pace":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from cluster.tools.training.continuations import (
     written_rows,
 )
 from cluster.tools.training.corpus import library_sources, load_corpus
-from cluster.tools.training.models import grouped
+from cluster.tools.training.models import copy_tokenizer, grouped
 from cluster.tools.training.parts import parts_of
 from cluster.tools.training.prompts import choose_prompts
 from cluster.tools.training.speculators.distill import DistilledDrafter
@@ -183,7 +182,7 @@ def train_rank(course: Course, texts: Texts, ranks: Ranks) -> dict[str, Any]:
         return {}
     checkpoint = Path(course.out) / recipe.writes
     net.save(checkpoint)
-    _copy_tokenizer(Path(course.target), checkpoint)
+    copy_tokenizer(Path(course.target), checkpoint)
     lines = [json.loads(line) for line in (course.folder / "evaluation.jsonl").read_text().splitlines()]
     return {
         "recipe": config.recipe,
@@ -370,12 +369,6 @@ def _weights_digest(model: LlamaForCausalLM) -> str:
     """Tells one target from another by its output layer."""
     head = parts_of(model).lm_head.weight.detach().cpu()
     return hashlib.sha256(head.float().numpy().tobytes()).hexdigest()
-
-
-def _copy_tokenizer(target: Path, out: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (target / name).exists():
-            shutil.copyfile(target / name, out / name)
 
 
 def _generator(*numbers: int) -> torch.Generator:

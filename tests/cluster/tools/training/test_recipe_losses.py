@@ -89,7 +89,7 @@ def of_chain(logits: Tensor, batch: TargetBatch) -> Tensor:
 
 
 def of_blocks(net: Any, batch: TargetBatch) -> Tensor:
-    return net.logits_at(batch, torch.arange(LENGTH).expand(len(batch.tokens), -1))
+    return net.logits_at(batch, torch.arange(LENGTH).expand(len(batch.tokens), -1))[-1]
 
 
 def of_masks(net: Any, batch: TargetBatch) -> Tensor:
@@ -297,7 +297,7 @@ def test_the_loss_moves_from_the_plain_block_to_the_corrected_one(
     step."""
     net = block_net(target, tmp_path, corrector="gru", base_steps=4)
     anchors = torch.arange(LENGTH).expand(2, -1)
-    plain, corrected = batch.head(net.hidden_states(batch, anchors)), net.logits_at(batch, anchors)
+    plain, corrected = batch.head(net.hidden_states(batch, anchors)), net.logits_at(batch, anchors)[-1]
     begin, end = (over_blocks(batch, drafts) for drafts in (plain, corrected))
     assert abs(begin - end) > 1e-3
     for share in (1.0, 0.75, 0.5, 0.25, 0.0, 0.0):
@@ -315,7 +315,7 @@ def test_confidence_learns_the_probability_of_acceptance(
 ) -> None:
     net = block_net(target, tmp_path, corrector="markov", confidence=True, cross_entropy=0.0).eval()
     anchors = torch.arange(LENGTH).expand(2, -1)
-    hidden, drafts = net.hidden_states(batch, anchors), net.logits_at(batch, anchors)
+    hidden, drafts = net.hidden_states(batch, anchors), net.logits_at(batch, anchors)[-1]
     overlaps, is_label = per_anchor(batch, drafts, lambda goal, draft, _: acceptance(goal, draft, 1.0))
     tokens = torch.nn.functional.pad(batch.tokens, (0, DEPTHS)).unfold(1, DEPTHS, 1)[:, :LENGTH]  # before each depth
     said = net.predicted(hidden, tokens)
@@ -331,7 +331,7 @@ def test_confidence_learns_the_probability_of_acceptance(
 @torch.no_grad()
 def test_the_distance_of_laws_is_added_by_its_weight(target: Checkpoint, batch: TargetBatch, tmp_path: Path) -> None:
     net = block_net(target, tmp_path, cross_entropy=0.0, variation=0.9).eval()
-    drafts = net.logits_at(batch, torch.arange(LENGTH).expand(2, -1))
+    drafts = net.logits_at(batch, torch.arange(LENGTH).expand(2, -1))[-1]
     overlaps, is_label = per_anchor(batch, drafts, lambda goal, draft, _: acceptance(goal, draft, 1.0))
     weights = is_label * batch.loss_mask[..., None] * torch.exp(-torch.arange(DEPTHS) / 4.0)
     expected = 0.9 * 2 * ((1 - overlaps) * weights).sum() / weights.sum()
