@@ -7,7 +7,7 @@ but its weights. Knows no sequences, no trees and no model families.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -304,7 +304,15 @@ def _encoder(config: DecoderConfig, embedding: VocabTable, group: Group, options
     return Encoder(config.encoder, embedding, group, **options)
 
 
-def pack_weights(layer: Layer) -> None:
+class ServedLayers(Protocol):
+    """Layers that name the tensors of their checkpoint and where each goes."""
+
+    def walk(self) -> Iterator[Layer]: ...
+
+    def shards(self) -> Iterator[Shard]: ...
+
+
+def pack_weights(layer: Layer | ServedLayers) -> None:
     """Pack every weight within `layer`, and then what is made of several."""
     parts = list(layer.walk())
     for kind in (Weight, Experts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from parallel.kv.pool import KVPool
 from parallel.kv.row_limits import RowLimits
 from parallel.model.checkpoint import Shape
 from parallel.model.config import DecoderConfig
-from parallel.model.decoder import Decoder, pack_weights
+from parallel.model.decoder import Decoder, ServedLayers, pack_weights
 from parallel.model.layers.attention import AttentionShape
-from parallel.model.layers.weight import Layer, Shard, TensorOptions, Weight
+from parallel.model.layers.weight import TensorOptions, Weight
 from parallel.model.weights import load_shards
 from parallel.runtime.decoder_runner import DecoderRunner
 
@@ -68,24 +68,16 @@ class SpeculatorPlace:
         heads = layers.num_heads // ranks // kv_heads
         return pool, AttentionShape(heads, layers.window, layers.attention_scale, layers.attention_softcap)
 
-    def load(
-        self, layers: Layer, shards: Callable[[], Iterator[Shard]], shapes: Mapping[str, Shape], directory: Path
-    ) -> None:
-        fill(layers, shards, shapes, directory, None if self.weights == self.dtype else self.weights)
+    def load(self, layers: ServedLayers, shapes: Mapping[str, Shape], directory: Path) -> None:
+        fill(layers, shapes, directory, None if self.weights == self.dtype else self.weights)
 
 
-def fill(
-    layers: Layer,
-    shards: Callable[[], Iterator[Shard]],
-    shapes: Mapping[str, Shape],
-    directory: Path,
-    stored: torch.dtype | None = None,
-) -> None:
-    """Fill layers, which have these shards, from a checkpoint, and keep their matrices as `stored`; ValueError naming
-    tensor and file if it does not fit."""
+def fill(layers: ServedLayers, shapes: Mapping[str, Shape], directory: Path, stored: torch.dtype | None = None) -> None:
+    """Fill layers from a checkpoint and keep their matrices as `stored`; ValueError naming tensor and file if it does
+    not fit."""
     if stored is not None:
         for part in layers.walk():
             if isinstance(part, Weight):
                 part.store_as(stored)
-    load_shards(shards(), shapes, directory)
+    load_shards(layers.shards(), shapes, directory)
     pack_weights(layers)

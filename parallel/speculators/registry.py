@@ -143,7 +143,7 @@ def open_fuser(
     if config.fuser is None or not config.travels_fused:
         return None
     fuser = TapFuser(config.fuser, SINGLE, dtype=dtype, device=device)
-    fill(fuser, fuser.shards, config.fuser.tensor_shapes(), directory, None if weights == dtype else weights)
+    fill(fuser, config.fuser.tensor_shapes(), directory, None if weights == dtype else weights)
     return fuser
 
 

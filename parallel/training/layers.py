@@ -7,10 +7,10 @@ of all texts, with its attention planned otherwise. Knows no method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,24 +18,17 @@ from torch import Tensor, nn
 
 from parallel.model.checkpoint import Shape
 from parallel.model.config import RopeScaling
+from parallel.model.decoder import ServedLayers
 from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import AttentionPlan, Heads, PassPlan
 from parallel.model.layers.norm import LayerNorm, RMSNorm
 from parallel.model.layers.rope import Rotation
-from parallel.model.layers.weight import Layer, Shard, TensorOptions
+from parallel.model.layers.weight import TensorOptions
 from parallel.training.checkpoints import write_checkpoint
 from parallel.training.interface import Speculator, TargetShape
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values [B, heads, N, head size] -> what the attention gives, of the queries' shape."""
-
-
-class ServedLayers(Protocol):
-    """Layers that name the tensors of their checkpoint and where each goes."""
-
-    def walk(self) -> Iterator[Layer]: ...
-
-    def shards(self) -> Iterator[Shard]: ...
 
 
 L = TypeVar("L", bound=ServedLayers)

@@ -28,7 +28,7 @@ def open_block(directory: Path, config: BlockConfig, place: SpeculatorPlace) -> 
 
     embed = embedding_of(config, place.tables)
     layers = BlockLayers(config, embed, place.group, reads_fused=place.reads_fused, **place.options)
-    place.load(layers, layers.shards, config.tensor_shapes(), directory)
+    place.load(layers, config.tensor_shapes(), directory)
     return BlockRunner(layers, place)
 
 

@@ -190,5 +190,5 @@ def read_own(hf: HfConfig) -> ChimeraConfig:
 def open_chimera(directory: Path, config: ChimeraConfig, place: SpeculatorPlace) -> ChimeraRunner:
     """Load the layer beside its target."""
     layers = ChimeraLayers(config, place.group, **place.options)
-    place.load(layers, layers.shards, config.tensor_shapes(), directory)
+    place.load(layers, config.tensor_shapes(), directory)
     return ChimeraRunner(config, layers, place)

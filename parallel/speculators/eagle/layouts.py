@@ -222,6 +222,6 @@ def load_draft_layers(directory: Path, config: DraftLayerConfig, place: Speculat
     from parallel.speculators.eagle.layers import DraftLayers
 
     layers = DraftLayers(config, place.group, reads_fused=place.reads_fused, **place.options)
-    place.load(layers, layers.shards, config.tensor_shapes(), directory)
+    place.load(layers, config.tensor_shapes(), directory)
     layers.load_vocabulary(directory)
     return layers

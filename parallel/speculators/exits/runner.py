@@ -186,6 +186,6 @@ def open_exit(directory: Path, config: ExitConfig, place: SpeculatorPlace) -> Ex
     """Load the layer beside the target whose first layers it follows."""
     of_target = place.its_target(directory, config.method)
     layers = ExitLayers(config, place.group, **place.options)
-    place.load(layers, layers.shards, config.tensor_shapes(), directory)
+    place.load(layers, config.tensor_shapes(), directory)
     target = SelfDraftRunner(of_target, LayerPlan.prefix(config.exit_layer), resumes=True)
     return ExitRunner(config, layers, place, target)

@@ -304,5 +304,5 @@ def read_own(hf: HfConfig) -> GlideConfig:
 def open_glide(directory: Path, config: GlideConfig, place: SpeculatorPlace) -> GlideRunner:
     """Load the layer beside its target."""
     layers = GlideLayers(config, place.group, **place.options)
-    place.load(layers, layers.shards, config.tensor_shapes(), directory)
+    place.load(layers, config.tensor_shapes(), directory)
     return GlideRunner(config, layers, place)

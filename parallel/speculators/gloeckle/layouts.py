@@ -77,7 +77,7 @@ def open_heads(directory: Path, config: GloeckleConfig, place: SpeculatorPlace) 
     from parallel.speculators.gloeckle.runner import GloeckleLayers, GloeckleRunner
 
     layers = GloeckleLayers(config, place.group, **place.options)
-    place.load(layers, layers.shards, config.tensor_shapes(), directory)
+    place.load(layers, config.tensor_shapes(), directory)
     return GloeckleRunner(layers, place)
 
 
