@@ -1,9 +1,11 @@
-"""What guidellm measured of the server, as a table and a picture:
+"""What guidellm measured of the server, as two tables and a picture:
 
-    python docs/measurements/guidellm_table.py FOLDER PICTURE.png
+    python docs/measurements/guidellm_table.py FOLDER PICTURE.png [PROMPTS.jsonl]
 
 FOLDER has guidellm's JSON, one file for each server that was started, named MODE-STREAMS-START.json. `served.md` has
-the commands that made them. Prints medians over starts, and how many prompts had several texts.
+the commands that made them. Prints medians over starts, and how many prompts had several texts. The longest gap of a
+stream is known of files that `guidellm_gaps.py` made. PROMPTS.jsonl has the prompts that were sent, each with its
+`domain`; the second table has what streams of each domain got, over all starts.
 """
 
 from __future__ import annotations
@@ -11,59 +13,130 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-COLUMNS = ("tokens/s", "tokens/s of a stream", "TTFT p50", "p99", "ITL p50", "p99", "acceptance")
+COLUMNS = (
+    "tokens/s",
+    "tokens/s of a stream",
+    "TTFT p50",
+    "p99",
+    "ITL p50",
+    "p99",
+    "longest gap p50",
+    "p99",
+    "acceptance length",
+)
+Key = tuple[str, int]
+"""Mode and number of streams."""
+_ITL = "inter_token_latency_ms"
+"""Of a request: none with a single token."""
 
 
-def figures(benchmark: dict[str, Any]) -> list[float]:
-    """Those of `COLUMNS`; times in milliseconds."""
+def figures(benchmark: dict[str, Any]) -> list[float | None]:
+    """Those of `COLUMNS`; times in milliseconds, None for one that was not measured."""
     metrics, done = benchmark["metrics"], benchmark["requests"]["successful"]
 
     def of(name: str, part: str) -> float:
         found = metrics[name]["successful"]
         return found[part] if part in found else found["percentiles"][part]
 
-    speculation = [(one.get("response_metrics") or {}).get("speculative_decoding") or {} for one in done]
-    steps = sum([one.get("num_spec_steps", 0) for one in speculation])
-    accepted = sum([one.get("num_accepted_draft_tokens", 0) for one in speculation])
+    gaps = [one["info"]["timings"].get("longest_gap_s") for one in done]
+    known = [1e3 * gap for gap in gaps if gap is not None]
     return [
         of("output_tokens_per_second", "mean"),
         1e3 / of("inter_token_latency_ms", "median"),
         *(of("time_to_first_token_ms", part) for part in ("median", "p99")),
         *(of("inter_token_latency_ms", part) for part in ("median", "p99")),
-        1 + accepted / steps if steps else 1.0,
+        *(percentile(known, share) for share in (0.5, 0.99)),
+        acceptance_length(done),
     ]
 
 
-def main(folder: Path, picture: Path) -> None:
-    groups: dict[tuple[str, int], list[list[float]]] = defaultdict(list)
-    texts: dict[str, set[str]] = defaultdict(set)
-    count = 0
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The value that `share` of all are at most (nearest rank); None without any."""
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else None
+
+
+def acceptance_length(requests: Iterable[dict[str, Any]]) -> float:
+    """Tokens of a round, the target's own among them: 1 without drafts."""
+    speculation = [(one.get("response_metrics") or {}).get("speculative_decoding") or {} for one in requests]
+    steps = sum([one.get("num_spec_steps", 0) for one in speculation])
+    accepted = sum([one.get("num_accepted_draft_tokens", 0) for one in speculation])
+    return 1 + accepted / steps if steps else 1.0
+
+
+def prompt_of(request: dict[str, Any]) -> str:
+    """The prompt that a request was sent with."""
+    args = request["request_args"]
+    return (json.loads(args) if isinstance(args, str) else args)["body"]["prompt"]
+
+
+def main(folder: Path, picture: Path, prompts: Path | None) -> None:
+    groups: dict[Key, list[list[float | None]]] = defaultdict(list)
+    requests: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     for file in sorted(folder.glob("*-*-*.json")):
         mode, streams, _ = file.stem.split("-")
         (benchmark,) = json.loads(file.read_text(encoding="utf-8"))["benchmarks"]
         groups[mode, int(streams)].append(figures(benchmark))
-        for one in benchmark["requests"]["successful"]:
-            asked = one["request_args"]
-            body = (json.loads(asked) if isinstance(asked, str) else asked)["body"]
-            texts[body["prompt"]].add(one["output"])
-            count += 1
-    medians = {key: [median(column) for column in zip(*rows, strict=True)] for key, rows in groups.items()}
-    lines = [f"| streams | speculation | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+        requests[mode, int(streams)] += benchmark["requests"]["successful"]
+    medians = {key: [_median(column) for column in zip(*rows, strict=True)] for key, rows in groups.items()}
+    lines = _table(("streams", "speculation", *COLUMNS))
     for (mode, streams), row in sorted(medians.items(), key=lambda item: (item[0][1], item[0][0])):
-        cells = [f"{value:.3g}" if value < 100 else f"{value:.0f}" for value in row]
-        lines.append(f"| {streams} | {mode} | {' | '.join(cells)} |")
-    differing = sum(len(found) > 1 for found in texts.values())
-    sys.stdout.write(
-        "\n".join(lines) + f"\n\n{count} completions of {len(texts)} prompts, {differing} with several texts\n"
-    )
+        lines.append(_row(streams, mode, *row))
+    texts: dict[str, set[str]] = defaultdict(set)
+    for one in (one for done in requests.values() for one in done):
+        texts[prompt_of(one)].add(one["output"])
+    count, differing = sum(map(len, requests.values())), sum(len(found) > 1 for found in texts.values())
+    lines += ["", f"{count} completions of {len(texts)} prompts, {differing} with several texts"]
+    if prompts is not None:
+        lines += ["", *by_domain(requests, prompts)]
+    sys.stdout.write("\n".join(lines) + "\n")
     _draw(medians, picture)
 
 
-def _draw(medians: dict[tuple[str, int], list[float]], picture: Path) -> None:
+def by_domain(requests: dict[Key, list[dict[str, Any]]], prompts: Path) -> list[str]:
+    """The second table: tokens/s of the median stream, and acceptance length, of each domain in each mode."""
+    records = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    domains = {record["prompt"]: record["domain"] for record in records}
+    found: dict[tuple[int, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for (mode, streams), done in requests.items():
+        for one in done:
+            found[streams, domains[prompt_of(one)]][mode].append(one)
+    modes = sorted({mode for mode, _ in requests})
+    names = [f"{mode}, {figure}" for figure in ("tokens/s of a stream", "acceptance length") for mode in modes]
+    lines = _table(("streams", "domain", "prompts", *names))
+    for (streams, domain), of in sorted(found.items()):
+        speeds = [_median([1e3 / one[_ITL] for one in of[mode] if one[_ITL]]) for mode in modes]
+        lengths = [acceptance_length(of[mode]) for mode in modes]
+        num = len({prompt_of(one) for done in of.values() for one in done})
+        lines.append(_row(streams, domain, num, *speeds, *lengths))
+    return lines
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _table(names: Sequence[str]) -> list[str]:
+    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+
+
+def _row(*values: str | float | None) -> str:
+    cells = [_cell(value) for value in values]
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(value: str | float | None) -> str:
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _draw(medians: dict[Key, list[float | None]], picture: Path) -> None:
     """Throughput against what one stream gets, by number of streams."""
     import matplotlib
 
@@ -85,4 +158,4 @@ def _draw(medians: dict[tuple[str, int], list[float]], picture: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None)
