@@ -6,6 +6,7 @@ not know Hydra, files or how a configuration is composed (`compose.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -112,6 +113,10 @@ class ClusterConfig(Section):
         require(here or not self.link_delay_ms, f"{where}.link_delay_ms", self.link_delay_ms, remedy)
 
 
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@,A-Z]+")
+"""Of a page, as browsers send it: in lower case, without a path."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig(Section):
     """The HTTP server of job=serve: where it listens, who may use it, and what its requests may cost."""
@@ -127,6 +132,9 @@ class ServerConfig(Section):
     is asked for. It can be read in the process list and in the run directory: prefer a file."""
     api_key_file: str = ""
     """File with such keys, one in each line."""
+    cors_origins: list[str] = field(default_factory=list)
+    """Origins, such as https://chat.example, whose pages a browser lets use this server; '*' is every page, also one
+    that means harm to a server without a key."""
     metrics_alias: Annotated[str, OneOf(("none", "vllm"))] = "none"
     """vllm: /metrics also has the names of vLLM, `vllm:...`, for gateways, dashboards and benchmarks."""
     traces_endpoint: str = ""
@@ -151,6 +159,9 @@ class ServerConfig(Section):
         require(is_url, f"{where}.traces_endpoint", url, "is no URL; give http://HOST:4318/v1/traces")
         remedy = "is one key; put it into the file, and drop this"
         require(not (self.api_key and self.api_key_file), f"{where}.api_key", "...", remedy)
+        for origin in self.cors_origins:
+            remedy = "is no origin; give SCHEME://HOST or SCHEME://HOST:PORT without a path, or '*'"
+            require(bool(_ORIGIN.fullmatch(origin)), f"{where}.cors_origins", origin, remedy)
 
 
 @dataclass(frozen=True, slots=True)

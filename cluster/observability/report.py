@@ -29,6 +29,18 @@ PACKAGE = "specdec"
 """Name of this distribution."""
 
 
+class RequestMetrics(TypedDict):
+    """How speculation went in one request, or in several, under vLLM's names."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+
+
 class RunFigures(TypedDict):
     """What was measured in one run."""
 
@@ -230,7 +242,7 @@ def mean_draft_length(lengths: Sequence[int]) -> float | None:
     return _ratio(sum(length * count for length, count in enumerate(lengths)), sum(lengths[1:]))
 
 
-def request_metrics(stats: RequestStats, num_spec_tokens: int) -> dict[str, object]:
+def request_metrics(stats: RequestStats, num_spec_tokens: int) -> RequestMetrics:
     """One request's metrics under vLLM's names; `num_spec_tokens` is the most the drafter may propose in a round.
 
     As vLLM's, the histogram has an entry for each of 0 .. `num_spec_tokens` accepted tokens, and a ratio without a step

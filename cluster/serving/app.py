@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
@@ -27,14 +27,26 @@ from cluster.completion import EngineError
 from cluster.config.schema import ServerConfig
 from cluster.observability.report import versions
 from cluster.serving.admission import InFlightLimit
-from cluster.serving.bodies import BodyReader, described, descriptions
-from cluster.serving.errors import DESCRIBED, ApiError, Disconnected, answer_refusal, bad_request, timed_out, too_many
+from cluster.serving.bodies import BodyReader
+from cluster.serving.document import REFUSALS, ApiDocument
+from cluster.serving.errors import ApiError, Disconnected, answer_refusal, bad_request, timed_out, too_many
 from cluster.serving.generation import Generation
-from cluster.serving.guard import OPEN, Guard
+from cluster.serving.guard import OPEN, Guard, open_to_pages
 from cluster.serving.logprobs import LogprobWriter
 from cluster.serving.message_parts import PartReader, PartsForm
 from cluster.serving.reasoning import Beginning, ReasoningReader
 from cluster.serving.replies import DONE, ChatForm, CompletionForm, ReplyForm, ReplyWriter, usage_of
+from cluster.serving.reply_records import (
+    ChatChunk,
+    ChatReply,
+    CompletionReply,
+    DetokenizeReply,
+    ModelEntry,
+    ModelList,
+    RecentRounds,
+    TokenizeReply,
+    VersionReply,
+)
 from cluster.serving.requests import (
     ChatRequest,
     CompletionRequest,
@@ -74,38 +86,37 @@ class Api:
         self._scraping = asyncio.Lock()  # a client asks for one report at a time
         self.is_ready = False
 
-    def application(self, keys: Collection[str], max_body: int) -> ASGIApp:
-        """All of it as an ASGI application."""
-        refusals: dict[int | str, dict[str, Any]] = {"4XX": DESCRIBED, "5XX": DESCRIBED}
-        replies: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-        version = str(versions()["specdec"])
-        app = FastAPI(title="specdec", version=version, responses=refusals, docs_url=None, redoc_url=None)
+    def application(self, keys: Collection[str], max_body: int, cors_origins: Sequence[str] = ()) -> ASGIApp:
+        """All of it as an ASGI application, which pages of `cors_origins` may use in browsers."""
+        version, document = str(versions()["specdec"]), ApiDocument()
+        app = FastAPI(
+            title="specdec",
+            version=version,
+            responses=REFUSALS,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,  # `Guard` takes both; a client that is redirected may leave its body behind
+        )
         for error in (HTTPException, Disconnected, EngineError, Exception):
             app.add_exception_handler(error, answer_refusal)
-        app.post("/v1/completions", openapi_extra=described(CompletionRequest), responses=replies)(self.complete)
-        app.post("/v1/chat/completions", openapi_extra=described(ChatRequest), responses=replies)(self.chat)
-        app.post("/tokenize", openapi_extra=described(TokenizeRequest))(self.tokenize)
-        app.post("/detokenize", openapi_extra=described(DetokenizeRequest))(self.detokenize)
-        app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}")(self.one_model)
+        says = document.route
+        app.post("/v1/completions", **says(CompletionReply, CompletionRequest, CompletionReply))(self.complete)
+        app.post("/v1/chat/completions", **says(ChatReply, ChatRequest, ChatChunk))(self.chat)
+        app.post("/tokenize", **says(TokenizeReply, TokenizeRequest))(self.tokenize)
+        app.post("/detokenize", **says(DetokenizeReply, DetokenizeRequest))(self.detokenize)
+        app.get("/v1/models", **says(ModelList))(self.models)
+        app.get("/v1/models/{name:path}", **says(ModelEntry))(self.one_model)
         app.get("/health", response_class=Response)(self.health)
         app.get("/ready", response_class=Response)(self.ready)
-        app.get("/version")(self.version)
+        app.get("/version", **says(VersionReply))(self.version)
         app.get("/", response_class=HTMLResponse)(self.page)
         app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
-        app.get("/timeline")(self.timeline)
-        forms = descriptions(CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-        document = app.openapi()
-        document["components"] = {"schemas": forms}
-        if keys:
-            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            document["security"] = [{"key": []}]
-            for path in OPEN:
-                document["paths"][path]["get"]["security"] = []
+        app.get("/timeline", **says(RecentRounds))(self.timeline)
+        document.complete(app, asks_for_key=bool(keys), open_paths=OPEN)
         for route in app.routes:
             if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
                 route.methods.add("HEAD")  # uvicorn sends no body then
-        return Guard(app, keys, max_body)
+        return open_to_pages(Guard(app, keys, max_body), cors_origins)
 
     async def complete(self, request: Request) -> Response:
         body = await self._bodies.read(request, CompletionRequest)
@@ -142,28 +153,23 @@ class Api:
             text = await asyncio.to_thread(self._model.chat_text, body)
             tokens = await asyncio.to_thread(self._model.encode_chat, text)
         names = await asyncio.to_thread(self._model.token_texts, tokens) if body.return_token_strs else None
-        count = {"count": len(tokens), "max_model_len": self._model.max_model_len}
-        return _json({**count, "tokens": tokens, "token_strs": names})
+        return _json(TokenizeReply(len(tokens), self._model.max_model_len, tokens, names))
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, DetokenizeRequest)
         self._model.check_name(body.model)
         decode = self._model.decode
-        return _json({"prompt": await asyncio.to_thread(decode, body.tokens, "tokens", skips_special=False)})
+        return _json(DetokenizeReply(await asyncio.to_thread(decode, body.tokens, "tokens", skips_special=False)))
 
     async def models(self) -> Response:
-        return _json({"object": "list", "data": [self._entry()]})
+        return _json(ModelList([self._entry()]))
 
     async def one_model(self, name: str) -> Response:
-        if not name:
-            return await self.models()
         self._model.check_name(name)
         return _json(self._entry())
 
-    def _entry(self) -> dict[str, Any]:
-        model = self._model
-        entry = {"id": model.name, "object": "model", "created": model.created, "owned_by": "specdec"}
-        return {**entry, "max_model_len": model.max_model_len}
+    def _entry(self) -> ModelEntry:
+        return ModelEntry(self._model.name, self._model.created, self._model.max_model_len)
 
     async def health(self) -> Response:
         """200 while the engine lives."""
@@ -181,7 +187,7 @@ class Api:
         return Response()
 
     async def version(self) -> Response:
-        return _json({"version": versions()["specdec"]})
+        return _json(VersionReply(versions()["specdec"]))
 
     async def page(self) -> Response:
         """A page that asks this server and shows who proposed each token."""
@@ -214,10 +220,11 @@ class Api:
 
     async def _chat_form(self, body: ChatRequest, beginning: Beginning) -> ChatForm:
         """The form of the replies; with reasoning or tools, whose calls are looked for."""
+        shows = body.include_reasoning
         if not body.offered_tools:
             if beginning is Beginning.after:
                 return ChatForm()
-            return PartsForm(make_reader=lambda: PartReader(ReasoningReader(beginning)))
+            return PartsForm(make_reader=lambda: PartReader(ReasoningReader(beginning)), includes_reasoning=shows)
         make_calls = self._model.call_reader(body)
         try:
             await asyncio.to_thread(make_calls)
@@ -227,6 +234,7 @@ class Api:
             make_reader=lambda: PartReader(ReasoningReader(beginning), make_calls()),
             end_reason="stop" if isinstance(body.choice, NamedTool) else "tool_calls",
             most_calls=None if body.parallel_tool_calls else 1,
+            includes_reasoning=shows,
         )
 
     async def _check_grammar(self, body: GenerationRequest, grammar: Grammar | None) -> None:
@@ -324,5 +332,5 @@ async def _events(body: GenerationRequest, generation: Generation, writer: Reply
     yield DONE
 
 
-def _json(content: Any) -> Response:
+def _json(content: Struct) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
-from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
 from cluster.serving.errors import ApiError, Disconnected, invalid_fields
@@ -78,17 +77,3 @@ def _is_json(content_type: str) -> bool:
     """Browsers let other pages send bodies of other types without asking this server."""
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-
-
-def described(form: type[BaseModel]) -> dict[str, Any]:
-    """What FastAPI is given to describe a route whose body is this record."""
-    schema = {"$ref": f"#/components/schemas/{form.__name__}"}
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
-
-
-def descriptions(*forms: type[BaseModel]) -> dict[str, Any]:
-    """The schemas of these records, and of those in them, by name."""
-    _, schemas = models_json_schema(
-        [(form, "validation") for form in forms], ref_template="#/components/schemas/{model}"
-    )
-    return schemas["$defs"]

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from jinja2 import Template, TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -26,6 +27,9 @@ _END = f"<{secrets.token_hex(8)}> "
 where a template drops those."""
 _DEFAULT = "default"
 """Name of the one to take, where a checkpoint has several."""
+_EFFORT = "reasoning_effort"
+_SWITCHES = ("enable_thinking", "thinking")
+"""Names by which templates turn reasoning on and off."""
 
 
 class _GenerationTag(Extension):
@@ -47,7 +51,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
-        self._template = _compile(source)
+        self._template, self._names = _compile(source)
         self._special_tokens = dict(special_tokens)
 
     @staticmethod
@@ -79,6 +83,19 @@ class ChatTemplate:
             raise ValueError(f"messages: {line}")
         return text if behind.startswith(" ") else text.rstrip()
 
+    def names_of_effort(self, effort: str) -> dict[str, Any]:
+        """What the template reads of an effort to reason: its name, or whether to reason at all, as in vLLM. Raises
+        ValueError, one line, where it reads nothing of it."""
+        switches = {name: effort != "none" for name in _SWITCHES if name in self._names}
+        if _EFFORT in self._names:
+            return {_EFFORT: effort, **switches}
+        if not switches:
+            raise ValueError(f"{_EFFORT}: the checkpoint's chat template does not read it; leave it out")
+        if effort != "none":
+            line = f"turns reasoning on or off ({', '.join(switches)}) and knows no degree of it"
+            raise ValueError(f"{_EFFORT}: the checkpoint's chat template {line}; give none, or leave it out")
+        return switches
+
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **options: Any) -> str:
         """The text of the chat. Raises ValueError, one line, where the template refuses it."""
         names = {**self._special_tokens, "tools": None, "documents": None, **options}
@@ -97,12 +114,14 @@ class ChatTemplate:
             raise ValueError(f"messages: the checkpoint's chat template refuses them ({line})") from error
 
 
-def _compile(source: str) -> Template:
+def _compile(source: str) -> tuple[Template, frozenset[str]]:
+    """The program, and the names that it reads and does not set."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS)
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     try:
-        return environment.from_string(source)
+        names = find_undeclared_variables(environment.parse(source))
+        return environment.from_string(source), frozenset(names)
     except TemplateError as error:
         raise ValueError(f"target.path: its chat template cannot be read ({error})") from error
 

@@ -23,7 +23,7 @@ _TYPES = {
     504: "timeout_error",
 }
 """`error.type` by status; others are an `invalid_request_error`."""
-_UNION = re.compile(r"str|int|list\[.*\]|literal\[.*\]|NamedTool")
+_UNION = re.compile(r"str|int|list\[.*\]|tagged-union\[.*\]|literal\[.*\]|NamedTool|AllowedToolsChoice")
 """What pydantic adds to the place of an error in one of several types that a field may have."""
 _SHOWN = 400
 """Characters of a message: it may quote the request."""
@@ -106,12 +106,7 @@ _FIELDS = {
     "code": {"type": ["string", "null"]},
 }
 _ERROR = {"type": "object", "properties": _FIELDS, "required": [*_FIELDS], "additionalProperties": False}
-DESCRIBED: dict[str, Any] = {
-    "description": "An error in OpenAI's form",
-    "content": {
-        "application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}}
-    },
-}
+ERROR_SCHEMA = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
 """What `body_of` makes, for the description of the API."""
 
 

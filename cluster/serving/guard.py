@@ -1,4 +1,5 @@
-"""What happens to a request before it is read: its number, its key, and the size of its body.
+"""What happens to a request before it is read: its number, its path, its key, the size of its body, and whether a page
+in a browser may send it.
 
 ASGI around the application. It must not know routes, but for those that need no key.
 """
@@ -7,9 +8,10 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.serving.errors import ApiError, answer
@@ -22,8 +24,23 @@ _NAMED = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _BEARER = "bearer "
 
 
+def open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """`app`, which browsers let pages of these origins use ("*": any page). A browser asks before it sends a page's
+    request, without a key; it sends no cookies, since none mean anything here."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST"),
+        allow_headers=("*",),  # clients add headers of their own
+        expose_headers=(_REQUEST_ID, "retry-after", "x-should-retry"),
+    )
+
+
 class Guard:
-    """Around `app`: replies carry the request's X-Request-Id or one made here, which `scope["state"]` holds too."""
+    """Around `app`: replies carry the request's X-Request-Id or one made here, which `scope["state"]` holds too. A path
+    may end with a slash."""
 
     def __init__(self, app: ASGIApp, keys: Collection[str], max_body: int) -> None:
         self._app = app
@@ -44,10 +61,11 @@ class Guard:
                 MutableHeaders(scope=message)[_REQUEST_ID] = request_id
             await send(message)
 
-        if (refusal := self._refusal(scope["path"], headers)) is not None:
+        path = _without_slash(scope["path"])
+        if (refusal := self._refusal(path, headers)) is not None:
             await answer(refusal)(scope, receive, send_numbered)
         else:
-            await self._app(scope, self._limited(receive), send_numbered)
+            await self._app({**scope, "path": path}, self._limited(receive), send_numbered)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if path not in OPEN and not self._admits(headers.get("authorization", "")):
@@ -83,3 +101,9 @@ class Guard:
         return ApiError(
             413, f"the body has more than {self._max_body} bytes (server.max_body_mb)", code="body_too_large"
         )
+
+
+def _without_slash(path: str) -> str:
+    """The path without a slash at its end, unless it has nothing but slashes."""
+    shorter = path.removesuffix("/")
+    return shorter if shorter.strip("/") else path

@@ -86,12 +86,13 @@ class TokenNames:
 @dataclass(frozen=True, slots=True)
 class AskedLogprobs:
     """What a request asks for: so many of the likeliest tokens at each token, and at each of its prompt; None: nothing.
-    `echoes`: the prompt's tokens come before the others."""
+    `echoes`: the prompt's tokens come before the others. `by_id`: listed tokens are named `token_id:N`."""
 
     generated: int | None
     prompt: int | None
     echoes: bool = False
     is_chat: bool = False
+    by_id: bool = False
 
     @property
     def asks(self) -> bool:
@@ -129,7 +130,7 @@ class LogprobWriter:
         return TextLogprobs(
             [offsets.take(token) for token, _ in tokens],
             [None if entry is None else _value(entry[token]) for token, entry in tokens],
-            [self._names.name_of(token) for token, _ in tokens],
+            [self._name_of(token) for token, _ in tokens],
             [None if entry is None else self._top(entry) for _, entry in tokens],
         )
 
@@ -145,15 +146,18 @@ class LogprobWriter:
         mine = self._listed(own, entry[own])
         return ChatToken(mine.token, mine.logprob, mine.bytes, listed)
 
+    def _name_of(self, token: int) -> str:
+        return f"token_id:{token}" if self._asked.by_id else self._names.name_of(token)
+
     def _listed(self, token: int, known: Logprob) -> ListedToken:
-        name = self._names.name_of(token)
-        return ListedToken(name, _value(known), [*(self._names.bytes_of(token) or name.encode())])
+        stands_for = self._names.bytes_of(token) or self._names.name_of(token).encode()
+        return ListedToken(self._name_of(token), _value(known), [*stands_for])
 
     def _top(self, entry: Entry) -> dict[str, float]:
         """The log-probabilities by name; of tokens with the same name the likeliest."""
         found: dict[str, float] = {}
         for token in _ranked(entry, self._asked.generated or 0):
-            found.setdefault(self._names.name_of(token), _value(entry[token]))
+            found.setdefault(self._name_of(token), _value(entry[token]))
         return found
 
     def _prompt_token(self, entry: Entry) -> dict[str, PromptToken]:

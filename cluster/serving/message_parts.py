@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from cluster.completion import Piece
 from cluster.serving.generation import RequestedText
 from cluster.serving.reasoning import ReasoningReader
-from cluster.serving.replies import (
+from cluster.serving.replies import ChatForm
+from cluster.serving.reply_records import (
     AssistantMessage,
     CallDelta,
-    ChatForm,
     DeltaChoice,
     FunctionDelta,
     MessageChoice,
@@ -46,11 +46,13 @@ class PartReader:
 @dataclass(frozen=True, slots=True)
 class PartsForm(ChatForm):
     """`/v1/chat/completions` with reasoning or tools. `make_reader` is called once for each choice; a reply with calls
-    ends with `end_reason`. Only the first `most_calls` calls are sent (None: all)."""
+    ends with `end_reason`. Only the first `most_calls` calls are sent (None: all), and reasoning if
+    `includes_reasoning`."""
 
     make_reader: Callable[[], PartReader] = field(kw_only=True)
     end_reason: str = field(default="tool_calls", kw_only=True)
     most_calls: int | None = field(default=None, kw_only=True)
+    includes_reasoning: bool = field(default=True, kw_only=True)
     _readers: dict[int, PartReader] = field(default_factory=dict, init=False)
     _calling: set[int] = field(default_factory=set, init=False)
 
@@ -64,7 +66,7 @@ class PartsForm(ChatForm):
             else:
                 calls[part.index].function.arguments += part.arguments
         shown = None if not content and (calls or reasoning) else content
-        message = AssistantMessage(shown, reasoning=reasoning or UNSET, tool_calls=calls or UNSET)
+        message = AssistantMessage(shown, reasoning=self._shown(reasoning), tool_calls=calls or UNSET)
         reason = self._reason(reason, bool(calls))
         return MessageChoice(choice.index, message, finish_reason=reason, seed=choice.seed)
 
@@ -75,7 +77,7 @@ class PartsForm(ChatForm):
         calls = _deltas(self._sent(parts))
         if calls:
             self._calling.add(choice.index)
-        delta = MessageDelta(UNSET, content or UNSET, reasoning or UNSET, calls or UNSET)
+        delta = MessageDelta(UNSET, content or UNSET, self._shown(reasoning), calls or UNSET)
         reason = self._reason(piece.finish_reason, choice.index in self._calling)
         seed = UNSET if reason is None else choice.seed
         return DeltaChoice(choice.index, delta, finish_reason=reason, seed=seed)
@@ -83,6 +85,9 @@ class PartsForm(ChatForm):
     def _sent(self, parts: list[Part]) -> list[CallPart]:
         most = self.most_calls
         return [part for part in parts if isinstance(part, CallPart) and (most is None or part.index < most)]
+
+    def _shown(self, reasoning: str) -> str | UnsetType:
+        return reasoning if reasoning and self.includes_reasoning else UNSET
 
     def _reason(self, reason: str | None, has_calls: bool) -> str | None:
         return self.end_reason if reason == "stop" and has_calls else reason

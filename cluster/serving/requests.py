@@ -8,6 +8,7 @@ know engines; what needs the model is checked where the request is carried out.
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -27,29 +28,48 @@ from actors.protocol.sampling_params import (
 from cluster.serving.fields import BodyPart, at_most
 from cluster.serving.grammars import ResponseFormat, StructuredOutputs
 from cluster.serving.logprobs import AskedLogprobs
-from cluster.serving.tools import ToolCall, ToolChoice, ToolDefinition, call_grammar
+from cluster.serving.tools import (
+    MOST_TOOLS,
+    AllowedToolsChoice,
+    CallMode,
+    ToolCall,
+    ToolChoice,
+    ToolDefinition,
+    call_grammar,
+    named_tools,
+)
 from parallel.ranges import LARGEST
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
     "annotations": ([],),
     "best_of": (1,),
     "continue_final_message": (False,),
     "detokenize": (True,),
     "early_stopping": (False,),
     "echo": (False,),
+    "function_call": ("auto", "none"),
     "functions": ([],),
+    "include_obfuscation": (False,),
     "include_reasoning": (True,),
     "length_penalty": (1.0, 1),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "return_tokens_as_token_ids": (False,),
+    "prompt_cache_retention": ("in_memory",),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
+    "stream_interval": (1,),
     "suffix": ("",),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 """Fields that are not supported, with the values that ask for nothing."""
 
@@ -75,7 +95,8 @@ _SAID_BY_FIELDS = ("messages", "add_generation_prompt", "continue_final_message"
 _MOST_NAMES = 256
 _MOST_METADATA = 16
 """OpenAI's limit."""
-MOST_TOOLS = 1024
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""OpenAI's; what each means is said by the model's chat template."""
 FIRST_ERROR = Field(fail_fast=True)
 """The first entry of a list that is wrong is its only error."""
 TokenIds = Annotated[list[int], FIRST_ERROR]
@@ -172,15 +193,17 @@ class GenerationRequest(ApiRequest):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    session_id: str | None = None
     metadata: Annotated[dict[str, str], at_most(_MOST_METADATA)] = Field(default_factory=dict)
     cache_salt: Annotated[str, Field(max_length=LONGEST_SALT)] = ""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     @property
     def asked_logprobs(self) -> AskedLogprobs:
         """The log-probabilities that replies have."""
-        return AskedLogprobs(None, self.prompt_logprobs)
+        return AskedLogprobs(None, self.prompt_logprobs, by_id=self.return_tokens_as_token_ids)
 
     @property
     def only_prompt(self) -> bool:
@@ -271,7 +294,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def asked_logprobs(self) -> AskedLogprobs:
-        return AskedLogprobs(self.logprobs, self.prompt_logprobs, echoes=self.echo)
+        return replace(super().asked_logprobs, generated=self.logprobs, echoes=self.echo)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -340,6 +363,7 @@ class TemplateFields(ApiRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: TemplateNames = Field(default_factory=dict)
+    reasoning_effort: ReasoningEffort | None = None
     tools: Tools = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -372,6 +396,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
@@ -390,21 +415,32 @@ class ChatRequest(TemplateFields, GenerationRequest):
 
     @property
     def asked_logprobs(self) -> AskedLogprobs:
-        return AskedLogprobs(self.top_logprobs if self.logprobs else None, self.prompt_logprobs, is_chat=True)
+        return replace(super().asked_logprobs, generated=self.top_logprobs if self.logprobs else None, is_chat=True)
 
     @property
-    def choice(self) -> ToolChoice:
-        """Which tools may or must be called."""
+    def choice(self) -> CallMode:
+        """Whether tools may or must be called."""
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return self.tool_choice.allowed_tools.mode
         return self.tool_choice or "auto"
 
     @property
+    def callable_names(self) -> list[str] | None:
+        """Of the offered tools those that may be called; None: all."""
+        if not isinstance(self.tool_choice, AllowedToolsChoice):
+            return None
+        return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+
+    @property
     def offered_tools(self) -> list[ToolDefinition]:
-        """Those that the model may call."""
+        """Those that the template writes: the model may call them, or some of them."""
         return [] if self.choice == "none" else self.tools
 
     def _grammar(self) -> Grammar | None:
         """That of a forced call, or what else the text has to follow."""
-        forced = call_grammar(self.tools, self.choice, is_parallel=self.parallel_tool_calls)
+        names = self.callable_names
+        tools = self.tools if names is None else named_tools(self.tools, names)
+        forced = call_grammar(tools, self.choice, is_parallel=self.parallel_tool_calls)
         return super()._grammar() if forced is None else forced
 
     @property

@@ -35,6 +35,7 @@ from cluster.serving.errors import ApiError, bad_request
 from cluster.serving.generation import RequestedText
 from cluster.serving.logprobs import TokenNames
 from cluster.serving.reasoning import ReasoningMarks
+from cluster.serving.reply_records import RecentRounds
 from cluster.serving.requests import (
     NO_TEXT,
     ChatRequest,
@@ -113,14 +114,13 @@ class ServedModel:
         client, report = self._client, self._client.report(spans=False)
         return MetricsPage(report, list(client.ready.values()), self._labels, self.histograms, self._has_alias).text()
 
-    def timeline(self) -> dict[str, Any]:
-        """The lanes of the latest rounds: their names, `spans` of (lane, name, start, end) in milliseconds from the
-        first, and of each name colour and meaning. Asks the coordinator, as `metrics`."""
+    def timeline(self) -> RecentRounds:
+        """The lanes of the latest rounds. Asks the coordinator, as `metrics`."""
         spans = last_rounds(self._client.report().spans, _ROUNDS_SHOWN)
         origin = spans[0][2] if spans else 0.0
         shown = [(lane, name, _ms(start - origin), _ms(end - origin)) for lane, name, start, end, _ in spans]
         names = {name: WORK[name] for _, name, *_ in shown if name in WORK}
-        return {"lanes": lanes_of(spans), "spans": shown, "names": names}
+        return RecentRounds(lanes_of(spans), shown, names)
 
     def check_name(self, name: str | None) -> None:
         if name not in (None, self.name):
@@ -181,16 +181,27 @@ class ServedModel:
             where = "chat_template.jinja or tokenizer_config.json"
             line = f"messages: {self.name} has no chat template ({where}); use /v1/completions"
             raise ApiError(400, line, param="messages", code="no_chat_template")
-        options = dict(fields.chat_template_kwargs)
-        if fields.offered_tools:
-            options["tools"] = [tool.for_template() for tool in fields.offered_tools]
         try:
+            options = self._template_names(self._template, fields)
+            if fields.offered_tools:
+                options["tools"] = [tool.for_template() for tool in fields.offered_tools]
             messages = [message.for_template() for message in fields.messages or ()]
             if fields.continue_final_message:
                 return self._template.render_open(messages, **options)
             return self._template.render(messages, add_generation_prompt=fields.add_generation_prompt, **options)
         except ValueError as error:
             raise bad_request(error) from error
+
+    @staticmethod
+    def _template_names(template: ChatTemplate, fields: TemplateFields) -> dict[str, Any]:
+        """The further names that the template gets: those of the request, and those that stand for its effort. Raises
+        ValueError, one line, if they contradict."""
+        names = dict(fields.chat_template_kwargs)
+        said = {} if fields.reasoning_effort is None else template.names_of_effort(fields.reasoning_effort)
+        for name, value in said.items():
+            if names.setdefault(name, value) != value:
+                raise ValueError(f"chat_template_kwargs: {name} contradicts reasoning_effort; leave one of them out")
+        return names
 
     def call_reader(self, request: ChatRequest) -> Callable[[], CallReader]:
         """Makes a reader of a reply's calls. The first takes seconds, because it loads transformers."""
@@ -204,7 +215,7 @@ class ServedModel:
             line = f"tools: {self.name} has no form of calls that this server knows; use tool_choice=required, or none"
             raise ApiError(400, line, param="tools", code="no_tools")
         tools = [tool.for_template() for tool in request.offered_tools]
-        return lambda: make(tools)
+        return lambda: make(tools, request.callable_names)
 
     def check_tokens(self, token_ids: Sequence[int], field: str) -> None:
         try:

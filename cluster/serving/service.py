@@ -26,7 +26,7 @@ class HttpService:
         self._limit = InFlightLimit(config.scheduler.max_num_seqs + server.max_waiting, server.max_queue_s)
         self._tracer = RequestTracer(server.traces_endpoint, self._model.name)
         self._api = Api(self._model, self._limit, self._tracer, server)
-        self.application = self._api.application(keys, int(server.max_body_mb * 2**20))
+        self.application = self._api.application(keys, int(server.max_body_mb * 2**20), server.cors_origins)
 
     @property
     def model_name(self) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from actors.protocol.grammar import Grammar
-from cluster.serving.fields import BodyPart
+from cluster.serving.fields import BodyPart, at_most
 from cluster.serving.grammars import json_grammar
 
 HERMES: dict[str, Any] = {
@@ -34,6 +34,7 @@ HERMES: dict[str, Any] = {
     },
 }
 """Hermes and Qwen: each call between these marks, anywhere in the text."""
+MOST_TOOLS = 1024
 _CALLS = "tool_calls"
 _UNREADABLE = (ValueError, KeyError, RecursionError)
 """What a `ResponseParser` raises for a text of another form; the last one for JSON that is nested without end."""
@@ -72,6 +73,21 @@ class NamedTool(BodyPart):
     function: NamedFunction
 
 
+class AllowedTools(BodyPart):
+    """Some of the tools, and whether one of them may or must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True), at_most(MOST_TOOLS)]
+
+
+class AllowedToolsChoice(BodyPart):
+    """A `tool_choice` that asks for some of the functions. The prompt has all of them, so that its beginning stays
+    known while the choice changes."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class CalledFunction(BodyPart):
     """What an earlier message called; `arguments` is JSON, or nothing where the function has none."""
 
@@ -98,17 +114,35 @@ class ToolCall(BodyPart):
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
-ToolChoice = Literal["auto", "none", "required"] | NamedTool
+def _kind_of_choice(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "AllowedToolsChoice" if kind == "allowed_tools" else "NamedTool"
 
 
-def call_grammar(tools: Sequence[ToolDefinition], choice: ToolChoice, *, is_parallel: bool) -> Grammar | None:
-    """What the text has to follow if a call is forced; None if none is. Raises ValueError, one line, if there is no
-    such tool."""
+CallMode = Literal["auto", "none", "required"] | NamedTool
+ToolChoice = (
+    Literal["auto", "none", "required"]
+    | Annotated[
+        Annotated[NamedTool, Tag("NamedTool")] | Annotated[AllowedToolsChoice, Tag("AllowedToolsChoice")],
+        Discriminator(_kind_of_choice),
+    ]
+)
+
+
+def named_tools(tools: Sequence[ToolDefinition], names: Collection[str]) -> list[ToolDefinition]:
+    """Those of these names, in the order of `tools`. Raises ValueError, one line, if there is none of one name."""
+    known = {tool.function.name for tool in tools}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"tool_choice: there is no tool {name!r:.80}")
+    return [tool for tool in tools if tool.function.name in names]
+
+
+def call_grammar(tools: Sequence[ToolDefinition], choice: CallMode, *, is_parallel: bool) -> Grammar | None:
+    """What the text has to follow if a call of one of the tools is forced; None if none is. Raises ValueError, one
+    line, if there is no such tool."""
     if isinstance(choice, NamedTool):
-        named = [tool.function for tool in tools if tool.function.name == choice.function.name]
-        if not named:
-            raise ValueError(f"tool_choice: there is no tool {choice.function.name!r:.80}")
-        return json_grammar(_parameters(named[0]))
+        return json_grammar(_parameters(named_tools(tools, [choice.function.name])[0].function))
     if choice != "required":
         return None
     if not tools:
@@ -215,10 +249,11 @@ class CallListReader:
 
 class JsonReplyReader:
     """Llama 3 and Mistral: a reply that begins with JSON, behind an optional mark, is a call or a list of calls as a
-    whole. It is sent in the end, as text if it is no call."""
+    whole. It is sent in the end, as text if it is no call, or one of a function that is not among `names`."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, names: Collection[str] | None = None) -> None:
         self._mark = mark
+        self._names = names
         self._held = ""
         self._is_text = False
 
@@ -236,7 +271,7 @@ class JsonReplyReader:
             found = json.loads(self._held.strip().removeprefix(self._mark))
         except (ValueError, RecursionError):
             found = []
-        calls = [_call_of(one) for one in (found if isinstance(found, list) else [found])]
+        calls = [_call_of(one, self._names) for one in (found if isinstance(found, list) else [found])]
         if calls and None not in calls:
             return [CallPart.begin(i, *call) for i, call in enumerate(calls) if call is not None]
         return [self._held] if self._held else []
@@ -244,11 +279,17 @@ class JsonReplyReader:
 
 class TemplateReader:
     """A text in the form that a `response_template` of transformers describes. White space around calls is no text, and
-    what is no call after all is."""
+    what is no call after all is, as one of a function that is not among `names`."""
 
-    def __init__(self, template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        template: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+        names: Collection[str] | None = None,
+    ) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
+        self._names = names
         self._make = lambda: ResponseParser(dict(template), prefix="", tools=[dict(tool) for tool in tools])
         self._begin()
 
@@ -312,7 +353,7 @@ class TemplateReader:
         return parts
 
     def _called(self, value: Any) -> list[Part]:
-        calls = [_call_of(one) for one in (value if isinstance(value, list) else [value])]
+        calls = [_call_of(one, self._names) for one in (value if isinstance(value, list) else [value])]
         if not calls or None in calls:
             return self._shown(self._region)
         parts: list[Part] = []
@@ -332,11 +373,13 @@ class TemplateReader:
         return [shown] if shown else []
 
 
-def _call_of(value: Any) -> tuple[str, str] | None:
-    """Name and arguments of a call in one of the forms that models write; None if it is none."""
+def _call_of(value: Any, names: Collection[str] | None) -> tuple[str, str] | None:
+    """Name and arguments of a call in one of the forms that models write; None if it is none, or not of `names`."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    if names is not None and value["name"] not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     return (value["name"], _as_json(arguments)) if isinstance(arguments, dict | str) else None
@@ -346,8 +389,8 @@ def _as_json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-MakeReader = Callable[[Sequence[Mapping[str, Any]]], CallReader]
-"""Makes the reader of one reply, for the tools of its request."""
+MakeReader = Callable[[Sequence[Mapping[str, Any]], Collection[str] | None], CallReader]
+"""Makes the reader of one reply, for the tools of its request and the names of those that may be called (None: any)."""
 
 
 def native_reader(chat_template: str, response_template: Mapping[str, Any] | None) -> MakeReader | None:
@@ -357,8 +400,8 @@ def native_reader(chat_template: str, response_template: Mapping[str, Any] | Non
         response_template = HERMES
     if response_template is not None:
         template = response_template
-        return lambda tools: TemplateReader(template, tools)
+        return lambda tools, names: TemplateReader(template, tools, names)
     for shown, mark in (("[TOOL_CALLS]", "[TOOL_CALLS]"), ("<|python_tag|>", "<|python_tag|>")):
         if shown in chat_template:
-            return lambda _, mark=mark: JsonReplyReader(mark)
+            return lambda _, names, mark=mark: JsonReplyReader(mark, names)
     return None

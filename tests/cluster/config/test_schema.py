@@ -100,7 +100,7 @@ PUBLIC_KEYS = {
     "sampling": "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
     "bad_words allowed_token_ids stop stop_token_ids min_tokens max_tokens ignore_eos seed no_repeat_ngram_size",
     "server": "host port model_name api_key api_key_file metrics_alias traces_endpoint max_body_mb max_waiting "
-    "max_queue_s timeout_s drain_s",
+    "max_queue_s timeout_s drain_s cors_origins",
     "job=serve": "name",
     "job=chat": "name system",
     "job=generate": "name prompts workload limit concurrency baseline resume trace",

@@ -50,10 +50,13 @@ class RunningServer:
     def client(self, key: str = KEY, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 60, **options})
 
-    def ask(self, path: str, body: object = None, *, key: str | None = KEY, **headers: str) -> tuple[int, Any, Any]:
+    def ask(
+        self, path: str, body: object = None, *, key: str | None = KEY, method: str | None = None, **headers: str
+    ) -> tuple[int, Any, Any]:
         """Status, headers and content of an answer, read as JSON if it is that."""
         content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, content, {"content-type": "application/json", **headers})
+        headers = {"content-type": "application/json", **headers}
+        request = urllib.request.Request(self.url + path, content, headers, method=method)
         if key is not None:
             request.add_header("authorization", f"Bearer {key}")
         try:

@@ -53,7 +53,7 @@ def test_a_body_without_its_content_type_is_refused_with_the_header(server: Runn
 def test_fields_for_the_books_of_others_change_nothing(server: RunningServer):
     body = {"prompt": "a", "max_tokens": 4, "temperature": 0}
     plain = server.ask(COMPLETIONS, body)[2]["choices"][0]["text"]
-    fields = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "metadata": {"a": "b"}}
+    fields = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "session_id": "i", "metadata": {"a": "b"}}
     status, _, reply = server.ask(COMPLETIONS, body | fields)
     assert (status, reply["choices"][0]["text"]) == (200, plain)
     for wrong in ({"metadata": {"a": 1}}, {"metadata": {str(i): "" for i in range(17)}}, {"user": 1}):
@@ -64,17 +64,22 @@ def test_fields_for_the_books_of_others_change_nothing(server: RunningServer):
     "field",
     [
         {"tools": [], "logprobs": None, "best_of": 1, "suffix": None, "x": None},
-        {"detokenize": True, "early_stopping": False, "length_penalty": 1.0, "return_tokens_as_token_ids": False},
+        {"detokenize": True, "early_stopping": False, "length_penalty": 1.0, "return_prompt_text": False},
+        {"verbosity": "medium", "prompt_cache_retention": "in_memory", "function_call": "none", "store": False},
+        {"stream": True, "stream_options": {"include_obfuscation": False}, "vllm_xargs": {}, "truncation_side": "left"},
     ],
 )
 def test_a_field_that_asks_for_nothing_is_none(server: RunningServer, field):
     assert server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1, **field})[0] == 200
     chat = {name: value for name, value in field.items() if name != "logprobs"} | {"echo": False}
     assert server.ask(CHAT, {"messages": MESSAGES, "max_tokens": 1, **chat})[0] == 200
-    wrong = {"length_penalty": 1.5, "early_stopping": True, "detokenize": False, "return_tokens_as_token_ids": True}
+    wrong = {"length_penalty": 1.5, "early_stopping": True, "detokenize": False, "return_prompt_text": True}
+    wrong |= {"verbosity": "low", "prompt_cache_retention": "24h", "store": True, "truncation_side": "right"}
     for name, value in wrong.items():
         status, error = refused(server, COMPLETIONS, {"prompt": "a", name: value})
         assert (status, error["param"]) == (400, name)
+    body = {"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": True}}
+    assert refused(server, COMPLETIONS, body)[1]["param"] == "stream_options.include_obfuscation"
 
 
 @pytest.mark.parametrize(
@@ -198,17 +203,22 @@ def test_what_is_read_may_be_asked_for_by_its_headers_alone(server: RunningServe
         connection.close()
 
 
-def test_the_list_of_models_may_end_with_a_slash(server: RunningServer):
-    assert server.ask("/v1/models/")[2] == server.ask("/v1/models")[2]
+def test_a_path_may_end_with_a_slash(server: RunningServer):
+    """A client that were sent elsewhere might leave its body behind."""
+    bodies = {COMPLETIONS: {"prompt": "a", "max_tokens": 2, "temperature": 0}, "/tokenize": {"prompt": "a"}}
+    for path, body in {**bodies, "/v1/models": None, "/v1/models/tiny-chat": None, "/version": None}.items():
+        (status, _, reply), (_, _, other) = server.ask(path + "/", body), server.ask(path, body)
+        assert (status, reply.get("choices"), {*reply}) == (200, other.get("choices"), {*other}), path
+    assert refused(server, COMPLETIONS + "//", {"prompt": "a"})[0] == 404
 
 
 @pytest.mark.parametrize("key", [None, "", "b key", "a ke", "a keys", "\xe9"])
 def test_every_route_but_health_asks_for_the_key(server: RunningServer, key):
-    for path in ("/v1/models", "/metrics", "/ready", "/openapi.json", "/nothing", "//health", "/health/"):
+    for path in ("/v1/models", "/v1/models/", "/metrics", "/ready", "/openapi.json", "/nothing", "//health", "//"):
         status, error = refused(server, path, None, key=key)
         assert (status, error["code"]) == (401, "invalid_api_key")
     assert refused(server, COMPLETIONS, {"prompt": "a"}, key=key)[0] == 401
-    assert server.ask("/health", key=key)[0] == 200
+    assert server.ask("/health", key=key)[0] == server.ask("/health/", key=key)[0] == 200
 
 
 def test_the_official_client_raises_its_own_errors(server: RunningServer):
@@ -266,6 +276,7 @@ def test_the_description_names_the_refusals_that_there_are(server: RunningServer
     assert open_ == {"/", "/health"} and document["security"] == [{"key": []}]
     described = document["paths"][COMPLETIONS]["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]
     for body in (b"{", {"prompt": "a", "n": 0}, {"prompt": "a", "model": "other"}):
-        jsonschema.validate(server.ask(COMPLETIONS, body)[2], described)
+        reply = server.ask(COMPLETIONS, body)[2]
+        jsonschema.validate(reply, {**described, "components": document["components"]})
     kinds = {path: document["paths"][path]["get"]["responses"]["200"].get("content") for path in ("/ready", "/metrics")}
     assert kinds["/ready"] is None and set(kinds["/metrics"]) == {"text/plain"}

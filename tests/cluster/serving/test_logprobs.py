@@ -44,6 +44,27 @@ def test_a_completion_lists_what_the_engine_says_of_each_token(client, server, s
             assert top[token] == value and len(top) in (3, 4) and [*top.values()] == sorted(top.values(), reverse=True)
 
 
+def test_tokens_are_listed_by_their_numbers_on_request(client):
+    """As vLLM names them; all else stays."""
+    body = {"temperature": 0, "max_tokens": 9, "extra_body": {"return_token_ids": True}}
+    by_id = {**body, "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True}}
+    completion = {"model": "tiny-chat", "prompt": PROMPT, "logprobs": 2}
+    (named,), (listed,) = (client.completions.create(**completion, **one).choices for one in (body, by_id))
+    assert listed.logprobs.tokens == [f"token_id:{token}" for token in listed.token_ids] != named.logprobs.tokens
+    assert listed.logprobs.text_offset == named.logprobs.text_offset
+    for top, other in zip(listed.logprobs.top_logprobs, named.logprobs.top_logprobs, strict=True):
+        assert len(top) >= len(other) and {name.partition(":")[0] for name in top} == {"token_id"}
+        assert {*top.values()} >= {*other.values()}
+    chat = {"model": "tiny-chat", "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+    (named,), (listed,) = (client.chat.completions.create(**chat, **one).choices for one in (body, by_id))
+    for token, one, other in zip(listed.token_ids, listed.logprobs.content, named.logprobs.content, strict=True):
+        assert one.token == f"token_id:{token}" and (one.bytes, one.logprob) == (other.bytes, other.logprob)
+        assert [top.bytes for top in one.top_logprobs] == [top.bytes for top in other.top_logprobs]
+    chunks = client.chat.completions.create(**chat, **by_id, stream=True)
+    parts = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
+    assert [one.token for part in parts for one in part.content] == [one.token for one in listed.logprobs.content]
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(("echo", "sampling"), list(in_turn([False, True], BODIES, times={False: 2, True: 2})))
 def test_the_chunks_of_a_completion_list_what_its_whole_reply_lists(client, sampling, echo):

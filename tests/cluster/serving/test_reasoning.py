@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 
 from actors.grammars.compiler import GrammarCompiler
 from actors.protocol.grammar import Grammar
+from cluster.serving.chat_template import ChatTemplate
 from cluster.serving.message_parts import PartReader
 from cluster.serving.reasoning import CLOSE, OPEN, Beginning, ReasoningMarks, ReasoningReader
 from cluster.serving.tools import HERMES, TemplateReader
@@ -183,6 +185,20 @@ def test_a_reply_has_reasoning_and_content_streamed_or_not_with_drafts_or_not(cl
     assert plain.message == choice.message
 
 
+@pytest.mark.extended
+def test_reasoning_is_left_out_on_request(client):
+    """And counts as it did."""
+    body = {**BODY, "seed": 1, "extra_body": {"chat_template_kwargs": {"thinks": True}}}
+    whole = client.chat.completions.create(**body)
+    body["extra_body"] = body["extra_body"] | {"include_reasoning": False}
+    silent = client.chat.completions.create(**body)
+    (choice,), (said,) = whole.choices, silent.choices
+    assert choice.message.reasoning and not hasattr(said.message, "reasoning")
+    assert silent.usage.completion_tokens == whole.usage.completion_tokens
+    assert (said.message.content, said.finish_reason) == (choice.message.content, choice.finish_reason)
+    assert streamed(client, **body) == ("", said.message.content, [], said.finish_reason)
+
+
 def test_a_block_that_the_template_closed_leaves_an_answer_alone(client):
     body = {**BODY, "logit_bias": {}, "seed": 1, "extra_body": {"chat_template_kwargs": {"thinks": False}}}
     (choice,) = client.chat.completions.create(**{**body, "max_tokens": 20}).choices
@@ -219,3 +235,60 @@ def test_the_template_is_given_the_reasoning_of_earlier_messages(server: Running
     wrong = {"role": "user", "content": "b", "reasoning": "a"}
     status, _, body = server.ask("/v1/chat/completions", {"messages": [wrong]})
     assert (status, body["error"]["message"]) == (400, "messages.0: reasoning: is written by the role assistant alone")
+
+
+# --- effort -----------------------------------------------------------------------------------------------------------
+
+READS = {
+    "degrees": "{% set e = reasoning_effort or 'medium' %}{{ e }}",
+    "switch": "{% if enable_thinking is defined and not enable_thinking %}off{% else %}on{% endif %}",
+    "both": "{{ reasoning_effort }}{% for m in messages %}{{ thinking }}{% endfor %}",
+    "neither": "{% set reasoning_effort = 'high' %}{{ reasoning_effort }}{{ messages[0].enable_thinking }}",
+}
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def test_an_effort_is_what_the_template_reads_of_it():
+    found = {}
+    for kind, source in READS.items():
+        template = ChatTemplate(source, {})
+        for effort in EFFORTS:
+            with contextlib.suppress(ValueError):
+                found[kind, effort] = template.names_of_effort(effort)
+    named = {effort: {"reasoning_effort": effort} for effort in EFFORTS}
+    assert {effort: found["degrees", effort] for effort in EFFORTS} == named
+    assert {effort: found["both", effort] for effort in EFFORTS} == {
+        effort: {**names, "thinking": effort != "none"} for effort, names in named.items()
+    }
+    left = {key: names for key, names in found.items() if key[0] in ("switch", "neither")}
+    assert left == {("switch", "none"): {"enable_thinking": False}}
+    for kind, line in (("switch", "turns reasoning on or off"), ("neither", "does not read it; leave it out")):
+        with pytest.raises(ValueError, match=f"^reasoning_effort: the checkpoint's chat template {line}"):
+            ChatTemplate(READS[kind], {}).names_of_effort("low")
+
+
+def test_the_template_is_given_the_effort(server: RunningServer, monkeypatch):
+    """Of a chat and of one that is tokenised alone; what would be ignored is refused."""
+    fields: dict[str, Any] = {"messages": BODY["messages"], "reasoning_effort": "none"}
+
+    def written(kind, **more):
+        monkeypatch.setattr(server.service._model, "_template", ChatTemplate(READS[kind] + "x", {}))
+        status, _, reply = server.ask("/tokenize", {**fields, **more})
+        chat = server.ask("/v1/chat/completions", {**fields, **more, "max_tokens": 1})
+        assert chat[0] == status
+        if status != 200:
+            assert chat[2]["error"] == reply["error"]
+            return status, reply["error"]["param"]
+        assert chat[2]["usage"]["prompt_tokens"] == reply["count"]
+        return server.engine.tokenizer.decode(reply["tokens"])
+
+    assert written("degrees") == "nonex" and written("degrees", reasoning_effort="low") == "lowx"
+    assert written("switch") == "offx" and written("both", reasoning_effort="max") == "maxTruex"
+    assert written("switch", reasoning_effort=None) == "onx"
+    for kind, effort in (("neither", "none"), ("neither", "high"), ("switch", "high")):
+        assert written(kind, reasoning_effort=effort) == (400, "reasoning_effort")
+    for wrong in ("", "lots", 1, ["low"]):
+        assert written("degrees", reasoning_effort=wrong) == (400, "reasoning_effort")
+    same, other = ({"chat_template_kwargs": {"reasoning_effort": one}} for one in ("none", "low"))
+    assert written("degrees", **same) == "nonex" and written("degrees", **other) == (400, "chat_template_kwargs")
+    assert written("switch", chat_template_kwargs={"enable_thinking": True}) == (400, "chat_template_kwargs")

@@ -96,6 +96,29 @@ def test_a_required_call_is_one_of_the_tools_with_valid_arguments(client, seed):
     assert whole_of(plain.choices[0]) == (content, calls, reason)
 
 
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("name", list(in_turn(["weather", "now"], times={"weather": 0})))
+def test_only_allowed_tools_are_called(client, name):
+    """With drafts or not, streamed or not."""
+    called, others = set(), set()
+    for seed in range(6):
+        body = {**BODY, "seed": seed, "max_tokens": 60}
+        body |= {"parallel_tool_calls": False, "tool_choice": allowed("required", name)}
+        (choice,) = client.chat.completions.create(**body).choices
+        _, calls, _ = whole_of(choice)
+        called |= {one for one, _ in calls}
+        assert joined(client.chat.completions.create(**body, stream=True)) == whole_of(choice)
+        plain = client.chat.completions.create(**body, extra_body={"speculative": {"enabled": False}})
+        assert whole_of(plain.choices[0]) == whole_of(choice)
+        free = client.chat.completions.create(**{**body, "tool_choice": "required"})
+        others |= {one for one, _ in whole_of(free.choices[0])[1]}
+    assert called == {name} and others != {name}
+
+
 @pytest.mark.extended
 def test_a_named_function_is_called_with_the_text_as_its_arguments(client):
     (choice,) = client.chat.completions.create(**BODY, tool_choice=NAMED).choices
@@ -123,6 +146,21 @@ CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": 
         ({"tool_choice": "required"}, "tool_choice: required needs tools"),
         ({"tool_choice": NAMED}, "tool_choice: there is no tool 'weather'"),
         ({"tools": [TOOLS[0], TOOLS[0]], "tool_choice": "required"}, "tools: have two functions of one name"),
+        ({"tools": TOOLS, "tool_choice": allowed("required", "now", "sun")}, "tool_choice: there is no tool 'sun'"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "sun")}, "tool_choice: there is no tool 'sun'"),
+        ({"tool_choice": allowed("auto", "now")}, "tool_choice: there is no tool 'now'"),
+        (
+            {"tools": TOOLS, "tool_choice": allowed("auto")},
+            "tool_choice.allowed_tools.tools: list should have",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": allowed("auto", *["now"] * 1025)},
+            "tool_choice.allowed_tools.tools: has 1025 entries; give at most 1024",
+        ),
+        ({"tools": TOOLS, "tool_choice": allowed("none", "now")}, "tool_choice.allowed_tools.mode: input should be"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools: field required"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type: input should be 'function'"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "now")}, "tools: tiny-chat has no form of calls"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, r"tools\.0\.function\.name: "),
         (
             {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
@@ -180,6 +218,12 @@ def test_the_template_reads_tools_calls_and_their_results(chat_checkpoint, half_
         text = running.engine.tokenizer.decode(body["tokens"])
         said = '{"type": "function", "function": {"name": "now"}}\n[user]hi\n'
         assert text == f"{said}[assistant]<tool_call>weather=2</tool_call>\n[tool]wet7\n"
+        some = {"messages": messages, "tools": TOOLS, "max_tokens": 1}
+        counts = [
+            client.chat.completions.create(**some, model="hermes", tool_choice=choice).usage.prompt_tokens
+            for choice in ("auto", allowed("auto", "now"), allowed("required", "now"))
+        ]
+        assert len({*counts}) == 1, "what is allowed does not change the prompt"
         own = {**BODY, "model": "hermes", "max_tokens": 40}
         (choice,) = client.chat.completions.create(**own).choices
         assert whole_of(choice)[1] == [] and choice.message.content
@@ -241,6 +285,20 @@ CASES = [
     pytest.param(lambda: TemplateReader(OWN, []), 'a <<{"name": "f", "arguments": "x"}>>', "a", [("f", "x")]),
     pytest.param(lambda: TemplateReader(OWN, []), "a <<{bad", "a {bad", []),
     pytest.param(lambda: TemplateReader(OWN, []), 'a <<{"name": "f"}>> b <<bad>> c', "a b bad> c", [("f", "{}")]),
+    pytest.param(lambda: TemplateReader(HERMES, [], ["now"]), LATER + "a" + LATER, "a", [("now", "{}")] * 2),
+    pytest.param(
+        lambda: TemplateReader(HERMES, [], ["now"]),
+        'a <tool_call>{"name": "sun", "arguments": {}}</tool_call> b',
+        'a {"name": "sun", "arguments": {}} b',
+        [],
+    ),
+    pytest.param(
+        lambda: JsonReplyReader("[TOOL_CALLS]", ["a"]),
+        '[{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]',
+        '[{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]',
+        [],
+    ),
+    pytest.param(lambda: JsonReplyReader("[TOOL_CALLS]", ["a"]), '{"name": "a"}', "", [("a", "{}")]),
     pytest.param(CallListReader, LIST, "", [("weather", '{"city": "}]", "days": 2}'), ("now", "{}")]),
     pytest.param(CallListReader, LIST[:-9], "", [("weather", '{"city": "}]", "days": 2}')]),
     pytest.param(lambda: ArgumentsReader("f"), ARGUMENTS, "", [("f", ARGUMENTS)]),
@@ -300,7 +358,7 @@ def test_calls_are_the_same_at_every_cut(make, text, content, calls):
 def test_the_form_of_a_checkpoint_is_that_of_its_tokenizer_or_of_a_family():
     def kind(chat_template, response_template=None):
         make = native_reader(chat_template, response_template)
-        return make and type(make([]))
+        return make and type(make([], None))
 
     assert kind("... <tool_call> ...") is kind("", OWN) is TemplateReader
     assert kind("[TOOL_CALLS]") is kind("<|python_tag|>") is JsonReplyReader

@@ -1,0 +1,213 @@
+"""The records that the server sends, whole or in the chunks of a stream, under OpenAI's names and vLLM's.
+
+Beside OpenAI's fields, a choice has the `seed` that gives it again, and vLLM's `stop_reason` at its end; a reply has
+`metrics`, as vLLM's. A field that may be absent is UNSET then; all others are always there. The description of the API
+is made from these records. It must not know how tokens came about.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from cluster.observability.report import RequestMetrics
+from cluster.serving.logprobs import ChatLogprobs, PromptToken, TextLogprobs
+
+PromptLogprobs = list[dict[str, PromptToken] | None]
+"""vLLM's `prompt_logprobs`, by token ids; null for the first token."""
+
+
+class CompletionDetails(Struct):
+    """What became of a prediction's tokens, in all choices together."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class PromptDetails(Struct):
+    """How many tokens of the prompt the target had read before."""
+
+    cached_tokens: int
+
+
+class TokenUsage(Struct):
+    """`usage` of a reply; the details are known at its end."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    prompt_tokens_details: PromptDetails | UnsetType = UNSET
+
+
+class ReplyMetrics(Struct):
+    """How speculation went, in vLLM's words."""
+
+    speculative_decoding: RequestMetrics
+
+
+class TokenSource(Struct):
+    """The text of a token, and who proposed it: the drafter or the target. `level` is the name of the drafter where
+    there are several, or of a cascade's level, or `grammar`."""
+
+    text: str
+    by: Literal["drafter", "target"]
+    level: str | UnsetType = UNSET
+
+
+class ReplyChoice(Struct, kw_only=True):
+    """What choices of completions and of chats have in common, whole or in a chunk."""
+
+    finish_reason: str | None = None
+    seed: int | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class TextChoice(ReplyChoice):
+    """A choice of a completion, or what it gained in a chunk."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    proposers: list[TokenSource] | UnsetType = UNSET
+
+
+class FunctionDelta(Struct):
+    """What a called function gained; its name comes first."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(Struct):
+    """What a call gained in a chunk; in a message, a whole call."""
+
+    index: int | UnsetType
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class AssistantMessage(Struct):
+    """The answer in a chat."""
+
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class MessageDelta(Struct):
+    """What it gained in a chunk."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class MessageChoice(ReplyChoice):
+    """A choice of a chat."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class DeltaChoice(ReplyChoice):
+    """A choice of a chat in a chunk."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None = None
+    proposers: list[TokenSource] | UnsetType = UNSET
+
+
+class ApiReply(Struct, kw_only=True):
+    """A reply, or a chunk of a stream. `usage` is null or absent in chunks that have none, as OpenAI's."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: TokenUsage | UnsetType | None = UNSET
+    metrics: ReplyMetrics | UnsetType | None = UNSET
+
+
+class CompletionReply(ApiReply, kw_only=True):
+    """A completion, or a chunk of one."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[TextChoice]
+
+
+class ChatReply(ApiReply, kw_only=True):
+    """An answer in a chat."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[MessageChoice]
+    usage: TokenUsage
+    metrics: ReplyMetrics | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(ApiReply, kw_only=True):
+    """A chunk of one."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[DeltaChoice]
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ModelEntry(Struct):
+    """The model that is served. `max_model_len` counts tokens, `created` seconds since 1970."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "specdec"
+
+
+class ModelList(Struct):
+    """`/v1/models`."""
+
+    data: list[ModelEntry]
+    object: Literal["list"] = "list"
+
+
+class TokenizeReply(Struct):
+    """`/tokenize`. `token_strs` are entries of the vocabulary."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(Struct):
+    """`/detokenize`."""
+
+    prompt: str
+
+
+class VersionReply(Struct):
+    """`/version`; null where the engine runs without being installed."""
+
+    version: str | None
+
+
+class RecentRounds(Struct):
+    """`/timeline`: `spans` of (lane, name, start, end) in milliseconds from the first one; of each name its colour and
+    meaning."""
+
+    lanes: list[str]
+    spans: list[tuple[str, str, float, float]]
+    names: dict[str, tuple[str, str]]
