@@ -131,7 +131,8 @@ class Policy:
         return False
 
     def scored_length(self, remaining: int) -> int:
-        """Tokens of a draft that no pass verifies, for a request that may get `remaining` more."""
+        """Tokens of a draft that no pass verifies, for a request that may get `remaining` more: as many as could be of
+        use. The target adds one token of its own after the path, so the last one is never worth drafting."""
         return max(0, min(self.longest_draft, remaining - 1))
 
     def begin_scoring(self) -> None:
@@ -143,8 +144,7 @@ class Policy:
 
     def draft_length(self, request_id: int, remaining: int) -> int:  # noqa: ARG002 (a policy may tell requests apart)
         """Draft tokens to order for a request that may get `remaining` more tokens; 0 for none."""
-        # The target adds one token of its own after the path, so the last one is never worth drafting.
-        return max(0, min(self.longest_draft, remaining - 1))
+        return self.scored_length(remaining)
 
     def num_orders(self, num_running: int) -> int:
         """Requests to order drafts for at a time."""
@@ -292,10 +292,8 @@ class AdaptivePolicy(Policy):
     def draft_length(self, request_id: int, remaining: int) -> int:
         if self.weighs_waiting and not self._decision.choice.drafts:
             return 0
-        length = self._lengths.of(request_id)
-        if self._longest_only and length:
-            length = self.longest_draft
-        return max(0, min(self.longest_draft, remaining - 1, length))
+        length, most = self._lengths.of(request_id), self.scored_length(remaining)
+        return most if self._longest_only and length else min(most, length)
 
     def num_followed(self, num_requests: int) -> int:
         """Requests whose texts the drafter should have read: all, those of a trial, or none."""
