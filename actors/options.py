@@ -19,7 +19,7 @@ CHECKPOINT = "give a directory with a Hugging Face checkpoint, or a hub id"
 MAX_RANKS = 1024
 """Ranks of a role: more are refused before a layout of them is computed."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEIGHTS = ("auto", "packed", "bfloat16", "int8")
+WEIGHTS = ("auto", "packed", "bfloat16", "int8", "w8a8")
 DEVICES = ("auto", "cpu", "cuda")
 KV_DTYPES = ("auto", "fp8")
 NUMERICS = ("fast", "invariant")
@@ -78,9 +78,10 @@ class TargetConfig(Section):
     the bytes and multiplies by the processor's own dot products where it has them."""
     weights: Annotated[str, OneOf(WEIGHTS)] = "auto"
     """How matrices are stored: fewer bytes are read faster. CPU: bfloat16 or int8 (a factor for every output) beside
-    float32 activations; the output is that of the rounded model. CUDA: packed, the codes of a quantised checkpoint,
-    which a kernel of ours multiplies by, or bfloat16, to dequantise them at the start. auto: packed if the checkpoint
-    is quantised, on CUDA; bfloat16 if its matrices are, on a CPU, which rounds nothing; else `dtype`."""
+    float32 activations; w8a8: int8 for rows that are rounded to int8 too, each by its largest number, beside float32 or
+    bfloat16; the output is that of the rounded model. CUDA: packed, the codes of a quantised checkpoint, which a kernel
+    of ours multiplies by, or bfloat16, to dequantise them at the start. auto: packed if the checkpoint is quantised, on
+    CUDA; bfloat16 if its matrices are, on a CPU, which rounds nothing; else `dtype`; never w8a8."""
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
     attention: Annotated[str, OneOf(ATTENTION)] = "auto"
@@ -141,7 +142,10 @@ def check_weights(where: str, weights: str, dtype: str, device: str) -> None:
     """ValueError if weights are to be stored in a type that cannot be multiplied by there."""
     is_possible = weights in ("auto", "packed", dtype) or (device != "cuda" and dtype in ("auto", "float32"))
     is_possible |= weights == "bfloat16" and device == "cuda" and dtype == "auto"
-    remedy = f"needs {where}.device=cpu and {where}.dtype=float32; set them or drop it"
+    types = "float32 or bfloat16" if weights == "w8a8" else "float32"
+    if weights == "w8a8":
+        is_possible = device != "cuda" and dtype != "float16"
+    remedy = f"needs {where}.device=cpu and {where}.dtype={types}; set them or drop it"
     require(is_possible, f"{where}.weights", weights, remedy)
 
 

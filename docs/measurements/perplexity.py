@@ -20,13 +20,16 @@ from cluster import pocket
 from cluster.io.text import load_tokenizer
 from cluster.tools.training.corpus import HELD_OUT
 from parallel.kv.pass_plan import Span
+from parallel.model.layers.weight import Stored
 from parallel.runtime.runner import open_model
 
 WINDOW = 512
 TYPES = {
     "float32": (torch.float32, None),
     "float32, int8 weights": (torch.float32, torch.int8),
+    "float32, w8a8": (torch.float32, "w8a8"),
     "bfloat16": (torch.bfloat16, None),
+    "bfloat16, w8a8": (torch.bfloat16, "w8a8"),
 }
 
 
@@ -42,7 +45,7 @@ def held_out_windows(num_tokens: int) -> Tensor:
 
 
 @torch.inference_mode()
-def measure(path: Path, windows: Tensor, dtype: torch.dtype, weights: torch.dtype | None) -> tuple[float, Tensor]:
+def measure(path: Path, windows: Tensor, dtype: torch.dtype, weights: Stored | None) -> tuple[float, Tensor]:
     """Mean loss in nats a token, and the likeliest token of every place."""
     runner = open_model(path, dtype=dtype, weights=weights, num_slots=WINDOW)
     loss, likeliest = 0.0, []

@@ -1,5 +1,5 @@
 // Products of rows with a matrix that lies in panels of 16 outputs, [panel][step][16]: the order in which it is read. A
-// step is an input, or two of them where rows and matrix are bfloat16.
+// step is an input, two of them where rows and matrix are bfloat16, or four where both are rounded to integers of a byte.
 //
 // A tile is the products of up to ROWS rows with up to PANELS panels: an accumulator for every output and row, to which
 // the steps are added in order. Weights come from memory once, as up to four sequential streams; where rows make more
@@ -8,6 +8,8 @@
 // and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008.
 
 #include <cmath>
+#include <memory>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -23,38 +25,55 @@ constexpr int WORTH_WIDENING = 4 * ROWS;    // rows from which a block is turned
 constexpr int AHEAD = 1024;                 // bytes from a read to its prefetch
 constexpr int64_t WORTH_THREADS = 1 << 15;  // multiplications; fewer take less time than to wake a thread
 
-// What a matrix that is stored so is multiplied by: rows of `Number`s, taken a `Step` at a time.
+// What a matrix that is stored so is multiplied by, `INPUTS` of a row at a time, and what the products add up to.
 template <class Stored>
 struct Given {
-    using Number = float;
     using Step = float;
+    using Sum = float;
+    static constexpr int INPUTS = 1;
 };
 template <>
 struct Given<Pair> {
-    using Number = Bfloat;
     using Step = Pair;
+    using Sum = float;
+    static constexpr int INPUTS = 2;
+};
+template <>
+struct Given<Quad> {
+    using Step = Quad;
+    using Sum = uint32_t;
+    static constexpr int INPUTS = 4;
 };
 
-template <class Stored>
+// Of a row that was rounded to codes: what they are multiples of, and what is too much in every sum of its products.
+struct Rounding {
+    float factor;
+    uint32_t excess;
+};
+
+// Rows, bias and results are `Number`s.
+template <class Stored, class Number>
 struct Job {
     const typename Given<Stored>::Step *x;
+    const Rounding *roundings;  // of the rows; null where they are not rounded
     const float *scales;
-    const typename Given<Stored>::Number *bias;
+    const Number *bias;
     void *out;
     int64_t num_rows, steps, outputs;
-    bool is_gated, is_wide;  // wide: the results are floats, else of the type of x
+    bool is_gated, is_wide;  // wide: the results are floats
 };
 
 // results[row][column] of `Rows` rows of x and `Panels` panels, `stride` steps apart; added to them, or in their place.
 // At every step one line of each panel is asked for, `ask` bytes from the panel's first step at the first one, and `rate`
 // bytes further on at each step.
-template <class Stored, int Panels, int Rows, class Step>
+template <class Stored, int Panels, int Rows, class Step, class Sum>
 void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t x_stride, int64_t steps, bool is_added,
-                   float *results, int64_t ask, int64_t rate) {
-    Floats total[Rows][Panels * VECTORS];
+                   Sum *results, int64_t ask, int64_t rate) {
+    using Sums = decltype(load(results));
+    Sums total[Rows][Panels * VECTORS];
     for (int r = 0; r < Rows; r++)
         for (int n = 0; n < Panels * VECTORS; n++)
-            total[r][n] = is_added ? load(results + r * COLUMNS + n * WIDTH) : Floats{};
+            total[r][n] = is_added ? load(results + r * COLUMNS + n * WIDTH) : Sums{};
     const auto add = [&](int64_t i) __attribute__((always_inline)) {
         decltype(load(panels)) weights[Panels * VECTORS];
         for (int p = 0; p < Panels; p++)
@@ -88,9 +107,9 @@ void multiply_tile_of(int64_t rows, const Rest &...rest) {
 
 // The same for any number of rows, in tiles of nearly equal height. One tile waits for memory from its first step on;
 // where there are more, each asks for its share of the block `next`, so that reading and multiplying overlap.
-template <class Stored, int Panels, class Step>
+template <class Stored, int Panels, class Step, class Sum>
 void multiply_tiles(const Stored *panels, int64_t stride, const Step *x, int64_t x_stride, int64_t steps, bool is_added,
-                    float *results, int64_t rows, const Stored *next) {
+                    Sum *results, int64_t rows, const Stored *next) {
     constexpr int64_t STEP = PANEL * sizeof(Stored);
     const int64_t tiles = (rows + ROWS - 1) / ROWS;
     const int64_t distance = reinterpret_cast<const char *>(next) - reinterpret_cast<const char *>(panels);
@@ -103,9 +122,10 @@ void multiply_tiles(const Stored *panels, int64_t stride, const Step *x, int64_t
 }
 
 // results[row][column] of a chunk of rows, scaled, with the bias. The panels from the column `after` on are read next.
-template <class Stored, int Panels>
-void multiply_chunk(const Job<Stored> &job, const Stored *matrix, int64_t column, int64_t after, int64_t row,
+template <class Stored, int Panels, class Number>
+void multiply_chunk(const Job<Stored, Number> &job, const Stored *matrix, int64_t column, int64_t after, int64_t row,
                     int64_t rows, float *results) {
+    auto *sums = reinterpret_cast<typename Given<Stored>::Sum *>(results);
     const Stored *panels = matrix + column * job.steps;
     const auto *x = job.x + row * job.steps;
     const int64_t length = rows <= ROWS ? job.steps : BLOCK;
@@ -122,12 +142,17 @@ void multiply_chunk(const Job<Stored> &job, const Stored *matrix, int64_t column
                 continue;
             }
         }
-        multiply_tiles<Stored, Panels>(panels + i * PANEL, job.steps, x + i, job.steps, steps, i > 0, results, rows,
-                                       next);
+        multiply_tiles<Stored, Panels>(panels + i * PANEL, job.steps, x + i, job.steps, steps, i > 0, sums, rows, next);
     }
     const int64_t valid = job.outputs - column < Panels * PANEL ? job.outputs - column : Panels * PANEL;
     for (int64_t r = 0; r < rows; r++) {
         float *result = results + r * COLUMNS;
+        if constexpr (std::is_same_v<Stored, Quad>)
+            for (int64_t n = 0; n < Panels * PANEL; n += WIDTH) {
+                const Rounding &rounding = job.roundings[row + r];
+                const Integers sum = (Integers)(load(sums + r * COLUMNS + n) - rounding.excess);
+                store(result + n, __builtin_convertvector(sum, Floats) * rounding.factor);
+            }
         if (job.scales)
             for (int64_t n = 0; n < valid; n++) result[n] *= job.scales[column + n];
         if (job.bias)
@@ -136,8 +161,8 @@ void multiply_chunk(const Job<Stored> &job, const Stored *matrix, int64_t column
 }
 
 // All rows with `Panels` panels of the result, which has `columns`, from the column `first` on
-template <class Stored, int Panels>
-void multiply_panels(const Job<Stored> &job, const Stored *matrix, int64_t first, int64_t columns) {
+template <class Stored, int Panels, class Number>
+void multiply_panels(const Job<Stored, Number> &job, const Stored *matrix, int64_t first, int64_t columns) {
     const int64_t valid = columns - first < Panels * PANEL ? columns - first : Panels * PANEL;
     for (int64_t row = 0; row < job.num_rows; row += CHUNK) {
         const int64_t rows = job.num_rows - row < CHUNK ? job.num_rows - row : CHUNK;
@@ -154,12 +179,12 @@ void multiply_panels(const Job<Stored> &job, const Stored *matrix, int64_t first
                 }
         };
         if (job.is_wide) put(static_cast<float *>(job.out));
-        else put(static_cast<typename Given<Stored>::Number *>(job.out));
+        else put(static_cast<Number *>(job.out));
     }
 }
 
-template <class Stored>
-void multiply(const Job<Stored> &job, const Stored *matrix) {
+template <class Stored, class Number>
+void multiply(const Job<Stored, Number> &job, const Stored *matrix) {
     const int64_t columns = job.is_gated ? job.outputs / 2 : job.outputs;
     const bool is_large = job.num_rows * job.steps * job.outputs >= WORTH_THREADS;
     share_out((columns + PANEL - 1) / PANEL, is_large, [&](int64_t panel, int64_t last) {
@@ -171,6 +196,67 @@ void multiply(const Job<Stored> &job, const Stored *matrix) {
     });
 }
 
+// Of a row's numbers without their signs; NaN if there is one.
+template <class Number>
+float largest_size(const Number *x, int64_t inputs) {
+    Words most = {};
+    for (int64_t i = 0; i < inputs; i += WIDTH) {
+        const Words size = (Words)load_some(x + i, inputs - i) & 0x7fffffffu;
+        most = size > most ? size : most;
+    }
+    uint32_t bits = 0;
+    for (int lane = 0; lane < WIDTH; lane++) bits = most[lane] > bits ? most[lane] : bits;
+    float largest;
+    std::memcpy(&largest, &bits, sizeof(largest));
+    return largest;
+}
+
+// A row is rounded to multiples of its largest / 127, to the nearest one, of two equally near ones to the even one. What
+// is not finite makes a factor that is not.
+// `largest` is that of the row, which may be longer; null if it is to be found.
+template <class Number>
+Rounding round_row(const Number *x, int64_t inputs, const float *largest_of_row, Quad *row) {
+    constexpr float LARGEST_CODE = 127, SMALLEST = 1e-30f, SHIFT = 12582912.0f;  // 1.5 * 2^23: the unit is the last bit
+    float largest = largest_of_row ? *largest_of_row : largest_size(x, inputs);
+    if (largest < SMALLEST) largest = SMALLEST;
+    const float steps_of_one = LARGEST_CODE / largest;
+    uint8_t *codes = row->codes;
+    const int64_t room = (inputs + 3) / 4 * 4;
+    Words sum = {};
+    for (int64_t i = 0; i < inputs; i += WIDTH) {
+        const Words code = (Words)(load_some(x + i, inputs - i) * steps_of_one + SHIFT) - (Words)in_every_lane(SHIFT);
+        sum += code;
+        uint8_t some[WIDTH];
+        store_bytes(room - i < WIDTH ? some : codes + i, code);
+        if (room - i < WIDTH) std::memcpy(codes + i, some, room - i);
+    }
+    uint32_t total = 0;
+    for (int lane = 0; lane < WIDTH; lane++) total += sum[lane];
+    return {largest / LARGEST_CODE, total * OFFSET_LEFT};
+}
+
+// The product of rows of `inputs` numbers each, which are rounded beforehand, once for all outputs.
+template <class Number>
+void multiply_rounded(Job<Quad, Number> job, const Number *x, int64_t inputs, const float *largest, const Quad *matrix) {
+    const std::unique_ptr<Quad[]> codes(new Quad[job.num_rows * job.steps]);
+    const std::unique_ptr<Rounding[]> roundings(new Rounding[job.num_rows]);
+    share_out(job.num_rows, job.num_rows * inputs >= WORTH_THREADS, [&](int64_t row, int64_t last) {
+        for (; row < last; row++)
+            roundings[row] = round_row(x + row * inputs, inputs, largest ? largest + row : nullptr, &codes[row * job.steps]);
+    });
+    job.x = codes.get(), job.roundings = roundings.get();
+    multiply(job, matrix);
+}
+
+template <class Stored>
+inline Stored with_offset(Stored value) {
+    return value;
+}
+inline Quad with_offset(Quad value) {
+    for (uint8_t &code : value.codes) code += OFFSET;
+    return value;
+}
+
 template <class Stored>
 void fill_panels(const Stored *matrix, Stored *panels, int64_t steps, int64_t outputs) {
     share_out((outputs + PANEL - 1) / PANEL, true, [&](int64_t panel, int64_t last) {
@@ -179,65 +265,76 @@ void fill_panels(const Stored *matrix, Stored *panels, int64_t steps, int64_t ou
             Stored *to = panels + first * steps;
             for (int64_t i = 0; i < steps; i++)
                 for (int64_t n = 0; n < PANEL; n++)
-                    to[i * PANEL + n] = n < valid ? matrix[(first + n) * steps + i] : Stored{};
+                    to[i * PANEL + n] = n < valid ? with_offset(matrix[(first + n) * steps + i]) : Stored{};
         }
     });
 }
 
-template <class Stored>
-inline float scaled(Stored value, float scale) {
-    return as_float(value) * scale;
-}
-inline Pair scaled(Pair value, float scale) {  // 1, or NaN
-    const Bfloat none = {0x7fc0};
-    return scale == scale ? value : Pair{none, none};
+template <class Stored, class Number>
+inline void put_scaled(Number *out, Stored value, float scale) {
+    if constexpr (std::is_same_v<Stored, Pair>) {  // by 1, or NaN
+        const Bfloat none = {0x7fc0};
+        out[0] = scale == scale ? value.first : none;
+        out[1] = scale == scale ? value.second : none;
+    } else if constexpr (std::is_same_v<Stored, Quad>) {
+        for (int k = 0; k < 4; k++)
+            store_some(out + k, in_every_lane(as_float(static_cast<int8_t>(value.codes[k] - OFFSET)) * scale), 1);
+    } else {
+        *out = as_float(value) * scale;
+    }
 }
 
-template <class Stored>
-void gather(const Stored *panels, const float *scales, const int64_t *ids, typename Given<Stored>::Step *out,
-            int64_t count, int64_t steps, int64_t outputs) {
+template <class Stored, class Number>
+void gather(const Stored *panels, const float *scales, const int64_t *ids, Number *out, int64_t count, int64_t steps,
+            int64_t outputs) {
     for (int64_t k = 0; k < count; k++) {
         const int64_t id = ids[k];
         const bool is_known = 0 <= id && id < outputs;
         const Stored *from = panels + (is_known ? id / PANEL * PANEL * steps + id % PANEL : 0);
         const float scale = !is_known ? NAN : scales ? scales[id] : 1.0f;
-        for (int64_t i = 0; i < steps; i++) out[k * steps + i] = scaled(from[i * PANEL], scale);
+        for (int64_t i = 0; i < steps; i++)
+            put_scaled(out + (k * steps + i) * Given<Stored>::INPUTS, from[i * PANEL], scale);
     }
 }
 
-// Calls body(matrix, steps) with the matrix as it is stored.
+// Calls body(matrix, steps, number) with the matrix as it is stored and any number of the type of rows.
 template <class Body>
 void with_type(int stored, const void *matrix, int64_t inputs, Body body) {
-    if (stored == 0) body(static_cast<const float *>(matrix), inputs);
-    if (stored == 1) body(static_cast<const Bfloat *>(matrix), inputs);
-    if (stored == 2) body(static_cast<const int8_t *>(matrix), inputs);
-    if (stored == 3) body(static_cast<const Pair *>(matrix), inputs / 2);
+    if (stored == 0) body(static_cast<const float *>(matrix), inputs, float{});
+    if (stored == 1) body(static_cast<const Bfloat *>(matrix), inputs, float{});
+    if (stored == 2) body(static_cast<const int8_t *>(matrix), inputs, float{});
+    if (stored == 3) body(static_cast<const Pair *>(matrix), inputs / 2, Bfloat{});
+    if (stored == 4) body(static_cast<const Quad *>(matrix), (inputs + 3) / 4, float{});
+    if (stored == 5) body(static_cast<const Quad *>(matrix), (inputs + 3) / 4, Bfloat{});
 }
 
 }  // namespace
 
 // `stored` is the type of the weights: 0 float32, 1 bfloat16, 2 int8, for rows of float32; 3 pairs of bfloat16, for rows of
-// bfloat16, whose number of inputs is even. Scales and bias may be null; a bias has the type of the rows.
+// bfloat16, whose number of inputs is even; 4 and 5 int8 for rows of float32 and bfloat16 that are rounded to int8, in fours
+// of inputs, filled up with zeros. Scales and bias may be null; a bias has the type of the rows.
 extern "C" {
 
 // out [rows, outputs] = x [rows, inputs] @ matrix.T * scales + bias, in the type of x or, wide, in float32. Gated: the
 // matrix holds the gates' outputs, whose number is a multiple of PANEL, then as many others, and out [rows, outputs / 2]
-// = silu(gates) * others.
-void multiply_rows(const void *x, const void *panels, const float *scales, const void *bias, void *out, int64_t num_rows,
-                   int64_t inputs, int64_t outputs, int stored, int is_gated, int is_wide) {
-    with_type(stored, panels, inputs, [&](auto *matrix, int64_t steps) {
+// = silu(gates) * others. Rows that are rounded are parts of longer ones if `largest` has the largest of each.
+void multiply_rows(const void *x, const void *panels, const float *scales, const void *bias, const float *largest, void *out,
+                   int64_t num_rows, int64_t inputs, int64_t outputs, int stored, int is_gated, int is_wide) {
+    with_type(stored, panels, inputs, [&](auto *matrix, int64_t steps, auto number) {
         using Stored = std::remove_const_t<std::remove_pointer_t<decltype(matrix)>>;
-        using Rows = Given<Stored>;
-        const Job<Stored> job = {static_cast<const typename Rows::Step *>(x), scales,
-                                 static_cast<const typename Rows::Number *>(bias), out, num_rows, steps, outputs,
-                                 is_gated != 0, is_wide != 0};
-        multiply(job, matrix);
+        using Number = decltype(number);
+        const Job<Stored, Number> job = {static_cast<const typename Given<Stored>::Step *>(x), nullptr, scales,
+                                         static_cast<const Number *>(bias), out, num_rows, steps, outputs,
+                                         is_gated != 0, is_wide != 0};
+        if constexpr (std::is_same_v<Stored, Quad>)
+            multiply_rounded(job, static_cast<const Number *>(x), inputs, largest, matrix);
+        else multiply(job, matrix);
     });
 }
 
 // matrix [outputs, inputs] -> panels, whose last one is filled up with zeros.
 void pack_panels(const void *matrix, void *panels, int64_t inputs, int64_t outputs, int stored) {
-    with_type(stored, matrix, inputs, [&](auto *from, int64_t steps) {
+    with_type(stored, matrix, inputs, [&](auto *from, int64_t steps, auto) {
         using Stored = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
         fill_panels(from, static_cast<Stored *>(panels), steps, outputs);
     });
@@ -246,9 +343,8 @@ void pack_panels(const void *matrix, void *panels, int64_t inputs, int64_t outpu
 // out [count, inputs]: the rows `ids` of the matrix, scaled, of the type of rows; NaN for an id that it does not have.
 void gather_rows(const void *panels, const float *scales, const int64_t *ids, void *out, int64_t count, int64_t inputs,
                  int64_t outputs, int stored) {
-    with_type(stored, panels, inputs, [&](auto *from, int64_t steps) {
-        using Stored = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
-        gather(from, scales, ids, static_cast<typename Given<Stored>::Step *>(out), count, steps, outputs);
+    with_type(stored, panels, inputs, [&](auto *from, int64_t steps, auto number) {
+        gather(from, scales, ids, static_cast<decltype(number) *>(out), count, steps, outputs);
     });
 }
 }

@@ -6,7 +6,10 @@ other rows of the call, to the bit: a token gets the same logits alone, beside d
 Rows of bfloat16 are multiplied by a matrix of bfloat16, two inputs at a time: to a float32 sum, which starts at zero,
 the product of the second and then that of the first is added, pair after pair, each sum rounded to the nearest float32.
 That is what the instruction VDPBF16PS does (measured on Zen 4, two million random sums), and what two multiply-adds do
-where there is none; numbers below 2^-126 may count as zero. Knows no layers.
+where there is none; numbers below 2^-126 may count as zero.
+
+For a matrix of int8 rows may be rounded too, each to whole multiples of its largest number / 127 (`multiply_rounded`
+is the definition). The products of these integers add up to an int32; their order changes nothing. Knows no layers.
 """
 
 from __future__ import annotations
@@ -25,13 +28,20 @@ from parallel.kernels.library import function, library
 from parallel.kernels.steps import Kernel, room
 
 PANEL = 16
+LARGEST_CODE = 127
+MOST_INPUTS = (2**31 - 1) // LARGEST_CODE**2
+"""Of a product of rounded rows: an int32 holds the sum of so many products of the largest codes."""
+_SMALLEST = 1e-30
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PAIRS = 3
+_ROUNDED = {torch.float32: 4, torch.bfloat16: 5}
+_PER_STEP = {_PAIRS: 2, **dict.fromkeys(_ROUNDED.values(), 4)}
+"""Inputs that are multiplied at a time; one where nothing is said."""
 
 
 @cache
 def _multiply() -> Kernel:
-    return Kernel("multiply_rows", *[c_void_p] * 5, *[c_int64] * 3, *[c_int] * 3, rows=5)
+    return Kernel("multiply_rows", *[c_void_p] * 6, *[c_int64] * 3, *[c_int] * 3, rows=6)
 
 
 @cache
@@ -51,12 +61,19 @@ def has_products() -> bool:
 
 class Panels:
     """A matrix [outputs, inputs] of float32, bfloat16, or int8 with a factor for every output, to multiply rows of
-    float32 by; or of bfloat16, for rows of bfloat16.
+    float32 by; or of bfloat16, for rows of bfloat16; or of int8, for rows of either that it `rounds`.
 
     `weights` holds it; its `nbytes` leaves out the zeros that fill up the last panel.
     """
 
-    def __init__(self, matrix: Tensor, scales: Tensor | None = None, rows: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        matrix: Tensor,
+        scales: Tensor | None = None,
+        rows: torch.dtype = torch.float32,
+        *,
+        rounds: bool = False,
+    ) -> None:
         pack = _pack()
         assert pack is not None, "ask has_products first"
         self._multiply, self._gather, self._pack = _multiply(), _gather(), pack
@@ -64,9 +81,14 @@ class Panels:
         self.gates = self.outputs % (2 * PANEL) == 0
         """Whether `multiply` can take the first half of the outputs for gates: they fill whole panels."""
         self.dtype = rows
-        self._stored = _STORED[matrix.dtype] if rows == torch.float32 else _PAIRS
-        assert rows == torch.float32 or rows == matrix.dtype == torch.bfloat16, f"{rows} times {matrix.dtype}"
-        self._padding = self.inputs % 2 if self._stored == _PAIRS else 0
+        if rounds:
+            assert matrix.dtype == torch.int8, "rounded rows are multiplied by integers"
+            assert self.inputs <= MOST_INPUTS, f"{self.inputs} inputs may add up to more than an int32 holds"
+            self._stored = _ROUNDED[rows]
+        else:
+            assert rows == torch.float32 or rows == matrix.dtype == torch.bfloat16, f"{rows} times {matrix.dtype}"
+            self._stored = _STORED[matrix.dtype] if rows == torch.float32 else _PAIRS
+        self._padding = -self.inputs % _PER_STEP.get(self._stored, 1)
         width = self.inputs + self._padding
         size = -(-self.outputs // PANEL) * PANEL * width
         self.weights = pages.empty(size, matrix.dtype)[: self.outputs * width]
@@ -81,23 +103,34 @@ class Panels:
         self._pack(matrix.data_ptr(), self._at[0], matrix.shape[1], self.outputs, self._stored)
 
     def _padded(self, rows: Tensor) -> Tensor:
-        """Contiguous rows; of pairs with an even number of inputs."""
-        return F.pad(rows, (0, 1)) if self._padding else rows.contiguous()
+        """Contiguous rows with whole steps of inputs."""
+        return F.pad(rows, (0, self._padding)) if self._padding else rows.contiguous()
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None, *, gated: bool = False, wide: bool = False) -> Tensor:
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        largest: Tensor | None = None,
+        gated: bool = False,
+        wide: bool = False,
+    ) -> Tensor:
         """x [T, inputs] -> x @ matrix.T + bias, [T, outputs], all of the type of rows, with sums in float32; `wide`
         returns them unrounded.
 
-        `gated`: half of the outputs are gates, the other half is multiplied by their silu: [T, outputs / 2].
+        `gated`: half of the outputs are gates, the other half is multiplied by their silu: [T, outputs / 2]. `largest`
+        as in `multiply_rounded`.
         """
         assert x.shape[1] == self.inputs, f"rows of {x.shape[1]} for a matrix of {self.inputs} inputs"
         assert x.dtype == self.dtype, f"rows of {x.dtype} for a matrix for {self.dtype}"
-        x, columns = self._padded(x), self.outputs // 2 if gated else self.outputs
+        x = self._padded(x) if self._stored == _PAIRS else x.contiguous()
+        columns = self.outputs // 2 if gated else self.outputs
         out = room(x.shape[0], columns, torch.float32 if wide else x.dtype)
         self._multiply(
             x.data_ptr(),
             *self._at,
             None if bias is None else bias.data_ptr(),
+            None if largest is None else largest.data_ptr(),
             out.data_ptr(),
             x.shape[0],
             x.shape[1],
@@ -114,3 +147,22 @@ class Panels:
         out = room(len(ids), width, self.dtype)
         self._gather(*self._at, ids.data_ptr(), out.data_ptr(), len(ids), width, self.outputs, self._stored)
         return out[:, : self.inputs].contiguous() if self._padding else out
+
+
+def multiply_rounded(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, largest: Tensor | None = None
+) -> Tensor:
+    """x [T, inputs], rounded, times int8 codes [outputs, inputs] with a factor `scales` [outputs] -> [T, outputs].
+
+    A row becomes whole multiples of its largest number / 127, the nearest ones, of two equally near the even one. The
+    sum of the products of integers, rounded to float32, is multiplied by the row's factor and then by the output's.
+    `largest` float32 [T, 1]: of rows that x has only parts of. The same bits as `Panels`, without a compiler.
+    """
+    numbers = x.float()
+    if largest is None:
+        largest = numbers.abs().amax(1, keepdim=True)
+    largest = largest.clamp(min=_SMALLEST)
+    rounded = (numbers * (torch.full_like(largest, LARGEST_CODE) / largest)).round_()
+    sums = rounded.double() @ codes.double().T  # exact: integers below 2^53
+    out = sums.float() * (largest / LARGEST_CODE) * scales
+    return (out if bias is None else out + bias.float()).to(x.dtype)

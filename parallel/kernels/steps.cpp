@@ -6,8 +6,8 @@
 #include <utility>
 
 extern "C" {
-void multiply_rows(const void *x, const void *panels, const float *scales, const void *bias, void *out, int64_t num_rows,
-                   int64_t inputs, int64_t outputs, int stored, int is_gated, int is_wide);
+void multiply_rows(const void *x, const void *panels, const float *scales, const void *bias, const float *largest, void *out,
+                   int64_t num_rows, int64_t inputs, int64_t outputs, int stored, int is_gated, int is_wide);
 void normalize_rms(const void *x, const void *weight, void *out, int64_t num_rows, int64_t size, float eps, float offset,
                    int is_bfloat);
 void normalize_layer(const void *x, const void *weight, const void *bias, void *out, int64_t num_rows, int64_t size,
@@ -21,7 +21,7 @@ void attend_rows(const void *layer, const void *pass, void *heads, const void *c
 
 namespace {
 
-constexpr int MOST_ARGUMENTS = 11;
+constexpr int MOST_ARGUMENTS = 12;
 
 // The records of `steps.py`, field by field.
 struct Step {

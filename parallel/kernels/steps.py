@@ -28,7 +28,7 @@ _ORDER = (
     *("gather_rows", "take_rows"),
 )
 """The kernels that can be recorded, by their numbers in `steps.cpp`."""
-_MOST_ARGUMENTS = 11
+_MOST_ARGUMENTS = 12
 _active = threading.local()
 
 

@@ -81,6 +81,21 @@ inline Floats load(const int8_t *from) { return __builtin_convertvector(widen(fr
 
 inline void store(float *to, Floats values) { *reinterpret_cast<FloatsAt *>(to) = values; }
 
+typedef uint32_t WordsAt __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+inline Words load(const uint32_t *from) { return *reinterpret_cast<const WordsAt *>(from); }
+inline void store(uint32_t *to, Words values) { *reinterpret_cast<WordsAt *>(to) = values; }
+
+// The lowest byte of every lane.
+inline void store_bytes(uint8_t *to, Words values) {
+    typedef uint8_t At __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+#if defined(__AVX512F__)
+    *reinterpret_cast<At *>(to) = (At)_mm512_cvtepi32_epi8((__m512i)values);
+#else
+    *reinterpret_cast<At *>(to) = __builtin_convertvector(values, At);
+#endif
+}
+
 // Rounded to the nearest, of two equally near ones to the even one.
 inline void store(Bfloat *to, Floats values) {
     typedef uint16_t At __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
@@ -155,12 +170,20 @@ struct Pair {
     Bfloat first, second;
 };
 
-inline Words load(const Pair *from) {
-    typedef uint32_t At __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-    return *reinterpret_cast<const At *>(from);
-}
+// Four neighbours, integers of a byte each.
+struct Quad {
+    uint8_t codes[4];
+};
+
+inline Words load(const Pair *from) { return load(reinterpret_cast<const uint32_t *>(from)); }
+inline Words load(const Quad *from) { return load(reinterpret_cast<const uint32_t *>(from)); }
 
 inline Words in_every_lane(Pair value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits - Words{};
+}
+inline Words in_every_lane(Quad value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof(bits));
     return bits - Words{};
@@ -174,6 +197,41 @@ inline Floats add_product(Floats total, Words x, Words weights) {
 #else
     total += (Floats)(x & 0xffff0000u) * (Floats)(weights & 0xffff0000u);
     return total + (Floats)(x << 16) * (Floats)(weights << 16);
+#endif
+}
+
+// What is added to a matrix's codes, -127 to 127, where instructions multiply codes with a sign by others without one.
+constexpr uint8_t OFFSET = 128;
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr uint32_t OFFSET_LEFT = 0;  // of it in the sums
+#else
+constexpr uint32_t OFFSET_LEFT = OFFSET;
+#endif
+
+// The four products of codes of a row with codes of a matrix, which have the offset, are added: integers, modulo 2^32,
+// so in any order. Without a dot product of bytes pairs of 16 bits are multiplied, which hold every code.
+inline Words add_product(Words total, Words x, Words weights) {
+#if defined(__AVX512VNNI__)
+    return (Words)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, (__m512i)x);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return (Words)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)weights, (__m256i)x);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (Words)vdotq_s32((int32x4_t)total, (int8x16_t)(weights ^ 0x80808080u), (int8x16_t)x);
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+    typedef int16_t Shorts __attribute__((vector_size(4 * WIDTH)));
+    const auto multiply = [](Shorts a, Words b) {
+#if defined(__AVX512BW__)
+        return (Words)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+        return (Words)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+    };
+    total += multiply((Shorts)x << 8 >> 8, weights & 0x00ff00ffu);
+    return total + multiply((Shorts)x >> 8, weights >> 8 & 0x00ff00ffu);
+#else
+    for (int shift = 24; shift >= 0; shift -= 8)
+        total += (Words)((Integers)(x << (24 - shift)) >> 24) * (weights >> shift & 0xff);
+    return total;
 #endif
 }
 

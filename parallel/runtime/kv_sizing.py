@@ -69,7 +69,7 @@ def choose_weights(weights: str, dtype: str, device: str, path: str = "") -> Sto
     is_packing = weights == "packed" or device.startswith("cuda")
     has_kernels = runs_on(torch.device(device)) if is_packing else has_products()
     name = weights_name(weights, dtype_name(dtype, device), device, path, has_kernels=has_kernels)
-    return "packed" if name == "packed" else getattr(torch, name)
+    return name if name in ("packed", "w8a8") else getattr(torch, name)
 
 
 @dataclass(frozen=True, slots=True)

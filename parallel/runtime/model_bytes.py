@@ -23,7 +23,9 @@ from parallel.model.partition import LayerLayout
 from parallel.model.quantization import Quantization
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-STORED_BYTES = {**ITEM_BYTES, "int8": 1}
+INT8 = ("int8", "w8a8")
+"""Ways to store a matrix as int8; for the second rows are rounded to int8 too."""
+STORED_BYTES = {**ITEM_BYTES, **dict.fromkeys(INT8, 1)}
 SCALE_BYTES = 4
 """Scale of one output of an int8 matrix."""
 COLUMN_BYTES = 8
@@ -58,9 +60,11 @@ def weights_name(weights: str, dtype: str, device: str, path: str = "", *, has_k
             return "packed" if is_quantized else dtype
         keeps = device == "cpu" and dtype == "float32" and stores_bfloat16(directory, read_config(directory))
         return "bfloat16" if keeps else dtype
-    if weights != dtype and (on_cuda or dtype != "float32"):
+    dtypes = ("float32", "bfloat16") if weights == "w8a8" else ("float32", weights)
+    if dtype not in dtypes or (on_cuda and weights != dtype):
+        needed = "float32 or bfloat16" if weights == "w8a8" else "float32"
         raise ValueError(
-            f"weights={weights}: needs a CPU and dtype=float32; write device=cpu or drop weights={weights}"
+            f"weights={weights}: needs a CPU and dtype={needed}; write device=cpu or drop weights={weights}"
         )
     return weights
 
@@ -90,7 +94,7 @@ def weight_bytes(
     quantized = quantized_layers(resolve_checkpoint(path), config) if quantization is not None else {}
     attention, mlp, held = _shares(config, ranks, layout, rank)
     stored_bytes = item_bytes if weights is None else STORED_BYTES[weights]
-    scale_bytes = SCALE_BYTES if weights == "int8" else 0
+    scale_bytes = SCALE_BYTES if weights in INT8 else 0
     parts = {"heads": attention, "kv_heads": min(attention, config.num_kv_heads), "mlp": mlp, "whole": 1}
     names = config.names
     count = item_bytes * -(-config.vocab_size // ranks) * config.head_bias
@@ -125,7 +129,7 @@ def _block_bytes(
 ) -> int:
     """The blocks of a stack, `held` of them with attention; each kind of split divides by its number of `parts`."""
     stored_bytes = item_bytes if weights is None else STORED_BYTES[weights]
-    scale_bytes, count = SCALE_BYTES if weights == "int8" else 0, 0
+    scale_bytes, count = SCALE_BYTES if weights in INT8 else 0, 0
     # split by their inputs, so that every rank has all outputs; of experts each rank has some, and these whole
     routers = f"{config.names.router}.weight", f"{config.names.shared_gate}.weight"
     downs = [f"{config.names.shared}.{config.names.down}"] * bool(config.shared_size)

@@ -15,7 +15,7 @@ from parallel.model.checkpoint import Shape
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder, ServedLayers, pack_weights
 from parallel.model.layers.attention import AttentionShape
-from parallel.model.layers.weight import TensorOptions, Weight
+from parallel.model.layers.weight import Stored, TensorOptions, Weight
 from parallel.model.weights import load_shards
 from parallel.runtime.decoder_runner import DecoderRunner
 
@@ -31,7 +31,7 @@ class SpeculatorPlace:
     dtype: torch.dtype
     num_slots: int
     """KV rows."""
-    weights: torch.dtype | None = None
+    weights: Stored | None = None
     """Type in which matrices are stored; None: `dtype`."""
     target_layers: int = 0
     """0 if that is not known."""
@@ -72,7 +72,7 @@ class SpeculatorPlace:
         fill(layers, shapes, directory, None if self.weights == self.dtype else self.weights)
 
 
-def fill(layers: ServedLayers, shapes: Mapping[str, Shape], directory: Path, stored: torch.dtype | None = None) -> None:
+def fill(layers: ServedLayers, shapes: Mapping[str, Shape], directory: Path, stored: Stored | None = None) -> None:
     """Fill layers from a checkpoint and keep their matrices as `stored`; ValueError naming tensor and file if it does
     not fit."""
     if stored is not None:

@@ -135,7 +135,7 @@ def open_fuser(
     target_layers: int,
     device: torch.device | str,
     dtype: torch.dtype,
-    weights: torch.dtype | None = None,
+    weights: Stored | None = None,
 ) -> TapFuser | None:
     """Load what fuses taps, and nothing else of the checkpoint, for the target's side; None if features leave as they
     are."""

@@ -554,37 +554,46 @@ def test_drafters_on_the_target_survive_preemption_and_chunked_prefill(
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
-def rows_in_bfloat16():
+ARITHMETICS = {
+    "bfloat16": dict(dtype="bfloat16"),
+    "w8a8": dict(weights="w8a8"),
+    "bfloat16, w8a8": dict(dtype="bfloat16", weights="w8a8"),
+}
+"""A CPU's own."""
+
+
+def rows_in_other_arithmetics():
     """Every drafter in a pipeline or on the target's ranks; by default no lookups, which compute nothing, and of the
     others those whose passes differ most."""
-    few = "tree", "layer", "chosen-rows"
-    attached = "eagle", "glide", "streaming", "exit", "dflash"
-    yield from in_turn(DRAFTERS, DRAFTED, USUAL, times=OTHERS | dict.fromkeys(few, 1))
-    yield from in_turn(ON_TARGET, [None], USUAL, times=dict.fromkeys(ON_TARGET, 0) | dict.fromkeys(attached, 1))
+    few, used = dict.fromkeys(("tree", "layer", "chosen-rows"), 2), list(ARITHMETICS)
+    attached = dict.fromkeys(("eagle", "glide", "streaming", "exit", "dflash"), 2)
+    yield from in_turn(DRAFTERS, DRAFTED, USUAL, used, times=OTHERS | few)
+    yield from in_turn(ON_TARGET, [None], USUAL, used, times=dict.fromkeys(ON_TARGET, 0) | attached)
 
 
 @pytest.mark.extended
 @pytest.mark.skipif(not has_attention(), reason="PyTorch's products in bfloat16 depend on the rows beside")
-@pytest.mark.parametrize(("drafter", "pipeline", "sampling"), list(rows_in_bfloat16()))
-def test_tokens_in_bfloat16_are_those_of_its_plain_decoding(
-    open_room, make_requests, plain_tokens, drafter, pipeline, sampling
+@pytest.mark.parametrize(("drafter", "pipeline", "sampling", "arithmetic"), list(rows_in_other_arithmetics()))
+def test_tokens_in_another_arithmetic_are_those_of_its_plain_decoding(
+    open_room, make_requests, plain_tokens, drafter, pipeline, sampling, arithmetic
 ):
-    requests = make_requests(NUM_REQUESTS, max_tokens=FEW_TOKENS, **SAMPLINGS[sampling])
-    if ("bfloat16", sampling) not in plain_tokens:
-        alone = [open_room(pipeline="plain", dtype="bfloat16").serve([one]) for one in requests]
-        plain_tokens["bfloat16", sampling] = [{k: v for one in alone for k, v in part(one).items()} for part in PARTS]
+    requests, types = make_requests(NUM_REQUESTS, max_tokens=FEW_TOKENS, **SAMPLINGS[sampling]), ARITHMETICS[arithmetic]
+    if (arithmetic, sampling) not in plain_tokens:
+        alone = [open_room(pipeline="plain", **types).serve([one]) for one in requests]
+        plain_tokens[arithmetic, sampling] = [{k: v for one in alone for k, v in part(one).items()} for part in PARTS]
     attached = dict(attached=True) if pipeline is None else dict(pipeline=pipeline)
-    room = open_room((DRAFTERS | ON_TARGET)[drafter], dtype="bfloat16", **attached).serve(requests)
-    assert room.target.runner.pool.dtype == torch.bfloat16
-    assert [part(room) for part in PARTS] == plain_tokens["bfloat16", sampling]
+    room = open_room((DRAFTERS | ON_TARGET)[drafter], **types, **attached).serve(requests)
+    assert room.target.runner.pool.dtype == getattr(torch, types.get("dtype", "float32"))
+    assert [part(room) for part in PARTS] == plain_tokens[arithmetic, sampling]
 
 
 PARTS = [attrgetter(name) for name in ("tokens", "ends", "logprobs", "prompt_logprobs")]
+ROUNDED = ("chain", "sync"), ("tree", "tree")
 
 
 @pytest.mark.parametrize(
     ("drafter", "pipeline", "stored"),
-    list(in_turn([("chain", "sync"), ("tree", "tree")], [torch.bfloat16, torch.int8])),
+    list(in_turn(ROUNDED, [torch.bfloat16, torch.int8, "w8a8"], times={ROUNDED[0]: 2})),
 )
 def test_tokens_of_a_rounded_target_are_those_of_its_plain_decoding(
     open_room, make_requests, models, plain_tokens, drafter, pipeline, stored

@@ -21,6 +21,7 @@ from actors.drafters.model.drafter import ModelDrafter
 from parallel.kernels.products import has_products
 from parallel.model.checkpoint import holds_bfloat16, resolve_checkpoint
 from parallel.model.families.registry import read_config
+from parallel.model.layers.weight import Stored
 from parallel.runtime.kv_sizing import affordable_slots, choose_dtype, choose_weights
 from parallel.runtime.pacing import pace
 from parallel.speculators.memory import speculator_memory
@@ -172,7 +173,7 @@ def _as_target(config: SpeculatorDrafterConfig, target: DecoderRunner) -> Specul
     return replace(config, dtype=dtype)
 
 
-def _types(config: SpeculatorDrafterConfig, device: str) -> tuple[torch.dtype, torch.dtype]:
+def _types(config: SpeculatorDrafterConfig, device: str) -> tuple[torch.dtype, Stored]:
     """The types in which it computes, and in which its matrices are stored."""
     dtype = choose_dtype(config.dtype, device)
     weights = choose_weights(config.weights, config.dtype, device)

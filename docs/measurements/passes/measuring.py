@@ -25,6 +25,7 @@ from parallel.kv.pass_plan import Span
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
 from parallel.model.layer_parallel import LayerParallelDecoder
+from parallel.model.layers.weight import Stored
 from parallel.model.partition import LayerLayout, MlpParallel, default_partition
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner
 from parallel.runtime.model_bytes import STORED_BYTES, kv_bytes_per_slot, weight_bytes
@@ -91,7 +92,7 @@ class PassTask:
     context: int
     repeats: int
     dtype: torch.dtype = torch.float32
-    weights: torch.dtype | None = None
+    weights: Stored | None = None
 
 
 def measure_passes(task: PassTask, device: str = "cpu") -> list[PassTime]:

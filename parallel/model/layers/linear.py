@@ -71,7 +71,15 @@ class RowLinear(Layer):
         self.bias = torch.empty(outputs, **options) if bias and group.rank == 0 else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(self.weight.multiply(x, self.bias))
+        return self.group.all_reduce(self.share(x))
+
+    def share(self, x: Tensor) -> Tensor:
+        """What this rank adds to the sum. Rows that are rounded are so by the largest number on any rank."""
+        largest = None
+        if self.weight.rounds_rows and self.group.size > 1:
+            own = x.abs().amax(1, keepdim=True).float()
+            largest = self.group.all_gather(own).amax(1, keepdim=True)
+        return self.weight.multiply(x, self.bias, largest)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield self.weight.shard(f"{prefix}.{self.name}.weight", EVERY, self.columns)

@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels.products import Panels, has_products
+from parallel.kernels.products import LARGEST_CODE, Panels, has_products, multiply_rounded
 
 if TYPE_CHECKING:
     from parallel.kernels.packed_products import PackedMatrix, PackedRows
     from parallel.kernels.packing import Packing
 
-Stored = torch.dtype | Literal["packed"]
-"""Form in which matrices are kept: a type of numbers, or "packed": as codes where the checkpoint has them."""
+Stored = torch.dtype | Literal["packed", "w8a8"]
+"""Form in which matrices are kept: a type of numbers; "packed": as codes where the checkpoint has them; "w8a8": as
+int8, for rows that are rounded to int8 too."""
 EVERY = slice(None)
-_LARGEST_CODE = 127
 _GROUPING_CAPABILITY = (9, 0)
 """Compute capability from which on PyTorch 2.11 multiplies groups of bfloat16 rows by a kernel."""
 
@@ -77,14 +77,14 @@ class QuantizedRows:
 
     def copy_(self, rows: Tensor) -> None:
         rows = rows.float()
-        torch.div(rows.abs().amax(1), _LARGEST_CODE, out=self._scales)
+        torch.div(rows.abs().amax(1), LARGEST_CODE, out=self._scales)
         rows = rows[:, self._columns] / self._scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         self._codes.copy_(rows.round_())
 
     def normal_(self, *, std: float) -> None:
         """Any numbers of about this size, for measuring."""
-        self._codes.random_(-_LARGEST_CODE, _LARGEST_CODE + 1)
-        self._scales.fill_(2 * std / _LARGEST_CODE)
+        self._codes.random_(-LARGEST_CODE, LARGEST_CODE + 1)
+        self._scales.fill_(2 * std / LARGEST_CODE)
 
     def aminmax(self) -> tuple[Tensor, Tensor]:
         """Not finite where a copied number was not."""
@@ -140,15 +140,20 @@ class Weight(Layer):
         self._panels: Panels | None = None
         self._codes: PackedMatrix | None = None
         self._is_open = False
+        self.rounds_rows = False
+        """Whether rows are rounded to int8, each by its largest number, before they are multiplied."""
         self._product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
     def store_as(self, stored: Stored) -> None:
-        """Keep the weights as bfloat16, as int8 with a factor for every output, or packed; call it before loading."""
+        """Keep the weights as bfloat16, as int8 with a factor for every output, or packed; call it before loading. With
+        "w8a8" they are int8."""
         device = self.plain.device
         if stored == "packed":
             self._is_open = True
             self.plain = torch.empty(0, dtype=self.dtype, device=device)
             return
+        if stored == "w8a8":
+            self.rounds_rows, stored = True, torch.int8
         self.plain = torch.zeros(self.plain.shape, dtype=stored, device=device)
         if stored == torch.int8:
             self.scales = torch.zeros(self.outputs, device=device)
@@ -188,7 +193,7 @@ class Weight(Layer):
             return
         on_cpu = self._codes is None and self.plain.device.type == "cpu"
         if on_cpu and self.dtype in (torch.float32, torch.bfloat16) and has_products():
-            self._panels = Panels(self.plain, self.scales, self.dtype)
+            self._panels = Panels(self.plain, self.scales, self.dtype, rounds=self.rounds_rows)
             self.packed = self._panels.weights
             self.plain = self.plain.new_empty(0)
 
@@ -239,12 +244,15 @@ class Weight(Layer):
         if self._codes is not None:
             self._codes.is_invariant = True
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, inputs] -> [T, outputs]."""
+    def multiply(self, x: Tensor, bias: Tensor | None = None, largest: Tensor | None = None) -> Tensor:
+        """x [T, inputs] -> [T, outputs]; `largest` float32 [T, 1] of rows that x has only parts of, if it
+        `rounds_rows`."""
         if self._panels is not None:
-            return self._panels.multiply(x, bias)
+            return self._panels.multiply(x, bias, largest=largest)
         if self._codes is not None:
             return self._codes.multiply(x, bias)
+        if self.rounds_rows and self.scales is not None:
+            return multiply_rounded(x, self.plain, self.scales, bias, largest)
         return self._product(x, self._widened(self.plain, self.scales), bias)
 
     def scores(self, x: Tensor) -> Tensor:

@@ -139,8 +139,8 @@ class GatedRow(RowLinear):
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = self._gate.rows
-        added = self.up(self.down.weight.multiply(x.index_select(0, rows)))
-        return self.group.all_reduce(self.weight.multiply(x, self.bias).index_add_(0, rows, added))
+        added = self.up(self.down.share(x.index_select(0, rows)))
+        return self.group.all_reduce(self.share(x).index_add_(0, rows, added))
 
 
 class StreamLayers(Layer):

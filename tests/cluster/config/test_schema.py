@@ -450,12 +450,19 @@ NONSENSE = [
         ["target.all_reduce=symmetric", "target.device=cpu"],
         "target.all_reduce=symmetric: needs GPUs; set target.device=cuda or drop it",
     ),
-    (["target.weights=int4"], "target.weights=int4: is unknown; choose one of auto, packed, bfloat16, int8"),
+    (["target.weights=int4"], "target.weights=int4: is unknown; choose one of auto, packed, bfloat16, int8, w8a8"),
     (
         ["target.weights=int8", "target.device=cuda"],
         "target.weights=int8: needs target.device=cpu and target.dtype=float32; set them or drop it",
     ),
     (["target.weights=bfloat16", "target.device=cuda", "target.dtype=float16"], "target.weights=bfloat16: needs"),
+    *(
+        (
+            ["target.weights=w8a8", beside],
+            "target.weights=w8a8: needs target.device=cpu and target.dtype=float32 or bfloat16; set them or drop it",
+        )
+        for beside in ("target.dtype=float16", "target.device=cuda")
+    ),
     (
         ["drafter=model", "drafter.weights=int8", "drafter.dtype=bfloat16"],
         "drafter.weights=int8: needs drafter.device=cpu and drafter.dtype=float32",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel.kernels import library, products
-from parallel.kernels.products import Panels, has_products
+from parallel.kernels.products import MOST_INPUTS, Panels, has_products, multiply_rounded
 
 pytestmark = pytest.mark.skipif(not has_products(), reason="needs a C++ compiler; apt-get install g++")
 SHAPES = [(64, 32), (97, 33), (5, 7), (2, 300), (640, 192), (608, 40)]
@@ -71,21 +71,97 @@ def test_rows_of_bfloat16_are_multiplied_as_defined_to_the_bit(num_threads, shap
         assert torch.equal(panels.multiply(x, gated=True), panels.multiply(x, gated=True, wide=True).bfloat16())
 
 
-HAS_INSTRUCTION = "avx512_bf16" in (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "")
+HAS = (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "").split()
 
 
-@pytest.mark.skipif(not HAS_INSTRUCTION, reason="this processor has no dot products of bfloat16")
-def test_without_the_instruction_the_bits_are_the_same(monkeypatch, tmp_path):
+@pytest.fixture
+def compile_without(monkeypatch, tmp_path):
+    """Use kernels that are compiled without these instructions of x86."""
+
+    def compile_(*instructions):
+        flags = [*library._flags(), "-O1", *(f"-mno-{name}" for name in instructions)]
+        monkeypatch.setattr(library, "_flags", lambda: flags)
+        other = ctypes.CDLL(str(library.build(tmp_path)))
+        monkeypatch.setattr(library, "library", lambda: other)
+        for name in ("_multiply", "_gather", "_pack"):
+            monkeypatch.setattr(products, name, getattr(products, name).__wrapped__)
+
+    return compile_
+
+
+@pytest.mark.skipif("avx512_bf16" not in HAS, reason="this processor has no dot products of bfloat16")
+def test_without_the_instruction_the_bits_are_the_same(compile_without):
     torch.manual_seed(0)
     matrix, x = torch.randn(80, 301).bfloat16(), torch.randn(9, 301).bfloat16()
     expected = Panels(matrix, rows=torch.bfloat16).multiply(x, wide=True)
-    flags = library._flags()
-    monkeypatch.setattr(library, "_flags", lambda: [*flags, "-O1", "-mno-avx512bf16"])
-    other = ctypes.CDLL(str(library.build(tmp_path)))
-    monkeypatch.setattr(library, "library", lambda: other)
-    for name in ("_multiply", "_gather", "_pack"):
-        monkeypatch.setattr(products, name, getattr(products, name).__wrapped__)
+    compile_without("avx512bf16")
     assert torch.equal(Panels(matrix, rows=torch.bfloat16).multiply(x, wide=True), expected)
+
+
+VECTORS = {
+    "pairs of 16 bits": ("avx512vnni", "avxvnni"),
+    "half as wide": ("avx512f", "avxvnni"),
+    "byte after byte": ("avx512bw", "avx512vnni"),
+}
+
+
+@pytest.mark.extended
+@pytest.mark.skipif("avx2" not in HAS, reason="of x86")
+@pytest.mark.parametrize("vectors", VECTORS)
+def test_rounded_rows_have_the_same_bits_by_all_instructions(compile_without, vectors):
+    torch.manual_seed(0)
+    codes, scales, x = torch.randint(-127, 128, (80, 301), dtype=torch.int8), torch.rand(80), torch.randn(61, 301)
+    x[:9], codes[:9] = x[:9].sign(), codes[:9].sign() * 127  # the largest products
+    rows, ids = [x, x.bfloat16()], torch.tensor([79, 3])
+    before = [Panels(codes, scales, one.dtype, rounds=True).multiply(one, wide=True) for one in rows]
+    compile_without(*VECTORS[vectors])
+    for one, expected in zip(rows, before, strict=True):
+        panels = Panels(codes, scales, one.dtype, rounds=True)
+        assert torch.equal(panels.multiply(one, wide=True), expected)
+        assert torch.equal(expected.to(one.dtype), multiply_rounded(one, codes, scales))
+        assert torch.equal(panels.rows(ids), (codes[ids] * scales[ids, None]).to(one.dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounded_rows_are_multiplied_as_defined_to_the_bit(num_threads, shape, dtype):
+    torch.manual_seed(0)
+    codes, scales = torch.randint(-127, 128, shape, dtype=torch.int8), torch.rand(shape[0])
+    x, bias = torch.randn(100, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
+    x[:7] *= torch.logspace(-33, 33, 7)[:, None].to(dtype)
+    x[7] = 0
+    panels, expected = Panels(codes, scales, dtype, rounds=True), multiply_rounded(x, codes, scales, bias)
+    assert torch.equal(panels.multiply(x, bias), expected)
+    whole = torch.cat((x, x.flip(0) * 3), 1).float().abs().amax(1, keepdim=True)
+    assert torch.equal(panels.multiply(x, largest=whole), multiply_rounded(x, codes, scales, largest=whole))
+    # each number is off by half a step of its row at most
+    numbers, steps = codes.double() * scales[:, None].double(), x.double().abs().amax(1) / 127
+    off = (panels.multiply(x, wide=True).double() - x.double() @ numbers.T).abs()
+    allowed = 0.5 * steps[:, None].clamp(min=1e-32) * numbers.abs().sum(1)
+    assert (off <= 1.01 * allowed + 1e-6 * shape[1] * steps[:, None] * numbers.abs().amax(1) * 127).all()
+    if shape[0] % 32 == 0:
+        gate, up = panels.multiply(x, wide=True).chunk(2, -1)
+        torch.testing.assert_close(panels.multiply(x, gated=True, wide=True), F.silu(gate) * up, atol=1e-3, rtol=1e-4)
+
+
+def test_the_longest_row_adds_up_to_what_an_int32_holds():
+    codes, x = torch.full((2, MOST_INPUTS), 127, dtype=torch.int8), torch.full((2, MOST_INPUTS), 0.5)
+    x[1], sign = -0.5, torch.tensor([[1.0], [-1.0]])
+    panels = Panels(codes, torch.ones(2), rounds=True)
+    assert torch.equal(panels.multiply(x), sign * (torch.tensor(127.0**2 * MOST_INPUTS) * (0.5 / 127)).expand(2, 2))
+    with pytest.raises(AssertionError, match="more than an int32 holds"):
+        Panels(torch.zeros(1, MOST_INPUTS + 1, dtype=torch.int8), torch.ones(1), rounds=True)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_rounded_row_that_is_not_finite_shows_and_changes_no_other(bad):
+    torch.manual_seed(0)
+    codes, x = torch.randint(1, 128, (20, 37), dtype=torch.int8), torch.rand(3, 37)
+    panels = Panels(codes, torch.rand(20), rounds=True)
+    before = panels.multiply(x)
+    x[1, 36] = bad
+    after = panels.multiply(x)
+    assert not after[1].isfinite().any() and torch.equal(after[::2], before[::2])
 
 
 @pytest.mark.parametrize("values", [torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, -3e38])])
@@ -97,13 +173,14 @@ def test_what_no_number_holds_is_rounded_as_torch_rounds_it(values):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8, "pairs"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8, "pairs", "w8a8"])
 def test_a_row_does_not_depend_on_the_rows_beside_it(num_threads, shape, stored):
     torch.manual_seed(0)
-    rows, stored = (torch.bfloat16,) * 2 if stored == "pairs" else (torch.float32, stored)
-    matrix, x = torch.randn(shape).mul(50).to(stored), torch.randn(64, shape[1]).to(rows)
+    rounds, rows = stored == "w8a8", torch.bfloat16 if stored == "pairs" else torch.float32
+    stored = {"pairs": torch.bfloat16, "w8a8": torch.int8}.get(stored, stored)
+    matrix, x = torch.randn(shape).mul(30).clamp(-127, 127).to(stored), torch.randn(64, shape[1]).to(rows)
     scales = torch.rand(shape[0]) if stored == torch.int8 else None
-    panels = Panels(matrix, scales, rows)
+    panels = Panels(matrix, scales, rows, rounds=rounds)
     alone = torch.cat([panels.multiply(row) for row in x.split(1)])
     for num_rows in range(1, 65):
         assert torch.equal(panels.multiply(x[-num_rows:]), alone[-num_rows:])

@@ -83,7 +83,7 @@ def test_windows_of_a_batch_do_not_read_each_other_nor_what_follows(checkpoint):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8, "w8a8"])
 def test_an_assigned_weight_multiplies_as_a_loaded_one(stored, packed):
     if packed and not has_products():
         pytest.skip("no C++ compiler")

@@ -150,7 +150,7 @@ def test_the_bytes_of_both_stacks_are_known_before_they_are_read(saved):
     assert weight_bytes(runner.config, 1, 4) == runner.decoder.nbytes()
 
 
-@pytest.mark.parametrize("weights", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.int8, "w8a8"])
 def test_both_stacks_are_stored_in_a_smaller_type(saved, weights):
     path, model = saved
     runner = open_model(path, num_slots=64, weights=weights)

@@ -74,6 +74,31 @@ def test_a_smaller_type_rounds_and_nothing_else(monkeypatch, kernels, stored, er
     torch.testing.assert_close(weight.multiply_gated(x, bias), F.silu(gate) * up, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_rounded_too_and_to_the_same_bits_without_kernels(monkeypatch, dtype):
+    torch.manual_seed(0)
+    matrix, bias, x = torch.randn(64, 36), torch.randn(64).to(dtype), torch.randn(5, 36).to(dtype)
+    weights = []
+    for _ in range(2):
+        weight = Weight(64, 36, dtype=dtype, device="cpu")
+        weight.store_as("w8a8")
+        weight.shard("w", slice(64)).destination.copy_(matrix)
+        weight.pack()
+        monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
+        weights.append(weight)
+    packed, plain = weights
+    assert packed.nbytes() == plain.nbytes() == 64 * 36 + 4 * 64
+    assert torch.equal(packed.look_up(torch.tensor([5])), plain.look_up(torch.tensor([5])))
+    products = packed.multiply(x, bias)
+    assert torch.equal(products, plain.multiply(x, bias)) and products.dtype == dtype
+    assert torch.equal(packed.scores(x).to(dtype), plain.scores(x))
+    error = 1e-6 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(packed.multiply_gated(x), plain.multiply_gated(x), atol=error, rtol=error)
+    whole = x.float() @ plain.look_up(torch.arange(64)).float().T + bias.float()
+    off = (products.float() - whole).abs().max() / whole.abs().max()
+    assert 0 < off < 0.02
+
+
 def test_int8_weights_are_the_same_on_any_number_of_ranks(on_ranks):
     torch.manual_seed(0)
     matrix = torch.randn(10, 24)
@@ -86,6 +111,23 @@ def test_int8_weights_are_the_same_on_any_number_of_ranks(on_ranks):
 
     (whole,) = on_ranks(1, work)
     assert all(torch.equal(parts, whole) for parts in on_ranks(2, work))
+
+
+def test_rows_are_rounded_alike_on_any_number_of_ranks(on_ranks):
+    torch.manual_seed(0)
+    matrix, x = torch.randn(10, 24), torch.randn(7, 24)
+    x[:, 0] *= 20  # the largest number of a row lies on one rank
+
+    def work(group):
+        row = RowLinear("c", 24, 10, group, bias=False, **PLAIN)
+        row.weight.store_as("w8a8")
+        fill(row, "c.weight", matrix)
+        row.weight.pack()
+        return row(x[:, row.columns].contiguous())
+
+    (whole,) = on_ranks(1, work)
+    for parts in on_ranks(2, work):
+        torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-6)
 
 
 def test_numbers_that_are_not_finite_are_noticed_in_int8():

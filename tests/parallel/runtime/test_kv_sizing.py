@@ -161,6 +161,7 @@ def test_what_a_checkpoint_stores_in_bfloat16_is_kept_so_and_changes_no_bit(llam
 def test_smaller_weights_are_for_float32_on_cpu():
     assert choose_weights("auto", "bfloat16", "cpu") == torch.bfloat16
     assert choose_weights("int8", "auto", "cpu") == torch.int8
+    assert choose_weights("w8a8", "auto", "cpu") == choose_weights("w8a8", "bfloat16", "cpu") == "w8a8"
     for device, dtype in (("cuda:0", "auto"), ("cpu", "bfloat16")):
         with pytest.raises(ValueError, match="weights=int8: needs a CPU and dtype=float32"):
             choose_weights("int8", dtype, device)

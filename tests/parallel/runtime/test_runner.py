@@ -190,6 +190,7 @@ STORED = [
     (torch.bfloat16, None),
     (torch.float32, torch.bfloat16),
     (torch.float32, torch.int8),
+    (torch.bfloat16, "w8a8"),
 ]
 
 

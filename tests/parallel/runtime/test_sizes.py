@@ -118,7 +118,12 @@ def test_types_of_rows():
         ("float16", "float16", "cuda:0", True, False, True, "float16"),
         ("packed", "float16", "cuda:0", False, False, True, "is not quantised"),
         ("packed", "float16", "cuda:0", True, False, False, "needs a CUDA device"),
+        ("w8a8", "float32", "cpu", False, True, True, "w8a8"),
+        ("w8a8", "bfloat16", "cpu", True, False, False, "w8a8"),
         ("int8", "float32", "cuda:0", False, False, True, "needs a CPU"),
+        ("int8", "bfloat16", "cpu", False, False, True, "needs a CPU and dtype=float32;"),
+        ("w8a8", "bfloat16", "cuda:0", False, False, True, "needs a CPU"),
+        ("w8a8", "float16", "cpu", False, False, True, "needs a CPU and dtype=float32 or bfloat16"),
         ("int8", "float16", "cpu", False, False, True, "needs a CPU"),
     ],
 )

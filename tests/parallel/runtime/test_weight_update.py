@@ -17,6 +17,7 @@ WAYS = {
     "bfloat16": {"dtype": torch.bfloat16},
     "stored bfloat16": {"weights": torch.bfloat16},
     "int8": {"weights": torch.int8},
+    "w8a8": {"weights": "w8a8"},
     "stretched": {"stretch": 2},
     "sdpa": {"backend": "sdpa"},
 }

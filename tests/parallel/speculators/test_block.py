@@ -312,7 +312,7 @@ def test_ranks_draft_as_one(kind, pair, tmp_path, on_ranks):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8, "w8a8"])
 def test_matrices_may_be_stored_rounded(stored, pair, tmp_path):
     net = pair.net(FLAGS["dspark"])
     tokens, features = pair.tokens[0].tolist(), pair.features(pair.tokens[0], net.taps)

@@ -1,0 +1,200 @@
+"""Products on this CPU against what the processor can do, and against PyTorch's: rows and matrices of bfloat16, and of
+int8 (`weights=w8a8`, rows of float32 that are rounded on the way).
+
+Reads: all weights of a pass at few rows, against a loop that only reads as many bytes. Dot products: many rows, against
+a loop that only multiplies registers. Everything is timed in turn in one run; medians. PyTorch multiplies bfloat16 by
+oneDNN; of int8 `int_mm` multiplies rows that are rounded already, `dynamic` rounds all rows by one factor. Needs a
+processor with AVX512-BF16 and AVX512-VNNI and a C++ compiler. Knows no checkpoints: weights are random.
+
+    python docs/measurements/products.py --types w8a8 --threads 2 --repeats 9
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import statistics
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.kernels.library import find_compiler
+from parallel.kernels.products import LARGEST_CODE, Panels
+
+LIMITS = r"""
+#include <immintrin.h>
+#include <cstdint>
+extern "C" {
+void read_all(const char *from, int64_t size, float *out) {
+    __m512i total[8] = {};
+    for (int64_t i = 0; i + 512 <= size; i += 512)
+        for (int k = 0; k < 8; k++) {
+            _mm_prefetch(from + i + 64 * k + 2048, _MM_HINT_T0);
+            total[k] = _mm512_xor_si512(total[k], _mm512_loadu_si512(from + i + 64 * k));
+        }
+    for (int k = 1; k < 8; k++) total[0] = _mm512_xor_si512(total[0], total[k]);
+    *out = _mm512_reduce_add_epi32(total[0]);
+}
+void multiply_bfloat16(int64_t count, float *out) {
+    const __m512 one = _mm512_set1_ps(1.0f);  // equal sums would be computed once
+    __m512 a = {}, b = a + one, c = b + one, d = c + one, e = d + one, f = e + one, g = f + one, h = g + one;
+    const __m512bh x = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+    for (int64_t i = 0; i < count; i++) {
+        a = _mm512_dpbf16_ps(a, x, x), b = _mm512_dpbf16_ps(b, x, x), c = _mm512_dpbf16_ps(c, x, x);
+        d = _mm512_dpbf16_ps(d, x, x), e = _mm512_dpbf16_ps(e, x, x), f = _mm512_dpbf16_ps(f, x, x);
+        g = _mm512_dpbf16_ps(g, x, x), h = _mm512_dpbf16_ps(h, x, x);
+    }
+    *out = _mm512_cvtss_f32(a + b + c + d + e + f + g + h);
+}
+void multiply_w8a8(int64_t count, float *out) {
+    __m512i total[8], x = _mm512_set1_epi32(0x01010101);
+    for (int k = 0; k < 8; k++) total[k] = _mm512_set1_epi32(k);
+    for (int64_t i = 0; i < count; i++) {
+        for (int k = 0; k < 8; k++) total[k] = _mm512_dpbusd_epi32(total[k], x, x);
+        asm volatile("" : "+v"(x));  // a loop of integers would be computed beforehand
+    }
+    for (int k = 1; k < 8; k++) total[0] = _mm512_add_epi32(total[0], total[k]);
+    *out = _mm512_reduce_add_epi32(total[0]);
+}
+}
+"""
+MODELS = {"115M": (768, 12, 2048, 32000), "500M": (1536, 16, 4608, 32000)}
+"""Hidden size, layers, inner size of the MLP and vocabulary of Llama shapes."""
+FEW, MANY = (1, 2, 4, 6), (16, 64, 512)
+Product = Callable[[Tensor], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type of products."""
+
+    open_products: Callable[[tuple[int, int]], Mapping[str, Product]]
+    """Products with a random matrix of this shape: "ours" and PyTorch's."""
+    rows: torch.dtype
+    per_instruction: int
+    """Operations of a dot product of registers of 64 bytes."""
+
+
+def in_bfloat16(shape: tuple[int, int]) -> Mapping[str, Product]:
+    matrix = torch.randn(shape).bfloat16()
+    return {"ours": Panels(matrix, rows=torch.bfloat16).multiply, "linear": lambda x: F.linear(x, matrix)}
+
+
+def in_int8(shape: tuple[int, int]) -> Mapping[str, Product]:
+    codes = torch.randint(-LARGEST_CODE, LARGEST_CODE + 1, shape, dtype=torch.int8)
+    turned = codes.t().contiguous()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        outputs = torch.full((shape[0],), 0.01), torch.zeros(shape[0], dtype=torch.int64)
+        prepacked = torch.ops.quantized.linear_prepack(
+            torch.quantize_per_channel(codes.float() / 100, *outputs, 0, torch.qint8), None
+        )
+    return {
+        "ours": Panels(codes, torch.full((shape[0],), 0.01), rounds=True).multiply,
+        "int_mm": lambda x: torch._int_mm(x.to(torch.int8), turned),
+        "dynamic": lambda x: torch.ops.quantized.linear_dynamic(x, prepacked),
+    }
+
+
+KINDS = {"bfloat16": Kind(in_bfloat16, torch.bfloat16, 64), "w8a8": Kind(in_int8, torch.float32, 128)}
+
+
+def shapes(hidden: int, layers: int, inner: int, vocab: int) -> list[tuple[int, int]]:
+    return [(3 * hidden, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)] * layers + [(vocab, hidden)]
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Seconds of the call; with one thread its CPU time, which other processes change less than the wall time."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
+    run()
+    return clock() - start
+
+
+def in_threads(run: Callable[[int], object], threads: int) -> float:
+    """Seconds of run(0) .. run(threads - 1) at once; foreign functions release the interpreter."""
+    if threads == 1:
+        return seconds(lambda: run(0))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda _: time.sleep(0.01), range(threads)))
+        return seconds(lambda: list(pool.map(run, range(threads))))
+
+
+def open_limits() -> ctypes.CDLL:
+    folder = Path(tempfile.mkdtemp())
+    (folder / "limits.cpp").write_text(LIMITS)
+    flags = ["-O3", "-march=native", "-shared", "-fPIC"]
+    subprocess.run([find_compiler(), *flags, str(folder / "limits.cpp"), "-o", str(folder / "limits.so")], check=True)
+    return ctypes.CDLL(str(folder / "limits.so"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--rows", type=int, nargs="+", default=[*FEW, *MANY])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    limits, out = open_limits(), (ctypes.c_float * 64)()
+    memory = mmap.mmap(-1, 1 << 30)
+    memory.madvise(mmap.MADV_HUGEPAGE)  # as the memory of the kernels
+    room = torch.frombuffer(memory, dtype=torch.int32).fill_(1)
+    share, num_loops = room.nbytes // options.threads, 3_000_000
+
+    def read(i: int) -> None:
+        limits.read_all(ctypes.c_void_p(room.data_ptr() + i * share), ctypes.c_int64(share), ctypes.byref(out, 4 * i))
+
+    found: dict[tuple[object, ...], list[float]] = {}
+
+    def keep(value: float, *key: object) -> None:
+        found.setdefault(key, []).append(value)
+
+    cases = [
+        (name, kind, [(shape[1], KINDS[kind].open_products(shape)) for shape in shapes(*MODELS[name])])
+        for name in options.models
+        for kind in options.types
+    ]
+    with torch.inference_mode():
+        for _ in range(options.repeats):
+            keep(room.nbytes / in_threads(read, options.threads) / 1e9, "read")
+            for kind in options.types:
+                multiply = getattr(limits, f"multiply_{kind}")
+                loop = lambda i: multiply(ctypes.c_int64(num_loops), ctypes.byref(out, 4 * i))  # noqa: B023, E731
+                operations = options.threads * num_loops * 8 * KINDS[kind].per_instruction
+                keep(operations / in_threads(loop, options.threads) / 1e9, "peak", kind)
+            for name, kind, products in cases:
+                for rows in options.rows:
+                    xs = {inputs: torch.randn(rows, inputs).to(KINDS[kind].rows) for inputs, _ in products}
+                    for who in products[0][1]:
+                        run = lambda: [each[who](xs[inputs]) for inputs, each in products]  # noqa: B023, E731
+                        keep(seconds(run), name, kind, rows, who)
+    medians = {key: statistics.median(values) for key, values in found.items()}
+    peaks = ", ".join(f"dot products of {kind} {medians['peak', kind]:.0f} G/s" for kind in options.types)
+    print(f"{options.threads} threads: reads {medians['read',]:.1f} GB/s, {peaks}")
+    for name, kind, products in cases:
+        num_weights = sum(outputs * inputs for outputs, inputs in shapes(*MODELS[name]))
+        size = num_weights * (2 if kind == "bfloat16" else 1)
+        for rows in options.rows:
+            times = {who: medians[name, kind, rows, who] for who in products[0][1]}
+            gbs, operations = size / times["ours"] / 1e9, 2 * num_weights * rows / times["ours"] / 1e9
+            print(
+                f"{name} {kind} {rows:4} rows: {', '.join(f'{who} {1e3 * s:7.2f} ms' for who, s in times.items())}, "
+                f"{gbs:5.1f} GB/s ({gbs / medians['read',]:4.0%}), "
+                f"{operations:5.0f} G/s ({operations / medians['peak', kind]:4.0%})"
+            )
+
+
+if __name__ == "__main__":
+    main()
