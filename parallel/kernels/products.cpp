@@ -105,19 +105,28 @@ void multiply_tile_of(int64_t rows, const Rest &...rest) {
     multiply_tile<Stored, Panels, Rows>(rest...);
 }
 
-// The same for any number of rows, in tiles of nearly equal height. One tile waits for memory from its first step on;
-// where there are more, each asks for its share of the block `next`, so that reading and multiplying overlap.
+// The same for any number of rows, in tiles of nearly equal height. One tile waits for memory from its first step on, and
+// its last steps ask for the beginnings of the panels `next`; where there are more, each asks for its share of that block,
+// so that reading and multiplying overlap.
 template <class Stored, int Panels, class Step, class Sum>
 void multiply_tiles(const Stored *panels, int64_t stride, const Step *x, int64_t x_stride, int64_t steps, bool is_added,
                     Sum *results, int64_t rows, const Stored *next) {
     constexpr int64_t STEP = PANEL * sizeof(Stored);
     const int64_t tiles = (rows + ROWS - 1) / ROWS;
     const int64_t distance = reinterpret_cast<const char *>(next) - reinterpret_cast<const char *>(panels);
+    if (tiles == 1) {
+        const int64_t last = steps < AHEAD / STEP ? steps : AHEAD / STEP, first = steps - last;
+        if (first)
+            multiply_tile_of<Stored, Panels>(rows, panels, stride, x, x_stride, first, is_added, results, int64_t{AHEAD}, STEP);
+        multiply_tile_of<Stored, Panels>(rows, panels + first * PANEL, stride, x + first, x_stride, last,
+                                         is_added || first, results, distance - first * STEP, STEP);
+        return;
+    }
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t row = rows * tile / tiles, height = rows * (tile + 1) / tiles - row;
-        const int64_t ask = tiles == 1 ? AHEAD : distance + steps * tile / tiles * STEP;
         multiply_tile_of<Stored, Panels>(height, panels, stride, x + row * x_stride, x_stride, steps, is_added,
-                                         results + row * COLUMNS, ask, (STEP + tiles - 1) / tiles);
+                                         results + row * COLUMNS, distance + steps * tile / tiles * STEP,
+                                         (STEP + tiles - 1) / tiles);
     }
 }
 
@@ -211,13 +220,13 @@ float largest_size(const Number *x, int64_t inputs) {
     return largest;
 }
 
-// A row is rounded to multiples of its largest / 127, to the nearest one, of two equally near ones to the even one. What
-// is not finite makes a factor that is not.
-// `largest` is that of the row, which may be longer; null if it is to be found.
+// A row is rounded to multiples of its largest / 127, to the nearest one, of two equally near ones to the even one; a
+// number that is not finite makes the factor no number either. `given` is the largest of a row that is longer; null if it
+// is to be found.
 template <class Number>
-Rounding round_row(const Number *x, int64_t inputs, const float *largest_of_row, Quad *row) {
+Rounding round_row(const Number *x, int64_t inputs, const float *given, Quad *row) {
     constexpr float LARGEST_CODE = 127, SMALLEST = 1e-30f, SHIFT = 12582912.0f;  // 1.5 * 2^23: the unit is the last bit
-    float largest = largest_of_row ? *largest_of_row : largest_size(x, inputs);
+    float largest = given ? *given : largest_size(x, inputs);
     if (largest < SMALLEST) largest = SMALLEST;
     const float steps_of_one = LARGEST_CODE / largest;
     uint8_t *codes = row->codes;

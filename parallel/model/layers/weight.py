@@ -273,8 +273,9 @@ class Weight(Layer):
         return self._widened(F.embedding(ids, self.plain), None if self.scales is None else self.scales[ids])
 
     def _widened(self, rows: Tensor, scales: Tensor | None) -> Tensor:
-        rows = rows.to(self.dtype)  # without effect where that is how they are stored
-        return rows if scales is None else rows * scales[:, None]
+        if scales is None:
+            return rows.to(self.dtype)  # without effect where that is how they are stored
+        return (rows * scales[:, None]).to(self.dtype)
 
 
 def groups_on(device: torch.device, dtype: torch.dtype) -> bool:

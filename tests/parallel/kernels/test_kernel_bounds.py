@@ -91,7 +91,7 @@ def packed(matrix, stored):
     pack(given.data_ptr(), room.inside.data_ptr(), inputs, outputs, stored)
     panels = room.result().view(-1, inputs // step, PANEL, step).transpose(1, 2).reshape(size, inputs)
     if step == 4:
-        panels[:outputs] += -128  # modulo 256
+        panels = torch.cat((panels[:outputs] + -128, panels[outputs:]))  # modulo 256
     assert torch.equal(panels[:outputs], matrix) and not panels[outputs:].any(), "the last panel is filled with zeros"
     return between_nans(room.inside)
 
@@ -137,8 +137,10 @@ def test_many_rows_and_inputs_are_those_of_each_row_alone(stored, num_threads):
     torch.set_num_threads(num_threads)
     try:
         dtype, rows = TYPES.get(stored, (stored, torch.float32))
-        matrix, x = torch.randn(96, 5000).mul(9).to(dtype), torch.randn(101, 5000).to(rows)
-        scales, rounds = torch.rand(96) if dtype == torch.int8 else None, PER_STEP.get(stored) == 4
+        rounds = PER_STEP.get(stored) == 4
+        inputs = 5000 if rounds else 1000
+        matrix, x = torch.randn(96, inputs).mul(9).to(dtype), torch.randn(101, inputs).to(rows)
+        scales = torch.rand(96) if dtype == torch.int8 else None
         panels = Panels(matrix, scales, rows, rounds=rounds)
         for gated in (False, True):
             together = panels.multiply(x, gated=gated, wide=True)
@@ -148,6 +150,6 @@ def test_many_rows_and_inputs_are_those_of_each_row_alone(stored, num_threads):
             numbers = matrix.double() if scales is None else matrix.double() * scales[:, None]
             plain = multiply_rounded(x.float(), matrix, scales).double() if rounds else x.double() @ numbers.T
             expected = F.silu(plain[:, :48]) * plain[:, 48:] if gated else plain
-            torch.testing.assert_close(together.double(), expected, atol=0.2, rtol=1e-4)
+            torch.testing.assert_close(together.double(), expected, atol=0.05, rtol=1e-4)
     finally:
         torch.set_num_threads(before)
