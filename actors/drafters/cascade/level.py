@@ -334,6 +334,7 @@ class CascadeDrafter:
 
     def _offer(self, state: RequestState, budget: int, tail: Proposal | None) -> Draft:
         spec, base = self._spec, len(state.context.token_ids)
+        # More than its share where an earlier, longer draft has left some: these are verified, a tail is not.
         own = state.text[base : base + num_own(max(1, budget - spec.merge), spec.width)]
         tree = TokenTree.chain(state.text[base - 1], own)
         state.parts = ((spec.name, len(own)),) if own else ()

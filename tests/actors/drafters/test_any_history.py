@@ -494,14 +494,29 @@ class Parent:
             and isinstance(self.case.config, CascadeDrafterConfig)
         )
         if self.case.repeats and self.case.pipeline not in AHEAD and not ratio:
-            copy = replace(context, request_id=0, token_ids=list(context.token_ids))
-            self.fresh.open(copy)
-            (fresh,) = self.fresh.propose([copy], [budget])
-            self.fresh.release(0)
-            expected = paths_of(fresh.tree)
+            expected = self.fresh_paths(context, budget)
+            if (longer := self.ordered_alike(proposal, budget)) > budget:
+                expected = {path for path in self.fresh_paths(context, longer) if len(path) <= budget}
             # A pool that is full, or a context that ends, may leave one of them shorter.
             has_room = self.num_slots == ROOMY and len(context.token_ids) + 2 * self.longest <= MAX_POSITIONS
             assert paths == expected or (not has_room and (paths < expected or expected < paths))
+
+    def fresh_paths(self, context, budget):
+        """The draft of a drafter that has seen nothing else."""
+        copy = replace(context, request_id=0, token_ids=list(context.token_ids))
+        self.fresh.open(copy)
+        (draft,) = self.fresh.propose([copy], [budget])
+        self.fresh.release(0)
+        return paths_of(draft.tree)
+
+    def ordered_alike(self, proposal, budget):
+        """Tokens to order of a fresh cascade, so that its last level drafts as many of its own before its child's tail:
+        those that are left of an earlier, longer draft come first, since they are verified already."""
+        config = self.case.config
+        if not (isinstance(config, CascadeDrafterConfig) and config.tails and proposal.parts):
+            return budget
+        tail, (_, num_own) = config.tails[-1], proposal.parts[0]
+        return num_own + tail if num_own > max(1, budget - tail) else budget
 
     def check_drawn(self, proposal):
         for node, children in enumerate(proposal.tree.children()):

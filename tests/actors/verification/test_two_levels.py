@@ -156,6 +156,42 @@ def test_what_was_drafted_ahead_follows_its_law_too(random_law):
         assert [counted[t] / total for t in range(VOCAB)] == pytest.approx(m(token_ids).tolist(), abs=EXACT)
 
 
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq", "transport"])
+def test_prepared_drafts_whose_length_depends_on_their_tokens_are_exact(random_law, rule):
+    """A verdict comes when it comes: how many tokens were prepared by then is how many of the child's were accepted.
+    Whether a token was drawn depends on those before it alone, so each still follows the law that goes with it."""
+    laws = [random_law(VOCAB, seed) for seed in (1, 2, 3)]
+    p, m, s = (lambda context, law=law: law(context) if len(context) > 2 else np.eye(VOCAB)[1] for law in laws)
+    hit, lengths, first_tokens = (1, 1, 1), set[int](), defaultdict(list)
+
+    def run(tape: Tape):
+        drafter = toy_level(m, ToyChild(s, tape), tape, (2, 2), 1, rule, works_ahead=True)
+        context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))
+        drafter.open(context)
+        drafter.propose([context], [2])
+        drafter.work()  # the verdict comes before the next step
+        drafter.observe(context, Commit(1, 0, len(PROMPT), (1, 2), hit))
+        context.extend(hit)
+        return drafter.prepared(context), drafter.propose([context], [2])[0]
+
+    proposed = list(all_runs(run))
+    for weight, (is_prepared, guess) in proposed:
+        assert is_prepared or guess.tree.num_draft_tokens == 2
+        lengths.add(guess.tree.num_draft_tokens)
+        first_tokens[guess.tree.num_draft_tokens].append((weight, guess.tree.token_ids[1]))
+    assert lengths == {1, 2}
+    alone = np.array([sum(weight for weight, token in first_tokens[1] if token == one) for one in range(VOCAB)])
+    assert np.abs(alone / alone.sum() - m(hit)).max() > 0.1, "lengths do not depend on tokens: the test shows nothing"
+
+    def after(context):
+        return p((*hit, *context))
+
+    assert distance(after, [(weight, guess) for weight, (_, guess) in proposed], rule) < EXACT
+    chosen = [(weight, guess) for weight, (_, guess) in proposed if guess.tree.num_draft_tokens == 1]
+    chosen = [(weight / alone.sum(), guess) for weight, guess in chosen]
+    assert distance(after, chosen, rule) > 0.01, "lengths that were chosen by tokens would show"
+
+
 @pytest.mark.parametrize("rule, keeps", [("coupled", True), ("traversal", False)])
 def test_what_a_ratio_rule_has_seen_is_not_offered_again(random_law, rule, keeps):
     """Even where the target's own token equals the offered one: a bottom-up rule has tested everything after it."""

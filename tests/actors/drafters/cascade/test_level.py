@@ -120,6 +120,18 @@ def test_a_tail_is_as_long_as_it_should_be_and_gets_its_verdict(path, own, tail)
     assert ((1, 2) in child.paths) == (len(path) == 4)
 
 
+def test_what_a_level_has_left_is_offered_before_its_childs_tail():
+    """It has verified these tokens, however few are ordered next."""
+    nothing = Draft.nothing(Context(1, 0, [1], 1, SamplingParams()))
+    child = ScriptedChild(nothing, nothing, chain(4, 0, 0), chain(4, 1))
+    level, context = open_level(child, (3, 3), tail=2)
+    (offered,) = level.propose([context], [5])
+    assert offered.tree.token_ids == (1, 2, 3, 4, 0, 0)
+    give_verdict(level, context, (1,), 2)
+    (offered,) = level.propose([context], [3])
+    assert offered.tree.token_ids == (2, 3, 4, 1) and offered.parts == (("1", 2), ("0", 1)), "two are left, not one"
+
+
 def test_merged_tokens_are_those_of_the_level_that_drafted_them():
     child = ScriptedChild(chain(1, 2, 0))
     level, context = open_level(child, (2, 9), merge=2)
