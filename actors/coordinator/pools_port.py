@@ -107,9 +107,12 @@ class PoolsPort(DrafterPort):
 
     @property
     def pending(self) -> PendingOrder | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The order to wait for: of drafts, rather than of a text to read, and one that was not skipped."""
+        """The order to wait for: one that was not skipped, of drafts, rather than of a text to read, and of these one
+        without any answer, rather than one whose rest may not be worth a wait."""
         waiting = [port.pending for port in self._ports if port.pending is not None]
-        return min(waiting, key=lambda order: (order.is_skipped, not order.prefixes), default=None)
+        return min(
+            waiting, key=lambda order: (order.is_skipped, not order.prefixes, order.has_first_part), default=None
+        )
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -211,7 +211,8 @@ class Coordinator:
             return [self._start_loading(now)]
         if unusable := drafter.unusable(running):
             self._preempt(self._scheduler.preempt(unusable))
-        orders = self._order_drafts(now)
+        # Once time is up, a draft that is ordered now would be for a text that is verified meanwhile.
+        orders = self._order_drafts(now) if may_wait else []
         running = self._scheduler.candidates
         missing = [sequence.request_id for sequence, _ in drafter.missing_drafts(running, ())]
         num_ready, pending = sum([sequence.draft.proposal is not None for sequence in running]), drafter.pending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,36 @@ def test_a_drafter_that_was_late_is_asked_again(pipeline):
     assert world.tokens[1] == oracle(REQUEST)
     assert world.coordinator.stats.num_spec_steps > before, "and its drafts are verified again"
     assert world.coordinator.stats.num_stale >= 1, "the late one was of no use"
+
+
+class Changing(Policy):
+    """No drafts for the request `resting`."""
+
+    resting: int | None = 2
+
+    def draft_length(self, request_id: int, remaining: int) -> int:
+        return 0 if request_id == self.resting else super().draft_length(request_id, remaining)
+
+
+def test_once_time_is_up_no_draft_is_ordered_of_a_text_that_is_verified_next():
+    """Of two pools one is silent, and drafts from the other begin to pay just then."""
+    policy = Changing("branches", 4)
+    world = Quick(random.Random(0), "branches", answers=("right",), policy=policy, num_seats=2)
+    other = replace(REQUEST, request_id=2, prompt=(5, 6))
+    world.deliver(REQUEST)
+    world.deliver(other)
+    silent, lively = world.answers["draft"], ("target", "draft@1")
+    while queue := next((world.answers[role] for role in lively if world.answers[role]), None) or silent:
+        if queue is silent and silent[0].proposals and len(world.tokens.get(2, [])) > 2:
+            break
+        world.deliver(queue.popleft())
+    assert world.coordinator.wait_until is not None and not world.answers["draft@1"]
+    policy.resting = None
+    world.stop_waiting()
+    (batch,) = [one for one in world.sent[-2:] if isinstance(one, VerifyBatch)]
+    assert {item.request_id for item in batch.items} == {1, 2} and not world.answers["draft@1"]
+    world.settle()
+    assert world.tokens == {1: oracle(REQUEST), 2: oracle(other)} and world.ends[2].stats.num_spec_steps > 0
 
 
 @pytest.mark.parametrize(("make", "waits_s"), [(Weighing, 4 * 0.5), (Policy, HANG_S)])
