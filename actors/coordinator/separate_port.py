@@ -50,7 +50,8 @@ class SeparatePort(DrafterPort):
         self._top_tokens.clear()
         self.scored.lose()
         for sequence in sequences:
-            sequence.draft = DraftState(proposal=sequence.draft.proposal)
+            proposal = sequence.draft.proposal
+            sequence.draft = DraftState(is_answered=proposal is not None, proposal=proposal)
             sequence.is_being_read, sequence.preview = False, None
 
     def regain(self, epoch: int) -> None:  # noqa: ARG002 (only a bridge belongs to an epoch)
@@ -67,8 +68,9 @@ class SeparatePort(DrafterPort):
             self._outbox.admit(sequence)
 
     def commit(self, sequence: Sequence, commit: Commit) -> None:
-        """A preview may hold a draft for the new prefix."""
-        self._outbox.commit(commit)
+        """A preview may hold a draft for the new prefix. A path is passed on to the drafter that made the draft, not to
+        one that came back since."""
+        self._outbox.commit(commit if sequence.draft.num_ordered else replace(commit, path=()))
         sequence.num_unread = 0 if sequence.draft.num_ordered else sequence.num_unread + len(commit.token_ids)
         preview, sequence.preview = sequence.preview, None
         sequence.draft = DraftState(prepared=preview.after(commit.token_ids) if preview is not None else None)
@@ -283,9 +285,8 @@ class SeparatePort(DrafterPort):
                 self._outbox.admit(sequence, None if sequence.num_generated else self._read_chunk)
             elif sequence.request_id in self._outbox.partial:
                 self._outbox.extend(sequence, self._read_chunk)
-            elif not self._has_to_read(sequence):
+            elif sequence.draft.num_ordered or not self._has_to_read(sequence):
                 continue
-            if not sequence.draft.num_ordered:
-                sequence.is_being_read, sequence.num_unread = True, 0
-                reading.append(sequence.request_id)
+            sequence.is_being_read, sequence.num_unread = True, 0
+            reading.append(sequence.request_id)
         return reading

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from actors.coordinator.port import open_port
 from actors.coordinator.separate_port import SeparatePort
 from actors.coordinator.sequence import Sequence
 from actors.drafters.draft_ahead.tree import AHEAD
+from actors.options import SchedulerConfig
 from actors.policy.policy import Policy
 from actors.protocol.messages import (
     HASH_SEED,
@@ -84,6 +86,32 @@ def test_a_lookup_drafts_for_every_pass_while_the_drafter_is_silent(pipeline):
     waiting = Apart(random.Random(0), pipeline, answers=("right",))
     waiting.begin()
     assert waiting.coordinator.wait_until is not None, "a negative control"
+
+
+class Weighing(Policy):
+    """Texts are sent in chunks."""
+
+    weighs_waiting = True
+
+
+def test_a_text_is_read_to_its_end_while_the_lookup_drafts():
+    """No chunk of it is left out, though the request has drafts before the drafter knows it."""
+    chunks = SchedulerConfig(prefill_chunk=6)
+    request = replace(REQUEST, prompt=tuple(range(2, 11)) * 2, sampling=SamplingParams(max_tokens=20, ignore_eos=True))
+    world = Apart(random.Random(0), "tree", answers=("right",), far=True, limits=chunks, policy=Weighing("tree", 4))
+    world.begin(request)
+    while not world.tokens.get(1):
+        world.verify()
+    read = []
+    while len(world.tokens[1]) < 15:
+        world.verify()
+        if world.answers["draft"]:
+            world.deliver(world.answers["draft"].popleft())
+        read.append(len(world.drafter.knows.texts[1]))
+    assert read[0] < 18 < read[-1], "it was never behind: the test shows nothing"
+    assert any(isinstance(one, DraftBatch) and one.orders[0].num_draft_tokens for one in world.sent)
+    world.settle()
+    assert world.tokens[1] == oracle(request)
 
 
 def test_a_preview_is_read_where_the_verdicts_have_come_to():

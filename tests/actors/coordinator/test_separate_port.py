@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from actors.policy.policy import PIPELINES
-from actors.protocol.messages import DraftBatch, Request, SamplingParams, TopTokens, VerifyBatch
+from actors.coordinator.port import open_port
+from actors.coordinator.sequence import Sequence
+from actors.policy.policy import PIPELINES, Policy
+from actors.protocol.messages import (
+    DraftBatch,
+    Proposal,
+    ProposalBatch,
+    Request,
+    SamplingParams,
+    TokenTree,
+    TopTokens,
+    VerifyBatch,
+)
 from tests.actors.scripted_roles import World
 
 
@@ -66,3 +78,23 @@ def test_a_drafter_that_returns_learns_of_passes_from_then_on(pipeline, seed):
     world.settle()
     later = world.passed_on()[num_passed:]
     assert later and not before & set(later)
+
+
+def test_a_draft_that_came_before_its_drafter_was_lost_is_not_ordered_again():
+    """It remains valid, and the drafter that comes back reads the text alone."""
+    port: Any = open_port(Policy("pingpong", 4), 8, drafts=True)
+    sequence = Sequence.start(Request(1, (3, 4)), 50)
+    sequence.cached_len = sequence.prefix_len - 1
+
+    def orders(round_: int, *proposals: Proposal) -> list[int]:
+        """The lengths of the orders of the next batch, which these proposals answer."""
+        (batch,) = port.order([sequence], (), round_, 1.0)
+        port.receive(ProposalBatch(batch.round, proposals, 0.0, 0.0), {1: sequence})
+        return [order.num_draft_tokens for order in batch.orders]
+
+    draft = Proposal.deterministic(*sequence.prefix, TokenTree.chain(4, [5, 6]))
+    assert orders(1) == [0] and orders(2, draft) == [4] and sequence.draft.proposal is draft
+    port.lose([sequence])
+    port.regain(1)
+    assert orders(3) == [0] and port.missing_drafts([sequence], ()) == []
+    assert sequence.draft.proposal is draft
