@@ -114,7 +114,7 @@ class ClusterConfig(Section):
 
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@,A-Z]+")
-"""Of a page, as browsers send it: in lower case, without a path."""
+"""The origin of a page, as browsers send it: in lower case, without a path."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,10 @@ from cluster.serving.reply_records import (
     CallDelta,
     DeltaChoice,
     FunctionDelta,
+    MessageCall,
     MessageChoice,
     MessageDelta,
+    MessageFunction,
 )
 from cluster.serving.tools import CallPart, CallReader, Part
 
@@ -59,10 +61,10 @@ class PartsForm(ChatForm):
     def whole(self, choice: RequestedText, text: str, reason: str | None) -> MessageChoice:
         reasoning, parts = self.make_reader().feed(text, is_last=True)
         content = "".join([part for part in parts if isinstance(part, str)])
-        calls: list[CallDelta] = []
+        calls: list[MessageCall] = []
         for part in self._sent(parts):
             if part.id is not None:
-                calls.append(CallDelta(UNSET, FunctionDelta(part.arguments, part.name or UNSET), part.id, "function"))
+                calls.append(MessageCall(part.id, MessageFunction(part.name or "", part.arguments)))
             else:
                 calls[part.index].function.arguments += part.arguments
         shown = None if not content and (calls or reasoning) else content

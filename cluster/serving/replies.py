@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -141,7 +142,7 @@ class ReplyWriter:
         return b"".join(map(self._event, chunks))
 
     def chunk(self, choice: RequestedText, piece: Piece, usage: TokenUsage | UnsetType | None) -> bytes:
-        part: Any = self._form.part(choice, piece)
+        part = self._form.part(choice, piece)
         reply = self._reply(self._form.chunk, [part], usage)
         if piece.finish_reason is not None:
             part.stop_reason = choice.completion.stop_reason
@@ -150,7 +151,8 @@ class ReplyWriter:
             if not piece.position:
                 (part if isinstance(part, TextChoice) else reply).prompt_token_ids = choice.completion.prompt_token_ids
         if self._logprobs is not None:
-            part.logprobs = self._logprobs.part(choice.index, choice.completion, piece.logprobs)
+            of_part = self._logprobs.part(choice.index, choice.completion, piece.logprobs)
+            part.logprobs = of_part  # pyright: ignore[reportAttributeAccessIssue]  (those of the form)
         if self._includes_proposers:
             parts = choice.completion.token_texts(piece)
             part.proposers = [
@@ -174,7 +176,7 @@ class ReplyWriter:
 
     def _reply(
         self,
-        form: type[ApiReply],
+        form: Callable[..., Any],
         choices: list[Any],
         usage: TokenUsage | UnsetType | None,
         metrics: ReplyMetrics | UnsetType | None = UNSET,
@@ -182,7 +184,7 @@ class ReplyWriter:
         """A record of this form."""
         return form(
             id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, metrics=metrics
-        )  # pyright: ignore[reportCallIssue]  (each form has its `object`)
+        )
 
 
 def usage_of(generation: Generation) -> TokenUsage:

@@ -84,12 +84,27 @@ class FunctionDelta(Struct):
 
 
 class CallDelta(Struct):
-    """What a call gained in a chunk; in a message, a whole call."""
+    """What a call gained in a chunk."""
 
-    index: int | UnsetType
+    index: int
     function: FunctionDelta
     id: str | UnsetType = UNSET
     type: Literal["function"] | UnsetType = UNSET
+
+
+class MessageFunction(Struct):
+    """The function that a message calls; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(Struct):
+    """A call of a message."""
+
+    id: str
+    function: MessageFunction
+    type: Literal["function"] = "function"
 
 
 class AssistantMessage(Struct):
@@ -99,7 +114,7 @@ class AssistantMessage(Struct):
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     reasoning: str | UnsetType = UNSET
-    tool_calls: list[CallDelta] | UnsetType = UNSET
+    tool_calls: list[MessageCall] | UnsetType = UNSET
 
 
 class MessageDelta(Struct):
@@ -129,22 +144,22 @@ class DeltaChoice(ReplyChoice):
 
 
 class ApiReply(Struct, kw_only=True):
-    """A reply, or a chunk of a stream. `usage` is null or absent in chunks that have none, as OpenAI's."""
+    """A reply, or a chunk of a stream."""
 
     id: str
     object: str
     created: int
     model: str
     choices: list[Any]
-    usage: TokenUsage | UnsetType | None = UNSET
-    metrics: ReplyMetrics | UnsetType | None = UNSET
 
 
 class CompletionReply(ApiReply, kw_only=True):
-    """A completion, or a chunk of one."""
+    """A completion, or a chunk of one. `usage` is null or absent in chunks that have none, as OpenAI's."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
+    usage: TokenUsage | UnsetType | None = UNSET
+    metrics: ReplyMetrics | UnsetType | None = UNSET
 
 
 class ChatReply(ApiReply, kw_only=True):
@@ -159,10 +174,12 @@ class ChatReply(ApiReply, kw_only=True):
 
 
 class ChatChunk(ApiReply, kw_only=True):
-    """A chunk of one."""
+    """A chunk of one. `usage` is null or absent in chunks that have none."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[DeltaChoice]
+    usage: TokenUsage | UnsetType | None = UNSET
+    metrics: ReplyMetrics | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 

@@ -426,7 +426,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
 
     @property
     def callable_names(self) -> list[str] | None:
-        """Of the offered tools those that may be called; None: all."""
+        """Names of the offered tools that may be called; None: all."""
         if not isinstance(self.tool_choice, AllowedToolsChoice):
             return None
         return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]

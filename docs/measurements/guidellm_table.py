@@ -145,10 +145,11 @@ def _draw(medians: dict[Key, list[float | None]], picture: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(6, 4))
     for mode in sorted({mode for mode, _ in medians}):
-        points = sorted((streams, row) for (name, streams), row in medians.items() if name == mode)
-        axes.plot([row[1] for _, row in points], [row[0] for _, row in points], marker="o", label=f"speculation {mode}")
-        for streams, row in points:
-            axes.annotate(str(streams), (row[1], row[0]), textcoords="offset points", xytext=(4, 4), fontsize=8)
+        rows = sorted((streams, row[:2]) for (name, streams), row in medians.items() if name == mode)
+        points = [(streams, of_one or 0.0, of_all or 0.0) for streams, (of_all, of_one) in rows]
+        axes.plot([x for _, x, _ in points], [y for *_, y in points], marker="o", label=f"speculation {mode}")
+        for streams, x, y in points:
+            axes.annotate(str(streams), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
     axes.set(
         xlabel="tokens/s of a stream, 1 / median inter-token latency", ylabel="tokens/s of all streams", xscale="log"
     )

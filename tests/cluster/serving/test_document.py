@@ -26,12 +26,12 @@ LISTED = {"return_token_ids": True, "prompt_logprobs": 1, "n": 2, "max_tokens": 
 SCHEMA = {"type": "object", "properties": {"value": {"enum": [1, 2]}}, "required": ["value"]}
 TOOL = {"type": "function", "function": {"name": "now", "parameters": SCHEMA}}
 MESSAGES = {"messages": [{"role": "user", "content": "rain?"}], "max_tokens": 40, "seed": 3}
-THINKS = {**MESSAGES, "chat_template_kwargs": {"thinks": True}, "logit_bias": {CLOSED: 9.0}, "max_tokens": 60}
+THINKS = {**MESSAGES, "chat_template_kwargs": {"thinks": True}, "logit_bias": {CLOSED: 3.0}, "max_tokens": 200}
 ANSWERS = {**MESSAGES, "chat_template_kwargs": {"thinks": False}, "max_tokens": 100}
 BODIES: dict[str, list[dict[str, Any]]] = {
     COMPLETIONS: [
         {"prompt": "ab", **REPETITIVE},
-        {"prompt": ["ab", [70, 71]], **LISTED, "logprobs": 2, "echo": True, "stop_token_ids": [70]},
+        {"prompt": ["ab", "cd"], **LISTED, "logprobs": 2, "echo": True, "stop_token_ids": [70]},
         {"prompt": "AAAA", **PREDICTED},
         {"prompt": "ab", "max_tokens": 60, "structured_outputs": {"json": SCHEMA}},
         {"prompt": "ab", "allowed_token_ids": [0], "min_tokens": 1, "stream": True},  # an error in the end

@@ -17,6 +17,8 @@ from tests.cluster.serving.conftest import KEY, RunningServer
 
 MESSAGES: Any = [{"role": "user", "content": "a"}]
 CHAT: Any = {"model": "tiny-chat", "messages": MESSAGES, "seed": 2, "max_completion_tokens": 60}
+WHOLE = {**CHAT, "max_completion_tokens": 300}
+"""For replies that are to come to their end."""
 FUNCTION = {"name": "now", "parameters": {"type": "object", "properties": {}}}
 WORKS: dict[str, Any] = {
     "frequency_penalty": 0.5,
@@ -117,9 +119,9 @@ def test_no_field_that_all_have_is_among_those_that_are_not_supported():
 
 
 def test_the_events_of_a_stream_are_those_of_the_whole_reply(client):
-    whole = client.chat.completions.create(**CHAT, n=2, logprobs=True)
-    events = []
-    with client.chat.completions.stream(**CHAT, n=2, logprobs=True, stream_options={"include_usage": True}) as stream:
+    body = {**WHOLE, "n": 2, "logprobs": True, "logit_bias": {"0": 4}}  # the end token
+    whole = client.chat.completions.create(**body)
+    with client.chat.completions.stream(**body, stream_options={"include_usage": True}) as stream:
         events = list(stream)
         final = stream.get_final_completion()
     for choice, other in zip(whole.choices, final.choices, strict=True):
@@ -131,13 +133,13 @@ def test_the_events_of_a_stream_are_those_of_the_whole_reply(client):
 
 
 def test_schemas_and_tools_of_the_client_are_followed_and_read(client):
-    parsed = client.chat.completions.parse(**CHAT, response_format=Point).choices[0].message.parsed
+    parsed = client.chat.completions.parse(**WHOLE, response_format=Point).choices[0].message.parsed
     assert isinstance(parsed, Point)
-    with client.chat.completions.stream(**CHAT, response_format=Point) as stream:
+    with client.chat.completions.stream(**WHOLE, response_format=Point) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == parsed
     tools = [openai.pydantic_function_tool(Point, name="put"), openai.pydantic_function_tool(Point, name="take")]
     for choice in ("required", {"type": "function", "function": {"name": "put"}}):
-        body = {**CHAT, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        body = {**WHOLE, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
         (call,) = client.chat.completions.parse(**body).choices[0].message.tool_calls
         assert isinstance(call.function.parsed_arguments, Point)
         with client.chat.completions.stream(**body) as stream:

@@ -105,8 +105,8 @@ def allowed(mode: str, *names: str) -> Any:
 def test_only_allowed_tools_are_called(client, name):
     """With drafts or not, streamed or not."""
     called, others = set(), set()
-    for seed in range(6):
-        body = {**BODY, "seed": seed, "max_tokens": 60}
+    for seed in (0, 1, 2):
+        body = {**BODY, "seed": seed}
         body |= {"parallel_tool_calls": False, "tool_choice": allowed("required", name)}
         (choice,) = client.chat.completions.create(**body).choices
         _, calls, _ = whole_of(choice)
@@ -285,7 +285,7 @@ CASES = [
     pytest.param(lambda: TemplateReader(OWN, []), 'a <<{"name": "f", "arguments": "x"}>>', "a", [("f", "x")]),
     pytest.param(lambda: TemplateReader(OWN, []), "a <<{bad", "a {bad", []),
     pytest.param(lambda: TemplateReader(OWN, []), 'a <<{"name": "f"}>> b <<bad>> c', "a b bad> c", [("f", "{}")]),
-    pytest.param(lambda: TemplateReader(HERMES, [], ["now"]), LATER + "a" + LATER, "a", [("now", "{}")] * 2),
+    pytest.param(lambda: TemplateReader(HERMES, [], ["now"]), LATER + "a" + LATER, "\na", [("now", "{}")] * 2),
     pytest.param(
         lambda: TemplateReader(HERMES, [], ["now"]),
         'a <tool_call>{"name": "sun", "arguments": {}}</tool_call> b',
