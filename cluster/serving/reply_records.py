@@ -221,10 +221,25 @@ class VersionReply(Struct):
     version: str | None
 
 
+class LaneSpan(Struct):
+    """What a role did from `start_ms` to `end_ms`, milliseconds from the first span."""
+
+    lane: str
+    name: str
+    start_ms: float
+    end_ms: float
+
+
+class SpanKind(Struct):
+    """How the spans of one name are drawn, and what they are."""
+
+    colour: str
+    meaning: str
+
+
 class RecentRounds(Struct):
-    """`/timeline`: `spans` of (lane, name, start, end) in milliseconds from the first one; of each name its colour and
-    meaning."""
+    """`/timeline`: the lanes in drawing order, their spans, and the kinds of these by name."""
 
     lanes: list[str]
-    spans: list[tuple[str, str, float, float]]
-    names: dict[str, tuple[str, str]]
+    spans: list[LaneSpan]
+    names: dict[str, SpanKind]

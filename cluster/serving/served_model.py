@@ -35,7 +35,7 @@ from cluster.serving.errors import ApiError, bad_request
 from cluster.serving.generation import RequestedText
 from cluster.serving.logprobs import TokenNames
 from cluster.serving.reasoning import ReasoningMarks
-from cluster.serving.reply_records import RecentRounds
+from cluster.serving.reply_records import LaneSpan, RecentRounds, SpanKind
 from cluster.serving.requests import (
     NO_TEXT,
     ChatRequest,
@@ -118,8 +118,8 @@ class ServedModel:
         """The lanes of the latest rounds. Asks the coordinator, as `metrics`."""
         spans = last_rounds(self._client.report().spans, _ROUNDS_SHOWN)
         origin = spans[0][2] if spans else 0.0
-        shown = [(lane, name, _ms(start - origin), _ms(end - origin)) for lane, name, start, end, _ in spans]
-        names = {name: WORK[name] for _, name, *_ in shown if name in WORK}
+        shown = [LaneSpan(lane, name, _ms(start - origin), _ms(end - origin)) for lane, name, start, end, _ in spans]
+        names = {span.name: SpanKind(*WORK[span.name]) for span in shown if span.name in WORK}
         return RecentRounds(lanes_of(spans), shown, names)
 
     def check_name(self, name: str | None) -> None:

@@ -137,10 +137,10 @@ def test_the_pages_script_shows_a_stream(server: RunningServer, tmp_path, key, r
 def test_the_timeline_has_the_lanes_of_the_latest_rounds(server: RunningServer):
     server.ask("/v1/completions", {"prompt": "def f(", "max_tokens": 40, "temperature": 0, "ignore_eos": True})
     status, _, found = server.ask("/timeline")
-    assert status == 200 and found["lanes"] == ["target", "draft"] and found["spans"][0][2] == 0
-    assert all(lane in found["lanes"] and 0 <= start <= end for lane, _, start, end in found["spans"])
-    verified = [name for lane, name, *_ in found["spans"] if lane == "target" and name == "verify"]
-    assert 1 <= len(verified) <= 12 and found["names"]["verify"][1] == "target pass with drafts"
+    assert status == 200 and found["lanes"] == ["target", "draft"] and found["spans"][0]["start_ms"] == 0
+    assert all(span["lane"] in found["lanes"] and 0 <= span["start_ms"] <= span["end_ms"] for span in found["spans"])
+    verified = [span for span in found["spans"] if (span["lane"], span["name"]) == ("target", "verify")]
+    assert 1 <= len(verified) <= 12 and found["names"]["verify"]["meaning"] == "target pass with drafts"
     assert server.ask("/timeline", key=None)[0] == 401
 
 
