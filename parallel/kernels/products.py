@@ -30,7 +30,7 @@ from parallel.kernels.steps import Kernel, room
 PANEL = 16
 LARGEST_CODE = 127
 MOST_INPUTS = (2**31 - 1) // LARGEST_CODE**2
-"""Of a product of rounded rows: an int32 holds the sum of so many products of the largest codes."""
+"""The inputs of a product of rounded rows: an int32 holds the sum of so many products of the largest codes."""
 _SMALLEST = 1e-30
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PAIRS = 3
