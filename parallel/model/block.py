@@ -47,9 +47,7 @@ class Attention(Layer):
         **options: Unpack[TensorOptions],
     ) -> None:
         num_heads, num_kv_heads = config.num_heads // group.size, config.local_kv_heads(group.size)
-        queries = config.num_heads * config.head_dim
-        first = group.rank * config.num_kv_heads // group.size * config.head_dim
-        kv_rows = slice(first, first + num_kv_heads * config.head_dim)
+        queries, kv_rows = config.num_heads * config.head_dim, _kv_rows(config, group)
         parts = [*zip(config.names.projections, (even_rows(queries, group), kv_rows, kv_rows), strict=True)]
         self.qkv = ColumnLinear(inputs or config.hidden_size, parts, bias=config.qkv_bias, **options)
         self.o = RowLinear(config.names.o, queries, config.hidden_size, group, bias=config.o_bias, **options)
@@ -76,9 +74,7 @@ class CrossAttention(Layer):
 
     def __init__(self, config: DecoderConfig, layer: int, group: Group, **options: Unpack[TensorOptions]) -> None:
         num_heads, num_kv_heads = config.num_heads // group.size, config.local_kv_heads(group.size)
-        queries, hidden = config.num_heads * config.head_dim, config.hidden_size
-        first = group.rank * config.num_kv_heads // group.size * config.head_dim
-        kv_rows = slice(first, first + num_kv_heads * config.head_dim)
+        queries, hidden, kv_rows = config.num_heads * config.head_dim, config.hidden_size, _kv_rows(config, group)
         q, k, v = config.names.projections
         self.q = ColumnLinear(hidden, [(q, even_rows(queries, group))], bias=config.qkv_bias, **options)
         self.kv = ColumnLinear(hidden, [(k, kv_rows), (v, kv_rows)], bias=config.qkv_bias, **options)
@@ -96,6 +92,12 @@ class CrossAttention(Layer):
     def shards(self, prefix: str) -> Iterator[Shard]:
         for part in (self.q, self.kv, self.o):
             yield from part.shards(prefix)
+
+
+def _kv_rows(config: DecoderConfig, group: Group) -> slice:
+    """This rank's rows of keys or of values."""
+    heads = config.own_kv_heads(group.rank, group.size)
+    return slice(heads.start * config.head_dim, heads.stop * config.head_dim)
 
 
 class MLP(Layer):

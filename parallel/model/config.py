@@ -246,3 +246,8 @@ class DecoderConfig:
     def local_kv_heads(self, size: int) -> int:
         """KV heads per rank; with more ranks than heads each head is held by several ranks."""
         return max(1, self.num_kv_heads // size)
+
+    def own_kv_heads(self, rank: int, size: int) -> slice:
+        """The KV heads of one of so many ranks."""
+        first = rank * self.num_kv_heads // size
+        return slice(first, first + self.local_kv_heads(size))

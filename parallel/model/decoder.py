@@ -120,9 +120,7 @@ class Decoder(Layer):
             self.group.sums_in_order = True
 
     def attention_shape(self) -> AttentionShape:
-        config, ranks = self.config, self.attention_ranks
-        group = config.num_heads // ranks // config.local_kv_heads(ranks)
-        return AttentionShape(group, config.window, config.attention_scale, config.attention_softcap, self.bias)
+        return AttentionShape.of(self.config, self.attention_ranks, self.bias)
 
     def forward(self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()) -> tuple[Tensor, tuple[Tensor, ...]]:
         """token_ids [T] -> final hidden states [T, H] and, for every tap i, the residual stream [T, H] after i layers.

@@ -61,12 +61,10 @@ class SpeculatorPlace:
 
     def make_pool(self, layers: DecoderConfig, num_layers: int | None = None) -> tuple[KVPool, AttentionShape]:
         """KV rows for layers of this shape, or so many of them, and how their heads read them."""
-        ranks = self.group.size
-        kv_heads = layers.local_kv_heads(ranks)
         count = layers.num_layers if num_layers is None else num_layers
+        kv_heads = layers.local_kv_heads(self.group.size)
         pool = KVPool(count, self.num_slots, kv_heads, layers.head_dim, self.dtype, self.device)
-        heads = layers.num_heads // ranks // kv_heads
-        return pool, AttentionShape(heads, layers.window, layers.attention_scale, layers.attention_softcap)
+        return pool, AttentionShape.of(layers, self.group.size)
 
     def load(self, layers: ServedLayers, shapes: Mapping[str, Shape], directory: Path) -> None:
         fill(layers, shapes, directory, None if self.weights == self.dtype else self.weights)

@@ -20,6 +20,7 @@ from parallel.model.layers.norm import Norm
 from parallel.model.layers.rope import Rotation, rotate
 
 if TYPE_CHECKING:
+    from parallel.model.config import DecoderConfig
     from parallel.model.layers.score_bias import ScoreBias
 
 
@@ -34,6 +35,12 @@ class AttentionShape:
     scale: float | None = None
     softcap: float | None = None
     bias: ScoreBias | None = None
+
+    @classmethod
+    def of(cls, config: DecoderConfig, ranks: int, bias: ScoreBias | None = None) -> AttentionShape:
+        """That of a decoder on one of so many ranks."""
+        group = config.num_heads // ranks // config.local_kv_heads(ranks)
+        return cls(group, config.window, config.attention_scale, config.attention_softcap, bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

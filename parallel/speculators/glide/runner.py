@@ -30,7 +30,7 @@ from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.model.layers.attention import Heads, PassPlan
+from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
 from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, rotate
@@ -169,9 +169,7 @@ class GlideRunner(PooledRunner):
         place = place if self._limits is None else place.keeping(self._limits)
         super().__init__(config, layers, place.tables, *place.make_pool(config.block, num_layers), backend)
         self.layers = layers
-        num_heads = config.block.num_kv_heads
-        first = place.group.rank * num_heads // place.group.size
-        self._heads = slice(first, first + config.block.local_kv_heads(place.group.size))
+        self._heads = config.block.own_kv_heads(place.group.rank, place.group.size)
         self._num_written: dict[SeqId, int] = {}
         """Leading positions whose keys and values of the target are in the pool."""
 
@@ -260,9 +258,8 @@ def _reads_in_place(config: GlideConfig, place: SpeculatorPlace) -> bool:
     target = place.target
     if target is None or target.pool.is_fp8 or target.pool.dtype != place.dtype:
         return False
-    theirs, block, ranks = target.decoder.attention_shape(), config.block, place.group.size
-    own = block.num_heads // ranks // block.local_kv_heads(ranks), block.attention_scale, block.attention_softcap
-    return own == (theirs.group, theirs.scale, theirs.softcap)
+    theirs, own = target.decoder.attention_shape(), AttentionShape.of(config.block, place.group.size)
+    return (own.group, own.scale, own.softcap) == (theirs.group, theirs.scale, theirs.softcap)
 
 
 def is_longspec(hf: HfConfig) -> bool:
