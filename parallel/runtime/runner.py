@@ -96,7 +96,7 @@ class ModelRunner(DecoderRunner):
             from parallel.runtime.cuda_graphs import CapturedPasses
 
             self._passes = CapturedPasses(decoder)
-        if isinstance(self._backend, RaggedBackend) and decoder.group.size == 1:
+        if isinstance(self._backend, RaggedBackend) and decoder.group.size == 1 and decoder.layout is None:
             self._recorded = RecordedPasses(decoder, self._backend)
 
     @property
