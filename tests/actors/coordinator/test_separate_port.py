@@ -89,7 +89,7 @@ def test_a_draft_that_came_before_its_drafter_was_lost_is_not_ordered_again():
     def orders(round_: int, *proposals: Proposal) -> list[int]:
         """The lengths of the orders of the next batch, which these proposals answer."""
         (batch,) = port.order([sequence], (), round_, 1.0)
-        port.receive(ProposalBatch(batch.round, proposals, 0.0, 0.0), {1: sequence})
+        port.receive(ProposalBatch(batch.round, proposals, 0.0, 0.0), {1: sequence}, 1.0)
         return [order.num_draft_tokens for order in batch.orders]
 
     draft = Proposal.deterministic(*sequence.prefix, TokenTree.chain(4, [5, 6]))
