@@ -101,7 +101,7 @@ def in_int8(shape: tuple[int, int]) -> Mapping[str, Product]:
         )
     return {
         "ours": Panels(codes, torch.full((shape[0],), 0.01), rounds=True).multiply,
-        "int_mm": lambda x: torch._int_mm(x.to(torch.int8), turned),
+        "int_mm": lambda x: torch.ops.aten._int_mm(x.to(torch.int8), turned),
         "dynamic": lambda x: torch.ops.quantized.linear_dynamic(x, prepacked),
     }
 
@@ -116,6 +116,7 @@ def shapes(hidden: int, layers: int, inner: int, vocab: int) -> list[tuple[int, 
 def seconds(run: Callable[[], object]) -> float:
     """Seconds of the call; with one thread its CPU time, which other processes change less than the wall time."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    time.sleep(0.02)  # threads of what was timed before spin on their cores for milliseconds
     start = clock()
     run()
     return clock() - start

@@ -22,7 +22,7 @@ constexpr int COLUMNS = PANELS * PANEL;
 constexpr int BLOCK = 384;                  // steps of a block: its weights take 96 KiB, part of a second cache
 constexpr int CHUNK = 8 * ROWS;             // rows whose results are kept in the first one
 constexpr int WORTH_WIDENING = 4 * ROWS;    // rows from which a block is turned into floats beforehand
-constexpr int AHEAD = 1024;                 // bytes from a read to its prefetch
+constexpr int64_t AHEAD = 1024;             // bytes from a read to its prefetch, twice as many where more is multiplied
 constexpr int64_t WORTH_THREADS = 1 << 15;  // multiplications; fewer take less time than to wake a thread
 
 // What a matrix that is stored so is multiplied by, `INPUTS` of a row at a time, and what the products add up to.
@@ -115,9 +115,11 @@ void multiply_tiles(const Stored *panels, int64_t stride, const Step *x, int64_t
     const int64_t tiles = (rows + ROWS - 1) / ROWS;
     const int64_t distance = reinterpret_cast<const char *>(next) - reinterpret_cast<const char *>(panels);
     if (tiles == 1) {
-        const int64_t last = steps < AHEAD / STEP ? steps : AHEAD / STEP, first = steps - last;
+        const bool is_far = rows == ROWS || (std::is_same_v<Stored, Quad> && rows > 2);
+        const int64_t ahead = is_far ? 2 * AHEAD : AHEAD;
+        const int64_t last = steps < ahead / STEP ? steps : ahead / STEP, first = steps - last;
         if (first)
-            multiply_tile_of<Stored, Panels>(rows, panels, stride, x, x_stride, first, is_added, results, int64_t{AHEAD}, STEP);
+            multiply_tile_of<Stored, Panels>(rows, panels, stride, x, x_stride, first, is_added, results, ahead, STEP);
         multiply_tile_of<Stored, Panels>(rows, panels + first * PANEL, stride, x + first, x_stride, last,
                                          is_added || first, results, distance - first * STEP, STEP);
         return;
