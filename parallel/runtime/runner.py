@@ -148,6 +148,11 @@ class ModelRunner(DecoderRunner):
     def captures(self) -> bool:
         return self._passes is not None
 
+    @property
+    def hides_parts(self) -> bool:
+        """Whether a pass may be one call, captured or recorded, that shows nothing of its parts."""
+        return self._passes is not None or self._recorded is not None
+
     def run_eagerly(self) -> None:
         if self._passes is not None:
             self._passes.drop()
@@ -155,12 +160,12 @@ class ModelRunner(DecoderRunner):
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """The same inside a block; the captured passes stay."""
-        passes, self._passes = self._passes, None
+        """The same inside a block; captured and recorded passes stay."""
+        kept, self._passes, self._recorded = (self._passes, self._recorded), None, None
         try:
             yield
         finally:
-            self._passes = passes
+            self._passes, self._recorded = kept
 
     # --- passes ------------------------------------------------------------------------------------------------------
 

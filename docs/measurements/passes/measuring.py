@@ -155,6 +155,8 @@ class _SharingClock:
         self._runner.open(0)
         self._runner.forward([Span(0, task.context, num_logits=0)], [0] * task.context)
         self._runner.commit(0, range(task.context))
+        for num_rows in task.num_rows:
+            self._pass_s(num_rows, fuzzy=False)  # recorded before its parts are watched
         watch(decoder, self._clock)
 
     def run_passes(self) -> None:
@@ -162,8 +164,8 @@ class _SharingClock:
         for num_rows in self._num_rows:
             for fuzzy in (False, True) if self._sharing.layer_group > 1 else (False,):
                 seconds = whole = self._pass_s(num_rows, fuzzy)
-                if self._runner.captures:
-                    with self._runner.eagerly():  # a replay shows nothing of its parts
+                if self._runner.hides_parts:
+                    with self._runner.eagerly():
                         whole = self._pass_s(num_rows, fuzzy)
                 split = self._clock.pop_seconds()
                 split["rest"] += whole - sum(split.values())
