@@ -112,7 +112,7 @@ class Rounds:
         return VerdictBatch(batch.round, (verdict,), started, time.monotonic(), num_rows, drafts=drafts)
 
 
-MOST = {("attached", False): (97, 21), ("sync", False): (93, 21), ("branches", False): (109, 22)}
+MOST = {("attached", False): (98, 21), ("sync", False): (94, 21), ("branches", False): (110, 22)}
 MOST |= {("sync", True): (186, 25), ("branches", True): (196, 27)}
 """Functions and files of a round in each pipeline, and in `sync` with an attached drafter, with fixed draft lengths and
 with the decision, which takes other branches where the machine is busy."""
