@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ class _Block:
     def __init__(self, size: int) -> None:
         self._memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a system may have been built without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._start = -torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr() % PAGE
         self._left = size
 

@@ -153,7 +153,8 @@ class Recorder(TorchFunctionMode):
         for place, argument in enumerate(arguments):
             value = _bits(argument)
             if place == rows:
-                assert value == self._num_rows, f"{value} rows of a pass of {self._num_rows}"
+                if value != self._num_rows:
+                    raise NotRecordable(f"{value} rows of a pass of {self._num_rows}")
                 value, step.given = 0, step.given | 1 << place
             elif value in self._given:
                 value, step.given = self._given[value], step.given | 1 << place

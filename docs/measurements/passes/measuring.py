@@ -30,6 +30,7 @@ from parallel.model.partition import LayerLayout, MlpParallel, default_partition
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner
 from parallel.runtime.model_bytes import STORED_BYTES, kv_bytes_per_slot, weight_bytes
 from parallel.runtime.profiling import PassClock, TimedGroup, fill_at_random, watch
+from parallel.runtime.recorded_passes import WORTH_RECORDING
 from parallel.runtime.runner import ModelRunner
 
 _TIMEOUT_S = 300.0
@@ -155,8 +156,8 @@ class _SharingClock:
         self._runner.open(0)
         self._runner.forward([Span(0, task.context, num_logits=0)], [0] * task.context)
         self._runner.commit(0, range(task.context))
-        for num_rows in task.num_rows:
-            self._pass_s(num_rows, fuzzy=False)  # recorded before its parts are watched
+        for _ in range(WORTH_RECORDING):  # before its parts are watched
+            self._pass_s(task.num_rows[0], fuzzy=False)
         watch(decoder, self._clock)
 
     def run_passes(self) -> None:

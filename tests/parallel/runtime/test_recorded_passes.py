@@ -25,6 +25,7 @@ WAYS = {
     "bfloat16": {"dtype": torch.bfloat16},
     "stored bfloat16": {"weights": torch.bfloat16},
     "int8": {"weights": torch.int8},
+    "w8a8": {"weights": "w8a8"},
     "invariant": {"invariant": True},
 }
 PASSES = [
@@ -47,6 +48,7 @@ def runs(monkeypatch):
         run(steps, num_rows, given)
 
     monkeypatch.setattr(Steps, "run", counted)
+    monkeypatch.setattr(recorded_passes, "WORTH_RECORDING", 1)
     return seen
 
 
@@ -130,7 +132,7 @@ def test_a_pass_after_new_weights_reads_them(tiny_checkpoint, runs):
 
 
 def test_the_recording_that_was_used_longest_ago_goes_first(tiny_checkpoint, runs, monkeypatch):
-    monkeypatch.setattr(recorded_passes, "MOST_RECORDINGS", 2)
+    monkeypatch.setattr(recorded_passes, "MOST_KINDS", 2)
     model = opened(tiny_checkpoint("Llama", num_hidden_layers=3), eager=False)
     recorded = []
     record = model._recorded._record
@@ -139,3 +141,16 @@ def test_the_recording_that_was_used_longest_ago_goes_first(tiny_checkpoint, run
         model.forward([Span("a", 1)], [1], taps)
         model.commit("a", [])
     assert recorded == [(1,), (2,), (3,), (2,)] and len(runs) == 6
+
+
+@pytest.mark.parametrize("family", ["Llama", "OPT"])
+def test_the_first_passes_of_a_kind_are_not_worth_a_recording(tiny_checkpoint, runs, monkeypatch, family):
+    monkeypatch.setattr(recorded_passes, "WORTH_RECORDING", 3)
+    model, recorded = opened(tiny_checkpoint(family), eager=False), []
+    record = model._recorded._record
+    monkeypatch.setattr(model._recorded, "_record", lambda kind: recorded.append(kind) or record(kind))
+    for num_passes in range(1, 6):
+        model.forward([Span("a", 1)], [1])
+        model.commit("a", [])
+        assert len(recorded) == (0 if num_passes < 3 else 1 if family in RECORDED else 2), "each kind is tried once"
+    assert len(runs) == (3 if family in RECORDED else 0)
