@@ -256,8 +256,10 @@ def test_stop_ends_everyone(open_stage):
     """Heartbeats too, before the next one is due."""
     stage = open_stage(target_ranks=2)
     heart = stage.links["heart"] = link_to(stage.hub.address, heart_of("target-0#0"), keeps="newest")
-    heart.send(Alive("target", 0, 0, 7))
     stage.get_ready()
+    stage.send_heartbeat("target-1", epoch=1, waiting=False)
+    heart.send(Alive("target", 0, 0, 7, epoch=1))
+    assert stage.receive("target-1") == Recall(2)  # so the heart's connection stands, and rank 0 left the epoch
     stage.send(CLIENT, Stop("closed"))
     assert [stage.receive(name) for name in (*stage.ranks, CLIENT, "heart")] == [Stop("closed")] * 5
     stage.thread.join(WAIT_S)
