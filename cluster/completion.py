@@ -283,7 +283,8 @@ class Completion:
         self.finish_reason, self._error, self.finished_at = reason, error, now
 
     def _wake(self) -> None:
-        self._changed.notify_all()
+        if self.finished:  # what threads wait for: to wake one for every token takes time from the passes
+            self._changed.notify_all()
         for loop, waiter in self._waiters:
             with contextlib.suppress(RuntimeError):  # the loop was closed with an iterator left in it
                 loop.call_soon_threadsafe(waiter.set)

@@ -46,6 +46,8 @@ from parallel.whole_files import append_text, write_text
 
 REPORT_EVERY_S = 5.0
 WARMUP_TOKENS = 16
+_WARM_UP = "warm-up"
+"""Phase of the requests that warm up, and the salt of their cache: the measured ones find none of their KV rows."""
 COMPLETIONS_SHOWN = 8
 
 
@@ -182,7 +184,8 @@ def _warm_up(engine: Engine, prompts: list[Prompt], sampling: SamplingParams) ->
     short = _short(sampling)
     first_token_s: list[float | None] = []
     for speculate in (False, True):
-        run = serve_prompts(engine, prompts[:1], short, speculate=speculate, concurrency=1, phase="warm-up")
+        how: dict[str, Any] = {"speculate": speculate, "concurrency": 1, "phase": _WARM_UP, "cache_salt": _WARM_UP}
+        run = serve_prompts(engine, prompts[:1], short, **how)
         if run.interrupted:
             raise KeyboardInterrupt
         first_token_s += [served.ttft_s for served in run.requests]
@@ -213,6 +216,7 @@ def _timed(
             speculate=speculate,
             concurrency=job.concurrency,
             phase="speculative" if speculate else "plain",
+            cache_salt="" if speculate else "plain",  # else the prompts' KV rows would be found in the cache
             on_finished=finished,
         )
 
@@ -225,7 +229,7 @@ def _plain_alone(
         with terminal.starting() as progress, PlainEngine(config) as engine:
             progress("starting plain decoding by itself, to compare")
             places = engine.places
-            engine.serve(prompts[:1], _short(sampling), 1)
+            engine.serve(prompts[:1], _short(sampling), 1, _WARM_UP)
             progress("plain decoding by itself, to compare")
             return engine.serve(prompts, sampling, config.job.concurrency), places
     except KeyboardInterrupt:

@@ -5,6 +5,8 @@ Its records are those of the C++ source, field by field. Knows no layers and no 
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any
@@ -130,10 +132,18 @@ class LayerCall:
 
 class PassRows:
     """The rows of a pass: the SPAN_FIELDS of every span, whose `slots` and `parents` are the starts of a span's
-    part in these two arrays, and the slot of every row that writes. Arrays are int64."""
+    part in these two, and the slot of every row that writes. Arrays are int64."""
 
-    def __init__(self, spans: np.ndarray, slots: np.ndarray, parents: np.ndarray, written: np.ndarray) -> None:
-        self._arrays = spans, slots, parents, written
-        pointers = [array.__array_interface__["data"][0] for array in self._arrays]  # half the time of `ctypes.data`
-        self._record = _PassRecord(*pointers, len(written), spans.size // len(SPAN_FIELDS))
+    def __init__(self, spans: Sequence[int], slots: np.ndarray, parents: Sequence[int], written: np.ndarray) -> None:
+        numbers = array("q", spans)
+        numbers.extend(parents)
+        self._kept = numbers, slots, written
+        of_spans = numbers.buffer_info()[0]
+        of_parents = of_spans + len(spans) * numbers.itemsize
+        pointers = of_spans, _address_of(slots), of_parents, _address_of(written)
+        self._record = _PassRecord(*pointers, len(written), len(spans) // len(SPAN_FIELDS))
         self.address = addressof(self._record)
+
+
+def _address_of(numbers: np.ndarray) -> int:
+    return numbers.__array_interface__["data"][0]  # half the time of `ctypes.data`

@@ -82,12 +82,13 @@ class RecordedPasses:
             recording = self._recording(kind := kind._replace(has_logits=False))
         if recording is None:
             return run_pass(self._decoder, token_ids, plan, taps)
-        assert isinstance(plan.attention, RaggedPlan)
+        attention = plan.attention
+        assert isinstance(attention, RaggedPlan)
         entering = (token_ids if plan.entering is None else plan.entering).contiguous()
-        tables = [table for rope in self._ropes for table in rope.table(plan.positions)]
+        tables = [table for rope in self._ropes for table in rope.table(attention.last_position)]
         made = [torch.empty(plan.num_rows, one.shape[1], dtype=one.dtype) for one in recording.results]
         tensors = entering, plan.positions, *tables, *made
-        recording.steps.run(plan.num_rows, [plan.attention.address, *map(Tensor.data_ptr, tensors)])
+        recording.steps.run(plan.num_rows, [attention.address, *map(Tensor.data_ptr, tensors)])
         hidden, *others = (entering if place is None else made[place] for place in recording.places)
         logits = others.pop() if kind.has_logits else wanted_logits(self._decoder, hidden, plan)
         return hidden, tuple(others), logits
@@ -109,7 +110,7 @@ class RecordedPasses:
         positions, token_ids = torch.zeros(MOST_ROWS, dtype=torch.int64), torch.zeros(MOST_ROWS, dtype=torch.int64)
         stream = torch.empty(MOST_ROWS, decoder.config.hidden_size, dtype=decoder.dtype)
         entering = stream if kind.enters else token_ids
-        tables = [table for rope in self._ropes for table in rope.table(positions)]
+        tables = [table for rope in self._ropes for table in rope.table(0)]
         plan = PassPlan(MOST_ROWS, positions, None, attention, layers=kind.layers)
         given = [attention.address, *map(Tensor.data_ptr, (entering, positions, *tables))]
         with Recorder(self._arena, MOST_ROWS, given) as recorder:

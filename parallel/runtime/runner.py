@@ -206,7 +206,8 @@ class ModelRunner(DecoderRunner):
         hidden, features, logits = forward(token_ids, plan, taps)
         if padding:
             hidden, features = hidden[:num_rows], tuple(feature[:num_rows] for feature in features)
-        return PassOutput(logits[: plan.num_logits].float(), hidden, features)
+        logits = logits if plan.num_logits is None else logits[: plan.num_logits]
+        return PassOutput(logits.float(), hidden, features)
 
     @torch.inference_mode()
     def extend(self, seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor:

@@ -26,10 +26,12 @@ from parallel.model.layers.rope import Rotation
 class RaggedPlan:
     """The rows of a pass, as the kernel takes them."""
 
-    def __init__(self, backend: RaggedBackend, rows: PassRows, slots: np.ndarray) -> None:
+    def __init__(self, backend: RaggedBackend, rows: PassRows, slots: np.ndarray, last_position: int = 0) -> None:
         self._backend = backend
         self._rows = rows
         self._slots = slots
+        self.last_position = last_position
+        """The largest of any row."""
 
     @property
     def address(self) -> int:
@@ -106,17 +108,16 @@ class RaggedBackend:
             positions = list(chain.from_iterable(rows.positions() for rows in laid_out))
             written = np.concatenate([rows.written_slots for rows in laid_out])
         tables = np.concatenate(slots) if slots else _NOTHING
-        kernel_rows = PassRows(
-            np.array(spans), tables, np.array(parents, dtype=np.int64) if parents else _NOTHING, written
-        )
-        logit_rows = None if len(wanted) == num_rows else torch.tensor(wanted, dtype=torch.int64)
-        return PassPlan(num_rows, torch.tensor(positions), logit_rows, RaggedPlan(self, kernel_rows, written))
+        plan = RaggedPlan(self, PassRows(spans, tables, parents, written), written, max(positions))
+        # from arrays, not lists: that takes PyTorch three times as long
+        logit_rows = None if len(wanted) == num_rows else torch.from_numpy(np.array(wanted, dtype=np.int64))
+        return PassPlan(num_rows, torch.from_numpy(np.array(positions)), logit_rows, plan)
 
     def any_plan(self, layers: Iterable[Heads]) -> RaggedPlan:
         """A plan of no rows, to record the calls of these layers with."""
         for heads in layers:
             self.layer_call(heads)
-        return RaggedPlan(self, PassRows(_NOTHING, _NOTHING, _NOTHING, _NOTHING), _NOTHING)
+        return RaggedPlan(self, PassRows((), _NOTHING, (), _NOTHING), _NOTHING)
 
     def plan_reads(self, reads: Sequence[TableRead]) -> RaggedReads:
         """Build the plan of queries over other tables, which write nothing."""
@@ -132,7 +133,7 @@ class RaggedBackend:
             spans += (num_rows, read.num_rows, len(read.slots), 0, *starts, FOREST)
             num_rows += read.num_rows
         tables = np.concatenate(slots) if slots else _NOTHING
-        return RaggedReads(self, PassRows(np.array(spans), tables, _NOTHING, _NOTHING))
+        return RaggedReads(self, PassRows(spans, tables, (), _NOTHING))
 
     def layer_call(self, heads: Heads) -> LayerCall:
         call = self._calls.get(heads.layer)

@@ -34,13 +34,12 @@ class Rope:
         """positions [T] -> cos, sin [T, 1, head_dim]."""
         if self._table is None:
             return self._rotation(positions)
-        cos, sin = self.table(positions)
+        cos, sin = self.table(int(positions.max()))
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
-    def table(self, positions: Tensor) -> Rotation:
-        """The table of a CPU, cos and sin [P, 1, head_dim] of positions below P, with all of these."""
+    def table(self, last: int) -> Rotation:
+        """The table of a CPU, cos and sin [P, 1, head_dim] of the positions below P, which is more than `last`."""
         assert self._table is not None, "there is a table on CPU alone"
-        last = int(positions.max())
         if last >= len(self._table[0]):
             self._table = self._rotation(torch.arange(1 << last.bit_length()))
         return self._table

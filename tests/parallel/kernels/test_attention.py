@@ -110,9 +110,10 @@ class Case:
             parents += [*chain.from_iterable(one.copies.ranges())] if one.copies else one.parents or []
             written += one.table[-one.num_rows :]
             first += one.num_rows
-        arrays = (np.array(values, dtype=np.int64) for values in (spans, slots, parents, written))
+        of_slots, of_written = np.array(slots, dtype=np.int64), np.array(written, dtype=np.int64)
+        numbers = PassRows(spans, of_slots, parents, of_written)
         rotation = self.rotation and (self.rotation[0][rows].clone(), self.rotation[1][rows].clone())
-        return call.attend(PassRows(*arrays), self.projected[rows].clone(), rotation)
+        return call.attend(numbers, self.projected[rows].clone(), rotation)
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Attention row by row, and the pool afterwards."""
