@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from actors.drafters.config import NoDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import RequestStats
 from cluster.completion import EngineError
@@ -155,6 +156,23 @@ def test_a_line_has_every_field_of_its_request():
             "num_preemptions": 5,
         },
     }
+
+
+def test_plain_decoding_reads_the_prompts_as_speculation_had_to(tiny_launch, write_prompts, tmp_path, monkeypatch):
+    """The second of two equal prompts is found in the cache, those of another run are not."""
+    serve, hits = generate.serve_prompts, dict[str, int]()
+
+    def counted(*arguments, **how):
+        served = serve(*arguments, **how)
+        hits[how["phase"]] = served.counters["prefix_cache_hits"]
+        return served
+
+    monkeypatch.setattr(generate, "serve_prompts", counted)
+    prompts = write_prompts(*[{"prompt": "some text"}] * 2)
+    generate.run(
+        tiny_launch(GenerateConfig(prompts=prompts), drafter=SuffixDrafterConfig(num_draft_tokens=3)), tmp_path
+    )
+    assert hits["speculative"] == hits["plain"] > 0
 
 
 def test_a_refused_prompt_is_recorded_and_the_others_run(tiny_launch, write_prompts, tmp_path):
