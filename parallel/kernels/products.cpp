@@ -1,5 +1,5 @@
 // Products of rows with a matrix that lies in panels of 16 outputs, [panel][step][16]: the order in which it is read. A
-// step is an input, two of them where rows and matrix are bfloat16, or four where both are rounded to integers of a byte.
+// step is an input, two of them in a matrix of bfloat16, or four where rows and matrix are rounded to integers of a byte.
 //
 // A tile is the products of up to ROWS rows with up to PANELS panels: an accumulator for every output and row, to which
 // the steps are added in order. Weights come from memory once, as up to four sequential streams; where rows make more
@@ -21,9 +21,37 @@ constexpr int ROWS = 6;
 constexpr int COLUMNS = PANELS * PANEL;
 constexpr int BLOCK = 384;                  // steps of a block: its weights take 96 KiB, part of a second cache
 constexpr int CHUNK = 8 * ROWS;             // rows whose results are kept in the first one
-constexpr int WORTH_WIDENING = 4 * ROWS;    // rows from which a block is turned into floats beforehand
 constexpr int64_t AHEAD = 1024;             // bytes from a read to its prefetch, twice as many where more is multiplied
 constexpr int64_t WORTH_THREADS = 1 << 15;  // multiplications; fewer take less time than to wake a thread
+
+// A step of a matrix of bfloat16 for rows of float32, whose inputs are multiplied one after the other: an instruction makes
+// floats of the first halves of so many words, another of the second ones, where numbers one by one would take two each.
+struct Halves {
+    Bfloat first, second;
+};
+struct FloatPair {
+    float first, second;
+};
+
+// The inputs of a step that are multiplied one after the other.
+template <class Stored>
+constexpr int PARTS = 1;
+template <>
+constexpr int PARTS<Halves> = 2;
+
+template <class Stored>
+inline auto load_input(const Stored *from, int) {
+    return load(from);
+}
+inline Floats load_input(const Halves *from, int part) {
+    const Words both = load(reinterpret_cast<const uint32_t *>(from));
+    return (Floats)(part ? both & 0xffff0000u : both << 16);
+}
+template <class Step>
+inline Step input_of(Step step, int) {
+    return step;
+}
+inline float input_of(FloatPair step, int part) { return part ? step.second : step.first; }
 
 // What a matrix that is stored so is multiplied by, `INPUTS` of a row at a time, and what the products add up to.
 template <class Stored>
@@ -31,6 +59,12 @@ struct Given {
     using Step = float;
     using Sum = float;
     static constexpr int INPUTS = 1;
+};
+template <>
+struct Given<Halves> {
+    using Step = FloatPair;
+    using Sum = float;
+    static constexpr int INPUTS = 2;
 };
 template <>
 struct Given<Pair> {
@@ -75,13 +109,15 @@ void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t 
         for (int n = 0; n < Panels * VECTORS; n++)
             total[r][n] = is_added ? load(results + r * COLUMNS + n * WIDTH) : Sums{};
     const auto add = [&](int64_t i) __attribute__((always_inline)) {
-        decltype(load(panels)) weights[Panels * VECTORS];
-        for (int p = 0; p < Panels; p++)
-            for (int v = 0; v < VECTORS; v++)
-                weights[p * VECTORS + v] = load(panels + (p * stride + i) * PANEL + v * WIDTH);
-        for (int r = 0; r < Rows; r++) {
-            const auto value = in_every_lane(x[r * x_stride + i]);
-            for (int n = 0; n < Panels * VECTORS; n++) total[r][n] = add_product(total[r][n], value, weights[n]);
+        for (int part = 0; part < PARTS<Stored>; part++) {
+            decltype(load_input(panels, part)) weights[Panels * VECTORS];
+            for (int p = 0; p < Panels; p++)
+                for (int v = 0; v < VECTORS; v++)
+                    weights[p * VECTORS + v] = load_input(panels + (p * stride + i) * PANEL + v * WIDTH, part);
+            for (int r = 0; r < Rows; r++) {
+                const auto value = in_every_lane(input_of(x[r * x_stride + i], part));
+                for (int n = 0; n < Panels * VECTORS; n++) total[r][n] = add_product(total[r][n], value, weights[n]);
+            }
         }
     };
     constexpr int LINE = 4 / sizeof(Stored);  // steps in a cache line of a panel
@@ -143,16 +179,6 @@ void multiply_chunk(const Job<Stored, Number> &job, const Stored *matrix, int64_
     for (int64_t i = 0; i < job.steps || i == 0; i += length) {
         const int64_t steps = job.steps - i < length ? job.steps - i : length;
         const Stored *next = i + length < job.steps ? panels + (i + length) * PANEL : matrix + after * job.steps;
-        if constexpr (sizeof(Stored) < sizeof(float)) {
-            if (rows >= WORTH_WIDENING) {
-                float floats[Panels * BLOCK * PANEL];
-                for (int p = 0; p < Panels; p++)
-                    for (int64_t n = 0; n < steps * PANEL; n += WIDTH)
-                        store(floats + p * BLOCK * PANEL + n, load(panels + (p * job.steps + i) * PANEL + n));
-                multiply_tiles<float, Panels>(floats, BLOCK, x + i, job.steps, steps, i > 0, results, rows, floats);
-                continue;
-            }
-        }
         multiply_tiles<Stored, Panels>(panels + i * PANEL, job.steps, x + i, job.steps, steps, i > 0, sums, rows, next);
     }
     const int64_t valid = job.outputs - column < Panels * PANEL ? job.outputs - column : Panels * PANEL;
@@ -290,6 +316,9 @@ inline void put_scaled(Number *out, Stored value, float scale) {
     } else if constexpr (std::is_same_v<Stored, Quad>) {
         for (int k = 0; k < 4; k++)
             store_some(out + k, in_every_lane(as_float(static_cast<int8_t>(value.codes[k] - OFFSET)) * scale), 1);
+    } else if constexpr (std::is_same_v<Stored, Halves>) {
+        out[0] = as_float(value.first) * scale;
+        out[1] = as_float(value.second) * scale;
     } else {
         *out = as_float(value) * scale;
     }
@@ -312,7 +341,7 @@ void gather(const Stored *panels, const float *scales, const int64_t *ids, Numbe
 template <class Body>
 void with_type(int stored, const void *matrix, int64_t inputs, Body body) {
     if (stored == 0) body(static_cast<const float *>(matrix), inputs, float{});
-    if (stored == 1) body(static_cast<const Bfloat *>(matrix), inputs, float{});
+    if (stored == 1) body(static_cast<const Halves *>(matrix), inputs / 2, float{});
     if (stored == 2) body(static_cast<const int8_t *>(matrix), inputs, float{});
     if (stored == 3) body(static_cast<const Pair *>(matrix), inputs / 2, Bfloat{});
     if (stored == 4) body(static_cast<const Quad *>(matrix), (inputs + 3) / 4, float{});
@@ -321,9 +350,9 @@ void with_type(int stored, const void *matrix, int64_t inputs, Body body) {
 
 }  // namespace
 
-// `stored` is the type of the weights: 0 float32, 1 bfloat16, 2 int8, for rows of float32; 3 pairs of bfloat16, for rows of
-// bfloat16, whose number of inputs is even; 4 and 5 int8 for rows of float32 and bfloat16 that are rounded to int8, in fours
-// of inputs, filled up with zeros. Scales and bias may be null; a bias has the type of the rows.
+// `stored` is the type of the weights: 0 float32, 1 bfloat16, 2 int8, for rows of float32; 3 bfloat16, for rows of bfloat16;
+// of both kinds of bfloat16 the number of inputs is even; 4 and 5 int8 for rows of float32 and bfloat16 that are rounded to
+// int8, in fours of inputs, filled up with zeros. Scales and bias may be null; a bias has the type of the rows.
 extern "C" {
 
 // out [rows, outputs] = x [rows, inputs] @ matrix.T * scales + bias, in the type of x or, wide, in float32. Gated: the

@@ -35,7 +35,7 @@ _SMALLEST = 1e-30
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PAIRS = 3
 _ROUNDED = {torch.float32: 4, torch.bfloat16: 5}
-_PER_STEP = {_PAIRS: 2, **dict.fromkeys(_ROUNDED.values(), 4)}
+_PER_STEP = {_STORED[torch.bfloat16]: 2, _PAIRS: 2, **dict.fromkeys(_ROUNDED.values(), 4)}
 """Inputs that are multiplied at a time; one where nothing is said."""
 
 
@@ -81,6 +81,7 @@ class Panels:
         self.gates = self.outputs % (2 * PANEL) == 0
         """Whether `multiply` can take the first half of the outputs for gates: they fill whole panels."""
         self.dtype = rows
+        self._rounds = rounds
         if rounds:
             assert matrix.dtype == torch.int8, "rounded rows are multiplied by integers"
             assert self.inputs <= MOST_INPUTS, f"{self.inputs} inputs may add up to more than an int32 holds"
@@ -123,7 +124,7 @@ class Panels:
         """
         assert x.shape[1] == self.inputs, f"rows of {x.shape[1]} for a matrix of {self.inputs} inputs"
         assert x.dtype == self.dtype, f"rows of {x.dtype} for a matrix for {self.dtype}"
-        x = self._padded(x) if self._stored == _PAIRS else x.contiguous()
+        x = x.contiguous() if self._rounds else self._padded(x)
         columns = self.outputs // 2 if gated else self.outputs
         out = room(x.shape[0], columns, torch.float32 if wide else x.dtype)
         self._multiply(

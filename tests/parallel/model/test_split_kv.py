@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.kernels import triton_launch
+from parallel.kernels import mixtures, triton_launch
 from parallel.kernels.triton_launch import has_triton
 from parallel.kv.pass_plan import Span
 from parallel.model.config import DecoderConfig, RopeScaling
@@ -86,7 +86,7 @@ class Launches(TorchDispatchMode):
     def __init__(self, monkeypatch) -> None:
         super().__init__()
         self.seen = Counter()
-        for module in (triton_launch, split_kv):
+        for module in (triton_launch, split_kv, mixtures):
             monkeypatch.setattr(module, "launch", self.launch)
 
     def launch(self, kernel, grid, *arguments, **options):
