@@ -337,16 +337,17 @@ class ChoicesAhead:
 
     def choose(self, logits: Tensor, step: int) -> Tensor:
         """Tokens for the first rows, as many as there are logits; the division also casts these to float32."""
+        has_kernels = _has_kernels(self.temperatures)
+        if not (self.is_noisy or has_kernels):
+            return _winners(logits.float(), 0)[1]
         keys, sampled, temperatures = self.keys[step, : len(logits)], self.sampled, self.temperatures[: len(logits)]
-        if _has_kernels(temperatures):
+        if has_kernels:
             from actors.sampling import noise_kernels, truncation_kernels
 
             scores = logits / temperatures[:, None]
             if self.limits:
                 scores = truncation_kernels.truncate(scores, *[limit[: len(scores)] for limit in self.limits])
             return noise_kernels.race(scores, keys, sampled, 0, 0)[1]
-        if not self.is_noisy:
-            return _winners(logits.float(), 0)[1]
         scores = _truncate(logits / temperatures[:, None], self.params[: len(logits)])
         noise = gumbel(keys, torch.arange(scores.shape[-1], device=scores.device))
         return _winners(torch.where(sampled[: len(logits), None], noise.add_(scores), scores), 0)[1]
