@@ -201,6 +201,8 @@ class CoordinatorService:
                     self._stop_waiting()
                 else:
                     self._take(*received)
+                if self._coordinator is not None:
+                    self._coordinator.learn()
                 now = time.monotonic()
                 if heartbeat.beat(now):
                     self._watch_others(now)
@@ -221,9 +223,10 @@ class CoordinatorService:
                 self._dispatch(link, record)
 
     def _take_near(self, link: str, record: object) -> None:
-        """A record of another thread of this process, in that thread; the own one must end and wake in time."""
+        """A record of another thread of this process, in that thread; the own one ends, learns and wakes in time."""
         self._take(link, record)
-        if self._stop is not None or self._wait_until() < self._asleep_until:
+        learns = self._coordinator is not None and self._coordinator.may_learn
+        if self._stop is not None or learns or self._wait_until() < self._asleep_until:
             self._hub.wake()
 
     def _stop_waiting(self) -> None:
@@ -412,7 +415,7 @@ class CoordinatorService:
             self._hub.send(clients, report if CLIENT in clients else replace(report, spans=()))
 
     def _send(self, records: Iterable[Answer]) -> None:
-        """Tokens last, all those of a client in one record: it wakes once a round. The policy learns afterwards."""
+        """Tokens last, all those of a client in one record: it wakes once a round."""
         outputs: dict[str, list[Tokens]] = {}
         for record in records:
             if isinstance(record, VerifyBatch | DraftBatch):
@@ -427,8 +430,6 @@ class CoordinatorService:
                 self._end_update(record)
         for client, news in outputs.items():
             self._hub.send([client], Outputs(tuple(news)))
-        if self._coordinator is not None:
-            self._coordinator.learn()
 
     def _send_batch(self, membership: RoleMembership, batch: VerifyBatch | DraftBatch) -> None:
         """Multicast a batch to the ranks of a role."""

@@ -182,16 +182,18 @@ class Coordinator:
             return []
         return [*self._advance(now, may_wait=False)]
 
+    @property
+    def may_learn(self) -> bool:
+        """Whether enough rounds have ended for the policy to learn from."""
+        goes_on = self._policy.may_learn_later and not self._policy.may_end and self._sequences
+        return len(self._unlearned) >= (self._drafter.rounds_at_once if goes_on else 1)
+
     def learn(self) -> None:
         """The policy learns from rounds that ended, beside the pass that was started since: from each, or while one
         choice goes on, from as many at once as is enough for the drafter."""
-        seen, policy = self._unlearned, self._policy
-        if not seen:
+        if not self.may_learn:
             return
-        goes_on = policy.may_learn_later and not policy.may_end and self._sequences
-        if goes_on and len(seen) < self._drafter.rounds_at_once:
-            return
-        self._unlearned = []
+        seen, self._unlearned, policy = self._unlearned, [], self._policy
         for one in seen:
             policy.update(one)
             for outcome in one.outcomes:

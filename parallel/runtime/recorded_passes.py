@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +87,7 @@ class RecordedPasses:
         assert isinstance(attention, RaggedPlan)
         entering = (token_ids if plan.entering is None else plan.entering).contiguous()
         tables = [table for rope in self._ropes for table in rope.table(attention.last_position)]
-        made = [torch.empty(plan.num_rows, one.shape[1], dtype=one.dtype) for one in recording.results]
+        made = [_empty(plan.num_rows, one) for one in recording.results]
         tensors = entering, plan.positions, *tables, *made
         recording.steps.run(plan.num_rows, [attention.address, *map(Tensor.data_ptr, tensors)])
         hidden, *others = (entering if place is None else made[place] for place in recording.places)
@@ -131,3 +132,11 @@ class RecordedPasses:
         addresses = [one.data_ptr() for one in results]
         places = tuple(None if one is entering else addresses.index(one.data_ptr()) for one in wanted)
         return _Recording(recorder.steps(results), results, places)
+
+
+def _empty(num_rows: int, like: Tensor) -> Tensor:
+    """Room for so many rows like these. NumPy keeps Python's lock, which PyTorch gives up while it allocates: a thread
+    that waits for it would take it just before the pass, not beside it."""
+    if like.dtype != torch.float32:
+        return torch.empty(num_rows, like.shape[1], dtype=like.dtype)
+    return torch.from_numpy(np.empty((num_rows, like.shape[1]), dtype=np.float32))
