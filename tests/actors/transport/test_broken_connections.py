@@ -70,6 +70,7 @@ for number in range(60):
     link.send(Abort(number))
     time.sleep(0.01)  # some heartbeats lie between
 line.let_go()
+assert hub._client_socket.poll(20_000)  # the first has come
 time.sleep(0.3)
 line.reset(line.hub_end)
 time.sleep(0.2)
@@ -79,6 +80,7 @@ assert arrived, "nothing came"
 TO_LINK = """
 for number in range(20_000):
     hub.send(["client:1"], Abort(number))
+assert link._socket.poll(20_000)  # the first has come
 time.sleep(1.0)
 line.reset(line.link_end)
 time.sleep(0.3)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import zmq
@@ -305,8 +305,10 @@ def test_a_link_finds_the_successor_of_its_hub_at_the_same_port(line):
     link = line.open_link(hub.address, "target-0")
     beats = line.open_link(hub.address, "target-0/heart", keeps="newest")
     greet(hub, link, beats)
-    hub.close()
-    time.sleep(0.1)
+    with ExitStack() as stack:
+        ended = [stack.enter_context(monitored(end)) for end in (link, beats) if isinstance(end, Link)]
+        hub.close()
+        assert all(monitor.poll(20_000) for monitor in ended), "what is sent before that may be lost"
     link.send(Abort(1))
     for round_ in range(50):
         beats.send(Recall(round_))
@@ -318,6 +320,14 @@ def test_a_link_finds_the_successor_of_its_hub_at_the_same_port(line):
     assert link.receive(30.0) == Stop("again")
     for end in (link, beats, successor):
         end.close()
+
+
+@contextmanager
+def monitored(link):
+    """A socket that has something to read once the link's connection has ended."""
+    with link._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://end-of-{id(link)}") as monitor:
+        yield monitor
+        link._socket.disable_monitor()
 
 
 def test_a_fraction_of_a_millisecond_is_waited_as_such(hub, open_end):

@@ -138,6 +138,7 @@ class Granting:
 @pytest.fixture
 def granted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Granting, PoolLeases]]:
     monkeypatch.setattr(pool_leases, "RENEW_S", 0.005)
+    monkeypatch.setattr(pool_leases, "PATIENCE_S", 1e3)  # a lease is new for as long as a test takes
     pool: Any = Granting()
     order = LeaseOrder(0, "tcp://127.0.0.1:2", b"", LeaseTerms("coupled", "sync"), 100, 100, 4)
     leases = PoolLeases([pool], lambda: order)
