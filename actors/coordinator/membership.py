@@ -2,7 +2,8 @@
 
 A pure state machine over heartbeats. Every failure (a rank that died or hangs, a lost record, a new coordinator) has
 the same remedy: all ranks leave their epoch and, once all of them wait, join the next one. An order is repeated until
-the heartbeats show its effect, so any record may be lost.
+the heartbeats show its effect, so any record may be lost. A rank hangs whose heartbeats cease, or whose round takes far
+longer than those before.
 
     gathering --(all ranks wait: Join)--> joining --(all are Ready)--> serving
         ^-------(a rank is new, lost, or has left: Recall)---------------/
@@ -15,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from actors.coordinator.role_rounds import RoleRounds
 from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Silent, Weights, identity_of
+from actors.protocol.messages import DraftBatch, ProposalBatch, VerdictBatch, VerifyBatch
 from actors.transport.channel import link_name
 
 REPEAT_S = 0.3
@@ -25,6 +26,12 @@ RECALL_LIMIT_S = 30.0
 """Seconds from a `Recall` after which a rank that sends heartbeats but has not left its epoch counts as hanging."""
 MISSED_BEATS = 3
 """Consecutive heartbeats of a rank that does not work on its batch, after which the batch counts as lost."""
+FLOOR_S = 30.0
+"""The part of a round's limit that does not depend on measured rounds."""
+FACTOR = 20.0
+"""The other part, in longest rounds so far."""
+IDLE_S = 2e-4
+"""A drafter that starts an order this long after its last pass was idle when the order arrived."""
 
 Orders = list[tuple[list[int], Recall | Join]]
 """Records to send, and the ranks they are for."""
@@ -34,6 +41,51 @@ class Phase(Enum):
     gathering = 0
     joining = 1
     serving = 2
+
+
+@dataclass(slots=True)
+class RoleRounds:
+    """The rounds of a role, from a batch to its answer: how long one may take, and how long records are on their way.
+
+    `longest_s` is the longest so far, `most_rows` the most tokens of one. One that takes longer than `limit_s` is taken
+    to hang; without a measured round there is no limit, since the first may compile, allocate, or read a prompt on a
+    machine of any speed.
+    """
+
+    longest_s: float = 0.0
+    most_rows: int = 0
+    _rows: int = 0
+    _loads: bool = False
+    _sent: tuple[int, float] = (0, 0.0)  # round of the batch without any answer, and when it left
+
+    def ordered(self, batch: VerifyBatch | DraftBatch, now: float) -> None:
+        """The role was sent this batch; unanswered batches count as the largest of them. Weights may take any time."""
+        self._sent = batch.round, now
+        self._loads = isinstance(batch, VerifyBatch) and batch.weights is not None
+        self._rows = max(self._rows, num_rows(batch))
+
+    def answered(self, answer: VerdictBatch | ProposalBatch, now: float) -> float | None:
+        """Returns the seconds for which batch and answer were on their way, if that is known: from the first answer to
+        a batch, unless this had to wait for a pass of draft-ahead."""
+        (round_, sent_at), self._sent = self._sent, (0, 0.0)
+        if self._loads:
+            self._loads, self._rows = False, 0
+        if self._rows:
+            self.longest_s = max(self.longest_s, answer.finished - answer.started)
+            self.most_rows, self._rows = max(self.most_rows, self._rows), 0
+        is_verdict = isinstance(answer, VerdictBatch)
+        ahead, left_at = ((), answer.left_at) if is_verdict else (answer.ahead, answer.finished)
+        was_idle = not ahead or answer.started - ahead[-1][1] > IDLE_S
+        if answer.round != round_ or not was_idle:
+            return None
+        return max(0.0, now - sent_at - (left_at - answer.started))
+
+    @property
+    def limit_s(self) -> float:
+        """Limit of the present round, in proportion if it has more rows than any that was measured."""
+        if not self.most_rows or self._loads:
+            return math.inf
+        return FLOOR_S + FACTOR * self.longest_s * max(1.0, self._rows / self.most_rows)
 
 
 @dataclass(slots=True)
@@ -215,3 +267,19 @@ class RoleMembership:
         round_before, beats = rank.idle_beats
         rank.idle_beats = (awaited, (beats if round_before == awaited else 0) + 1 if is_idle else 0)
         return rank.idle_beats[1] >= MISSED_BEATS
+
+
+def num_rows(batch: VerifyBatch | DraftBatch) -> int:
+    """Tokens that a batch makes a role read, verify or draft; at least 1."""
+    rows = 0
+    if isinstance(batch, VerifyBatch):
+        for item in batch.items:
+            rows += item.num_tokens
+            if item.proposal is not None:
+                rows += item.proposal.tree.num_draft_tokens
+    else:
+        for record in (*batch.admits, *batch.commits):
+            rows += len(record.token_ids)
+        for order in batch.orders:
+            rows += order.num_draft_tokens
+    return max(1, rows)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from actors.coordinator.clients import CLIENT, OUT, Clients
@@ -20,11 +20,11 @@ from actors.coordinator.loop_heartbeat import LoopHeartbeat
 from actors.coordinator.membership import RoleMembership
 from actors.coordinator.port import open_port
 from actors.coordinator.record_checks import RecordChecks
-from actors.coordinator.scheduler import Capacity, Load, Scheduler
+from actors.coordinator.scheduler import Capacity, Scheduler
+from actors.coordinator.spec import CoordinatorSpec
 from actors.coordinator.state_machine import Answer, Coordinator
-from actors.coordinator.stats import CoordinatorStats
+from actors.coordinator.stats import StatsSnapshot, Watch
 from actors.heap import freeze_libraries
-from actors.options import SchedulerConfig
 from actors.policy.policy import make_policy
 from actors.protocol.grammar import MOST_GRAMMAR_CHARACTERS
 from actors.protocol.membership import (
@@ -39,7 +39,6 @@ from actors.protocol.membership import (
     RoleBack,
     RoleLost,
     Stop,
-    Weights,
 )
 from actors.protocol.messages import (
     Abort,
@@ -56,7 +55,7 @@ from actors.protocol.messages import (
     VerifyBatch,
     WeightsUpdated,
 )
-from actors.topology import TOP, child_role, is_draft_role, parent_role, role_name, seat_role
+from actors.topology import TOP, child_role, is_draft_role, parent_role
 from actors.transport.channel import Hub, heart_of
 from actors.transport.keys import CLIENTS, peer_of
 
@@ -71,71 +70,6 @@ LONGEST_FIELDS = (1 << 17) + 4 * MOST_GRAMMAR_CHARACTERS
 """Bytes of a request beside its text and reference: at the bounds of `SamplingParams` about 100,000, and a grammar."""
 TOKEN_BYTES = 5
 """Bytes of a token id in a record, at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorSpec:
-    """What a coordinator needs before it starts; plain values, so that it can be sent to any process."""
-
-    pipeline: str
-    num_draft_tokens: int
-    target_ranks: int
-    draft_ranks: int
-    eos_token_ids: tuple[int, ...]
-    limits: SchedulerConfig = field(default_factory=SchedulerConfig)
-    level_ranks: tuple[int, ...] = ()
-    """Ranks of each level of a cascade below the drafter that has ranks of its own: draft2, draft3, ..."""
-    silence_s: float = 0.0
-    """Seconds without a heartbeat after which a rank is taken to hang; 0: never."""
-    incarnation: int = 0
-    adaptive: bool = False
-    min_draft_tokens: int = 0
-    chooses_lengths: bool = False
-    """The drafter decides how many of the ordered tokens it drafts."""
-    scores_drafts: bool = False
-    """The drafter can draft without a pass of a model, to compare with text that is decoded plainly."""
-    runs_passes: bool = False
-    """Some of its drafts take passes of a model."""
-    drafters: tuple[str, ...] | None = None
-    """Names that a request may choose from; None: any."""
-    attached: bool = False
-    """The drafter runs on the target's ranks."""
-    bridged: bool = False
-    """The drafter is sent the target's hidden states."""
-    local_drafter: str = "none"
-    """The lookup beside the coordinator; with one, drafts of the drafter are never waited for."""
-    weights: Weights | None = None
-    """What the target serves at the start of this incarnation; None: what its ranks were started with."""
-    lent_silence_s: float = 0.0
-    """Above 0: the drafter's rank is one that a pool lends. It is not awaited at the start, and lost after so many
-    seconds without a heartbeat; no process of the engine is ended then."""
-    num_seats: int = 1
-    """Ranks that pools lend at a time, each a role of its own."""
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Number of ranks of each role."""
-        if self.num_seats > 1:
-            return {"target": self.target_ranks, **dict.fromkeys(map(seat_role, range(self.num_seats)), 1)}
-        levels = {role_name(place): size for place, size in enumerate((self.draft_ranks, *self.level_ranks)) if size}
-        return {"target": self.target_ranks, **levels}
-
-    @property
-    def lead_roles(self) -> tuple[str, ...]:
-        """Roles that the state machine works with; levels of a cascade below the drafter work for it."""
-        return ("target", *map(seat_role, range(self.num_seats)))
-
-
-@dataclass(frozen=True, slots=True)
-class StatsSnapshot:
-    """What watches receive about once a second, before every reset of the counters, and at the end."""
-
-    stats: CoordinatorStats
-    load: Load
-    ready: Sequence[Ready]
-
-
-Watch = Callable[[StatsSnapshot], None]
 
 
 def _state_of(membership: RoleMembership) -> RoleBack | RoleLost:
@@ -217,8 +151,13 @@ class CoordinatorService:
         match record:
             case VerdictBatch() | ProposalBatch() | DraftPreviewBatch() | DraftBatch():
                 self._dispatch_batch(link, record)
-            case Request() | Abort() | ReportOrder():
-                self._dispatch_order(link, record)
+            case Request():
+                self._submit(link, record)
+            case Abort():
+                if (number := self._clients.number_of(link, record.request_id)) is not None:
+                    self._abort(number)
+            case ReportOrder():
+                self._order_report(link.removesuffix(OUT), record)
             case _:
                 self._dispatch(link, record)
 
@@ -326,17 +265,6 @@ class CoordinatorService:
                     self._start()
                 else:
                     self._send_ready(self._memberships, [link.removesuffix(OUT)])
-
-    def _dispatch_order(self, link: str, order: Request | Abort | ReportOrder) -> None:
-        """What a client wants."""
-        match order:
-            case Request():
-                self._submit(link, order)
-            case Abort():
-                if (number := self._clients.number_of(link, order.request_id)) is not None:
-                    self._abort(number)
-            case ReportOrder():
-                self._order_report(link.removesuffix(OUT), order)
 
     def _dispatch_batch(self, link: str, batch: VerdictBatch | ProposalBatch | DraftPreviewBatch | DraftBatch) -> None:
         """A batch from the present lead of a role: for the state machine, or between two levels of a cascade."""

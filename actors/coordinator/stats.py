@@ -7,12 +7,17 @@ counters is a class of its own, with the methods that update it; `CoordinatorSta
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.coordinator.sequence import Sequence, SpeculationCounts, count_at
 from actors.protocol.messages import Commit, LevelWork, Proposal, ProposalBatch, Report, VerdictBatch
+
+if TYPE_CHECKING:
+    from actors.coordinator.scheduler import Load
+    from actors.protocol.membership import Ready
 
 SPAN_LIMIT = 50_000
 """Spans kept; older ones fall out, so that a server's memory stays constant."""
@@ -306,3 +311,15 @@ class CoordinatorStats(
 _LEVEL_COUNTS = ("num_passes", "busy_s", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 _NOT_COUNTERS = ("since", "phase", "mode", "ended", "spans")
 _COUNTERS = tuple(one.name for one in fields(CoordinatorStats) if one.name not in _NOT_COUNTERS)
+
+
+@dataclass(frozen=True, slots=True)
+class StatsSnapshot:
+    """What watches receive about once a second, before every reset of the counters, and at the end."""
+
+    stats: CoordinatorStats
+    load: Load
+    ready: list[Ready]
+
+
+Watch = Callable[[StatsSnapshot], None]

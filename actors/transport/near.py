@@ -59,16 +59,13 @@ class Exchange:
         """Handle what waits, unless another thread is at it: that one looks again when it is done."""
         while self._unhandled and self._handle is not None and self.turn.acquire(blocking=False):
             try:
-                self._serve_next(self._handle)
+                while self._unhandled and self._handle is not None:
+                    self._handle(*self._unhandled.popleft())
             except Exception as error:  # of the coordinator, not of the rank whose thread this is
                 self._handle, self._error = None, error
                 self.wake()
             finally:
                 self.turn.release()
-
-    def _serve_next(self, handle: Handle) -> None:
-        while self._unhandled and self._handle is not None:
-            handle(*self._unhandled.popleft())
 
     # --- the hub ------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ from actors.worker import openmp
 from actors.worker.spec import RankSpec
 
 if TYPE_CHECKING:
-    from actors.coordinator.service import CoordinatorSpec, Watch
+    from actors.coordinator.spec import CoordinatorSpec
+    from actors.coordinator.stats import Watch
     from parallel.comm.rendezvous import HostedStore
 
 SHOW_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import PurePath
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from actors.coordinator.service import StatsSnapshot
-from actors.coordinator.stats import CoordinatorStats, RequestTimes
 from actors.policy.decision import Mode
 from actors.protocol.membership import Ready
 from cluster.config.schema import LaunchConfig
+
+if TYPE_CHECKING:
+    from actors.coordinator.stats import CoordinatorStats, RequestTimes, StatsSnapshot
 
 PREFIX = "specdec_"
 ENGINE_LABELS = ("engine", "model_name", "drafter", "pipeline")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.coordinator.service import CoordinatorSpec
+from actors.coordinator.spec import CoordinatorSpec
 from actors.options import PipelineName
 from actors.policy.policy import PIPELINES
 from actors.protocol.membership import Death, Weights, identity_of

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from actors.coordinator.service import CoordinatorService, CoordinatorSpec
+from actors.coordinator.service import CoordinatorService
+from actors.coordinator.spec import CoordinatorSpec
 from actors.logs import LogSpec, close_logs, open_logs
 from actors.protocol.membership import Death
 from actors.transport.channel import Hub

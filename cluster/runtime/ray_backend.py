@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.coordinator.service import CoordinatorSpec, Watch
+from actors.coordinator.spec import CoordinatorSpec
 from actors.logs import LogSpec
 from actors.protocol.membership import Death
 from actors.worker.actor_group import ActorGroup
@@ -34,6 +34,9 @@ from cluster.runtime.backend import LOOPBACK, Backend
 from cluster.runtime.ray_local import LocalRay, dashboard_apart
 from cluster.runtime.ray_nodes import await_head, await_layout, check_admitted, free_nodes, living_hosts
 from cluster.runtime.ray_reservation import Reservation, on_node
+
+if TYPE_CHECKING:
+    from actors.coordinator.stats import Watch
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

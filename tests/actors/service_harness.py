@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from actors.coordinator.clients import CLIENT
-from actors.coordinator.service import CoordinatorService, CoordinatorSpec
+from actors.coordinator.service import CoordinatorService
+from actors.coordinator.spec import CoordinatorSpec
 from actors.protocol.membership import Alive, Hello, Join, Ready, Recall, Stop
 from actors.transport.channel import AnyLink, Hub, Link, open_link
 from actors.transport.keys import HubKeys, peer_of

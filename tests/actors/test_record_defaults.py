@@ -12,9 +12,8 @@ SAYS_SOMETHING: dict[str, dict[str, float]] = {
     "actors.coordinator.membership": {"RoleMembership.epoch": 1},
     "actors.coordinator.port": {},
     "actors.coordinator.round": {},
-    "actors.coordinator.role_rounds": {},
     "actors.coordinator.sequence": {"Sequence.prefix_hash": HASH_SEED},
-    "actors.coordinator.service": {"CoordinatorSpec.num_seats": 1},
+    "actors.coordinator.spec": {"CoordinatorSpec.num_seats": 1},
     "actors.coordinator.stats": {},
     "actors.drafters.adjacency.config": {
         "RecyclingDrafterConfig.num_draft_tokens": 24,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.coordinator.membership import MISSED_BEATS, RECALL_LIMIT_S, REPEAT_S, Phase, RoleMembership
-from actors.coordinator.role_rounds import FLOOR_S
+from actors.coordinator.membership import FLOOR_S, MISSED_BEATS, RECALL_LIMIT_S, REPEAT_S, Phase, RoleMembership
 from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Silent
 from actors.protocol.messages import VerdictBatch, VerifyBatch, VerifyItem
 from tests.examples import examples

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from actors.coordinator import clients
 from actors.coordinator.clients import CLIENT
-from actors.coordinator.service import CoordinatorService, CoordinatorSpec
+from actors.coordinator.service import CoordinatorService
+from actors.coordinator.spec import CoordinatorSpec
 from actors.protocol.logprobs import Logprobs, PromptLogprobs
 from actors.protocol.membership import Alive, Hello, PassFailed, RankLost, Ready, Recall, Stop
 from actors.protocol.messages import (

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from actors.coordinator.role_rounds import FACTOR, FLOOR_S, IDLE_S, RoleRounds, num_rows
+from actors.coordinator.membership import FACTOR, FLOOR_S, IDLE_S, RoleRounds, num_rows
 from actors.protocol.messages import (
     Admit,
     Commit,

@@ -9,7 +9,7 @@ import pytest
 
 from actors.coordinator import loop_heartbeat
 from actors.coordinator.clients import CLIENT
-from actors.coordinator.role_rounds import FACTOR, FLOOR_S
+from actors.coordinator.membership import FACTOR, FLOOR_S
 from actors.protocol.membership import HEARTBEAT_S, Alive, Bridge, Hello, RankLost, Ready, Recall, Silent
 from actors.protocol.messages import Request, SamplingParams, Verdict, VerdictBatch
 from actors.transport.channel import heart_of

@@ -11,7 +11,8 @@ from actors.coordinator import service
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.scheduler import Capacity
 from actors.coordinator.separate_port import SeparatePort
-from actors.coordinator.service import EPOCHS_PER_INCARNATION, ROUNDS_PER_INCARNATION, CoordinatorSpec
+from actors.coordinator.service import EPOCHS_PER_INCARNATION, ROUNDS_PER_INCARNATION
+from actors.coordinator.spec import CoordinatorSpec
 from actors.options import SchedulerConfig
 from actors.protocol.membership import Hello
 from actors.protocol.messages import Request

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.coordinator.role_rounds import RoleRounds
+from actors.coordinator.membership import RoleRounds
 from actors.coordinator.sequence import Sequence
 from actors.options import SchedulerConfig
 from actors.policy.policy import PIPELINES, AdaptivePolicy

@@ -45,6 +45,7 @@ import cluster.engine
 from cluster.config.compose import load_config
 load_config(["drafter=" + argument])
 """
+LAUNCHER = DRIVER + "import cluster.runtime.ray_backend\n"
 RUN = """
 from cluster.config.compose import load_config
 from cluster.engine import Engine
@@ -130,6 +131,13 @@ def test_an_engine_loads_the_record_of_its_drafter_alone(loaded, name):
     _, own = DRAFTERS[name]
     found = rooms(loaded(DRIVER, name))
     assert found <= SHARED | own | {"registry", "vocabulary"}, "the tokenizer's file is everyone's"
+
+
+@pytest.mark.extended
+def test_a_launcher_of_actors_loads_no_coordinator(loaded):
+    """It sends its specification to another process."""
+    found = {module for module in loaded(LAUNCHER, "ngram") if module.startswith("actors.coordinator.")}
+    assert found == {"actors.coordinator.clients", "actors.coordinator.spec"}
 
 
 UNUSED = (

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.coordinator import role_rounds
+from actors.coordinator import membership
 from actors.coordinator.scheduler import Scheduler
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
 from actors.drafters.cascade.level import CascadeDrafter
@@ -228,7 +228,7 @@ def test_a_rank_whose_pass_never_returns_is_replaced_and_the_tokens_are_the_same
         return right(self, *arguments)
 
     monkeypatch.setattr(owner, method, stick)
-    monkeypatch.setattr(role_rounds, "FLOOR_S", 2.0)
+    monkeypatch.setattr(membership, "FLOOR_S", 2.0)
     monkeypatch.setattr(InprocessBackend, "can_kill", True)
     monkeypatch.setattr(InprocessBackend, "kill", lambda backend, who, pid: ended.set() if who == identity else None)
     cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True, silence_s=1000.0)

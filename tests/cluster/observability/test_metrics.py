@@ -7,8 +7,7 @@ from collections import defaultdict
 import pytest
 
 from actors.coordinator.scheduler import Load
-from actors.coordinator.service import StatsSnapshot
-from actors.coordinator.stats import CoordinatorStats, RequestTimes
+from actors.coordinator.stats import CoordinatorStats, RequestTimes, StatsSnapshot
 from actors.policy.decision import Mode
 from actors.protocol.membership import Ready
 from cluster.observability.metrics import (
