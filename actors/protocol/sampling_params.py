@@ -65,6 +65,16 @@ class SamplingParams:
     def forced_token_ids(self) -> list[int]:
         return [token for token in (self.forced_bos_token_id, self.forced_eos_token_id) if token is not None]
 
+    @property
+    def edits_tokens(self) -> bool:
+        """Whether they change the logits of single tokens."""
+        listed = self.logit_bias or self.bad_words or self.allowed_token_ids or self.forced_token_ids
+        return bool(listed or self.min_tokens or self.no_repeat_ngram_size) or self.penalises
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
     def completed(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """These with the checkpoint's own `defaults` in place of fields that are at theirs; `bad_words` are added."""
         plain = SamplingParams()

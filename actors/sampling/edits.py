@@ -11,45 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from actors.protocol.messages import SamplingParams, TokenTree
+from actors.protocol.messages import SamplingParams
+from actors.sampling.logits import BANNED, LogitRows
 from parallel.transfers import to_device
-
-BANNED = -torch.inf
-
-
-class EditedRows(Protocol):
-    """One sequence's logit rows: `actors.sampling.logits.LogitRows`."""
-
-    @property
-    def params(self) -> SamplingParams: ...
-    @property
-    def prompt_len(self) -> int: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def tree(self) -> TokenTree: ...
-    def row_nodes(self) -> Sequence[int]: ...
-
-
-def edits(params: SamplingParams) -> bool:
-    """Whether the parameters change the logits of single tokens."""
-    listed = params.logit_bias or params.bad_words or params.allowed_token_ids or params.forced_token_ids
-    return bool(listed or params.min_tokens or params.no_repeat_ngram_size) or _penalises(params)
 
 
 def edits_by_text(params: SamplingParams) -> bool:
-    """Whether these changes depend on the tokens before a place, rather than on their number alone."""
-    return _penalises(params) or params.no_repeat_ngram_size > 0 or any(len(word) > 1 for word in params.bad_words)
-
-
-def _penalises(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    """Whether the changes depend on the tokens before a place, rather than on their number alone."""
+    return params.penalises or params.no_repeat_ngram_size > 0 or any(len(word) > 1 for word in params.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +84,7 @@ class _Cells:
         self.allowed: list[tuple[np.ndarray, ...]] = []
         self.forced: dict[int, int] = {}
 
-    def add(self, rows: EditedRows, start: int, eos_token_ids: tuple[int, ...]) -> None:
+    def add(self, rows: LogitRows, start: int, eos_token_ids: tuple[int, ...]) -> None:
         """The edits of one sequence, whose first row is `start`."""
         params, tree, own = rows.params, rows.tree, _Edits.of(rows.params, eos_token_ids)
         paths = [[tree.token_ids[i] for i in tree.path_to(node)] for node in rows.row_nodes()]
@@ -137,7 +111,7 @@ class _Cells:
             for row, path in enumerate(paths, start):
                 if (token := _forced(params, num_generated + len(path))) is not None:
                     self.forced[row] = token
-        if _penalises(params):
+        if params.penalises:
             self._penalise(params, start, rows.token_ids, rows.prompt_len, paths)
 
     def _penalise(
@@ -171,12 +145,12 @@ class _Cells:
         return [*cells, *(np.array([*part], dtype=np.int64) for part in (self.forced, self.forced.values()))]
 
 
-def edited(logits: Tensor, batch: Sequence[EditedRows], eos_token_ids: Sequence[int]) -> Tensor:
+def edited(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
     """Logits [N, V], flat, after the edits of every sequence; `logits` itself if none applies in these rows, else a
     tensor of its own. End tokens that a drafter of a smaller vocabulary lacks are none of its columns."""
     cells, start, ends = _Cells(), 0, tuple([token for token in eos_token_ids if token < logits.shape[-1]])
     for rows in batch:
-        if edits(rows.params):
+        if rows.params.edits_tokens:
             cells.add(rows, start, ends)
         start += len(rows.row_nodes())
     arrays = cells.arrays()

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
-from actors.sampling.edits import BANNED, edited, edits
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
 from parallel.comm.group import Group
 from parallel.kernels.triton_launch import has_triton
 from parallel.transfers import to_device, upload
 
+BANNED = -torch.inf
 _GREEDY_BELOW = 1e-5  # as vLLM: a smaller temperature would overflow the division
 _PARTLY_RANKED = 1024
 """Up to this many of the likeliest tokens are selected from a row; for more, sorting all of it is faster."""
@@ -68,7 +68,7 @@ def is_plain(params: SamplingParams) -> bool:
 
 def is_unedited(params: SamplingParams) -> bool:
     """Whether nothing but the temperature and truncation changes the logits, so that no text does."""
-    return not edits(params)
+    return not params.edits_tokens
 
 
 def truncates(params: SamplingParams) -> bool:
@@ -96,8 +96,11 @@ def process_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Seq
         return logits
     params = [rows.params for rows in batch for _ in rows.row_nodes()]
     assert len(params) == len(logits), "every logit row belongs to one tree node"
-    scores = edited(logits, batch, eos_token_ids) if any(edits(rows.params) for rows in batch) else logits
-    return _truncate(_divide(scores, params), params)
+    if any(rows.params.edits_tokens for rows in batch):
+        from actors.sampling.edits import edited  # few requests ask for any
+
+        logits = edited(logits, batch, eos_token_ids)
+    return _truncate(_divide(logits, params), params)
 
 
 def _truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
