@@ -1,6 +1,7 @@
-"""What ratio tests compute with: the distribution of each child, and the residual of the target's distribution.
+"""What ratio tests compute with: the distribution of each child, the residual of the target's distribution, and the
+walk of those that go from the root down.
 
-Draft distributions are sparse, a target row is dense, both float64. Knows no rule and no randomness.
+Draft distributions are sparse, a target row is dense, both float64. Knows no rule.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
+from actors.verification.random_source import RandomSource
 
 TargetRow = Callable[[int], np.ndarray]
 """The target's distribution at a node, float64 [V], processed and normalised. Called only for visited nodes."""
@@ -85,3 +87,14 @@ class Residual:
         if left <= NO_MASS:
             self._restart()
         return left
+
+
+def walk_down(
+    tree: TokenTree, test: Callable[[int, Sequence[int]], int | np.ndarray], random_source: RandomSource
+) -> tuple[tuple[int, ...], int]:
+    """(path, next_token): from the root to the child that `test` accepts of a node and its children, until it gives
+    what the next token is drawn from instead, [V] unnormalised."""
+    children, path, node = tree.children(), list[int](), 0
+    while not isinstance(found := test(node, children[node]), np.ndarray):
+        path.append(node := found)
+    return tuple(path), random_source.sample(found, node)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from actors.protocol.messages import SparseDistribution, TokenTree
-from actors.verification.distributions import NO_MASS, ChildDistribution, TargetRow, child_distributions
+from actors.verification.distributions import NO_MASS, ChildDistribution, TargetRow, child_distributions, walk_down
 from actors.verification.random_source import RandomSource
 
 
@@ -41,25 +41,19 @@ def verify_kseq(
     random_source: RandomSource,
 ) -> tuple[tuple[int, ...], int]:
     """(path, next_token): at each node the first child accepted with min(1, p / (rho q)) wins."""
-    children = tree.children()
-    path: list[int] = []
-    node = 0
-    while True:
+
+    def test(node: int, siblings: Sequence[int]) -> int | np.ndarray:
         target = target_row(node)
-        siblings = children[node]
         if not siblings:
-            return tuple(path), random_source.sample(target, node)
-        own_distributions = child_distributions(tree, sampling_kinds, distributions[node], siblings)
-        rho, beta = discount(target, own_distributions[0], len(siblings))
-        for child, distribution in zip(siblings, own_distributions, strict=True):
-            if random_source.accept(min(1.0, float(target[tree.token_ids[child]]) / (rho * distribution.own)), child):
-                path.append(child)
-                node = child
-                break
-        else:
-            return tuple(path), random_source.sample(
-                _residual(target, own_distributions[0], rho, beta, len(siblings)), node
-            )
+            return target
+        drafts = child_distributions(tree, sampling_kinds, distributions[node], siblings)
+        rho, beta = discount(target, drafts[0], len(siblings))
+        for child, draft in zip(siblings, drafts, strict=True):
+            if random_source.accept(min(1.0, float(target[tree.token_ids[child]]) / (rho * draft.own)), child):
+                return child
+        return _residual(target, drafts[0], rho, beta, len(siblings))
+
+    return walk_down(tree, test, random_source)
 
 
 def _residual(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from actors.protocol.messages import SparseDistribution, TokenTree
-from actors.verification.distributions import Residual, TargetRow, child_distributions
+from actors.verification.distributions import Residual, TargetRow, child_distributions, walk_down
 from actors.verification.random_source import RandomSource
 
 
@@ -23,18 +25,14 @@ def verify_rejection(
 ) -> tuple[tuple[int, ...], int]:
     """(path, next_token): at each node accept a child with min(1, P/q), else subtract its distribution and try the
     next."""
-    children = tree.children()
-    path: list[int] = []
-    node = 0
-    while True:
+
+    def test(node: int, siblings: Sequence[int]) -> int | np.ndarray:
         residual = Residual(target_row(node))
-        for child, distribution in zip(
-            children[node], child_distributions(tree, sampling_kinds, distributions[node], children[node]), strict=True
-        ):
-            if random_source.accept(min(1.0, residual.probability(tree.token_ids[child]) / distribution.own), child):
-                path.append(child)
-                node = child
-                break
-            residual.subtract(distribution)
-        else:
-            return tuple(path), random_source.sample(residual.weights, node)
+        drafts = child_distributions(tree, sampling_kinds, distributions[node], siblings)
+        for child, draft in zip(siblings, drafts, strict=True):
+            if random_source.accept(min(1.0, residual.probability(tree.token_ids[child]) / draft.own), child):
+                return child
+            residual.subtract(draft)
+        return residual.weights
+
+    return walk_down(tree, test, random_source)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from actors.protocol.messages import SparseDistribution, TokenTree
-from actors.verification.distributions import NO_MASS, ChildDistribution, TargetRow, child_distributions
+from actors.verification.distributions import NO_MASS, ChildDistribution, TargetRow, child_distributions, walk_down
 from actors.verification.random_source import RandomSource
 
 
@@ -27,27 +27,22 @@ def verify_transport(
     random_source: RandomSource,
 ) -> tuple[tuple[int, ...], int]:
     """(path, next_token): at each node at most one child is accepted, as often as any exact rule can."""
-    children = tree.children()
-    path: list[int] = []
-    node = 0
-    while True:
+
+    def test(node: int, siblings: Sequence[int]) -> int | np.ndarray:
         target = target_row(node)
-        siblings = children[node]
         if not siblings:
-            return tuple(path), random_source.sample(target, node)
+            return target
         draft = child_distributions(tree, sampling_kinds, distributions[node], siblings)[0]
         selection = Selection(target, draft, len(siblings))
+        chances = selection.accepted([tree.token_ids[child] for child in siblings])
         refused = 1.0  # the chance that no child was accepted so far
-        for child, chance in zip(
-            siblings, selection.accepted([tree.token_ids[child] for child in siblings]), strict=True
-        ):
+        for child, chance in zip(siblings, chances, strict=True):
             if chance > 0 and random_source.accept(min(1.0, chance / refused), child):
-                path.append(child)
-                node = child
-                break
+                return child
             refused -= chance
-        else:
-            return tuple(path), random_source.sample(selection.residual(target), node)
+        return selection.residual(target)
+
+    return walk_down(tree, test, random_source)
 
 
 class Selection:

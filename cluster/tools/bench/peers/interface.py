@@ -16,7 +16,7 @@ from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
@@ -95,28 +95,8 @@ class PeerSetup:
         return cls(engine.config.target, str(facts["dtype"]), str(facts["device"]), int(facts["max_model_len"]))
 
 
-class Peer(Protocol):
-    """Another engine with the target's checkpoint loaded."""
-
-    def describe(self) -> dict[str, object]:
-        """Its arithmetic, device and version, for the report."""
-        ...
-
-    def sides(self, task: BenchTask) -> dict[str, object]:
-        """The sides that it can complete this task as, each with a key; sides with equal keys need only one run."""
-        ...
-
-    def complete(self, side: str, task: BenchTask) -> Run:
-        """One timed run."""
-        ...
-
-    def close(self) -> None:
-        """Delete what it wrote."""
-        ...
-
-
 class PeerApart(Apart):
-    """A `Peer` in a process of its own."""
+    """A `SpeculatingPeer` in a process of its own."""
 
     def describe(self) -> dict[str, object]:
         return self.call("describe")
@@ -169,6 +149,7 @@ class SpeculatingPeer(ABC):
         return f"{self.name} {means}".rstrip() + f" {self.setup.dtype}" * self.exact
 
     def sides(self, task: BenchTask) -> dict[str, object]:
+        """The sides that it can complete this task as, each with a key; sides with equal keys need only one run."""
         setting = task.setting
         if (setting.batch != 1 and not self.takes_batches) or (self.only_greedy and setting.temperature > 0):
             return {}
@@ -179,6 +160,7 @@ class SpeculatingPeer(ABC):
         return next(one for means, one in speculations(task.setting.drafter).items() if self.side(means) == side)
 
     def describe(self) -> dict[str, object]:
+        """Its arithmetic, device and version, for the report."""
         return {"arithmetic": self.arithmetic, "device": self.setup.device, "version": self.version}
 
     @property

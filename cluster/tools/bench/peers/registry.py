@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from actors.protocol.messages import SamplingParams
-from cluster.tools.bench.peers.interface import Peer, PeerApart, PeerSetup, check_on_cpu, checkpoint_dtype
+from cluster.tools.bench.peers.interface import PeerApart, PeerSetup, SpeculatingPeer, check_on_cpu, checkpoint_dtype
 
 _GREEDY = ("temperature", "max_tokens", "seed", "ignore_eos")
 _SAMPLED = ("top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids")
@@ -89,7 +89,7 @@ def open_peer(name: str, setup: PeerSetup) -> dict[str, PeerApart]:
     return opened
 
 
-def make_peer(where: tuple[str, str], setup: PeerSetup, exact: bool) -> Peer:
+def make_peer(where: tuple[str, str], setup: PeerSetup, exact: bool) -> SpeculatingPeer:
     """Makes the peer, in its own process."""
     module, name = where
     return getattr(import_module(module), name)(setup, exact=exact)
