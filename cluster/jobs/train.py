@@ -5,6 +5,7 @@ Knows no model code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,53 +31,40 @@ def run(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
     out = Path(config.out or run_dir).expanduser().absolute()
     work = Path(config.work or run_dir / "work").expanduser().absolute()
     out.mkdir(parents=True, exist_ok=True)
-    if config.recipe == SPECDEC:
-        return _train_with_encoder(config, Path(launched.target.path), out, work)
-    course = training.Course(config, launched.target.path, str(out), str(work))
-    course.options()
     terminal = Terminal()
-    with terminal.starting() as say:
-        texts = training.prepare(course, say)
-    if config.ranks > 1:
-        from cluster.tools.training.ray_ranks import train_on_ranks
+    if config.recipe == SPECDEC:  # whose text is another, and whose loop has one rank
+        from cluster.tools.training import specdec
 
-        outcome = train_on_ranks(launched, course, texts)
+        with terminal.starting() as say:
+            outcome = specdec.train(config, Path(launched.target.path), out, work, say)
+        folder, table = work / specdec.NAME, _acceptance_table(outcome, [0.0], most_depths=8)
     else:
-        outcome = training.train_rank(course, texts, Ranks())
-    training.draw_curves(course.folder, out / "curves.png")
+        course = training.Course(config, launched.target.path, str(out), str(work))
+        course.options()
+        with terminal.starting() as say:
+            texts = training.prepare(course, say)
+        if config.ranks > 1:
+            from cluster.tools.training.ray_ranks import train_on_ranks
+
+            outcome = train_on_ranks(launched, course, texts)
+        else:
+            outcome = training.train_rank(course, texts, Ranks())
+        folder, table = course.folder, _acceptance_table(outcome, config.temperatures)
+    training.draw_curves(folder, out / "curves.png")
     write_json(out / "report.json", outcome)
-    terminal.table("held-out acceptance", *_acceptance_table(config, outcome))
+    terminal.table("held-out acceptance", *table)
     terminal.line(f"written to {out}")
     return outcome
 
 
-def _train_with_encoder(config: TrainConfig, target: Path, out: Path, work: Path) -> dict[str, Any]:
-    """The recipe for targets with an encoder, whose text is another and whose loop has one rank."""
-    from cluster.tools.training import specdec
-    from cluster.tools.training.speculators.run import draw_curves
-
-    terminal = Terminal()
-    with terminal.starting() as say:
-        outcome = specdec.train(config, target, out, work, say)
-    draw_curves(work / specdec.NAME, out / "curves.png")
-    write_json(out / "report.json", outcome)
-    depths = [name for name in outcome["held_out"] if name.startswith("accept_")][:8]
-    rows = [
-        [when, *(figure(outcome[key][name]) for name in ("length", *depths))]
-        for when, key in (("before", "held_out_before"), ("after", "held_out"))
-    ]
-    header = ["", "tokens per round", *(f"depth {depth.removeprefix('accept_')}" for depth in depths)]
-    terminal.table("held-out acceptance", header, rows)
-    terminal.line(f"written to {out}")
-    return outcome
-
-
-def _acceptance_table(config: TrainConfig, outcome: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def _acceptance_table(
+    outcome: dict[str, Any], temperatures: Sequence[float], most_depths: int | None = None
+) -> tuple[list[str], list[list[str]]]:
     """Header and rows: expected tokens per round and acceptance by depth, by temperature, before and after."""
     measured = {"before": outcome["held_out_before"], "after": outcome["held_out"]}
-    depths = [name for name in measured["after"] if name.startswith("accept_") and "_at_" not in name]
+    depths = [name for name in measured["after"] if name.startswith("accept_") and "_at_" not in name][:most_depths]
     rows = []
-    for temperature in config.temperatures:
+    for temperature in temperatures:
         suffix = f"_at_{temperature:g}" if temperature else ""
         for when, values in measured.items():
             cells = [values[f"length{suffix}"], *(values[f"{depth}{suffix}"] for depth in depths)]

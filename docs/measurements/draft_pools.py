@@ -25,9 +25,8 @@ from typing import Any
 
 from actors.drafters.model.config import ModelDrafterConfig
 from cluster.config import load_config
-from cluster.tools.fleet.description import Fleet, FleetLoad, PoolDrafter, Region, TargetReplica
+from cluster.tools.fleet.description import Fleet, FleetLoad, Merging, PoolDrafter, Region, TargetReplica
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
-from cluster.tools.fleet.merging import Merging
 from cluster.tools.fleet.simulation import simulate_fleet
 from cluster.tools.offline import open_alone, read_task
 from cluster.tools.simulation.language import RequestText

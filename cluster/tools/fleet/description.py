@@ -6,13 +6,13 @@ The records below are the form of the file; msgspec holds the file against them.
 from __future__ import annotations
 
 import csv
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field, structs
 
 from cluster.io.yaml_files import read_yaml
-from cluster.tools.fleet.merging import Merging
 from cluster.tools.simulation import Language, PassCost, power_law
 from parallel.ranges import errors_of
 
@@ -26,6 +26,19 @@ _Price = Annotated[float, Meta(ge=0, le=1e6)]
 _Name = Annotated[str, Meta(min_length=1, max_length=40)]
 _PassMs = Annotated[float, Meta(gt=0, le=600_000)] | dict[_Count, Annotated[float, Meta(gt=0, le=600_000)]]
 """Milliseconds by rows, or of any number of rows."""
+
+
+class Merging(StrEnum):
+    """How a pool merges: what a pass of it has rows of."""
+
+    passes = "passes"
+    """Whatever every role has next, so that one joins in the middle of the drafts of others: the engine's pools
+    where a draft model works ahead (`actors/pool/merged_passes.py`)."""
+    calls = "calls"
+    """All drafts that were ordered when the first of them begins, to their end; else a part of a text to read and a
+    step of draft-ahead of all in turns: the engine's pools with other drafters."""
+    none = "none"
+    """One role's work, to its end."""
 
 
 class _FleetPart(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cluster.tools.fleet.description import Fleet
-from cluster.tools.fleet.merging import Merging
+from cluster.tools.fleet.description import Fleet, Merging
 
 
 class Drafting(StrEnum):

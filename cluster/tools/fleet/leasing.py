@@ -11,9 +11,8 @@ from typing import Any
 
 from actors.pool.shares import share_of
 from cluster.tools.fleet.cell import MOST_POSITIONS, Cell, drafter_config
-from cluster.tools.fleet.description import Fleet
+from cluster.tools.fleet.description import Fleet, Merging
 from cluster.tools.fleet.links import VirtualLink
-from cluster.tools.fleet.merging import Merging
 from cluster.tools.fleet.pool_lane import Leased, PassLog, PoolLane
 from cluster.tools.simulation.clock import LaneClock, VirtualClock
 from cluster.tools.simulation.roles import ScriptedRunner, TextOf, draft_role

@@ -15,7 +15,7 @@ from typing import Any
 
 from actors.protocol.messages import ProposalBatch
 from actors.roles.draft import DraftRole
-from cluster.tools.fleet.merging import Merging
+from cluster.tools.fleet.description import Merging
 from cluster.tools.simulation.clock import STEP, LaneClock, VirtualClock
 from parallel.pass_cost import PassCost
 

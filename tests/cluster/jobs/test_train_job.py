@@ -74,4 +74,7 @@ def test_a_drafter_is_trained_here_or_on_ranks_and_reported(threads, tmp_path, m
 
 def test_acceptance_is_shown_by_depth_and_temperature_before_and_after():
     config = TrainConfig(temperatures=[0.0, 0.8])
-    assert train._acceptance_table(config, OUTCOME) == (["", "tokens per round", "depth 1", "depth 2"], TABLE)
+    assert train._acceptance_table(OUTCOME, config.temperatures) == (
+        ["", "tokens per round", "depth 1", "depth 2"],
+        TABLE,
+    )

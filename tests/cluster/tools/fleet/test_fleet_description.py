@@ -8,9 +8,8 @@ import pytest
 import yaml
 from msgspec import structs, to_builtins
 
-from cluster.tools.fleet.description import Fleet, Links, Region, read_fleet
+from cluster.tools.fleet.description import Fleet, Links, Merging, Region, read_fleet
 from cluster.tools.fleet.layouts import Drafting, layouts
-from cluster.tools.fleet.merging import Merging
 from tests.cluster.tools.fleet.fleets import small_fleet, two_regions
 
 PLANS = Path(__file__).parents[4] / "docs" / "plans"

@@ -6,7 +6,7 @@ import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.protocol.messages import Admit, DraftBatch, DraftOrder, SamplingParams
-from cluster.tools.fleet.merging import Merging
+from cluster.tools.fleet.description import Merging
 from cluster.tools.fleet.pool_lane import Leased, PassLog, PoolLane
 from cluster.tools.simulation.clock import ARRIVAL, LaneClock, VirtualClock
 from cluster.tools.simulation.language import Language

@@ -8,9 +8,8 @@ import pytest
 from msgspec import structs
 
 from cluster.tools.fleet.cell import drafter_config
-from cluster.tools.fleet.description import PoolDrafter
+from cluster.tools.fleet.description import Merging, PoolDrafter
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
-from cluster.tools.fleet.merging import Merging
 from cluster.tools.fleet.simulation import simulate_fleet
 from cluster.tools.simulation import PassCost, Scenario, simulate
 from tests.cluster.tools.fleet.fleets import STEADY, pooled, small_fleet
