@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from actors.coordinator.outbox import admission_of
 from actors.coordinator.port import Orders
 from actors.coordinator.sequence import Sequence
 from actors.drafters.config import DraftSetup
@@ -50,18 +51,7 @@ class LocalDrafts:
         if context is not None:
             context.extend(sequence.token_ids[len(context.token_ids) :])
             return context
-        request = sequence.request
-        context = self._contexts[sequence.request_id] = Context(
-            sequence.request_id,
-            sequence.epoch,
-            [],
-            sequence.prompt_len,
-            request.sampling,
-            admission=sequence.num_admissions,
-            scope=request.memory_scope,
-            reference=request.reference,
-            source=request.source,
-        )
-        context.extend(sequence.token_ids)
+        context = self._contexts[sequence.request_id] = Context.admitted(admission_of(sequence), None)
+        context.settled_len = None  # no level of a cascade takes any of it back
         self._drafter.open(context)
         return context

@@ -14,6 +14,28 @@ if TYPE_CHECKING:
     from actors.coordinator.sequence import Sequence
 
 
+def admission_of(sequence: Sequence, first: int | None = None) -> Admit:
+    """What opens a request at a role with its text, or the `first` tokens of that."""
+    request, logprobs = sequence.request, sequence.logprobs
+    return Admit(
+        request_id=sequence.request_id,
+        epoch=sequence.epoch,
+        token_ids=tuple(sequence.token_ids[:first]),
+        prompt_len=sequence.prompt_len,
+        sampling=request.sampling,
+        admission=sequence.num_admissions,
+        drafter=request.drafter,
+        scope=request.scope,
+        reference=request.reference,
+        grammar=request.grammar,
+        cache_salt=request.cache_salt if sequence.shares_rows else None,
+        logprobs=request.logprobs,
+        prompt_logprobs=logprobs.prompt_asked(sequence.num_generated) if logprobs is not None else None,
+        source=request.source,
+        memory_scope=request.memory_scope,
+    )
+
+
 class Outbox:
     """What has happened since the last batch to the role."""
 
@@ -30,26 +52,8 @@ class Outbox:
 
     def admit(self, sequence: Sequence, first: int | None = None) -> None:
         """Send a request; if only its `first` tokens, `extend` sends the rest."""
-        request, logprobs = sequence.request, sequence.logprobs
-        admit = Admit(
-            request_id=sequence.request_id,
-            epoch=sequence.epoch,
-            token_ids=tuple(sequence.token_ids[:first]),
-            prompt_len=sequence.prompt_len,
-            sampling=request.sampling,
-            admission=sequence.num_admissions,
-            drafter=request.drafter,
-            scope=request.scope,
-            reference=request.reference,
-            grammar=request.grammar,
-            cache_salt=request.cache_salt if sequence.shares_rows else None,
-            logprobs=request.logprobs,
-            prompt_logprobs=logprobs.prompt_asked(sequence.num_generated) if logprobs is not None else None,
-            source=request.source,
-            memory_scope=request.memory_scope,
-        )
+        self.open(admission_of(sequence, first))
         sequence.num_admissions += 1
-        self.open(admit)
         if first is not None and first < sequence.prefix_len:
             self.partial[sequence.request_id] = first
 

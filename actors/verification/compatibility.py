@@ -91,28 +91,3 @@ def check_scheme(rule: str, kinds: Iterable[SamplingKind], traits: Iterable[Draf
             "is for chains, not for" if wrong == f"drafts that {DraftTrait.BRANCHES}" else "would bias the output of"
         )
         raise ValueError(f"verify.rule={rule} {problem} {wrong}; use {exact}")
-
-
-def to_markdown() -> str:
-    """The table of `docs/verification.md`: a row for every way of drafting, a column for every rule."""
-    schemes: list[tuple[str, set[SamplingKind], set[DraftTrait]]] = [
-        ("chain of chosen tokens (lookups, greedy models, draft-ahead)", {SamplingKind.DETERMINISTIC}, set()),
-        (
-            "tree of chosen tokens (lookups, `best_first`, `dynamic`)",
-            {SamplingKind.DETERMINISTIC},
-            {DraftTrait.BRANCHES},
-        ),
-        ("chain drawn at random", {SamplingKind.IID}, set()),
-        ("siblings drawn independently, duplicates kept", {SamplingKind.IID}, {DraftTrait.BRANCHES}),
-        ("siblings drawn without replacement", {SamplingKind.WITHOUT_REPLACEMENT}, {DraftTrait.BRANCHES}),
-        ("chosen and drawn tokens under one node", set(SamplingKind) - {SamplingKind.ROOT}, {DraftTrait.BRANCHES}),
-    ]
-    for trait in DraftTrait:
-        if trait is not DraftTrait.BRANCHES:
-            schemes.append((f"tokens drawn at random that {trait}", {SamplingKind.IID}, {trait}))
-    rules = [str(rule) for rule in EXACT_FOR]
-    lines = ["| drafts | " + " | ".join(f"`{rule}`" for rule in rules) + " |", "|---" * (1 + len(rules)) + "|"]
-    for name, kinds, traits in schemes:
-        cells = ["exact" if is_exact(rule, kinds, traits) else "refused" for rule in EXACT_FOR]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
