@@ -10,7 +10,6 @@ works is not disturbed. An order is repeated until heartbeats show its effect.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from actors.coordinator.membership import REPEAT_S, RoleMembership
@@ -60,10 +59,6 @@ class Bridging:
         return now - self._since > MEETING_LIMIT_S
 
     def _have_own_gpus(self) -> bool:
-        gpus = [_gpu(ready.facts) for role in (self.target, self.draft) for ready in role.ready() if ready.rank == 0]
+        leads = [ready for role in (self.target, self.draft) for ready in role.ready() if ready.rank == 0]
+        gpus = [lead.facts.get("gpu") for lead in leads]  # what identifies each; None without one
         return all(gpus) and len(set(gpus)) == len(gpus)
-
-
-def _gpu(facts: Mapping[str, object]) -> object:
-    """What identifies the GPU of a rank; None without one."""
-    return facts.get("gpu")

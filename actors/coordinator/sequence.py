@@ -118,12 +118,15 @@ class Sequence:
     """Tokens of the prompt whose rows the target had at the first admission; None before."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(generated tokens before, version of the weights) where the version changed, as of `Tokens`."""
-    logprobs: RequestLogprobs | None = field(init=False)
+    logprobs: RequestLogprobs | None = field(init=False, default=None)
     """None for a request that asks for none."""
     _digests: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.logprobs = _kept_logprobs(self.request)
+        if self.request.logprobs is not None or self.request.prompt_logprobs is not None:
+            from actors.coordinator.request_logprobs import RequestLogprobs  # few requests ask for any
+
+            self.logprobs = RequestLogprobs(self.request)
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt)
 
     @staticmethod
@@ -318,11 +321,3 @@ class Sequence:
         if len(tokens) == self.remaining:
             self.finish_reason = "length"
         return tokens
-
-
-def _kept_logprobs(request: Request) -> RequestLogprobs | None:
-    if request.logprobs is None and request.prompt_logprobs is None:
-        return None
-    from actors.coordinator.request_logprobs import RequestLogprobs
-
-    return RequestLogprobs(request)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -78,12 +78,6 @@ def _state_of(membership: RoleMembership) -> RoleBack | RoleLost:
     return RoleBack(role, membership.epoch) if membership.is_complete else RoleLost(role)
 
 
-def _bridging(memberships: Mapping[str, RoleMembership]) -> Bridging:
-    from actors.coordinator.bridging import Bridging  # for drafters that are sent hidden states alone
-
-    return Bridging(memberships["target"], memberships["draft"])
-
-
 class CoordinatorService:
     """One incarnation of the coordinator. `store` is the address where the ranks of a role form their process group."""
 
@@ -103,7 +97,11 @@ class CoordinatorService:
         first_epoch = spec.incarnation * EPOCHS_PER_INCARNATION + 1
         self._memberships = {role: RoleMembership(role, size, first_epoch) for role, size in spec.sizes.items()}
         self._lead_roles = spec.lead_roles
-        self._bridging = _bridging(self._memberships) if spec.bridged else None
+        self._bridging: Bridging | None = None
+        if spec.bridged:
+            from actors.coordinator.bridging import Bridging  # for drafters that are sent hidden states alone
+
+            self._bridging = Bridging(self._memberships["target"], self._memberships["draft"])
         self._has_client = False
         self._awaits_report: set[str] = set()  # clients other than the owner
         self._memberships["target"].weights = spec.weights

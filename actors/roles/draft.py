@@ -46,12 +46,24 @@ class DraftRole:
         self._capabilities = can
         self._works_ahead = can.works_ahead
         self._learns = can.learns
-        self._idle_time = None if can.learns is None else _idle_time(can.learns.idle_share, clock())
-        self._width_chooser = _width_chooser() if adapts else None
+        self._idle_time: IdleTime | None = None
+        if can.learns is not None:
+            from actors.drafters.online.idle_time import IdleTime  # for drafters that learn alone
+
+            self._idle_time = IdleTime(can.learns.idle_share, clock())
+        self._width_chooser: WidthChooser | None = None
+        if adapts:
+            from actors.drafters.draft_ahead.width import WidthChooser  # for roles that adapt alone
+
+            self._width_chooser = WidthChooser()
         self._num_forgotten = 0
         self._read_len: dict[int, int] = {}  # tokens of a text up to the last call that read it, by request
         self._steps: list[tuple[float, float, bool]] = []  # (started, finished, refreshed) since the last answer
-        self._timing = _timing() if can.works_ahead is not None or can.sends_previews is not None else None
+        self._timing: DraftAheadTiming | None = None
+        if can.works_ahead is not None or can.sends_previews is not None:
+            from actors.drafters.draft_ahead.timing import DraftAheadTiming  # for drafters that work ahead alone
+
+            self._timing = DraftAheadTiming()
 
     @property
     def wants_work(self) -> bool:
@@ -286,21 +298,3 @@ class DraftRole:
             return None
         times = self._idle_time
         return replace(self._learns.learning(), busy_s=times.spent_s, delayed_s=times.delayed_s)
-
-
-def _timing() -> DraftAheadTiming:
-    from actors.drafters.draft_ahead.timing import DraftAheadTiming  # for drafters that work ahead alone
-
-    return DraftAheadTiming()
-
-
-def _width_chooser() -> WidthChooser:
-    from actors.drafters.draft_ahead.width import WidthChooser  # for roles that adapt alone
-
-    return WidthChooser()
-
-
-def _idle_time(share: float, now: float) -> IdleTime:
-    from actors.drafters.online.idle_time import IdleTime  # for drafters that learn alone
-
-    return IdleTime(share, now)

@@ -306,13 +306,10 @@ class Hub(_Endpoint):
                 self._end_wait()
                 return
             try:
-                self._post_waiting()
+                while self._unsent:
+                    self._post(*self._unsent.popleft())
             finally:
                 self._in_use.release()
-
-    def _post_waiting(self) -> None:
-        while self._unsent:
-            self._post(*self._unsent.popleft())
 
     def _post(self, identity: str, payload: bytes) -> None:
         socket = self._names.get(identity, self._socket)

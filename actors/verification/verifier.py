@@ -85,7 +85,11 @@ class Verifier:
     ) -> None:
         self.runner = runner
         self._eos_token_ids = tuple(eos_token_ids)
-        self._ratio_test = None if rule == "coupled" else _ratio_test(rule, self._eos_token_ids, law_size)
+        self._ratio_test: RatioTest | None = None
+        if rule != "coupled":
+            from actors.verification.by_ratio import RatioTest  # for ratio rules alone
+
+            self._ratio_test = RatioTest(rule, self._eos_token_ids, law_size)
         self._reader = top_tokens
         self._features = features
         self._logprobs: LogprobReader | None = None  # from the first pass with a request that asks for them
@@ -136,7 +140,9 @@ class Verifier:
         if self._logprobs is None and any(
             one.logprobs is not None or one.prompt_logprobs is not None for one in inputs
         ):
-            self._logprobs = _logprob_reader(self.runner)
+            from actors.verification.logprobs import LogprobReader  # for requests that ask for them alone
+
+            self._logprobs = LogprobReader(self.runner)
         if self._logprobs is not None:
             self._logprobs.keep(inputs, spans, hidden, logits)
         return logits, len(token_ids)
@@ -196,18 +202,6 @@ class Verifier:
             ]
             return [VerifyResult(*walk) for walk in walks]
         return [VerifyResult(*one) for one in self._ratio_test.judge(inputs, rows, parts, logits, make_random_source)]
-
-
-def _ratio_test(rule: str, eos_token_ids: Sequence[int], law_size: int | None) -> RatioTest:
-    from actors.verification.by_ratio import RatioTest  # for ratio rules alone
-
-    return RatioTest(rule, eos_token_ids, law_size)
-
-
-def _logprob_reader(runner: Runner) -> LogprobReader:
-    from actors.verification.logprobs import LogprobReader  # for requests that ask for them alone
-
-    return LogprobReader(runner)
 
 
 def _logit_rows(inputs: Sequence[VerifyInput]) -> list[LogitRows]:

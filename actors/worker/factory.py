@@ -19,7 +19,7 @@ from actors.heap import freeze_libraries
 from actors.logs import log_event, logger_of
 from actors.protocol.membership import Join
 from actors.topology import parent_role
-from actors.transport.channel import AnyLink, heart_of, link_name, open_link
+from actors.transport.channel import heart_of, link_name, open_link
 from actors.worker import openmp
 from actors.worker.heartbeat import Heartbeat
 from actors.worker.rank_loop import RankLoop, RankRole
@@ -57,8 +57,11 @@ def serve(
     assert spec.key is not None
     name = link_name(spec.identity, spec.incarnation)
     link = open_link(spec.hub_address, name, spec.key, folder=spec.folder)
-    has_child = spec.role in map(parent_role, spec.drafter.roles())
-    mailbox = _mailbox(link) if has_child else None
+    mailbox: Mailbox | None = None
+    if spec.role in map(parent_role, spec.drafter.roles()):
+        from actors.transport.mailbox import Mailbox  # for levels of a cascade above another
+
+        mailbox = Mailbox(link)
     bridge = _bridge_end(spec, logger)
 
     def build(spec: RankSpec, group: Group) -> tuple[RankRole, dict[str, object]]:
@@ -84,12 +87,6 @@ def _loop_type(role: str) -> type[RankLoop[Any]]:
     from actors.worker.draft_rank_loop import DraftRankLoop  # for ranks that draft alone
 
     return DraftRankLoop
-
-
-def _mailbox(link: AnyLink) -> Mailbox:
-    from actors.transport.mailbox import Mailbox  # for levels of a cascade above another
-
-    return Mailbox(link)
 
 
 def _bridge_end(spec: RankSpec, logger: logging.Logger) -> BridgeEnd | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.drafters.interface import Drafter
 from actors.logs import log_event, logger_of
 from actors.options import PipelineName
 from actors.roles.target import TargetRole
@@ -24,11 +22,10 @@ from parallel.runtime.runner import ModelRunner, captured_facts, open_model
 
 if TYPE_CHECKING:
     from actors.grammars.masks import GrammarMasks
-    from actors.roles.attached import AttachedDrafter
+    from actors.roles.after_verdicts import AfterVerdicts
     from actors.roles.bridge import FeatureSender
     from actors.verification.features import FeatureReader
     from actors.verification.top_tokens import TopTokensReader
-    from parallel.kv.pool import KVPool
     from parallel.runtime.decoder_runner import DecoderRunner
 
 
@@ -56,16 +53,27 @@ def build_target(spec: RankSpec, group: Group, bridge: FeatureSender | None) -> 
     runner: DecoderRunner = load_target(spec, group, memory, sizes)
     if speculates:
         runner = spec.drafter.on_target(runner)
-    after, features, facts = None, None, dict[str, object](drafters=[*spec.drafter.names_in(spec.pipeline)])
+    after: AfterVerdicts | None = None
+    features: FeatureReader | None = None
+    top_tokens: TopTokensReader | None = None
+    facts = dict[str, object](drafters=[*spec.drafter.names_in(spec.pipeline)])
+    if top_k:
+        from actors.verification.top_tokens import TopTokensReader  # for drafters that learn from them alone
+
+        is_late = spec.drafter.learns_later
+        top_tokens = TopTokensReader(top_k, reads_prompts=reads_prompts, is_lead=is_lead, is_late=is_late)
     if is_attached:
+        from actors.roles.attached import AttachedDrafter  # for drafters on the target's ranks alone
+
         setup = replace(spec.draft_setup(group), target_runner=runner)
         drafter, facts["drafter"] = spec.drafter.build(setup)
-        after = _attached(drafter, group, spec.device)
+        after = AttachedDrafter(drafter, group, spec.device)
     # on every rank, since each has heads of its own; a bridge has its end on the lead alone
     if (is_attached and spec.drafter.reads_features) or spec.drafter.is_bridged(spec.pipeline):
+        from actors.verification.features import FeatureReader  # for drafters that read hidden states alone
+
         num_layers = runner.config.num_layers - config.stretch
-        pool = runner.pool if scheduler.prefix_cache else None
-        features = _features(spec.drafter.taps(num_layers), pool)
+        features = FeatureReader(spec.drafter.taps(num_layers), runner.pool if scheduler.prefix_cache else None)
         if bridge is not None:
             after = bridge
             bridge.fuser = spec.drafter.open_fuser(num_layers, spec.device)
@@ -76,7 +84,7 @@ def build_target(spec: RankSpec, group: Group, bridge: FeatureSender | None) -> 
         spec.verify.rule,
         spec.eos_token_ids,
         is_lead=is_lead,
-        top_tokens=_top_tokens(spec, top_k, reads_prompts=reads_prompts) if top_k else None,
+        top_tokens=top_tokens,
         features=features,
         drafter=after,
         grammars=partial(_grammars, spec) if is_lead else None,
@@ -178,21 +186,3 @@ def _kept_bytes(spec: RankSpec) -> int:
 
     config = read_config(resolve_checkpoint(spec.target.path))
     return kept_bytes(spec.drafter.taps(config.num_layers), config.hidden_size)
-
-
-def _attached(drafter: Drafter, group: Group, device: str) -> AttachedDrafter:
-    from actors.roles.attached import AttachedDrafter  # for drafters on the target's ranks alone
-
-    return AttachedDrafter(drafter, group, device)
-
-
-def _top_tokens(spec: RankSpec, k: int, *, reads_prompts: bool) -> TopTokensReader:
-    from actors.verification.top_tokens import TopTokensReader  # for drafters that learn from them alone
-
-    return TopTokensReader(k, reads_prompts=reads_prompts, is_lead=spec.rank == 0, is_late=spec.drafter.learns_later)
-
-
-def _features(taps: Sequence[int], pool: KVPool | None) -> FeatureReader:
-    from actors.verification.features import FeatureReader  # for drafters that read hidden states alone
-
-    return FeatureReader(taps, pool)
