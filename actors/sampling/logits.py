@@ -263,7 +263,7 @@ def _race(
 def _winners(raced: Tensor, of_none: int, first: int = 0) -> tuple[Tensor, Tensor]:
     """Both largest values and their tokens [n]; NaN is the largest of a row that has any."""
     if raced.is_cpu:  # NumPy is ten times as fast, and wakes no threads beside those of the kernels
-        rows = raced.numpy()
+        rows = (raced.float() if raced.dtype == torch.bfloat16 else raced).numpy()  # which knows no bfloat16
         columns = rows.argmax(-1)
         largest = rows[np.arange(len(rows)), columns]
         winners = np.where(np.isfinite(largest), columns + first, of_none)

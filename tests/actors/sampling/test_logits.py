@@ -322,8 +322,9 @@ def test_tokens_that_tie_with_the_last_kept_one_are_kept():
 # --- choosing --------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_takes_the_lowest_id_among_ties():
-    scores = torch.zeros(2, 5000)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_lowest_id_among_ties(dtype):
+    scores = torch.zeros(2, 5000, dtype=dtype)
     scores[0, [777, 40, 4000]] = 1.0
     assert choose(scores, [SamplingParams()] * 2, [0, 0]).tolist() == [40, 0]
     assert choose_batch(scores, [LogitRows(SamplingParams(), 1, [1, 2], TokenTree.chain(2, [3]))], EOS).tolist() == [
