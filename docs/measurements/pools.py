@@ -16,9 +16,8 @@ from typing import Any
 
 from cluster.io.pictures import COLOURS, add_grid, picture
 from cluster.observability.report import write_csv
-from cluster.tools.fleet.description import Fleet, FleetLoad, PoolDrafter, Region, TargetReplica
+from cluster.tools.fleet.description import Fleet, FleetLoad, Merging, PoolDrafter, Region, TargetReplica
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
-from cluster.tools.fleet.merging import Merging
 from cluster.tools.fleet.simulation import FleetResult, simulate_fleet
 
 FLAT = (15.0, 1.5)

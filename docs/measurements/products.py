@@ -1,10 +1,12 @@
-"""Products on this CPU against what the processor can do, and against PyTorch's: rows and matrices of bfloat16, and of
-int8 (`weights=w8a8`, rows of float32 that are rounded on the way).
+"""Products on this CPU against what the processor can do, and against PyTorch's: rows of float32 times matrices that
+are stored in bfloat16, rows and matrices of bfloat16, and of int8 (`weights=w8a8`, rows of float32 that are rounded on
+the way).
 
 Reads: all weights of a pass at few rows, against a loop that only reads as many bytes. Dot products: many rows, against
-a loop that only multiplies registers. Everything is timed in turn in one run; medians. PyTorch multiplies bfloat16 by
-oneDNN; of int8 `int_mm` multiplies rows that are rounded already, `dynamic` rounds all rows by one factor. Needs a
-processor with AVX512-BF16 and AVX512-VNNI and a C++ compiler. Knows no checkpoints: weights are random.
+a loop that only multiplies registers. Everything is timed in turn in one run; medians. PyTorch multiplies float32, by
+float32 matrices, and bfloat16 by its libraries; of int8 `int_mm` multiplies rows that are rounded already, `dynamic`
+rounds all rows by one factor. Needs a processor with AVX512-BF16 and AVX512-VNNI and a C++ compiler. Knows no
+checkpoints: weights are random.
 
     python docs/measurements/products.py --types w8a8 --threads 2 --repeats 9
 """
@@ -44,6 +46,15 @@ void read_all(const char *from, int64_t size, float *out) {
         }
     for (int k = 1; k < 8; k++) total[0] = _mm512_xor_si512(total[0], total[k]);
     *out = _mm512_reduce_add_epi32(total[0]);
+}
+void multiply_float32(int64_t count, float *out) {
+    const __m512 x = _mm512_set1_ps(0.5f);
+    __m512 total[8];
+    for (int k = 0; k < 8; k++) total[k] = _mm512_set1_ps(k);
+    for (int64_t i = 0; i < count; i++)
+        for (int k = 0; k < 8; k++) total[k] = _mm512_fmadd_ps(total[k], x, x);
+    for (int k = 1; k < 8; k++) total[0] += total[k];
+    *out = _mm512_reduce_add_ps(total[0]);
 }
 void multiply_bfloat16(int64_t count, float *out) {
     const __m512 one = _mm512_set1_ps(1.0f);  // equal sums would be computed once
@@ -85,6 +96,12 @@ class Kind:
     """Operations of a dot product of registers of 64 bytes."""
 
 
+def in_float32(shape: tuple[int, int]) -> Mapping[str, Product]:
+    matrix = torch.randn(shape).bfloat16()
+    wide = matrix.float()
+    return {"ours": Panels(matrix).multiply, "linear": lambda x: F.linear(x, wide)}
+
+
 def in_bfloat16(shape: tuple[int, int]) -> Mapping[str, Product]:
     matrix = torch.randn(shape).bfloat16()
     return {"ours": Panels(matrix, rows=torch.bfloat16).multiply, "linear": lambda x: F.linear(x, matrix)}
@@ -106,7 +123,11 @@ def in_int8(shape: tuple[int, int]) -> Mapping[str, Product]:
     }
 
 
-KINDS = {"bfloat16": Kind(in_bfloat16, torch.bfloat16, 64), "w8a8": Kind(in_int8, torch.float32, 128)}
+KINDS = {
+    "float32": Kind(in_float32, torch.float32, 32),
+    "bfloat16": Kind(in_bfloat16, torch.bfloat16, 64),
+    "w8a8": Kind(in_int8, torch.float32, 128),
+}
 
 
 def shapes(hidden: int, layers: int, inner: int, vocab: int) -> list[tuple[int, int]]:
@@ -186,7 +207,7 @@ def main() -> None:
     print(f"{options.threads} threads: reads {medians['read',]:.1f} GB/s, {peaks}")
     for name, kind, products in cases:
         num_weights = sum(outputs * inputs for outputs, inputs in shapes(*MODELS[name]))
-        size = num_weights * (2 if kind == "bfloat16" else 1)
+        size = num_weights * (1 if kind == "w8a8" else 2)
         for rows in options.rows:
             times = {who: medians[name, kind, rows, who] for who in products[0][1]}
             gbs, operations = size / times["ours"] / 1e9, 2 * num_weights * rows / times["ours"] / 1e9
