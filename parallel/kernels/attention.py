@@ -132,18 +132,24 @@ class LayerCall:
 
 class PassRows:
     """The rows of a pass: the SPAN_FIELDS of every span, whose `slots` and `parents` are the starts of a span's
-    part in these two, and the slot of every row that writes. Arrays are int64."""
+    part in these two, and the slot of every row that writes. `slots` [any] are int64."""
 
-    def __init__(self, spans: Sequence[int], slots: np.ndarray, parents: Sequence[int], written: np.ndarray) -> None:
+    def __init__(
+        self, spans: Sequence[int], slots: np.ndarray | None, parents: Sequence[int], written: Sequence[int]
+    ) -> None:
         numbers = array("q", spans)
         numbers.extend(parents)
-        self._kept = numbers, slots, written
-        of_spans = numbers.buffer_info()[0]
-        of_parents = of_spans + len(spans) * numbers.itemsize
-        pointers = of_spans, _address_of(slots), of_parents, _address_of(written)
+        numbers.extend(written)
+        self._numbers, self._slots, self._num_written = numbers, slots, len(written)
+        of_spans, size = numbers.buffer_info()[0], numbers.itemsize
+        of_parents = of_spans + len(spans) * size
+        of_written = of_parents + len(parents) * size
+        of_slots = None if slots is None else slots.__array_interface__["data"][0]  # half the time of `ctypes.data`
+        pointers = of_spans, of_slots, of_parents, of_written
         self._record = _PassRecord(*pointers, len(written), len(spans) // len(SPAN_FIELDS))
         self.address = addressof(self._record)
 
-
-def _address_of(numbers: np.ndarray) -> int:
-    return numbers.__array_interface__["data"][0]  # half the time of `ctypes.data`
+    @property
+    def written(self) -> Tensor:
+        """The slots of the rows that write, int64."""
+        return torch.tensor(self._numbers[len(self._numbers) - self._num_written :])

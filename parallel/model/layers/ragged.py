@@ -26,10 +26,9 @@ from parallel.model.layers.rope import Rotation
 class RaggedPlan:
     """The rows of a pass, as the kernel takes them."""
 
-    def __init__(self, backend: RaggedBackend, rows: PassRows, slots: np.ndarray, last_position: int = 0) -> None:
+    def __init__(self, backend: RaggedBackend, rows: PassRows, last_position: int = 0) -> None:
         self._backend = backend
         self._rows = rows
-        self._slots = slots
         self.last_position = last_position
         """The largest of any row."""
 
@@ -45,10 +44,10 @@ class RaggedPlan:
         return self._backend.layer_call(heads).attend(self._rows, projected, rotation)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._backend.pool.write(layer, torch.from_numpy(self._slots), k, v)
+        self._backend.pool.write(layer, self._rows.written, k, v)
 
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._backend.pool.read(layer, torch.from_numpy(self._slots))
+        return self._backend.pool.read(layer, self._rows.written)
 
 
 class RaggedReads:
@@ -82,33 +81,32 @@ class RaggedBackend:
         spans: list[int] = []
         slots: list[np.ndarray] = []
         parents: list[int] = []
+        written: list[int] = []
+        positions: list[int] = []
         num_slots = num_rows = 0
         for rows in laid_out:
+            size = rows.num_rows
             first_slot, first_of_slots, first_of_parents, common = -1, -1, CHAIN, FOREST
             if rows.run is not None:
                 first_slot = rows.run.start
+                written += range(rows.run.stop - size, rows.run.stop)
             else:
                 first_of_slots = num_slots
                 num_slots += len(rows.slots)
                 slots.append(rows.slots)
+                written += rows.written_slots.tolist()
             if isinstance(rows.pending, RangedRows):
                 first_of_parents, common = len(parents), rows.pending.num_common
                 parents += chain.from_iterable(rows.pending.ranges())
             elif not rows.pending.is_chain:
                 first_of_parents = len(parents)
                 parents += rows.pending.parents
-            size = rows.num_rows
             starts = first_slot, first_of_slots, first_of_parents
             spans += (num_rows, size, rows.context, rows.num_pending, *starts, common)
             num_rows += size
-        if num_rows == len(laid_out):
-            positions = [rows.positions()[0] for rows in laid_out]
-            written = np.array([rows.slots[-1] for rows in laid_out])
-        else:
-            positions = list(chain.from_iterable(rows.positions() for rows in laid_out))
-            written = np.concatenate([rows.written_slots for rows in laid_out])
-        tables = np.concatenate(slots) if slots else _NOTHING
-        plan = RaggedPlan(self, PassRows(spans, tables, parents, written), written, max(positions))
+            positions += rows.positions()
+        tables = np.concatenate(slots) if slots else None
+        plan = RaggedPlan(self, PassRows(spans, tables, parents, written), max(positions))
         # from arrays, not lists: that takes PyTorch three times as long
         logit_rows = None if len(wanted) == num_rows else torch.from_numpy(np.array(wanted, dtype=np.int64))
         return PassPlan(num_rows, torch.from_numpy(np.array(positions)), logit_rows, plan)
@@ -117,7 +115,7 @@ class RaggedBackend:
         """A plan of no rows, to record the calls of these layers with."""
         for heads in layers:
             self.layer_call(heads)
-        return RaggedPlan(self, PassRows((), _NOTHING, (), _NOTHING), _NOTHING)
+        return RaggedPlan(self, PassRows((), None, (), ()))
 
     def plan_reads(self, reads: Sequence[TableRead]) -> RaggedReads:
         """Build the plan of queries over other tables, which write nothing."""
@@ -132,8 +130,8 @@ class RaggedBackend:
             starts = first_slot, first_of_slots, READS
             spans += (num_rows, read.num_rows, len(read.slots), 0, *starts, FOREST)
             num_rows += read.num_rows
-        tables = np.concatenate(slots) if slots else _NOTHING
-        return RaggedReads(self, PassRows(spans, tables, (), _NOTHING))
+        tables = np.concatenate(slots) if slots else None
+        return RaggedReads(self, PassRows(spans, tables, (), ()))
 
     def layer_call(self, heads: Heads) -> LayerCall:
         call = self._calls.get(heads.layer)
@@ -166,6 +164,3 @@ class RaggedBackend:
             norm_offset=offset,
             bias=shape.bias and shape.bias.by_distance(),
         )
-
-
-_NOTHING = np.empty(0, dtype=np.int64)
