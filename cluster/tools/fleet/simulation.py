@@ -69,26 +69,20 @@ class FleetResult:
         return 3600 * self.tokens_per_s / self.dollars_per_hour if self.dollars_per_hour else None
 
 
-def simulate_fleet(
-    fleet: Fleet,
-    layout: FleetLayout,
-    progress: Callable[[float], None] = lambda _: None,
-    texts: TextSource | None = None,
-) -> FleetResult:
-    """Run a layout for `load.seconds`; `progress` gets the virtual seconds, about once each. The requests' texts are
-    those of the fleet's language, if no others are given."""
+def simulate_fleet(fleet: Fleet, layout: FleetLayout, texts: TextSource | None = None) -> FleetResult:
+    """Run a layout for `load.seconds`; the requests' texts are those of the fleet's language, if none are given."""
     collects = gc.isenabled()
     gc.disable()  # half of the time goes to looking for cycles among texts and trees, which have none
     try:
-        return _FleetSimulation(fleet, layout, progress, texts or fleet.language).result()
+        return _FleetSimulation(fleet, layout, texts or fleet.language).result()
     finally:
         if collects:
             gc.enable()
 
 
 class _FleetSimulation:
-    def __init__(self, fleet: Fleet, layout: FleetLayout, progress: Callable[[float], None], texts: TextSource) -> None:
-        self._fleet, self._layout, self._progress = fleet, layout, progress
+    def __init__(self, fleet: Fleet, layout: FleetLayout, texts: TextSource) -> None:
+        self._fleet, self._layout = fleet, layout
         self._clock = VirtualClock()
         self._cells: list[Cell] = []
         self._traffic = Traffic(fleet, self._clock, self._cells, texts)
@@ -119,15 +113,10 @@ class _FleetSimulation:
         self._schedule_loss("drafters", losses.drafters_per_minute * len(self._leasing.pools), self._lose_drafter)
         self._schedule_loss("targets", losses.targets_per_minute * len(self._cells), self._lose_target)
         self._clock.at(self._fleet.load.warmup_s, ARRIVAL, partial(self._mark, -1))
-        self._tick()
         self._clock.run(until=self._fleet.load.seconds)
         self._mark(1)
         self._traffic.close()
         return self._summary()
-
-    def _tick(self) -> None:
-        self._progress(self._clock.now)
-        self._clock.at(self._clock.now + 1.0, ARRIVAL, self._tick)
 
     def _mark(self, sign: int) -> None:
         """Count the time of passes so far: taken away at the begin of the measured time, added at its end."""

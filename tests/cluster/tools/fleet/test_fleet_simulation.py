@@ -12,6 +12,7 @@ from cluster.tools.fleet.description import FleetLoad, Losses, Outage, TargetRep
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
 from cluster.tools.fleet.simulation import simulate_fleet
 from cluster.tools.fleet.traffic import Traffic
+from cluster.tools.simulation.clock import ARRIVAL, VirtualClock
 from tests.cluster.tools.fleet.fleets import BAD_LUCK, LOCAL, pooled, two_regions
 
 BRIEF = FleetLoad(requests_per_s=12, seconds=1.5, warmup_s=0.2, prompt=[20, 40], output=[20, 40])
@@ -48,17 +49,20 @@ def test_no_token_differs_and_no_lease_is_left_when_drafters_and_targets_vanish(
     assert len(served) == len(set(served)), "a cell has one pool"
 
 
-def test_no_target_comes_back_during_an_outage(simulations):
+def test_no_target_comes_back_during_an_outage(simulations, monkeypatch):
     """One that was lost before it begins would, after its own time."""
     times = ((0.5, 1.0), (0.7, 2.0), (0.9, 0.1))
     outages = [Outage(region="west", at_s=at_s, seconds=seconds) for at_s, seconds in times]
-    fleet, seen = two_regions(losses=Losses(outages=outages)), dict[float, int]()
+    seen, run = list[int](), VirtualClock.run
 
-    def progress(now: float) -> None:
-        seen[now] = sum(cell.region == "west" for cell in simulations[0]._cells)
+    def looked_at(clock, until):
+        for second in (1.0, 2.0, 3.0):
+            clock.at(second, ARRIVAL, lambda: seen.append(sum(one.region == "west" for one in simulations[0]._cells)))
+        run(clock, until)
 
-    result = simulate_fleet(fleet, LOCAL, progress)
-    assert seen[1.0] == seen[2.0] == 0 and seen[3.0] == 2
+    monkeypatch.setattr(VirtualClock, "run", looked_at)
+    result = simulate_fleet(two_regions(losses=Losses(outages=outages)), LOCAL)
+    assert seen == [0, 0, 2]
     assert result.num_different == 0
 
 
