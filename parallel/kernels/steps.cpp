@@ -15,6 +15,8 @@ void normalize_layer(const void *x, const void *weight, const void *bias, void *
 void add_rows(const void *x, const void *added, void *out, int64_t num_rows, int64_t size, int is_bfloat);
 void gather_rows(const void *panels, const float *scales, const int64_t *ids, void *out, int64_t count, int64_t inputs,
                  int64_t outputs, int stored);
+void map_rows(const void *x, void *out, int64_t num_rows, int64_t size, float factor, int function, int is_gated,
+              int is_bfloat);
 void attend_rows(const void *layer, const void *pass, void *heads, const void *cos, const void *sin, void *out,
                  int is_bfloat);
 }
@@ -74,6 +76,7 @@ void run_steps(const Step *steps, int64_t count, const int64_t *given) {
             case 4: call(attend_rows, arguments); break;
             case 5: call(gather_rows, arguments); break;
             case 6: call(take_rows, arguments); break;
+            case 7: call(map_rows, arguments); break;
         }
     }
 }

@@ -157,11 +157,13 @@ inline Floats exponential(Floats x) {
     return x < -85.0f ? Floats{} : p * (Floats)power;
 }
 
-// x / (1 + e to the power of -x), with no power that overflows
-inline Floats silu(Floats x) {
+// 1 / (1 + e to the power of -x), with no power that overflows
+inline Floats logistic(Floats x) {
     const Floats power = exponential(x < 0.0f ? x : -x), share = 1.0f / (1.0f + power);
-    return x * (x < 0.0f ? power * share : share);
+    return x < 0.0f ? power * share : share;
 }
+
+inline Floats silu(Floats x) { return x * logistic(x); }
 
 // --- products that are added to a sum --------------------------------------------------------------------------------
 

@@ -6,9 +6,8 @@ stream, `add` adds it, and `feed` runs the MLP; `finish` is both. Knows no check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Unpack
 
 import torch
@@ -18,18 +17,12 @@ from torch import Tensor
 from parallel.comm.group import SINGLE, Group
 from parallel.kernels.norms import add_rows
 from parallel.model.config import Activation, DecoderConfig, NormPlacement
+from parallel.model.layers.activation import activated, gated, sigmoid
 from parallel.model.layers.attention import AttentionPlan, Heads, ReadPlan
 from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rotation
-from parallel.model.layers.weight import Layer, Shard, TensorOptions, join_weights, row_by_row
-
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
+from parallel.model.layers.weight import Layer, Shard, TensorOptions, join_weights
 
 
 class Attention(Layer):
@@ -103,7 +96,7 @@ def _kv_rows(config: DecoderConfig, group: Group) -> slice:
 class MLP(Layer):
     def __init__(self, config: DecoderConfig, group: Group, **options: Unpack[TensorOptions]) -> None:
         size, names = config.intermediate_size, config.names
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation: Activation = config.activation
         self.gated = config.gated
         rows = even_rows(size, group)
         parts = [(name, rows) for name in ([names.gate, names.up] if config.gated else [names.up])]
@@ -112,14 +105,10 @@ class MLP(Layer):
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.gated:
-            return self.down(self._activated(self.gate_up(x)))
-        if self.activation is F.silu:
+            return self.down(activated(self.activation, self.gate_up(x)))
+        if self.activation == "silu":
             return self.down(self.gate_up.gated(x))
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self._activated(gate).mul_(up))
-
-    def _activated(self, x: Tensor) -> Tensor:
-        return row_by_row(self.activation, x) if self.is_invariant else self.activation(x)
+        return self.down(gated(self.activation, self.gate_up(x), apart=self.is_invariant))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from self.gate_up.shards(prefix)
@@ -136,8 +125,7 @@ class SharedExpert(Layer):
         self.mlp = MLP(replace(config, intermediate_size=config.shared_size), group, **options)
 
     def __call__(self, x: Tensor) -> Tensor:
-        share = row_by_row(torch.sigmoid, self.gate(x)) if self.is_invariant else torch.sigmoid(self.gate(x))
-        return self.mlp(x).mul_(share)
+        return self.mlp(x).mul_(sigmoid(self.gate(x)))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from self.gate.shards(prefix)
@@ -179,7 +167,7 @@ class Experts(Layer):
 
     @property
     def _runs_kernels(self) -> bool:
-        return self.uses_triton and self.experts[0].activation is F.silu
+        return self.uses_triton and self.experts[0].activation == "silu"
 
     def pack(self) -> None:
         """Makes the experts' matrices parts of one tensor, where all are multiplied by at once; called after loading.
@@ -241,8 +229,7 @@ class Experts(Layer):
     ) -> Tensor:
         """What this rank's experts give each row, [T, H]."""
         projected = F.grouped_mm(x[order // self.per_token], gate_up.transpose(1, 2), offs=ends)
-        gate, up = projected.chunk(2, -1)
-        made = F.grouped_mm(self.experts[0].activation(gate) * up, down.transpose(1, 2), offs=ends)
+        made = F.grouped_mm(gated(self.experts[0].activation, projected), down.transpose(1, 2), offs=ends)
         if self.group.size > 1:  # rows of other ranks' experts, which no product has written
             made = torch.where((torch.arange(len(made), device=made.device) < ends[-1])[:, None], made, 0)
         by_choice = torch.empty_like(made).index_copy_(0, order, made).view(*weights.shape, -1)

@@ -17,11 +17,12 @@ from parallel.kv.pool import KVPool
 from parallel.model.block import BLOCKS, Block, Experts, SharedExpert
 from parallel.model.config import DecoderConfig
 from parallel.model.layer_plan import LayerPlan
+from parallel.model.layers.activation import scaled, soft_capped
 from parallel.model.layers.attention import AttentionShape, PassPlan
 from parallel.model.layers.embedding import InputRows, VocabTable
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rope, Rotation
-from parallel.model.layers.weight import Layer, Shard, Stored, TensorOptions, Weight, row_by_row
+from parallel.model.layers.weight import Layer, Shard, Stored, TensorOptions, Weight
 
 if TYPE_CHECKING:
     from parallel.model.encoder import Encoder
@@ -190,11 +191,10 @@ class Decoder(Layer):
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> logits [N, `num_logits`], on every rank."""
         if self.config.head_scale is not None:
-            hidden = hidden * self.config.head_scale
+            hidden = scaled(hidden, self.config.head_scale)
         logits, softcap = self.lm_head.logits(hidden), self.config.logit_softcap
         if softcap is not None:
-            capped = row_by_row(torch.tanh, logits / softcap) if self.is_invariant else torch.tanh(logits / softcap)
-            logits = capped * softcap
+            logits = soft_capped(logits, softcap)
         if self._columns is None:
             return logits
         return logits.new_full((len(logits), self.config.num_logits), -torch.inf).index_copy_(1, self._columns, logits)

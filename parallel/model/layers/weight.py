@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.kernels.products import LARGEST_CODE, Panels, has_products, multiply_rounded
+from parallel.model.layers.activation import gated
 
 if TYPE_CHECKING:
     from parallel.kernels.packed_products import PackedMatrix, PackedRows
@@ -263,8 +264,7 @@ class Weight(Layer):
         """x [T, inputs] -> silu of the first half of the outputs times the second half, [T, outputs / 2]."""
         if self._panels is not None and self._panels.gates:
             return self._panels.multiply(x, bias, gated=True)
-        gate, up = self.multiply(x, bias).chunk(2, -1)
-        return (row_by_row(F.silu, gate) if self.is_invariant else F.silu(gate)).mul_(up)
+        return gated("silu", self.multiply(x, bias), apart=self.is_invariant)
 
     def look_up(self, ids: Tensor) -> Tensor:
         """ids [T] -> those rows of the matrix, [T, inputs]."""
@@ -291,12 +291,3 @@ def join_weights(weights: Sequence[Weight]) -> Tensor:
     for weight, part in zip(weights, joined, strict=True):
         weight.plain = part
     return joined
-
-
-def row_by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The function of each row of x [T, n], each in a call of its own; on a GPU, where every number takes the same
-    instructions, of all. PyTorch computes most of a tensor in vectors and what is left singly, by other formulas for
-    exp and tanh, so that a number's last bit may depend on where its row lies."""
-    if x.device.type != "cpu" or len(x) < 2:
-        return function(x.contiguous())
-    return torch.cat([function(row.contiguous()) for row in x.split(1)])

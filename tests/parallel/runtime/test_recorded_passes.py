@@ -87,6 +87,15 @@ def test_every_family_has_the_bits_of_its_layers(tiny_checkpoint, runs, family):
     assert_equal(found, outputs(opened(path, eager=True)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "relu", "silu"])
+def test_every_activation_of_any_number_of_gates(tiny_checkpoint, runs, activation, dtype):
+    path = tiny_checkpoint("Llama", hidden_act=activation, intermediate_size=40)  # gates of 2.5 panels
+    found = outputs(opened(path, eager=False, dtype=dtype))
+    assert len(runs) == 5
+    assert_equal(found, outputs(opened(path, eager=True, dtype=dtype)))
+
+
 @pytest.mark.parametrize("taps", [(), (0, 2), (1, 3)])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_keep_weights_and_every_tap(tiny_checkpoint, runs, way, taps):
