@@ -9,13 +9,12 @@ from array import array
 from collections.abc import Sequence
 from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.library import function, library
+from parallel.kernels.library import library
 from parallel.kernels.steps import Kernel, room
 
 SPAN_FIELDS = ("first", "num_rows", "context", "num_pending", "run", "slots", "parents", "common")
@@ -49,8 +48,8 @@ def _kernel() -> Kernel:
 
 
 @cache
-def _reading_kernel() -> Any:
-    return function("read_rows", *[c_void_p] * 4, c_int)
+def _reading_kernel() -> Kernel:
+    return Kernel("read_rows", *[c_void_p] * 4, c_int)
 
 
 def has_attention() -> bool:
@@ -122,10 +121,10 @@ class LayerCall:
         return out
 
     def read(self, rows: PassRows, queries: Tensor) -> Tensor:
-        """queries [T, num_heads, head_dim] of spans that all read, in the type of the keys -> [T, num_heads *
-        head_dim]; 0 for a table without rows. Nothing is written."""
+        """queries [T, num_heads * head_dim] of spans that all read, in the type of the keys -> as many; 0 for a table
+        without rows. Nothing is written."""
         queries = queries.contiguous()
-        out = queries.new_empty(len(queries), self._width)
+        out = room(len(queries), self._width, queries.dtype)
         _reading_kernel()(self._address, rows.address, queries.data_ptr(), out.data_ptr(), self._is_bfloat)
         return out
 

@@ -15,6 +15,7 @@ void normalize_layer(const void *x, const void *weight, const void *bias, void *
 void add_rows(const void *x, const void *added, void *out, int64_t num_rows, int64_t size, int is_bfloat);
 void gather_rows(const void *panels, const float *scales, const int64_t *ids, void *out, int64_t count, int64_t inputs,
                  int64_t outputs, int stored);
+void read_rows(const void *layer, const void *pass, const void *queries, void *out, int is_bfloat);
 void map_rows(const void *x, void *out, int64_t num_rows, int64_t size, float factor, int function, int is_gated,
               int is_bfloat);
 void attend_rows(const void *layer, const void *pass, void *heads, const void *cos, const void *sin, void *out,
@@ -55,9 +56,12 @@ void call(void (*kernel)(Arguments...), const int64_t *arguments) {
 
 extern "C" {
 
-// out [count, bytes]: the rows `ids` of a table of rows of so many bytes.
-void take_rows(const char *table, const int64_t *ids, char *out, int64_t count, int64_t bytes) {
-    for (int64_t k = 0; k < count; k++) std::memcpy(out + k * bytes, table + ids[k] * bytes, bytes);
+// out [count, bytes]: the rows `ids` + `shift` of a table of rows of so many bytes; the row `last` for those behind it.
+void take_rows(const char *table, const int64_t *ids, char *out, int64_t count, int64_t bytes, int64_t shift, int64_t last) {
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t row = ids[k] + shift;
+        std::memcpy(out + k * bytes, table + (row < last ? row : last) * bytes, bytes);
+    }
 }
 
 // Makes `count` calls. `given` are the numbers in which runs of the same steps differ.
@@ -77,6 +81,7 @@ void run_steps(const Step *steps, int64_t count, const int64_t *given) {
             case 5: call(gather_rows, arguments); break;
             case 6: call(take_rows, arguments); break;
             case 7: call(map_rows, arguments); break;
+            case 8: call(read_rows, arguments); break;
         }
     }
 }

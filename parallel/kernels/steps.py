@@ -25,7 +25,7 @@ from parallel.kernels.library import function
 
 _ORDER = (
     *("multiply_rows", "normalize_rms", "normalize_layer", "add_rows", "attend_rows"),
-    *("gather_rows", "take_rows", "map_rows"),
+    *("gather_rows", "take_rows", "map_rows", "read_rows"),
 )
 """The kernels that can be recorded, by their numbers in `steps.cpp`."""
 _MOST_ARGUMENTS = 12
@@ -75,14 +75,17 @@ def room(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _take() -> Kernel:
-    return Kernel("take_rows", *[c_void_p] * 3, *[c_int64] * 2, rows=3)
+    return Kernel("take_rows", *[c_void_p] * 3, *[c_int64] * 4, rows=3)
 
 
-def take_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """The rows `ids` [T] of a contiguous table: [T, numbers of a row]."""
+def take_rows(table: Tensor, ids: Tensor, *, shift: int = 0, last: int = (1 << 63) - 1) -> Tensor:
+    """The rows `ids` [T] + `shift` of a contiguous table, the row `last` for those behind it: [T, numbers of a row].
+
+    A run of steps may be given a table with other rows than the recording's.
+    """
     size = table.numel() // len(table)
     out = room(len(ids), size, table.dtype)
-    _take()(table.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), size * table.dtype.itemsize)
+    _take()(table.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), size * table.dtype.itemsize, shift, last)
     return out
 
 

@@ -75,7 +75,7 @@ class CrossAttention(Layer):
         self.heads = Heads(layer, num_heads, num_kv_heads, config.head_dim, windowed=False, norms=None)
 
     def __call__(self, x: Tensor, source: ReadPlan) -> Tensor:
-        return self.o(source.read(self.heads, self.q(x).unflatten(-1, (self.heads.num_heads, -1))))
+        return self.o(source.read(self.heads, self.q(x)))
 
     def keys_and_values(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         """What an encoder made of a source [S, H] -> keys and values [S, kv_heads, head_dim]."""

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from parallel.kernels.steps import Arena, NotRecordable, Recorder, Steps, take_r
 from parallel.model.decoder import Decoder, run_pass, wanted_logits
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
-from parallel.model.layers.ragged import RaggedBackend, RaggedPlan
+from parallel.model.layers.ragged import RaggedBackend, RaggedPlan, RaggedReads
 
 MOST_ROWS = 64
 """Rows of a pass that is recorded: with more, what is between the kernels hardly counts, and a recording keeps room for
@@ -76,20 +75,18 @@ class RecordedPasses:
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         """Computes what `run_pass` computes."""
         kind = _PassKind(plan.layers, tuple(taps), plan.entering is not None, plan.logit_rows is None)
-        if plan.num_rows > MOST_ROWS or plan.source is not None:
+        if plan.num_rows > MOST_ROWS:
             return run_pass(self._decoder, token_ids, plan, taps)
         recording = self._recording(kind)
         if recording is None and kind.has_logits:
             recording = self._recording(kind := kind._replace(has_logits=False))
         if recording is None:
             return run_pass(self._decoder, token_ids, plan, taps)
-        attention = plan.attention
-        assert isinstance(attention, RaggedPlan)
         entering = (token_ids if plan.entering is None else plan.entering).contiguous()
-        tables = [table for rope in self._ropes for table in rope.table(attention.last_position)]
-        made = [_empty(plan.num_rows, one) for one in recording.results]
+        tables = [table for rope in self._ropes for table in rope.table(plan.positions)]
+        made = [torch.empty(plan.num_rows, one.shape[1], dtype=one.dtype) for one in recording.results]
         tensors = entering, plan.positions, *tables, *made
-        recording.steps.run(plan.num_rows, [attention.address, *map(Tensor.data_ptr, tensors)])
+        recording.steps.run(plan.num_rows, [*_addresses(plan), *map(Tensor.data_ptr, tensors)])
         hidden, *others = (entering if place is None else made[place] for place in recording.places)
         logits = others.pop() if kind.has_logits else wanted_logits(self._decoder, hidden, plan)
         return hidden, tuple(others), logits
@@ -106,14 +103,17 @@ class RecordedPasses:
 
     def _record(self, kind: _PassKind) -> _Recording | None:
         """None where the layers, or the head, cannot be recorded."""
-        decoder = self._decoder
-        attention = self._backend.any_plan(one.attention.heads for one in decoder.layers if one.attention is not None)
+        decoder, backend = self._decoder, self._backend
+        attention = backend.any_plan(one.attention.heads for one in decoder.layers if one.attention is not None)
+        source = None
+        if decoder.config.encoder is not None:
+            source = backend.any_reads(one.cross.heads for one in decoder.layers if one.cross is not None)
         positions, token_ids = torch.zeros(MOST_ROWS, dtype=torch.int64), torch.zeros(MOST_ROWS, dtype=torch.int64)
         stream = torch.empty(MOST_ROWS, decoder.config.hidden_size, dtype=decoder.dtype)
         entering = stream if kind.enters else token_ids
-        tables = [table for rope in self._ropes for table in rope.table(0)]
-        plan = PassPlan(MOST_ROWS, positions, None, attention, layers=kind.layers)
-        given = [attention.address, *map(Tensor.data_ptr, (entering, positions, *tables))]
+        tables = [table for rope in self._ropes for table in rope.table(positions)]
+        plan = PassPlan(MOST_ROWS, positions, None, attention, layers=kind.layers, source=source)
+        given = [*_addresses(plan), *map(Tensor.data_ptr, (entering, positions, *tables))]
         with Recorder(self._arena, MOST_ROWS, given) as recorder:
             try:
                 rotations = [take_rows(table, positions) for table in tables]
@@ -134,9 +134,10 @@ class RecordedPasses:
         return _Recording(recorder.steps(results), results, places)
 
 
-def _empty(num_rows: int, like: Tensor) -> Tensor:
-    """Room for so many rows like these. NumPy keeps Python's lock, which PyTorch gives up while it allocates: a thread
-    that waits for it would take it just before the pass, not beside it."""
-    if like.dtype != torch.float32:
-        return torch.empty(num_rows, like.shape[1], dtype=like.dtype)
-    return torch.from_numpy(np.empty((num_rows, like.shape[1]), dtype=np.float32))
+def _addresses(plan: PassPlan) -> list[int]:
+    """Where the kernels find the rows of the pass and, if it has one, those of a source."""
+    assert isinstance(plan.attention, RaggedPlan)
+    if plan.source is None:
+        return [plan.attention.address]
+    assert isinstance(plan.source, RaggedReads)
+    return [plan.attention.address, plan.source.address]

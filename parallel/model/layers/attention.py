@@ -92,8 +92,8 @@ class ReadPlan(Protocol):
     apply."""
 
     def read(self, heads: Heads, queries: Tensor) -> Tensor:
-        """Queries [T, num_heads, head_dim], normalised and rotated, those of each table one after the other -> [T,
-        num_heads * head_dim]; 0 where a table has no rows. Nothing is written."""
+        """Queries [T, num_heads * head_dim], normalised and rotated, those of each table one after the other -> as many
+        numbers; 0 where a table has no rows. Nothing is written."""
         ...
 
 

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
+from parallel.kernels.library import library
+from parallel.kernels.norms import add_rows
+from parallel.kernels.steps import take_rows
 from parallel.model.config import DecoderConfig
+from parallel.model.layers.activation import scaled
 from parallel.model.layers.norm import NORMS, Norm
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions, Weight
 
@@ -62,9 +66,7 @@ class VocabTable(Layer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> [T, vocab] on every rank; this rank's columns unless it `gathers`."""
-        logits = self.weight.scores(hidden)
-        if self.bias is not None:
-            logits = logits + self.bias
+        logits = self.weight.scores(hidden, self.bias)
         if not self.gathers:
             return logits[:, : self.num_real]
         logits = self.group.all_gather(logits)
@@ -105,8 +107,8 @@ class InputRows(Layer):
         self.embedding = embedding
         self._names = config.names
         self._offset = config.position_offset
-        # a tensor of the model's type, because transformers rounds the factor to it
-        self._scale = config.embedding_scale and torch.tensor(config.embedding_scale, **options)
+        # of the model's type, because transformers rounds the factor to it
+        self._scale = config.embedding_scale and torch.tensor(config.embedding_scale, dtype=options["dtype"]).item()
         self.positions: VocabTable | None = None
         self._has_sines = config.positions == "sinusoidal"
         if config.rope is None and config.positions != "none":
@@ -122,12 +124,17 @@ class InputRows(Layer):
         """token_ids, positions [T] -> [T, H]."""
         hidden = self.embedding.embed(token_ids)
         if self._scale is not None:
-            hidden = hidden * self._scale
+            hidden = scaled(hidden, self._scale)
         if self.positions is not None:
-            # a drafted row may lie after the last position; it is never committed
-            rows = (positions + self._offset).clamp(max=self.positions.vocab_size - 1)
-            hidden = hidden + self.positions.embed(rows)
+            hidden = add_rows(hidden, self._of_positions(positions, self.positions))
         return hidden if self.norm is None else self.norm(hidden)
+
+    def _of_positions(self, positions: Tensor, table: VocabTable) -> Tensor:
+        """positions [T] -> [T, H]. A drafted row may lie after the last position; it is never committed."""
+        rows = table.weight.plain
+        if rows.is_cpu and library() is not None:
+            return take_rows(rows, positions, shift=self._offset, last=len(rows) - 1)
+        return table.embed((positions + self._offset).clamp(max=table.vocab_size - 1))
 
     def shards(self) -> Iterator[Shard]:
         if self.positions is not None and not self._has_sines:

@@ -119,6 +119,7 @@ class PaddedReads:
         self._is_read = (rectangle.context > 0)[rectangle.places // rectangle.query_rows.shape[1], None]
 
     def read(self, heads: Heads, queries: Tensor) -> Tensor:
+        queries = queries.unflatten(1, (heads.num_heads, -1))
         read = _attend_rectangle(self._backend, self._rectangle, heads.layer, queries, self._mask)
         return torch.where(self._is_read, read, 0)  # not a product: of no keys the kernel's result may be NaN
 

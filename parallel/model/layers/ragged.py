@@ -57,6 +57,11 @@ class RaggedReads:
         self._backend = backend
         self._rows = rows
 
+    @property
+    def address(self) -> int:
+        """Where the kernel finds the rows."""
+        return self._rows.address
+
     def read(self, heads: Heads, queries: Tensor) -> Tensor:
         return self._backend.reading_call(heads).read(self._rows, queries)
 
@@ -116,6 +121,12 @@ class RaggedBackend:
         for heads in layers:
             self.layer_call(heads)
         return RaggedPlan(self, PassRows((), None, (), ()))
+
+    def any_reads(self, layers: Iterable[Heads]) -> RaggedReads:
+        """The same of queries over other tables."""
+        for heads in layers:
+            self.reading_call(heads)
+        return RaggedReads(self, PassRows(_NOTHING, _NOTHING, _NOTHING, _NOTHING))
 
     def plan_reads(self, reads: Sequence[TableRead]) -> RaggedReads:
         """Build the plan of queries over other tables, which write nothing."""

@@ -86,6 +86,7 @@ class SdpaReads:
         self._tables = [read.run or upload(read.slots, device) for read in reads]
 
     def read(self, heads: Heads, queries: Tensor) -> Tensor:
+        queries = queries.unflatten(1, (heads.num_heads, -1))
         parts = zip(self._tables, queries.split(self._num_rows), strict=True)
         return torch.cat([self._read(table, heads.layer, q) for table, q in parts])
 

@@ -108,8 +108,8 @@ class SplitKVPlan:
         return self._attend(heads, projected)
 
     def read(self, heads: Heads, queries: Tensor) -> Tensor:
-        """Attends as a plan of `plan_reads`: [T, num_heads, head_dim] -> [T, num_heads * head_dim]."""
-        return self._attend(replace(heads, windowed=False), queries.flatten(1))
+        """Attends as a plan of `plan_reads`: [T, num_heads * head_dim] -> as many."""
+        return self._attend(replace(heads, windowed=False), queries)
 
     def _store(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> None:
         from parallel.kernels.triton_rows import store_heads

@@ -256,9 +256,9 @@ class Weight(Layer):
             return multiply_rounded(x, self.plain, self.scales, bias, largest)
         return self._product(x, self._widened(self.plain, self.scales), bias)
 
-    def scores(self, x: Tensor) -> Tensor:
+    def scores(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] -> [T, outputs]: logits, in float32 where the kernel can leave its sums unrounded."""
-        return self.multiply(x) if self._panels is None else self._panels.multiply(x, wide=True)
+        return self.multiply(x, bias) if self._panels is None else self._panels.multiply(x, bias, wide=True)
 
     def multiply_gated(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] -> silu of the first half of the outputs times the second half, [T, outputs / 2]."""

@@ -248,9 +248,9 @@ class GlideRunner(PooledRunner):
         pool = self.pool if self._target is None else self._target.pool
         reads = [table_read(pool, seq_id, num_rows, self._num_written[seq_id]) for seq_id, num_rows in asked]
         if self._target is None:
-            return self._backend.plan_reads(reads).read(self.layers.heads, queries)
+            return self._backend.plan_reads(reads).read(self.layers.heads, queries.flatten(1))
         in_place = replace(self.layers.heads, layer=self.speculator.kv_layer)
-        return self._target.plan_reads(reads).read(in_place, queries)
+        return self._target.plan_reads(reads).read(in_place, queries.flatten(1))
 
 
 def _reads_in_place(config: GlideConfig, place: SpeculatorPlace) -> bool:

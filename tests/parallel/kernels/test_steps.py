@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from parallel.kernels import pages
+from parallel.kernels.activations import map_rows
 from parallel.kernels.library import library
 from parallel.kernels.norms import add_rows, layer_norm, rms_norm
 from parallel.kernels.products import Panels
@@ -24,6 +25,7 @@ def work(panels: Panels, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Every kernel that can be recorded but attention."""
     x = add_rows(rms_norm(x, WEIGHT, 1e-5, 1.0), take_rows(TABLE, ids))
     x = layer_norm(add_rows(x, panels.rows(ids)), WEIGHT, WEIGHT, 1e-6)
+    x = add_rows(map_rows("soft_cap", x, 2.5), take_rows(TABLE, ids, shift=20, last=48))
     return panels.multiply(x, BIAS, gated=True)
 
 
@@ -38,7 +40,7 @@ def recorded(panels: Panels) -> tuple[Steps, torch.Tensor]:
 def test_recorded_calls_compute_what_the_calls_do(num_rows):
     panels = Panels(MATRIX)
     steps, like = recorded(panels)
-    assert len(steps) == 7
+    assert len(steps) == 10
     ids, x = torch.arange(num_rows) * 5, drawn(num_rows, 32)
     result = torch.full((num_rows + 1, like.shape[1]), 7.0)
     steps.run(num_rows, [ids.data_ptr(), x.data_ptr(), result.data_ptr()])
@@ -53,6 +55,11 @@ def test_a_run_reads_what_a_matrix_holds_then():
     ids, x, result = torch.zeros(2, dtype=torch.int64), drawn(2, 32), torch.empty(2, like.shape[1])
     steps.run(2, [ids.data_ptr(), x.data_ptr(), result.data_ptr()])
     assert torch.equal(result, work(panels, ids, x)) and not torch.equal(result, work(Panels(MATRIX), ids, x))
+
+
+def test_rows_behind_the_last_one_are_that():
+    found = take_rows(TABLE, torch.tensor([0, 44, 45, 46, 1 << 40]), shift=2, last=47)
+    assert torch.equal(found, TABLE[[2, 46, 47, 47, 47]])
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_queries_see_all_rows_of_their_tables(name: str, shape: AttentionShape) 
     reads = [table_read(pool, text, count) for text, count in zip(LENGTHS, counts, strict=True)]
     assert [read.run is None for read in reads] == [text == "scattered" for text in LENGTHS]
     queries = queries_of(sum(counts))
-    found = backend.plan_reads(reads).read(HEADS, queries)
+    found = backend.plan_reads(reads).read(HEADS, queries.flatten(1))
     parts = zip(reads, queries.split(counts), strict=True)
     wanted = torch.cat([expected(pool, read, part, shape) for read, part in parts])
     torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=1e-4)
@@ -82,7 +82,7 @@ def test_queries_see_all_rows_of_their_tables(name: str, shape: AttentionShape) 
 def test_leading_rows_can_be_read_alone(name: str) -> None:
     pool, shape = filled_pool(), AttentionShape(GROUP)
     reads = [table_read(pool, seq_id, 2, 30) for seq_id in ("run", "scattered")]
-    found = make_backend(name, pool, shape).plan_reads(reads).read(HEADS, queries_of(4))
+    found = make_backend(name, pool, shape).plan_reads(reads).read(HEADS, queries_of(4).flatten(1))
     parts = zip(reads, queries_of(4).split(2), strict=True)
     wanted = torch.cat([expected(pool, read, part, shape) for read, part in parts])
     torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=1e-4)
@@ -100,9 +100,9 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_company(dtype: torch.dtype) -
     backend = make_backend("ragged", pool, AttentionShape(GROUP))
     reads = [table_read(pool, name, count) for name, count in zip(LENGTHS, QUERIES, strict=True)]
     queries = queries_of(sum(QUERIES)).to(dtype)
-    together = backend.plan_reads(reads).read(HEADS, queries)
+    together = backend.plan_reads(reads).read(HEADS, queries.flatten(1))
     parts = zip(reads, queries.split(QUERIES), together.split(QUERIES), strict=True)
     for read, part, result in parts:
         for query, row in zip(part, result, strict=True):
             one = TableRead(read.seq_id, 1, read.slots, read.run)
-            assert torch.equal(backend.plan_reads([one]).read(HEADS, query[None])[0], row)
+            assert torch.equal(backend.plan_reads([one]).read(HEADS, query.flatten()[None])[0], row)
