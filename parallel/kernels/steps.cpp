@@ -64,6 +64,14 @@ void take_rows(const char *table, const int64_t *ids, char *out, int64_t count, 
     }
 }
 
+// out [count, bytes + other_bytes]: each row of x and then that of `other`.
+void join_rows(const char *x, const char *other, char *out, int64_t count, int64_t bytes, int64_t other_bytes) {
+    for (int64_t k = 0; k < count; k++) {
+        std::memcpy(out + k * (bytes + other_bytes), x + k * bytes, bytes);
+        std::memcpy(out + k * (bytes + other_bytes) + bytes, other + k * other_bytes, other_bytes);
+    }
+}
+
 // Makes `count` calls. `given` are the numbers in which runs of the same steps differ.
 void run_steps(const Step *steps, int64_t count, const int64_t *given) {
     for (const Step *step = steps; step < steps + count; step++) {
@@ -82,6 +90,7 @@ void run_steps(const Step *steps, int64_t count, const int64_t *given) {
             case 6: call(take_rows, arguments); break;
             case 7: call(map_rows, arguments); break;
             case 8: call(read_rows, arguments); break;
+            case 9: call(join_rows, arguments); break;
         }
     }
 }

@@ -25,7 +25,7 @@ from parallel.kernels.library import function
 
 _ORDER = (
     *("multiply_rows", "normalize_rms", "normalize_layer", "add_rows", "attend_rows"),
-    *("gather_rows", "take_rows", "map_rows", "read_rows"),
+    *("gather_rows", "take_rows", "map_rows", "read_rows", "join_rows"),
 )
 """The kernels that can be recorded, by their numbers in `steps.cpp`."""
 _MOST_ARGUMENTS = 12
@@ -86,6 +86,22 @@ def take_rows(table: Tensor, ids: Tensor, *, shift: int = 0, last: int = (1 << 6
     size = table.numel() // len(table)
     out = room(len(ids), size, table.dtype)
     _take()(table.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), size * table.dtype.itemsize, shift, last)
+    return out
+
+
+@cache
+def _join() -> Kernel:
+    return Kernel("join_rows", *[c_void_p] * 3, *[c_int64] * 3, rows=3)
+
+
+def join_rows(x: Tensor, other: Tensor) -> Tensor:
+    """Rows x [T, n] and `other` [T, m] side by side, [T, n + m], by the kernel where it is being recorded."""
+    if recording() is None:
+        return torch.cat((x, other), -1)
+    assert x.dtype == other.dtype, f"{x.dtype} beside {other.dtype}"
+    x, other = x.contiguous(), other.contiguous()
+    out, size = room(len(x), x.shape[1] + other.shape[1], x.dtype), x.dtype.itemsize
+    _join()(x.data_ptr(), other.data_ptr(), out.data_ptr(), len(x), x.shape[1] * size, other.shape[1] * size)
     return out
 
 

@@ -6,7 +6,7 @@ stream, `add` adds it, and `feed` runs the MLP; `finish` is both. Knows no check
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -85,6 +85,11 @@ class CrossAttention(Layer):
     def shards(self, prefix: str) -> Iterator[Shard]:
         for part in (self.q, self.kv, self.o):
             yield from part.shards(prefix)
+
+
+def attention_heads(layers: Sequence[Layer]) -> list[Heads]:
+    """The heads of all attention within these layers, but of what reads a source."""
+    return [part.heads for layer in layers for part in layer.walk() if isinstance(part, Attention)]
 
 
 def _kv_rows(config: DecoderConfig, group: Group) -> slice:

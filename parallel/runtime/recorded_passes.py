@@ -1,27 +1,31 @@
 """Passes of few rows on a CPU whose kernels are called at once: where matrices are small, what Python does between the
 calls of a pass takes a third of its time.
 
-The layers of a decoder run over memory without contents, while their calls are recorded
-(`parallel/kernels/steps.py`); passes of the same sublayers and taps then make those calls over their own rows. The bits
-are those of `run_pass`. Layers that need an operation of PyTorch cannot be recorded and run as they are, and so do
-passes of many rows. Knows no sequences and no sampling.
+The layers of a pass run over memory without contents, while their calls are recorded (`parallel/kernels/steps.py`);
+passes of the same kind then make those calls over their own rows. The bits are those of the layers called one by one.
+Layers that need an operation of PyTorch cannot be recorded and run as they are, and so do passes of many rows. Knows no
+sequences and no sampling.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from parallel.comm.group import Group
 from parallel.kernels.steps import Arena, NotRecordable, Recorder, Steps, take_rows
+from parallel.model.block import attention_heads
 from parallel.model.decoder import Decoder, run_pass, wanted_logits
 from parallel.model.layer_plan import LayerPlan
-from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.attention import AttentionBackend, Heads, PassPlan
 from parallel.model.layers.ragged import RaggedBackend, RaggedPlan, RaggedReads
+from parallel.model.layers.rope import Rope, Rotation
 
 MOST_ROWS = 64
 """Rows of a pass that is recorded: with more, what is between the kernels hardly counts, and a recording keeps room for
@@ -32,26 +36,17 @@ WORTH_RECORDING = 5
 MOST_KINDS = 16
 """Kinds of which recordings are kept; the one that ran longest ago goes first."""
 
-
-class _PassKind(NamedTuple):
-    """What passes of one recording share."""
-
-    layers: LayerPlan | None
-    taps: tuple[int, ...]
-    enters: bool
-    """Whether the pass begins with a given stream, not with tokens."""
-    has_logits: bool
-    """Whether the head reads every row."""
+Compute = Callable[[Sequence[Tensor], Sequence[Rotation], PassPlan], Sequence[Tensor]]
+"""Layers: what enters, with the pass's rows, a rotation for every rope, and the plan -> results with those rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
     steps: Steps
     results: list[Tensor]
-    """Over memory of the recording, which a run replaces: their sizes and types."""
-    places: tuple[int | None, ...]
-    """The final hidden states, the stream of every tap and the logits, where the kind has them, by their places in
-    `results`; None for the stream that entered."""
+    """Memory of the recording in place of what a run makes: sizes and types."""
+    places: list[int]
+    """What was computed, by its places among what enters and then `results`."""
 
 
 @dataclass(slots=True)
@@ -61,76 +56,83 @@ class _Use:
 
 
 class RecordedPasses:
-    """Runs passes of a decoder of one rank, whose attention is planned by `backend`."""
+    """Runs layers over the rows of passes that `backend` plans: `heads` are those of their attention, `reading` those
+    that read a source. With several ranks in the group, or another backend than the kernels', nothing is recorded."""
 
-    def __init__(self, decoder: Decoder, backend: RaggedBackend) -> None:
-        self._decoder = decoder
-        self._backend = backend
-        self._ropes = [rope for rope in (decoder.rope, decoder.local_rope) if rope is not None]
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        group: Group,
+        ropes: Sequence[Rope],
+        heads: Sequence[Heads],
+        reading: Sequence[Heads] = (),
+    ) -> None:
+        self._backend = backend if isinstance(backend, RaggedBackend) and group.size == 1 else None
+        self._ropes = ropes
+        self._heads = heads
+        self._reading = reading
         self._arena = Arena()
-        self._uses: OrderedDict[_PassKind, _Use] = OrderedDict()
+        self._uses: OrderedDict[Hashable, _Use] = OrderedDict()
 
-    def forward(
-        self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        """Computes what `run_pass` computes."""
-        kind = _PassKind(plan.layers, tuple(taps), plan.entering is not None, plan.logit_rows is None)
-        if plan.num_rows > MOST_ROWS:
-            return run_pass(self._decoder, token_ids, plan, taps)
-        recording = self._recording(kind)
-        if recording is None and kind.has_logits:
-            recording = self._recording(kind := kind._replace(has_logits=False))
+    def compute(self, layers: Compute, plan: PassPlan, entering: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What these layers, the only ones, compute; recorded where they can be."""
+        recorded = self.run(None, layers, plan, entering)
+        if recorded is not None:
+            return recorded
+        plan.attention.prepare()
+        return layers(entering, [rope(plan.positions) for rope in self._ropes], plan)
+
+    def run(
+        self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Tensor]
+    ) -> Sequence[Tensor] | None:
+        """What `layers` compute, which are the same ones for passes of one kind; None if there is no recording of it,
+        or not yet."""
+        recording = None if plan.num_rows > MOST_ROWS else self._recording(kind, layers, plan, entering)
         if recording is None:
-            return run_pass(self._decoder, token_ids, plan, taps)
-        entering = (token_ids if plan.entering is None else plan.entering).contiguous()
+            return None
+        entering = [one.contiguous() for one in entering]
         tables = [table for rope in self._ropes for table in rope.table(plan.positions)]
         made = [torch.empty(plan.num_rows, one.shape[1], dtype=one.dtype) for one in recording.results]
-        tensors = entering, plan.positions, *tables, *made
+        tensors = *entering, plan.positions, *tables, *made
         recording.steps.run(plan.num_rows, [*_addresses(plan), *map(Tensor.data_ptr, tensors)])
-        hidden, *others = (entering if place is None else made[place] for place in recording.places)
-        logits = others.pop() if kind.has_logits else wanted_logits(self._decoder, hidden, plan)
-        return hidden, tuple(others), logits
+        tensors = *entering, *made
+        return [tensors[place] for place in recording.places]
 
-    def _recording(self, kind: _PassKind) -> _Recording | None:
+    def _recording(
+        self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Tensor]
+    ) -> _Recording | None:
+        if self._backend is None:
+            return None
         use = self._uses.setdefault(kind, _Use())
         self._uses.move_to_end(kind)
         if len(self._uses) > MOST_KINDS:
             self._uses.popitem(last=False)
         use.num_passes += 1
         if use.num_passes == WORTH_RECORDING:
-            use.recording = self._record(kind)
+            use.recording = self._record(layers, self._backend, plan, entering)
         return use.recording
 
-    def _record(self, kind: _PassKind) -> _Recording | None:
-        """None where the layers, or the head, cannot be recorded."""
-        decoder, backend = self._decoder, self._backend
-        attention = backend.any_plan(one.attention.heads for one in decoder.layers if one.attention is not None)
-        source = None
-        if decoder.config.encoder is not None:
-            source = backend.any_reads(one.cross.heads for one in decoder.layers if one.cross is not None)
-        positions, token_ids = torch.zeros(MOST_ROWS, dtype=torch.int64), torch.zeros(MOST_ROWS, dtype=torch.int64)
-        stream = torch.empty(MOST_ROWS, decoder.config.hidden_size, dtype=decoder.dtype)
-        entering = stream if kind.enters else token_ids
-        tables = [table for rope in self._ropes for table in rope.table(positions)]
-        plan = PassPlan(MOST_ROWS, positions, None, attention, layers=kind.layers, source=source)
-        given = [*_addresses(plan), *map(Tensor.data_ptr, (entering, positions, *tables))]
-        with Recorder(self._arena, MOST_ROWS, given) as recorder:
+    def _record(
+        self, layers: Compute, backend: RaggedBackend, plan: PassPlan, entering: Sequence[Tensor]
+    ) -> _Recording | None:
+        """None where the layers cannot be recorded."""
+        entering = [one.new_empty(MOST_ROWS, *one.shape[1:]) for one in entering]
+        positions = torch.zeros(MOST_ROWS, dtype=torch.int64)
+        tables = [rope.table(positions) for rope in self._ropes]
+        source = None if plan.source is None else backend.any_reads(self._reading)
+        attention = backend.any_plan(self._heads)
+        plan = replace(plan, num_rows=MOST_ROWS, positions=positions, attention=attention, source=source)
+        given = *entering, positions, *(part for table in tables for part in table)
+        with Recorder(self._arena, MOST_ROWS, [*_addresses(plan), *map(Tensor.data_ptr, given)]) as recorder:
             try:
-                rotations = [take_rows(table, positions) for table in tables]
-                if not kind.enters:
-                    stream = decoder.embed(token_ids, positions)
-                ropes = (
-                    (rotations[0], rotations[1]) if rotations else None,
-                    (rotations[-2], rotations[-1]) if rotations else None,
-                )
-                last, features = decoder.run_blocks(stream, ropes, plan, kind.layers, kind.taps)
-                hidden = decoder.normalize(last)
-                wanted = [hidden, *features, *([decoder.head(hidden)] if kind.has_logits else [])]
+                rotations = [(take_rows(cos, positions), take_rows(sin, positions)) for cos, sin in tables]
+                wanted = layers(entering, rotations, plan)
             except NotRecordable:
                 return None
-        results = list({one.data_ptr(): one for one in wanted if one is not entering}.values())
-        addresses = [one.data_ptr() for one in results]
-        places = tuple(None if one is entering else addresses.index(one.data_ptr()) for one in wanted)
+        known = {one.data_ptr(): one for one in entering}
+        results = list({one.data_ptr(): one for one in wanted if one.data_ptr() not in known}.values())
+        addresses = [*known, *(one.data_ptr() for one in results)]
+        places = [addresses.index(one.data_ptr()) for one in wanted]
         return _Recording(recorder.steps(results), results, places)
 
 
@@ -141,3 +143,57 @@ def _addresses(plan: PassPlan) -> list[int]:
         return [plan.attention.address]
     assert isinstance(plan.source, RaggedReads)
     return [plan.attention.address, plan.source.address]
+
+
+class _PassKind(NamedTuple):
+    """What passes of a decoder share that are recorded once."""
+
+    layers: LayerPlan | None
+    taps: tuple[int, ...]
+    enters: bool
+    """Whether the pass begins with a given stream, not with tokens."""
+    has_logits: bool
+    """Whether the head reads every row."""
+
+
+class RecordedDecoder:
+    """Runs passes of a decoder of one rank, whose attention is planned by `backend`."""
+
+    def __init__(self, decoder: Decoder, backend: RaggedBackend) -> None:
+        self._decoder = decoder
+        layers = decoder.layers
+        self.passes = RecordedPasses(
+            backend,
+            decoder.group,
+            [rope for rope in (decoder.rope, decoder.local_rope) if rope is not None],
+            attention_heads(layers),
+            [one.cross.heads for one in layers if one.cross is not None],
+        )
+
+    def forward(
+        self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+        """Computes what `run_pass` computes."""
+        kind = _PassKind(plan.layers, tuple(taps), plan.entering is not None, plan.logit_rows is None)
+        entering = [token_ids if plan.entering is None else plan.entering]
+        made = self.passes.run(kind, partial(self._compute, kind), plan, entering)
+        if made is None and kind.has_logits:
+            kind = kind._replace(has_logits=False)
+            made = self.passes.run(kind, partial(self._compute, kind), plan, entering)
+        if made is None:
+            return run_pass(self._decoder, token_ids, plan, taps)
+        hidden, *others = made
+        logits = others.pop() if kind.has_logits else wanted_logits(self._decoder, hidden, plan)
+        return hidden, tuple(others), logits
+
+    def _compute(
+        self, kind: _PassKind, entering: Sequence[Tensor], rotations: Sequence[Rotation], plan: PassPlan
+    ) -> list[Tensor]:
+        """The final hidden states, the stream of every tap and the logits, where the kind has them."""
+        decoder, (stream,) = self._decoder, entering
+        if not kind.enters:
+            stream = decoder.embed(stream, plan.positions)
+        ropes = (rotations[0], rotations[-1]) if rotations else (None, None)
+        last, features = decoder.run_blocks(stream, ropes, plan, kind.layers, kind.taps)
+        hidden = decoder.normalize(last)
+        return [hidden, *features, *([decoder.head(hidden)] if kind.has_logits else [])]

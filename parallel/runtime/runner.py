@@ -36,7 +36,7 @@ from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.device import use_device
 from parallel.runtime.graph_list import ChainShape, GraphList, GraphShape, bucket, example_rows
 from parallel.runtime.interface import PassOutput, StepChoice
-from parallel.runtime.recorded_passes import RecordedPasses
+from parallel.runtime.recorded_passes import RecordedDecoder
 from parallel.transfers import upload
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ModelRunner(DecoderRunner):
     """
 
     _passes: CapturedPasses | None = None
-    _recorded: RecordedPasses | None = None
+    _recorded: RecordedDecoder | None = None
     _is_invariant = False
     _chain_lengths: Sequence[int] = ()
     """Steps of the chains that are captured, the longest first."""
@@ -97,7 +97,7 @@ class ModelRunner(DecoderRunner):
 
             self._passes = CapturedPasses(decoder)
         if isinstance(self._backend, RaggedBackend) and decoder.group.size == 1 and decoder.layout is None:
-            self._recorded = RecordedPasses(decoder, self._backend)
+            self._recorded = RecordedDecoder(decoder, self._backend)
 
     @property
     def split_head(self) -> VocabTable | None:

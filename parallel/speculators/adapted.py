@@ -74,7 +74,7 @@ class AdaptedDraftLayers(AdaptedModel):
     ) -> Tensor:
         assert features is not None, "a speculator reads the target's features"
         layers, block, pairs = self._layers, self.config.block, self.pairs(adapters, scales)
-        rope = layers.rotation(torch.arange(token_ids.shape[1], device=token_ids.device))
+        rope = layers.rope(torch.arange(token_ids.shape[1], device=token_ids.device))
         embedding = layers.embed(token_ids.flatten(), self._tables)
         pair = layers.first.pair(embedding, layers.fused(features.flatten(0, 1)))
         stream, x = (rows.unflatten(0, token_ids.shape) for rows in pair)

@@ -7,7 +7,7 @@ layers. Knows no sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -182,14 +182,20 @@ class BlockLayers(Layer):
     def forward(self, token_ids: Tensor, plan: PassPlan) -> Tensor:
         """Blocks of rows -> final hidden states."""
         plan.attention.prepare()
-        rotation = self.rope(plan.positions)
+        return self.rows([self.enter(token_ids)], [self.rope(plan.positions)], plan)[0]
+
+    def enter(self, token_ids: Tensor) -> Tensor:
+        """Blocks of rows -> what the first layer reads."""
         if self.mask is None:
-            x = self.embed(token_ids)
-        else:
-            x = torch.where(token_ids[:, None] == MASK, self.mask, self.embed(token_ids.clamp(min=0)))
+            return self.embed(token_ids)
+        return torch.where(token_ids[:, None] == MASK, self.mask, self.embed(token_ids.clamp(min=0)))
+
+    def rows(self, entering: Sequence[Tensor], rotations: Sequence[Rotation], plan: PassPlan) -> list[Tensor]:
+        """What enters -> final hidden states, with the rotations of the pass, whose attention is prepared."""
+        (x,), (rotation,) = entering, rotations
         for block in self.blocks:
             x = block(x, rotation, plan.attention)
-        return self.norm(x)
+        return [self.norm(x)]
 
     def shards(self) -> Iterator[Shard]:
         if self.fuser is not None:

@@ -23,10 +23,12 @@ from torch import Tensor
 from parallel.kv.pass_plan import MutualRows, Span, SpanRows
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
+from parallel.model.block import attention_heads
 from parallel.model.config import DecoderConfig
 from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.backends import default_backend, make_backend
 from parallel.runtime.interface import PassOutput
+from parallel.runtime.recorded_passes import RecordedPasses
 from parallel.speculators.block.config import BlockConfig
 from parallel.speculators.block.correctors import PositionRows
 from parallel.speculators.block.layers import MASK, BlockLayers
@@ -85,6 +87,7 @@ class BlockRunner(SpeculatorRunner):
         self.layers = layers
         self.pool, shape = place.make_pool(self._rows_of())
         self._backend = make_backend(backend or default_backend(self.pool), self.pool, shape, layers)
+        self._passes = RecordedPasses(self._backend, place.group, [layers.rope], attention_heads([layers]))
         self._sequences: dict[SeqId, _Sequence] = {}
 
     def _rows_of(self) -> DecoderConfig:
@@ -189,7 +192,8 @@ class BlockRunner(SpeculatorRunner):
         block_ids = torch.full((len(started), size), mask, dtype=torch.int64, device=device)
         block_ids[:, 0] = token_ids[upload([row for _, row in started], device)]
         plan = self._plan([seq_id for seq_id, _ in started])
-        hidden = self.layers.forward(block_ids.view(-1), plan)[: len(started) * size]
+        (hidden,) = self._passes.compute(self.layers.rows, plan, [self.layers.enter(block_ids.view(-1))])
+        hidden = hidden[: len(started) * size]
         for seq_id, _ in started:
             self.pool.truncate(seq_id, self.pool.cached_len(seq_id))
         hidden = hidden.view(len(started), size, -1)[:, size - config.num_drafted :].flatten(0, 1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
+from parallel.kernels.steps import join_rows
 from parallel.model.block import Attention, Block
 from parallel.model.checkpoint import find_tensors
 from parallel.model.decoder import Decoder
@@ -58,8 +59,9 @@ class FirstLayer(Block):
         if first is not None and self.hidden_norm is not None:
             embedding, normed = first(embedding), self.hidden_norm(features)
         if self.join is None:
-            return normed if self.config.norms_residual else features, torch.cat((embedding, normed), -1)
-        stream = self.join(torch.cat((normed, embedding) if self.config.hidden_first else (embedding, normed), -1))
+            return normed if self.config.norms_residual else features, join_rows(embedding, normed)
+        pair = (normed, embedding) if self.config.hidden_first else (embedding, normed)
+        stream = self.join(join_rows(*pair))
         return stream, self.norms[0](stream) if self.config.norms_first_input else stream
 
     def shards(self, prefix: str) -> Iterator[Shard]:
@@ -119,7 +121,7 @@ class DraftLayers(Layer):
             self.mask_embedding = None if config.mask_token_id is not None else torch.empty(hidden, **options)
         self._columns: Tensor | None = None
         assert block.rope is not None
-        self._rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
+        self.rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
 
     def load_vocabulary(self, directory: Path) -> None:
         """The tokens of an own head; ValueError naming the file if they do not fit."""
@@ -141,9 +143,6 @@ class DraftLayers(Layer):
     def tokens_of_head(self) -> Tensor | None:
         """The tokens whose logits an own head gives, in its order; None: all."""
         return self._columns
-
-    def rotation(self, positions: Tensor) -> Rotation:
-        return self._rope(positions)
 
     def fused(self, features: Tensor) -> Tensor:
         """The target's features, as they came, [T, F] -> the first layer's, [T, H]."""
@@ -169,7 +168,11 @@ class DraftLayers(Layer):
         """Embeddings of tokens and the features before them, [T, H] each -> what the head reads and what rows after
         them read."""
         plan.attention.prepare()
-        rope = self._rope(plan.positions)
+        return self.rows((embedding, features), [self.rope(plan.positions)], plan)
+
+    def rows(self, entering: Sequence[Tensor], rotations: Sequence[Rotation], plan: PassPlan) -> tuple[Tensor, Tensor]:
+        """The same with the rotations of the pass, whose attention is prepared."""
+        (embedding, features), (rope,) = entering, rotations
         hidden = self.first.read(embedding, features, rope, plan.attention)
         for layer in self.rest:
             hidden = layer(hidden, rope, plan.attention)

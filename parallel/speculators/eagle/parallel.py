@@ -53,7 +53,7 @@ class ParallelEagleRunner(LaterRowsRunner):
         forests = {span.seq_id: PendingRows() for span in fed}
         plan = self._backend.plan(lay_out(self.pool, forests, fed), logit_rows(fed))
         embedding = self.layers.embed(torch.cat(tokens), self.decoder, masked)
-        normed, _ = self.layers.forward(embedding, torch.cat(features), plan)
+        normed, _ = self._passes.compute(self.layers.rows, plan, (embedding, torch.cat(features)))
         for span, one in zip(spans, fed, strict=True):
             self.pool.commit(one.seq_id, range(span.num_text))
         started = [span.seq_id for span in spans if span.num_logits]

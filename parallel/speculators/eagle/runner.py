@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from parallel.kv.pass_plan import Span
+from parallel.model.block import attention_heads
+from parallel.runtime.recorded_passes import RecordedPasses
 from parallel.speculators.eagle.layers import DraftLayers
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
@@ -40,6 +42,7 @@ class DraftLayerRunner(PooledRunner):
     def __init__(self, layers: DraftLayers, place: SpeculatorPlace, *, backend: str | None = None) -> None:
         super().__init__(layers.config, layers, place.tables, *place.make_pool(layers.config.block), backend)
         self.layers = layers
+        self._passes = RecordedPasses(self._backend, place.group, [layers.rope], attention_heads([layers]))
         # by slot; the scratch slot stays zero
         self._outputs = torch.zeros(place.num_slots + 1, layers.config.block.hidden_size, **place.options)
 
@@ -96,7 +99,8 @@ class DraftLayerRunner(PooledRunner):
         tokens = (
             token_ids if len(token_ids) == plan.num_rows else torch.cat([token_ids[part.token_ids] for part in parts])
         )
-        normed, outputs = self.layers.forward(self.layers.embed(tokens, self.decoder), self._features_of(parts), plan)
+        entering = self.layers.embed(tokens, self.decoder), self._features_of(parts)
+        normed, outputs = self._passes.compute(self.layers.rows, plan, entering)
         self._outputs.index_copy_(0, upload(np.concatenate(slots), self._outputs.device), outputs)
         return plan.asked(normed)
 

@@ -8,7 +8,7 @@ from parallel.kernels.activations import map_rows
 from parallel.kernels.library import library
 from parallel.kernels.norms import add_rows, layer_norm, rms_norm
 from parallel.kernels.products import Panels
-from parallel.kernels.steps import Arena, NotRecordable, Recorder, Steps, recording, room, take_rows
+from parallel.kernels.steps import Arena, NotRecordable, Recorder, Steps, join_rows, recording, room, take_rows
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler")
 ROWS = 8
@@ -26,6 +26,7 @@ def work(panels: Panels, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     x = add_rows(rms_norm(x, WEIGHT, 1e-5, 1.0), take_rows(TABLE, ids))
     x = layer_norm(add_rows(x, panels.rows(ids)), WEIGHT, WEIGHT, 1e-6)
     x = add_rows(map_rows("soft_cap", x, 2.5), take_rows(TABLE, ids, shift=20, last=48))
+    x = map_rows("gelu", join_rows(x, take_rows(TABLE, ids)), gated=True)
     return panels.multiply(x, BIAS, gated=True)
 
 
@@ -40,7 +41,7 @@ def recorded(panels: Panels) -> tuple[Steps, torch.Tensor]:
 def test_recorded_calls_compute_what_the_calls_do(num_rows):
     panels = Panels(MATRIX)
     steps, like = recorded(panels)
-    assert len(steps) == 10
+    assert len(steps) == 13
     ids, x = torch.arange(num_rows) * 5, drawn(num_rows, 32)
     result = torch.full((num_rows + 1, like.shape[1]), 7.0)
     steps.run(num_rows, [ids.data_ptr(), x.data_ptr(), result.data_ptr()])

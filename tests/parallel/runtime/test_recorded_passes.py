@@ -145,8 +145,10 @@ def test_the_recording_that_was_used_longest_ago_goes_first(tiny_checkpoint, run
     monkeypatch.setattr(recorded_passes, "MOST_KINDS", 2)
     model = opened(tiny_checkpoint("Llama", num_hidden_layers=3), eager=False)
     recorded = []
-    record = model._recorded._record
-    monkeypatch.setattr(model._recorded, "_record", lambda kind: recorded.append(kind.taps) or record(kind))
+    passes, record = model._recorded.passes, model._recorded.passes._record
+    monkeypatch.setattr(
+        passes, "_record", lambda layers, *rest: recorded.append(layers.args[0].taps) or record(layers, *rest)
+    )
     for taps in ((1,), (2,), (1,), (3,), (1,), (2,)):
         model.forward([Span("a", 1)], [1], taps)
         model.commit("a", [])
@@ -157,8 +159,8 @@ def test_the_recording_that_was_used_longest_ago_goes_first(tiny_checkpoint, run
 def test_the_first_passes_of_a_kind_are_not_worth_a_recording(tiny_checkpoint, runs, monkeypatch, family):
     monkeypatch.setattr(recorded_passes, "WORTH_RECORDING", 3)
     model, recorded = opened(tiny_checkpoint(family), eager=False), []
-    record = model._recorded._record
-    monkeypatch.setattr(model._recorded, "_record", lambda kind: recorded.append(kind) or record(kind))
+    record = model._recorded.passes._record
+    monkeypatch.setattr(model._recorded.passes, "_record", lambda *layers: recorded.append(layers) or record(*layers))
     for num_passes in range(1, 6):
         model.forward([Span("a", 1)], [1])
         model.commit("a", [])
