@@ -15,7 +15,7 @@ from parallel.kernels.steps import Kernel, room
 
 Function = Literal["relu", "silu", "gelu", "gelu_pytorch_tanh", "sigmoid", "soft_cap", "scale"]
 """Soft caps are factor * tanh(x / factor), scales x * factor; the others have no factor."""
-_ORDER: tuple[Function, ...] = ("relu", "silu", "gelu", "gelu_pytorch_tanh", "sigmoid", "soft_cap", "scale")
+ORDER: tuple[Function, ...] = ("relu", "silu", "gelu", "gelu_pytorch_tanh", "sigmoid", "soft_cap", "scale")
 """The functions by their numbers in `activations.cpp`."""
 
 
@@ -36,6 +36,6 @@ def map_rows(function: Function, x: Tensor, factor: float = 0.0, *, gated: bool 
     x = x.contiguous()
     num_rows, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     out = room(num_rows, size, x.dtype)
-    kind = _ORDER.index(function)
+    kind = ORDER.index(function)
     _map()(x.data_ptr(), out.data_ptr(), num_rows, size, factor, kind, gated, x.dtype == torch.bfloat16)
     return out

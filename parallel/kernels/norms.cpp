@@ -1,5 +1,5 @@
 // Normalisation of rows: RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), and sums of rows, of float32 or
-// bfloat16 numbers, computed in float32. A row's result does not depend on the other rows of the call.
+// bfloat16 numbers, computed in float32; and products of rows with a number each. A row's result does not depend on the other rows of the call.
 
 #include <cmath>
 
@@ -76,6 +76,14 @@ void normalize_layer(const void *x, const void *weight, const void *bias, void *
     for_rows(x, out, num_rows, size, is_bfloat, [=](auto *from, auto *to) {
         using Rows = decltype(from);
         normalize_layer_row(from, static_cast<Rows>(weight), static_cast<Rows>(bias), to, size, eps);
+    });
+}
+// out [num_rows, size] = x times the number of each row in weights [num_rows]
+void weigh_rows(const void *x, const void *weights, void *out, int64_t num_rows, int64_t size, int is_bfloat) {
+    for_rows(x, out, num_rows, size, is_bfloat, [=](auto *from, auto *to) {
+        using Rows = decltype(from);
+        const float weight = as_float(static_cast<Rows>(weights)[(from - static_cast<Rows>(x)) / size]);
+        for (int64_t i = 0; i < size; i += WIDTH) store_some(to + i, load_some(from + i, size - i) * weight, size - i);
     });
 }
 // out = x + added, each [num_rows, size]

@@ -1,4 +1,4 @@
-"""Normalisation and sums of rows on CPU, by the kernels in `norms.cpp`. Knows no layers."""
+"""Normalisation, sums and products of rows on CPU, by the kernels in `norms.cpp`. Knows no layers."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def _layer() -> Kernel:
 @cache
 def _add() -> Kernel:
     return Kernel("add_rows", *[c_void_p] * 3, *[c_int64] * 2, c_int, rows=3)
+
+
+@cache
+def _weigh() -> Kernel:
+    return Kernel("weigh_rows", *[c_void_p] * 3, *[c_int64] * 2, c_int, rows=3)
 
 
 def has_norms() -> bool:
@@ -72,6 +77,16 @@ def add_rows(x: Tensor, added: Tensor) -> Tensor:
     x, added = x.contiguous(), added.contiguous()
     out, size = _like(x), x.shape[-1]
     _add()(x.data_ptr(), added.data_ptr(), out.data_ptr(), x.numel() // size, size, x.dtype == torch.bfloat16)
+    return out
+
+
+def weigh_rows(x: Tensor, weights: Tensor) -> Tensor:
+    """x [T, H] * weights [T, 1], to the bit as PyTorch multiplies them; by the kernel where it is being recorded."""
+    if recording() is None:
+        return x * weights
+    assert x.dtype == weights.dtype, f"rows of {x.dtype} for weights of {weights.dtype}"
+    x, weights, out = x.contiguous(), weights.contiguous(), _like(x)
+    _weigh()(x.data_ptr(), weights.data_ptr(), out.data_ptr(), len(x), x.shape[1], x.dtype == torch.bfloat16)
     return out
 
 

@@ -35,7 +35,7 @@ _SMALLEST = 1e-30
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PAIRS = 3
 _ROUNDED = {torch.float32: 4, torch.bfloat16: 5}
-_PER_STEP = {_STORED[torch.bfloat16]: 2, _PAIRS: 2, **dict.fromkeys(_ROUNDED.values(), 4)}
+_PER_STEP = {_PAIRS: 2, **dict.fromkeys(_ROUNDED.values(), 4)}
 """Inputs that are multiplied at a time; one where nothing is said."""
 
 
@@ -63,7 +63,8 @@ class Panels:
     """A matrix [outputs, inputs] of float32, bfloat16, or int8 with a factor for every output, to multiply rows of
     float32 by; or of bfloat16, for rows of bfloat16; or of int8, for rows of either that it `rounds`.
 
-    `weights` holds it; its `nbytes` leaves out the zeros that fill up the last panel.
+    `weights` holds it; its `nbytes` leaves out the zeros that fill up the last panel. `at` are the addresses of matrix
+    and factors and `stored` the type, as the kernel takes them.
     """
 
     def __init__(
@@ -81,27 +82,31 @@ class Panels:
         self.gates = self.outputs % (2 * PANEL) == 0
         """Whether `multiply` can take the first half of the outputs for gates: they fill whole panels."""
         self.dtype = rows
-        self._rounds = rounds
         if rounds:
             assert matrix.dtype == torch.int8, "rounded rows are multiplied by integers"
             assert self.inputs <= MOST_INPUTS, f"{self.inputs} inputs may add up to more than an int32 holds"
-            self._stored = _ROUNDED[rows]
+            self.stored = _ROUNDED[rows]
         else:
             assert rows == torch.float32 or rows == matrix.dtype == torch.bfloat16, f"{rows} times {matrix.dtype}"
-            self._stored = _STORED[matrix.dtype] if rows == torch.float32 else _PAIRS
-        self._padding = -self.inputs % _PER_STEP.get(self._stored, 1)
+            self.stored = _STORED[matrix.dtype] if rows == torch.float32 else _PAIRS
+        self._padding = -self.inputs % _PER_STEP.get(self.stored, 1)
         width = self.inputs + self._padding
         size = -(-self.outputs // PANEL) * PANEL * width
         self.weights = pages.empty(size, matrix.dtype)[: self.outputs * width]
         self.scales = scales
-        self._at = self.weights.data_ptr(), None if scales is None else scales.data_ptr()
+        self.at = self.weights.data_ptr(), None if scales is None else scales.data_ptr()
         self.assign(matrix)
+
+    @property
+    def fills_rows(self) -> bool:
+        """Whether rows are filled up with zeros before the kernel has them."""
+        return self.stored == _PAIRS and self._padding > 0
 
     def assign(self, matrix: Tensor) -> None:
         """Replace the contents by a matrix of the same shape and type."""
         assert matrix.shape == (self.outputs, self.inputs), f"{tuple(matrix.shape)} is not this matrix's shape"
         matrix = self._padded(matrix)
-        self._pack(matrix.data_ptr(), self._at[0], matrix.shape[1], self.outputs, self._stored)
+        self._pack(matrix.data_ptr(), self.at[0], matrix.shape[1], self.outputs, self.stored)
 
     def _padded(self, rows: Tensor) -> Tensor:
         """Contiguous rows with whole steps of inputs."""
@@ -124,19 +129,19 @@ class Panels:
         """
         assert x.shape[1] == self.inputs, f"rows of {x.shape[1]} for a matrix of {self.inputs} inputs"
         assert x.dtype == self.dtype, f"rows of {x.dtype} for a matrix for {self.dtype}"
-        x = x.contiguous() if self._rounds else self._padded(x)
+        x = self._padded(x) if self.fills_rows else x.contiguous()
         columns = self.outputs // 2 if gated else self.outputs
         out = room(x.shape[0], columns, torch.float32 if wide else x.dtype)
         self._multiply(
             x.data_ptr(),
-            *self._at,
+            *self.at,
             None if bias is None else bias.data_ptr(),
             None if largest is None else largest.data_ptr(),
             out.data_ptr(),
             x.shape[0],
             x.shape[1],
             self.outputs,
-            self._stored,
+            self.stored,
             gated,
             wide,
         )
@@ -146,7 +151,7 @@ class Panels:
         """ids [T] -> those rows of the matrix, of the type of rows, [T, inputs]."""
         ids, width = ids.contiguous(), self.inputs + self._padding
         out = room(len(ids), width, self.dtype)
-        self._gather(*self._at, ids.data_ptr(), out.data_ptr(), len(ids), width, self.outputs, self._stored)
+        self._gather(*self.at, ids.data_ptr(), out.data_ptr(), len(ids), width, self.outputs, self.stored)
         return out[:, : self.inputs].contiguous() if self._padding else out
 
 

@@ -16,6 +16,8 @@ void add_rows(const void *x, const void *added, void *out, int64_t num_rows, int
 void gather_rows(const void *panels, const float *scales, const int64_t *ids, void *out, int64_t count, int64_t inputs,
                  int64_t outputs, int stored);
 void read_rows(const void *layer, const void *pass, const void *queries, void *out, int is_bfloat);
+void mix_rows(const void *mixture, const void *x, const void *scores, void *out, int64_t num_rows, int is_bfloat);
+void weigh_rows(const void *x, const void *weights, void *out, int64_t num_rows, int64_t size, int is_bfloat);
 void map_rows(const void *x, void *out, int64_t num_rows, int64_t size, float factor, int function, int is_gated,
               int is_bfloat);
 void attend_rows(const void *layer, const void *pass, void *heads, const void *cos, const void *sin, void *out,
@@ -91,6 +93,8 @@ void run_steps(const Step *steps, int64_t count, const int64_t *given) {
             case 7: call(map_rows, arguments); break;
             case 8: call(read_rows, arguments); break;
             case 9: call(join_rows, arguments); break;
+            case 10: call(mix_rows, arguments); break;
+            case 11: call(weigh_rows, arguments); break;
         }
     }
 }

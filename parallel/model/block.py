@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kernels.norms import add_rows
+from parallel.kernels.experts import Mixture
+from parallel.kernels.norms import add_rows, weigh_rows
 from parallel.model.config import Activation, DecoderConfig, NormPlacement
 from parallel.model.layers.activation import activated, gated, sigmoid
 from parallel.model.layers.attention import AttentionPlan, Heads, ReadPlan
@@ -130,7 +131,7 @@ class SharedExpert(Layer):
         self.mlp = MLP(replace(config, intermediate_size=config.shared_size), group, **options)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.mlp(x).mul_(sigmoid(self.gate(x)))
+        return weigh_rows(self.mlp(x), sigmoid(self.gate(x)))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from self.gate.shards(prefix)
@@ -148,7 +149,8 @@ class Experts(Layer):
 
     Rows are sorted by their experts on the device. Where PyTorch multiplies all groups of rows at once, the host waits
     for nothing and a pass can be captured; elsewhere it reads once per call how many rows each expert has. With Triton
-    a few rows are not sorted: they read the matrices of their experts where they are.
+    a few rows are not sorted: they read the matrices of their experts where they are. The kernels of a CPU have one for
+    the whole mixture.
     """
 
     uses_triton = False
@@ -165,6 +167,7 @@ class Experts(Layer):
         self.experts = [MLP(config, SINGLE, **options) for _ in range(share.start, share.stop)]
         self.shared = SharedExpert(config, group, **options) if config.shared_size else None
         self._matrices: tuple[Tensor, Tensor] | None = None  # of all experts, [experts, outputs, inputs]
+        self._mixture: Mixture | None = None  # on a CPU
 
     @property
     def is_grouped(self) -> bool:
@@ -175,11 +178,24 @@ class Experts(Layer):
         return self.uses_triton and self.experts[0].activation == "silu"
 
     def pack(self) -> None:
-        """Makes the experts' matrices parts of one tensor, where all are multiplied by at once; called after loading.
+        """Makes the experts' matrices parts of one tensor, or of one call, where all are multiplied by at once; called
+        after loading.
         They stay its parts when they are loaded again."""
-        if self._matrices is not None or self.is_invariant:
+        if self._matrices is not None or self._mixture is not None or self.is_invariant:
             return
         weights = [expert.gate_up.weight for expert in self.experts], [expert.down.weight for expert in self.experts]
+        gate_up, down = ([one.panels for one in part if one.panels is not None] for part in weights)
+        is_plain = self.experts[0].gated and self.experts[0].gate_up.bias is None
+        if is_plain and gate_up and down and not (gate_up[0].fills_rows or down[0].fills_rows):
+            self._mixture = Mixture(
+                gate_up,
+                down,
+                self.experts[0].activation,
+                first=self.first,
+                num_scores=self.router.weight.outputs,
+                per_token=self.per_token,
+                normalizes=self.normalize,
+            )
         if self.experts[0].gated and all(weight.can_group for part in weights for weight in part):
             gate_up, down = map(join_weights, weights)
             self._matrices = gate_up, down
@@ -191,11 +207,14 @@ class Experts(Layer):
 
     def __call__(self, x: Tensor) -> Tensor:
         chosen = self._of_chosen(x)
-        return chosen if self.shared is None else chosen.add_(self.shared(x))
+        return chosen if self.shared is None else add_rows(chosen, self.shared(x))
 
     def _of_chosen(self, x: Tensor) -> Tensor:
         """What the experts that the router chooses give each row, [T, H]."""
-        scores, num_entries = self.router(x), len(x) * self.per_token
+        scores = self.router(x)
+        if self._mixture is not None:
+            return self.group.all_reduce(self._mixture.mix(x, scores))
+        num_entries = len(x) * self.per_token
         if self._runs_kernels and self._matrices is not None:
             from parallel.kernels import mixtures  # Triton's, for GPUs
 

@@ -204,6 +204,11 @@ class Weight(Layer):
             self.plain = torch.zeros(self.outputs, self.inputs, dtype=self._panels.weights.dtype)
 
     @property
+    def panels(self) -> Panels | None:
+        """The matrix in the order of the kernel, where that multiplies."""
+        return self._panels
+
+    @property
     def holds_codes(self) -> bool:
         """Whether it is kept as the codes of a quantised checkpoint."""
         return self._codes is not None

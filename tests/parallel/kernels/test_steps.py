@@ -6,7 +6,7 @@ import torch
 from parallel.kernels import pages
 from parallel.kernels.activations import map_rows
 from parallel.kernels.library import library
-from parallel.kernels.norms import add_rows, layer_norm, rms_norm
+from parallel.kernels.norms import add_rows, layer_norm, rms_norm, weigh_rows
 from parallel.kernels.products import Panels
 from parallel.kernels.steps import Arena, NotRecordable, Recorder, Steps, join_rows, recording, room, take_rows
 
@@ -18,15 +18,16 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-MATRIX, BIAS, WEIGHT, TABLE = drawn(64, 32), drawn(64), drawn(32), drawn(50, 32)
+MATRIX, BIAS, WEIGHT, TABLE, WEIGHTS = drawn(64, 32), drawn(64), drawn(32), drawn(50, 32), drawn(50, 1)
 
 
 def work(panels: Panels, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Every kernel that can be recorded but attention."""
+    """Every kernel that can be recorded but attention and mixtures."""
     x = add_rows(rms_norm(x, WEIGHT, 1e-5, 1.0), take_rows(TABLE, ids))
     x = layer_norm(add_rows(x, panels.rows(ids)), WEIGHT, WEIGHT, 1e-6)
     x = add_rows(map_rows("soft_cap", x, 2.5), take_rows(TABLE, ids, shift=20, last=48))
     x = map_rows("gelu", join_rows(x, take_rows(TABLE, ids)), gated=True)
+    x = weigh_rows(x, take_rows(WEIGHTS, ids))
     return panels.multiply(x, BIAS, gated=True)
 
 
@@ -41,7 +42,7 @@ def recorded(panels: Panels) -> tuple[Steps, torch.Tensor]:
 def test_recorded_calls_compute_what_the_calls_do(num_rows):
     panels = Panels(MATRIX)
     steps, like = recorded(panels)
-    assert len(steps) == 13
+    assert len(steps) == 15
     ids, x = torch.arange(num_rows) * 5, drawn(num_rows, 32)
     result = torch.full((num_rows + 1, like.shape[1]), 7.0)
     steps.run(num_rows, [ids.data_ptr(), x.data_ptr(), result.data_ptr()])

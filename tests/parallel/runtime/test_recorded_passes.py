@@ -18,8 +18,6 @@ from tests.parallel.runtime.test_weight_update import FEW_EXPERTS
 
 pytestmark = pytest.mark.skipif(not has_attention(), reason="no compiler")
 
-NOT_RECORDED = {"Mixtral", "Qwen2Moe", "Qwen3Moe"}
-"""Families with mixtures, which are PyTorch's; the layers of the others are all kernels."""
 WAYS = {
     "float32": {},
     "bfloat16": {"dtype": torch.bfloat16},
@@ -84,7 +82,7 @@ def assert_equal(found, expected) -> None:
 def test_every_family_has_the_bits_of_its_layers(tiny_checkpoint, runs, family, dtype):
     path = tiny_checkpoint(family, **FEW_EXPERTS.get(family, {}))
     found = outputs(opened(path, eager=False, dtype=dtype))
-    assert runs == ([5, 5, 5, MOST_ROWS, 1] if family not in NOT_RECORDED else [])
+    assert runs == [5, 5, 5, MOST_ROWS, 1]
     assert_equal(found, outputs(opened(path, eager=True, dtype=dtype)))
 
 
@@ -155,14 +153,16 @@ def test_the_recording_that_was_used_longest_ago_goes_first(tiny_checkpoint, run
     assert recorded == [(1,), (2,), (3,), (2,)] and len(runs) == 6
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
-def test_the_first_passes_of_a_kind_are_not_worth_a_recording(tiny_checkpoint, runs, monkeypatch, family):
+@pytest.mark.parametrize("width", [40, 41])
+def test_the_first_passes_of_a_kind_are_not_worth_a_recording(tiny_checkpoint, runs, monkeypatch, width):
+    """Rows of an odd number of bfloat16 are filled up by PyTorch, so they cannot be recorded."""
     monkeypatch.setattr(recorded_passes, "WORTH_RECORDING", 3)
-    model, recorded = opened(tiny_checkpoint(family), eager=False), []
+    path, recorded = tiny_checkpoint("Llama", intermediate_size=width), []
+    model = opened(path, eager=False, dtype=torch.bfloat16)
     record = model._recorded.passes._record
     monkeypatch.setattr(model._recorded.passes, "_record", lambda *layers: recorded.append(layers) or record(*layers))
     for num_passes in range(1, 6):
         model.forward([Span("a", 1)], [1])
         model.commit("a", [])
-        assert len(recorded) == (0 if num_passes < 3 else 2 if family in NOT_RECORDED else 1), "each kind is tried once"
-    assert len(runs) == (0 if family in NOT_RECORDED else 3)
+        assert len(recorded) == (0 if num_passes < 3 else 1 + width % 2), "each kind is tried once"
+    assert len(runs) == (0 if width % 2 else 3)
