@@ -35,7 +35,7 @@ _SMALLEST = 1e-30
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PAIRS = 3
 _ROUNDED = {torch.float32: 4, torch.bfloat16: 5}
-_PER_STEP = {_PAIRS: 2, **dict.fromkeys(_ROUNDED.values(), 4)}
+_PER_STEP = {_STORED[torch.bfloat16]: 2, _PAIRS: 2, **dict.fromkeys(_ROUNDED.values(), 4)}
 """Inputs that are multiplied at a time; one where nothing is said."""
 
 
@@ -100,7 +100,7 @@ class Panels:
     @property
     def fills_rows(self) -> bool:
         """Whether rows are filled up with zeros before the kernel has them."""
-        return self.stored == _PAIRS and self._padding > 0
+        return self.stored not in _ROUNDED.values() and self._padding > 0
 
     def assign(self, matrix: Tensor) -> None:
         """Replace the contents by a matrix of the same shape and type."""

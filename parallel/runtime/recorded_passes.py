@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,8 +92,9 @@ class RecordedPasses:
         if recording is None:
             return None
         entering = [one.contiguous() for one in entering]
-        tables = [table for rope in self._ropes for table in rope.table(plan.positions)]
-        made = [torch.empty(plan.num_rows, one.shape[1], dtype=one.dtype) for one in recording.results]
+        assert isinstance(plan.attention, RaggedPlan)
+        tables = [table for rope in self._ropes for table in rope.table(plan.attention.last_position)]
+        made = [_empty(plan.num_rows, one) for one in recording.results]
         tensors = *entering, plan.positions, *tables, *made
         recording.steps.run(plan.num_rows, [*_addresses(plan), *map(Tensor.data_ptr, tensors)])
         tensors = *entering, *made
@@ -118,7 +120,7 @@ class RecordedPasses:
         """None where the layers cannot be recorded."""
         entering = [one.new_empty(MOST_ROWS, *one.shape[1:]) for one in entering]
         positions = torch.zeros(MOST_ROWS, dtype=torch.int64)
-        tables = [rope.table(positions) for rope in self._ropes]
+        tables = [rope.table(0) for rope in self._ropes]
         source = None if plan.source is None else backend.any_reads(self._reading)
         attention = backend.any_plan(self._heads)
         plan = replace(plan, num_rows=MOST_ROWS, positions=positions, attention=attention, source=source)
@@ -143,6 +145,14 @@ def _addresses(plan: PassPlan) -> list[int]:
         return [plan.attention.address]
     assert isinstance(plan.source, RaggedReads)
     return [plan.attention.address, plan.source.address]
+
+
+def _empty(num_rows: int, like: Tensor) -> Tensor:
+    """Room for so many rows like these. NumPy keeps Python's lock, which PyTorch gives up while it allocates: a thread
+    that waits for it would take it just before the pass, not beside it."""
+    if like.dtype != torch.float32:
+        return torch.empty(num_rows, like.shape[1], dtype=like.dtype)
+    return torch.from_numpy(np.empty((num_rows, like.shape[1]), dtype=np.float32))
 
 
 class _PassKind(NamedTuple):

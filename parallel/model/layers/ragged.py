@@ -126,7 +126,7 @@ class RaggedBackend:
         """The same of queries over other tables."""
         for heads in layers:
             self.reading_call(heads)
-        return RaggedReads(self, PassRows(_NOTHING, _NOTHING, _NOTHING, _NOTHING))
+        return RaggedReads(self, PassRows((), None, (), ()))
 
     def plan_reads(self, reads: Sequence[TableRead]) -> RaggedReads:
         """Build the plan of queries over other tables, which write nothing."""
