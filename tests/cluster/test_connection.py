@@ -74,6 +74,13 @@ def serve():
 NAME = f"{FIRST_CLIENT}:7"
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Connections greet once, however long the answer takes."""
+    monkeypatch.setattr(module, "_GREET_S", 1e9)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_connection_greets_on_its_name_and_sends_on_a_link_beside_it(serve):
     coordinator = serve(Coordinator(lambda record: [Stop("one")] if isinstance(record, Hello) else []))
     connection = serve(Connection(coordinator.address, NAME, KEY))
@@ -99,6 +106,7 @@ def test_a_hub_that_is_silent_is_greeted_again(serve, monkeypatch):
     assert connection.receive(0.3) is None and not sent, "not before that time"
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_connection_follows_the_hub_to_its_new_address(serve):
     first, second = serve(Coordinator()), serve(Coordinator(lambda _: [Stop("two")]))
     connection = serve(Connection(first.address, NAME, KEY))

@@ -297,7 +297,8 @@ class TestText:
     @pytest.mark.parametrize("drafter", [None, "none"])
     def test_a_stop_string_inside_a_draft(self, open_engine, tiny_checkpoint, drafter):
         """The drafter is the target itself, so the stop string lies in the middle of what was accepted."""
-        engine = open_engine(ModelDrafterConfig(path=str(tiny_checkpoint("Llama")), num_draft_tokens=5, device="cpu"))
+        drafter_config = ModelDrafterConfig(path=str(tiny_checkpoint("Llama")), num_draft_tokens=5, device="cpu")
+        engine = open_engine(drafter_config, pace_ms=10)  # or all tokens may be there before the abort
         (whole,) = engine.generate([PROMPTS[0]], replace(LONG, max_tokens=40))
         stop, length = whole.text[7:10], 1
         while stop not in engine.tokenizer.decode(whole.token_ids[:length]):
@@ -361,7 +362,7 @@ class TestRefusals:
 
 class TestLeaving:
     def test_an_aborted_request_ends_and_the_others_go_on(self, open_engine):
-        engine = open_engine()
+        engine = open_engine(pace_ms=10)
         plain = tokens_of(engine.generate(PROMPTS, GREEDY))
         victim = engine.submit(PROMPTS[0], LONG)
         others = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
@@ -372,7 +373,7 @@ class TestLeaving:
         assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain
 
     def test_leaving_the_iterator_early_aborts_the_request(self, open_engine):
-        engine = open_engine()
+        engine = open_engine(pace_ms=10)
         completion = engine.submit(PROMPTS[0], LONG)
         tokens = collect(completion, most=3)
         assert completion.result(30).finish_reason == "abort"
