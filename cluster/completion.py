@@ -134,6 +134,11 @@ class Completion:
         return [token.version for token in self._tokens]
 
     @property
+    def version(self) -> int | None:
+        """That of the weights which made the newest token; None before the first."""
+        return self._tokens[-1].version if self._tokens else None
+
+    @property
     def token_logprobs(self) -> list[float] | None:
         """The log-probability of each token of `token_ids`, which is the first entry of its `logprobs`."""
         if self.logprobs is None:
@@ -229,6 +234,11 @@ class Completion:
         if held_back := piece.text[sum([len(text) for text, _ in parts]) :]:
             parts.append((held_back, self.proposers.get(places.stop - 1)))
         return parts
+
+    def numbered_texts(self, piece: Piece) -> list[tuple[int, str]]:
+        """The text of a piece by tokens, each with the number of tokens of the completion up to it."""
+        end = piece.position + len(piece.token_ids)
+        return [(min(num, end), text) for num, (text, _) in enumerate(self.token_texts(piece), piece.position + 1)]
 
     def add_waiter(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Event) -> None:
         """Set `waiter` in `loop` whenever this completion grows or ends."""

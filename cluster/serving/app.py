@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ from cluster.serving.generation import Generation
 from cluster.serving.guard import OPEN, Guard, open_to_pages
 from cluster.serving.logprobs import LogprobWriter
 from cluster.serving.message_parts import PartReader, PartsForm
-from cluster.serving.reasoning import Beginning, ReasoningReader
+from cluster.serving.reasoning import Beginning, ReasoningCount, ReasoningReader
 from cluster.serving.replies import DONE, ChatForm, CompletionForm, ReplyForm, ReplyWriter, usage_of
 from cluster.serving.reply_records import (
     ChatChunk,
@@ -135,12 +135,13 @@ class Api:
         span = self._tracer.start("chat", request.headers, request.state.request_id)
         self._model.check_name(body.model)
         text = await asyncio.to_thread(self._model.chat_text, body)
-        prompt = await asyncio.to_thread(self._model.encode_chat, text, self._model.most_prompt_tokens(body))
+        prompt = await asyncio.to_thread(self._model.encode_chat, text, self._model.truncation(body))
         beginning = self._model.reasoning.beginning(text, body.continued)
         form = await self._chat_form(body, beginning)
         grammar = self._model.reasoning.grammar(body.grammar, beginning)
         await self._check_grammar(body, grammar)
-        generation = await self._submit(body, [prompt], "messages", grammar, span)
+        counts = self._model.reasoning_count(beginning)
+        generation = await self._submit(body, [prompt], "messages", grammar, span, counts)
         return await self._answer(body, request, generation, form)
 
     async def tokenize(self, request: Request) -> Response:
@@ -206,11 +207,11 @@ class Api:
     # --- what completions and chats have in common --------------------------------------------------------------------
 
     async def _prompt_tokens(self, prompt: str | list[int], body: CompletionRequest) -> list[int]:
-        most = self._model.most_prompt_tokens(body)
+        cut = self._model.truncation(body)
         if not isinstance(prompt, str):
-            return prompt if most is None else prompt[-most:]
+            return prompt if cut is None else cut.of_tokens(prompt)
         adds = body.add_special_tokens
-        return await asyncio.to_thread(self._model.encode, prompt, adds_special_tokens=adds, most=most)
+        return await asyncio.to_thread(self._model.encode, prompt, adds_special_tokens=adds, cut=cut)
 
     async def _prompt_text(self, prompt: str | list[int], tokens: list[int], body: CompletionRequest) -> str:
         """The prompt as `echo` has it: as it came, or what was kept of it."""
@@ -269,6 +270,7 @@ class Api:
         field: str,
         grammar: Grammar | None,
         span: Span | None,
+        count_reasoning: Callable[[], ReasoningCount] | None = None,
     ) -> Generation:
         """Send the request to the engine, if there is place for all of it."""
         num = len(prompts) * body.n
@@ -286,7 +288,9 @@ class Api:
                 raise bad_request(error) from error
             raise
         size, began = sum(map(len, prompts)), self._limit.began
-        generation = Generation(choices, size, began, lambda: self._end(generation, span), texts.prediction)
+        generation = Generation(
+            choices, size, began, lambda: self._end(generation, span), texts.prediction, count_reasoning
+        )
         return generation
 
     def _end(self, generation: Generation, span: Span | None) -> None:
@@ -301,7 +305,7 @@ class Api:
         logprobs = None
         if body.asked_logprobs.asks:
             logprobs = LogprobWriter(body.asked_logprobs, await asyncio.to_thread(lambda: self._model.token_names))
-        facts = self._model.name, request.state.request_id, self._model.num_spec_tokens
+        facts = self._model.name, request.state.request_id, self._model.num_spec_tokens, self._model.weight_names
         asked = {"includes_proposers": body.includes_proposers, "includes_tokens": body.return_token_ids}
         writer = ReplyWriter(form, *facts, logprobs, **asked)
         if body.stream:

@@ -13,6 +13,7 @@ from itertools import groupby
 from actors.drafters.lookup.copy import num_followed
 from actors.protocol.messages import RequestStats
 from cluster.completion import Completion, Piece, follow
+from cluster.serving.reasoning import ReasoningCount
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class RequestedText:
 
 class Generation:
     """The choices of one request; `close` it in the end, which aborts what still runs. `began` is called for each once
-    it has a token, `release` in the end."""
+    it has a token, `release` in the end. `count_reasoning` makes the count of one choice's tokens of reasoning."""
 
     def __init__(
         self,
@@ -35,8 +36,10 @@ class Generation:
         began: Callable[[], None],
         release: Callable[[], None],
         prediction: Sequence[int] = (),
+        count_reasoning: Callable[[], ReasoningCount] | None = None,
     ) -> None:
         self.choices = choices
+        self._reasoning = [count_reasoning() for _ in choices] if count_reasoning is not None else None
         self._prediction = prediction
         self.num_prompt_tokens = num_prompt_tokens
         self.num_tokens = 0  # of all pieces so far
@@ -49,10 +52,24 @@ class Generation:
         async with aclosing(follow([choice.completion for choice in self.choices])) as pieces:
             async for index, piece in pieces:
                 self.num_tokens += len(piece.token_ids)
+                if self._reasoning is not None:
+                    completion = self.choices[index].completion
+                    self._reasoning[index].feed(completion.token_ids, completion.numbered_texts(piece))
                 if index in self._waiting:
                     self._waiting.remove(index)
                     self._began()
                 yield self.choices[index], piece
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens so far of the blocks of reasoning of all choices; None where the model has none."""
+        return None if self._reasoning is None else sum([count.num for count in self._reasoning])
+
+    @property
+    def version(self) -> int | None:
+        """That of the weights which made the newest token; None before the first."""
+        versions = [choice.completion.version for choice in self.choices]
+        return max([version for version in versions if version is not None], default=None)
 
     @property
     def num_waiting(self) -> int:

@@ -7,6 +7,7 @@ holds for the answer alone. It must not know tools or how replies are written.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
@@ -15,6 +16,8 @@ from tokenizers import Tokenizer
 from actors.protocol.grammar import Grammar
 
 OPEN, CLOSE = "<think>", "</think>"
+_MOST_MARK_TOKENS = 2 * len(CLOSE)
+"""One for each character, and as many without text."""
 
 
 class Beginning(Enum):
@@ -69,6 +72,16 @@ class ReasoningReader:
         self._is_first = beginning is Beginning.inside  # no text of the present part was shown
         self._had_block = False
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether what follows belongs to the block."""
+        return self._place is Beginning.inside
+
+    @property
+    def had_block(self) -> bool:
+        """Whether a block has ended."""
+        return self._had_block
+
     def feed(self, text: str) -> tuple[str, str]:
         """What the reasoning and the answer gained."""
         reasoning, answer = "", ""
@@ -100,6 +113,35 @@ class ReasoningReader:
         if self._place is Beginning.inside:
             return (held.strip() if self._is_first else held.rstrip()), ""
         return "", held
+
+
+class ReasoningCount:
+    """Counts the tokens of one reply's block: all up to the one that completes its closing mark."""
+
+    def __init__(self, beginning: Beginning, decode: Callable[[Sequence[int]], str]) -> None:
+        self._reader = ReasoningReader(beginning)
+        self._decode = decode
+        self._is_over = beginning is Beginning.after
+        self.num = 0
+
+    def feed(self, token_ids: Sequence[int], texts: Iterable[tuple[int, str]]) -> None:
+        """`token_ids` are all of the reply, `texts` what followed since: numbers of tokens, and what the last of so
+        many added."""
+        for num_tokens, text in texts:
+            if self._is_over:
+                return
+            self._reader.feed(text)
+            if self._reader.is_inside:
+                self.num = num_tokens
+            elif self._reader.had_block:
+                self.num, self._is_over = self._end(token_ids, num_tokens), True
+
+    def _end(self, token_ids: Sequence[int], num_tokens: int) -> int:
+        """The number of tokens up to the closing mark's end. Text comes later than its token where it may begin a stop
+        string, or where a character is not complete behind it."""
+        while CLOSE in self._decode(token_ids[max(0, num_tokens - 1 - _MOST_MARK_TOKENS) : num_tokens - 1]):
+            num_tokens -= 1
+        return num_tokens
 
 
 def _without_beginning_of(mark: str, text: str) -> str:

@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from cluster.completion import Piece
 from cluster.observability.report import request_metrics
+from cluster.serving.fingerprint import WeightNames
 from cluster.serving.generation import Generation, RequestedText
 from cluster.serving.logprobs import LogprobWriter
 from cluster.serving.reply_records import (
@@ -94,6 +95,7 @@ class ReplyWriter:
         model: str,
         request_id: str,
         num_spec_tokens: int,
+        weights: WeightNames,
         logprobs: LogprobWriter | None = None,
         *,
         includes_proposers: bool = False,
@@ -105,6 +107,7 @@ class ReplyWriter:
         self._logprobs = logprobs
         self._model = model
         self._num_spec_tokens = num_spec_tokens
+        self._weights = weights
         self._id = f"{form.prefix}-{request_id}"
         self._created = int(time.time())
         self._encoder = msgspec.json.Encoder()
@@ -116,7 +119,7 @@ class ReplyWriter:
             for choice in generation.choices
         ]
         usage, metrics = final_usage_of(generation), self._metrics(generation)
-        reply = self._reply(self._form.reply, choices, usage, metrics)
+        reply = self._reply(self._form.reply, choices, usage, metrics, version=generation.version)
         for choice, made in zip(generation.choices, choices, strict=True):
             made.stop_reason = choice.completion.stop_reason
             if self._includes_tokens:
@@ -143,7 +146,7 @@ class ReplyWriter:
 
     def chunk(self, choice: RequestedText, piece: Piece, usage: TokenUsage | UnsetType | None) -> bytes:
         part = self._form.part(choice, piece)
-        reply = self._reply(self._form.chunk, [part], usage)
+        reply = self._reply(self._form.chunk, [part], usage, version=choice.completion.version)
         if piece.finish_reason is not None:
             part.stop_reason = choice.completion.stop_reason
         if self._includes_tokens:
@@ -163,7 +166,7 @@ class ReplyWriter:
     def closing(self, generation: Generation) -> bytes:
         """The chunk with the usage of the whole request, which has no choice."""
         usage, metrics = final_usage_of(generation), self._metrics(generation)
-        return self._event(self._reply(self._form.chunk, [], usage, metrics))
+        return self._event(self._reply(self._form.chunk, [], usage, metrics, version=generation.version))
 
     def _metrics(self, generation: Generation) -> ReplyMetrics | None:
         stats = generation.stats
@@ -180,25 +183,39 @@ class ReplyWriter:
         choices: list[Any],
         usage: TokenUsage | UnsetType | None,
         metrics: ReplyMetrics | UnsetType | None = UNSET,
+        *,
+        version: int | None = None,
     ) -> Any:
-        """A record of this form."""
+        """A record of this form, of weights in this version."""
         return form(
-            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, metrics=metrics
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=self._weights.of(version),
+            choices=choices,
+            usage=usage,
+            metrics=metrics,
         )
 
 
 def usage_of(generation: Generation) -> TokenUsage:
     """Tokens so far; a prompt counts once, however many choices it has."""
     prompt, completion, cached = generation.num_prompt_tokens, generation.num_tokens, generation.num_cached_tokens
-    details = UNSET if cached is None else PromptDetails(cached)
-    return TokenUsage(prompt, completion, prompt + completion, prompt_tokens_details=details)
+    usage = TokenUsage(prompt, completion, prompt + completion)
+    if cached is not None:
+        usage.prompt_tokens_details = PromptDetails(cached)
+    if (reasoning := generation.num_reasoning_tokens) is not None:
+        usage.completion_tokens_details = CompletionDetails(reasoning_tokens=reasoning)
+    return usage
 
 
 def final_usage_of(generation: Generation) -> TokenUsage:
     """That of all that was generated, with what became of a prediction."""
     usage, counts = usage_of(generation), generation.num_predicted
     if counts is not None:
-        usage.completion_tokens_details = CompletionDetails(*counts)
+        details = usage.completion_tokens_details or CompletionDetails()
+        details.accepted_prediction_tokens, details.rejected_prediction_tokens = counts
+        usage.completion_tokens_details = details
     return usage
 
 

@@ -18,11 +18,13 @@ PromptLogprobs = list[dict[str, PromptToken] | None]
 """vLLM's `prompt_logprobs`, by token ids; null for the first token."""
 
 
-class CompletionDetails(Struct):
-    """What became of a prediction's tokens, in all choices together."""
+class CompletionDetails(Struct, kw_only=True):
+    """Tokens of all choices together: of their reasoning, where the model may reason, and what became of a
+    prediction's, if one was given."""
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    reasoning_tokens: int | UnsetType = UNSET
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class PromptDetails(Struct):
@@ -32,7 +34,7 @@ class PromptDetails(Struct):
 
 
 class TokenUsage(Struct):
-    """`usage` of a reply; the details are known at its end."""
+    """`usage` of a reply. Details of the prompt, and of a prediction, are known at its end."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -144,12 +146,13 @@ class DeltaChoice(ReplyChoice):
 
 
 class ApiReply(Struct, kw_only=True):
-    """A reply, or a chunk of a stream."""
+    """A reply, or a chunk of a stream. `system_fingerprint` names the weights that made it, in their version."""
 
     id: str
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[Any]
 
 

@@ -65,7 +65,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
-    "truncation_side": ("left",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
@@ -179,6 +178,8 @@ class GenerationRequest(ApiRequest):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    """Where tokens are left out."""
     min_tokens: int = 0
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1

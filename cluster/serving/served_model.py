@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.normalizers import NFC
 
@@ -32,9 +32,10 @@ from cluster.observability.timeline import WORK, lanes_of, last_rounds
 from cluster.pocket import is_bundled
 from cluster.serving.chat_template import ChatTemplate
 from cluster.serving.errors import ApiError, bad_request
+from cluster.serving.fingerprint import WeightNames
 from cluster.serving.generation import RequestedText
 from cluster.serving.logprobs import TokenNames
-from cluster.serving.reasoning import ReasoningMarks
+from cluster.serving.reasoning import Beginning, ReasoningCount, ReasoningMarks
 from cluster.serving.reply_records import LaneSpan, RecentRounds, SpanKind
 from cluster.serving.requests import (
     NO_TEXT,
@@ -51,6 +52,7 @@ from cluster.serving.tools import (
     NamedTool,
     native_reader,
 )
+from cluster.serving.truncation import Truncation
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class ServedModel:
         facts = client.ready["target-0"].facts
         self.name = config.server.model_name or ("pocket" if is_bundled(config.target.path) else checkpoint.name)
         self.created = int(time.time())
+        target = config.target
+        self.weight_names = WeightNames(checkpoint, (target.dtype, target.weights, target.kv_dtype))
         self.max_model_len = int(facts["max_model_len"])
         self._max_source_len = int(facts.get("max_source_len", 0))
         self._start_len = len(facts.get("text_start", ()))
@@ -103,7 +107,7 @@ class ServedModel:
 
     def generate_token(self, timeout_s: float) -> None:
         """The first passes allocate memory and choose kernels."""
-        self._client.submit([0], SamplingParams(max_tokens=1)).result(timeout_s)
+        self.weight_names.of(self._client.submit([0], SamplingParams(max_tokens=1)).result(timeout_s).version)
 
     def compile_grammar(self, grammar: Grammar) -> Future[Any]:
         """Done once it can be used; its error is a ValueError, one line, if it cannot. Cancel it to give up."""
@@ -127,21 +131,21 @@ class ServedModel:
             line = f"model: {name!r:.80} is not served here; it is {self.name}"
             raise ApiError(404, line, param="model", code="model_not_found")
 
-    def most_prompt_tokens(self, request: CompletionRequest | ChatRequest) -> int | None:
-        """Tokens of a prompt that `truncate_prompt_tokens` keeps, the last ones; None: all."""
-        if request.truncate_prompt_tokens != -1:
-            return request.truncate_prompt_tokens
-        if self._max_source_len:
-            return self._max_source_len
-        if (room := self._longest - (request.limit or 1)) < 1:
+    def truncation(self, request: CompletionRequest | ChatRequest) -> Truncation | None:
+        """How the request has its prompts cut; None: not at all."""
+        most = request.truncate_prompt_tokens
+        if most is None:
+            return None
+        if most == -1:
+            most = self._max_source_len or self._longest - (request.limit or 1)
+        if most < 1:
             raise self._too_long(f"max_tokens: {request.limit} tokens and a prompt", "max_tokens")
-        return room
+        return Truncation(most, keeps_start=request.truncation_side == "right")
 
     def encode(
-        self, text: str, *, field: str = "prompt", adds_special_tokens: bool = True, most: int | None = None
+        self, text: str, *, field: str = "prompt", adds_special_tokens: bool = True, cut: Truncation | None = None
     ) -> list[int]:
-        """Its tokens, at most so many: the last ones, beside those that the tokenizer adds. Takes long for long texts,
-        so call it off the event loop."""
+        """Its tokens, or what `cut` keeps of them. Takes long for long texts, so call it off the event loop."""
         if len(text) > self._most_characters:
             raise self._too_long(f"{field}: {len(text)} characters", field)
         if not is_text(text):
@@ -150,7 +154,7 @@ class ServedModel:
             encoding = self._tokenizer.encode(text, add_special_tokens=adds_special_tokens)
         else:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
-        return encoding.ids if most is None else _last_tokens(encoding, most)
+        return encoding.ids if cut is None else cut.of_text(encoding)
 
     def decode(self, token_ids: Sequence[int], field: str = "prompt", *, skips_special: bool = True) -> str:
         self.check_tokens(token_ids, field)
@@ -171,9 +175,15 @@ class ServedModel:
             pieces = None
         return TokenNames(self._tokenizer, pieces)
 
-    def encode_chat(self, text: str, most: int | None = None) -> list[int]:
-        """Tokens of a chat that the template wrote, special tokens included; at most so many, the last ones."""
-        return self.encode(text, field="messages", adds_special_tokens=False, most=most)
+    def reasoning_count(self, beginning: Beginning) -> Callable[[], ReasoningCount] | None:
+        """Makes counts of the tokens of reasoning in replies to a prompt; None where the model has none."""
+        if not self.reasoning.exist:
+            return None
+        return lambda: ReasoningCount(beginning, self._tokenizer.decode)
+
+    def encode_chat(self, text: str, cut: Truncation | None = None) -> list[int]:
+        """Tokens of a chat that the template wrote, special tokens included, or what `cut` keeps of them."""
+        return self.encode(text, field="messages", adds_special_tokens=False, cut=cut)
 
     def chat_text(self, fields: TemplateFields) -> str:
         """A chat, as the checkpoint's template writes it."""
@@ -295,20 +305,6 @@ class ServedModel:
     def _too_long(self, what: str, field: str) -> ApiError:
         line = f"{what} do not fit the context of {self._longest} tokens"
         return ApiError(400, line, param=field, code="context_length_exceeded")
-
-
-def _last_tokens(encoding: Encoding, most: int) -> list[int]:
-    """So many: those that the tokenizer added before and behind the text, and its last ones. `Encoding.truncate` would
-    keep all others in as many records as fit."""
-    token_ids, added = encoding.ids, encoding.special_tokens_mask
-    start, end = 0, len(token_ids)
-    while start < end and added[start]:
-        start += 1
-    while start < end and added[end - 1]:
-        end -= 1
-    num_added = start + len(token_ids) - end
-    first = max(start, end - max(0, most - num_added))
-    return [*token_ids[:start], *token_ids[first:]][-most:]
 
 
 def _most_characters_a_token(tokenizer: Tokenizer) -> int:

@@ -66,7 +66,7 @@ def test_fields_for_the_books_of_others_change_nothing(server: RunningServer):
         {"tools": [], "logprobs": None, "best_of": 1, "suffix": None, "x": None},
         {"detokenize": True, "early_stopping": False, "length_penalty": 1.0, "return_prompt_text": False},
         {"verbosity": "medium", "prompt_cache_retention": "in_memory", "function_call": "none", "store": False},
-        {"stream": True, "stream_options": {"include_obfuscation": False}, "vllm_xargs": {}, "truncation_side": "left"},
+        {"stream": True, "stream_options": {"include_obfuscation": False}, "vllm_xargs": {}},
     ],
 )
 def test_a_field_that_asks_for_nothing_is_none(server: RunningServer, field):
@@ -74,7 +74,7 @@ def test_a_field_that_asks_for_nothing_is_none(server: RunningServer, field):
     chat = {name: value for name, value in field.items() if name != "logprobs"} | {"echo": False}
     assert server.ask(CHAT, {"messages": MESSAGES, "max_tokens": 1, **chat})[0] == 200
     wrong = {"length_penalty": 1.5, "early_stopping": True, "detokenize": False, "return_prompt_text": True}
-    wrong |= {"verbosity": "low", "prompt_cache_retention": "24h", "store": True, "truncation_side": "right"}
+    wrong |= {"verbosity": "low", "prompt_cache_retention": "24h", "store": True}
     for name, value in wrong.items():
         status, error = refused(server, COMPLETIONS, {"prompt": "a", name: value})
         assert (status, error["param"]) == (400, name)

@@ -18,7 +18,7 @@ from actors.grammars.compiler import GrammarCompiler
 from actors.protocol.grammar import Grammar
 from cluster.serving.chat_template import ChatTemplate
 from cluster.serving.message_parts import PartReader
-from cluster.serving.reasoning import CLOSE, OPEN, Beginning, ReasoningMarks, ReasoningReader
+from cluster.serving.reasoning import CLOSE, OPEN, Beginning, ReasoningCount, ReasoningMarks, ReasoningReader
 from cluster.serving.tools import HERMES, TemplateReader
 from tests.cluster.serving.conftest import TEMPLATE, RunningServer, serving
 from tests.cluster.serving.test_tools import joined
@@ -225,6 +225,60 @@ def test_what_a_grammar_prescribes_begins_behind_the_block(client, seed, asked):
         jsonschema.validate(json.loads(arguments), SCHEMA)
         assert (name, message.content, choice.finish_reason) == ("f", None, "tool_calls")
     assert streamed(client, **body) == (message.reasoning, message.content or "", calls, choice.finish_reason)
+
+
+@pytest.mark.parametrize("stop", [None, ["</thinking>", "</think>\x00"]], ids=["at once", "late"])
+@pytest.mark.parametrize("enabled", [True, False], ids=["speculation", "plain"])
+def test_tokens_of_reasoning_are_counted_exactly(client, server: RunningServer, enabled, stop):
+    """In all choices together, whole or in a stream, and where the text of the mark comes later than its tokens."""
+    extra = {"chat_template_kwargs": {"thinks": True}, "return_token_ids": True, "speculative": {"enabled": enabled}}
+    body = {**BODY, "seed": 1, "n": 2, "stop": stop, "extra_body": extra}
+    whole = client.chat.completions.create(**body)
+    wanted = [choice.token_ids.index(CLOSED) + 1 for choice in whole.choices]
+    assert whole.usage.completion_tokens_details.reasoning_tokens == sum(wanted) < whole.usage.completion_tokens
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    sent = dict.fromkeys(range(2), 0)
+    for chunk in client.chat.completions.create(**body, stream=True):
+        for choice in chunk.choices:
+            sent[choice.index] += len(getattr(choice, "token_ids", ()))
+        counted = chunk.usage.completion_tokens_details.reasoning_tokens
+        inside = sum(min(num, most) for num, most in zip(sent.values(), wanted, strict=True))
+        assert inside <= counted <= inside + 16 * (stop is not None), "what is held back is still of the block"
+    assert counted == sum(wanted)
+
+
+def test_a_reply_without_a_block_has_no_tokens_of_reasoning(client):
+    for thinks, cut in ((False, 20), (True, 1)):
+        extra = {"chat_template_kwargs": {"thinks": thinks}}
+        body = {**BODY, "logit_bias": {}, "seed": 1, "max_tokens": cut, "extra_body": extra}
+        usage = client.chat.completions.create(**body).usage
+        assert usage.completion_tokens_details.reasoning_tokens == thinks, "a block that is cut is all of the reply"
+    completion = client.completions.create(model="thinking", prompt="a", max_tokens=1)
+    assert completion.usage.completion_tokens_details is None
+
+
+@pytest.mark.parametrize(
+    ("beginning", "text", "num"),
+    [
+        ("before", "<think>ab</think>c", 17),
+        ("before", " <think>a", 9),
+        ("before", " <thin", 0),
+        ("before", "a</think>", 0),
+        ("inside", "a</think>b</think>", 9),
+        ("within", "a</think>", 9),
+        ("after", "<think>a</think>", 0),
+    ],
+)
+@pytest.mark.parametrize("delay", [0, 1, 5])
+def test_the_count_of_a_block_does_not_depend_on_when_its_text_comes(beginning, text, num, delay):
+    """Characters are the tokens here; the text of each comes `delay` tokens later."""
+    characters = [*map(ord, text), *[ord("x")] * delay]
+    count = ReasoningCount(Beginning[beginning], lambda tokens: "".join(map(chr, tokens)))
+    for place in range(1, len(characters) + 1):
+        shown = chr(characters[place - 1 - delay]) if place > delay else ""
+        count.feed(characters[:place], [(place, shown)])
+    is_open = num == len(text) and CLOSE not in text
+    assert count.num == num + is_open * delay
 
 
 def test_the_template_is_given_the_reasoning_of_earlier_messages(server: RunningServer):

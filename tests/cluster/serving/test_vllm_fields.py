@@ -3,6 +3,8 @@ that are cut, and prompts that are scored alone."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import openai
 import pytest
 from tokenizers import Tokenizer, processors
@@ -122,13 +124,15 @@ def test_no_stop_string_ends_a_text_before_min_tokens(client, letters, stream):
             assert last.finish_reason == ("length" if end < 0 else "stop")
 
 
-@pytest.mark.parametrize("kind", ["text", "tokens", "chat"])
-def test_the_last_tokens_of_a_prompt_are_kept(client, server: RunningServer, kind):
+@pytest.mark.parametrize(
+    ("kind", "side"), [("text", "left"), ("tokens", "left"), ("chat", "left"), ("tokens", "right"), ("chat", "right")]
+)
+def test_one_end_of_a_prompt_is_kept(client, server: RunningServer, kind, side):
     text = "[user]abcdefgh\n[assistant]"
     tokens = server.engine.tokenizer.encode(text).ids
 
     def said(most, **body):
-        extra = {"return_token_ids": True, "truncate_prompt_tokens": most}
+        extra = {"return_token_ids": True, "truncate_prompt_tokens": most, "truncation_side": side}
         if kind == "chat":
             messages = [{"role": "user", "content": "abcdefgh"}]
             reply = client.chat.completions.create(model="tiny-chat", messages=messages, **body, extra_body=extra)
@@ -137,12 +141,13 @@ def test_the_last_tokens_of_a_prompt_are_kept(client, server: RunningServer, kin
         reply = client.completions.create(model="tiny-chat", prompt=prompt, **body, echo=True, extra_body=extra)
         (choice,) = reply.choices
         echo, kept = choice.text, choice.prompt_token_ids
-        assert echo.startswith(text[-len(kept) :])
+        assert echo.startswith(text[: len(kept)] if side == "right" else text[-len(kept) :])
         return kept, reply.usage.prompt_tokens
 
     whole = [END, *tokens] if kind == "chat" else tokens
     for most in (1, 9, len(whole), 1000):
-        assert said(most, max_tokens=2) == (whole[-most:], min(most, len(whole)))
+        kept = whole[:most] if side == "right" else whole[-most:]
+        assert said(most, max_tokens=2) == (kept, min(most, len(whole)))
     assert said(-1, max_tokens=500)[1] == 12 and said(-1, max_tokens=2)[1] == len(whole)
 
 
@@ -153,12 +158,15 @@ def test_the_tokens_that_a_tokenizer_adds_are_kept(server: RunningServer, monkey
     tokenizer.post_processor = processors.TemplateProcessing(form, special_tokens=[(NAME, END)])
     monkeypatch.setattr(server.service._model, "_tokenizer", tokenizer)
     wanted = Tokenizer.from_str(tokenizer.to_str())
-    for most, adds in ((4, True), (5, True), (1, False), (5, False), (99, True), (99, False)):
+    for (most, adds), side in product(
+        ((4, True), (5, True), (1, False), (5, False), (99, True), (99, False)), ("left", "right")
+    ):
         for text in ("abcdefgh", NAME + "ab" + NAME, "abcdefgh" * 300):
-            wanted.enable_truncation(most, direction="left")
+            wanted.enable_truncation(most, direction=side)
             body = {
                 "prompt": text,
                 "truncate_prompt_tokens": most,
+                "truncation_side": side,
                 "add_special_tokens": adds,
                 "return_token_ids": True,
             }
@@ -216,6 +224,7 @@ def test_a_prompt_is_scored_alone_whatever_would_follow(client, server: RunningS
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 2**64}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 1.5}, "truncate_prompt_tokens"),
+        ({"truncation_side": "middle"}, "truncation_side"),
         ({"truncate_prompt_tokens": -1, "max_tokens": 512}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 0, "echo": True, "prompt": "a" * 512}, "prompt"),
