@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _MOST_KEPT = 64
 """Compiled grammars, and as many that were refused; one of a large schema has megabytes."""
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+"""What may stand between the parts of a JSON text."""
 _MOST_ITEMS, _STEP_ITEMS, _STEP_FUEL = 500, 5_000, 100_000
 """Limits of a matcher's step, a tenth to a half of the library's: an ambiguous grammar is an error of its request
 before its masks delay those beside it by more than a fraction of a second."""
@@ -163,7 +164,7 @@ def _source(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json_schema":
-            source = LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": _WHITESPACE})
+            source = LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": WHITESPACE})
         case "regex":
             source = LLMatcher.grammar_from_regex(grammar.text)
         case _:

@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from actors.grammars.compiler import TooBusyError
 from actors.protocol.grammar import Grammar
 from cluster.completion import EngineError
 from cluster.config.schema import ServerConfig
@@ -29,8 +28,9 @@ from cluster.observability.report import versions
 from cluster.serving.admission import InFlightLimit
 from cluster.serving.bodies import BodyReader
 from cluster.serving.document import REFUSALS, ApiDocument
-from cluster.serving.errors import ApiError, Disconnected, answer_refusal, bad_request, timed_out, too_many
+from cluster.serving.errors import ApiError, Disconnected, answer_refusal, bad_request, timed_out
 from cluster.serving.generation import Generation
+from cluster.serving.grammar_check import GrammarCheck
 from cluster.serving.guard import OPEN, Guard, open_to_pages
 from cluster.serving.logprobs import LogprobWriter
 from cluster.serving.message_parts import PartReader, PartsForm
@@ -62,10 +62,6 @@ from cluster.serving.tracing import RequestTracer
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-_COMPILE_S = 10.0
-"""Limit for one grammar, once its turn has come, and before; those of the size that is allowed take a small part of
-it."""
-_BUSY = "many grammars are being compiled, or the machine is busy; try again later"
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_MAY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -82,6 +78,7 @@ class Api:
         self._limit = limit
         self._tracer = tracer
         self._bodies = BodyReader(2 * model.max_model_len)
+        self._grammars = GrammarCheck(model)
         self._timeout_s = config.timeout_s
         self._scraping = asyncio.Lock()  # a client asks for one report at a time
         self.is_ready = False
@@ -125,7 +122,7 @@ class Api:
         self._limit.check_size(len(body.prompts) * body.n)
         prompts = [await self._prompt_tokens(prompt, body) for prompt in body.prompts]
         texts = [await self._prompt_text(*pair, body) for pair in zip(body.prompts, prompts, strict=True) if body.echo]
-        await self._check_grammar(body, body.grammar)
+        await self._grammars.check(body.grammar, body.grammar_field)
         generation = await self._submit(body, prompts, "prompt", body.grammar, span)
         echoes = {choice.index: texts[choice.index // body.n] for choice in generation.choices if body.echo}
         return await self._answer(body, request, generation, CompletionForm(echoes))
@@ -137,9 +134,12 @@ class Api:
         text = await asyncio.to_thread(self._model.chat_text, body)
         prompt = await asyncio.to_thread(self._model.encode_chat, text, self._model.truncation(body))
         beginning = self._model.reasoning.beginning(text, body.continued)
-        form = await self._chat_form(body, beginning)
-        grammar = self._model.reasoning.grammar(body.grammar, beginning)
-        await self._check_grammar(body, grammar)
+        if body.may_call:
+            grammar = await self._grammars.of_own_calls(body, beginning)
+        else:
+            grammar = self._model.reasoning.grammar(body.grammar, beginning)
+            await self._grammars.check(grammar, body.grammar_field)
+        form = await self._chat_form(body, beginning, is_followed=grammar is not None)
         counts = self._model.reasoning_count(beginning)
         generation = await self._submit(body, [prompt], "messages", grammar, span, counts)
         return await self._answer(body, request, generation, form)
@@ -219,14 +219,15 @@ class Api:
             return prompt
         return await asyncio.to_thread(self._model.decode, tokens, skips_special=body.skip_special_tokens)
 
-    async def _chat_form(self, body: ChatRequest, beginning: Beginning) -> ChatForm:
-        """The form of the replies; with reasoning or tools, whose calls are looked for."""
+    async def _chat_form(self, body: ChatRequest, beginning: Beginning, *, is_followed: bool) -> ChatForm:
+        """The form of the replies; with reasoning or tools, whose calls are looked for. `is_followed`: replies have a
+        grammar."""
         shows = body.include_reasoning
         if not body.offered_tools:
             if beginning is Beginning.after:
                 return ChatForm()
             return PartsForm(make_reader=lambda: PartReader(ReasoningReader(beginning)), includes_reasoning=shows)
-        make_calls = self._model.call_reader(body)
+        make_calls = self._model.call_reader(body, is_followed=is_followed)
         try:
             await asyncio.to_thread(make_calls)
         except ValueError as error:
@@ -237,31 +238,6 @@ class Api:
             most_calls=None if body.parallel_tool_calls else 1,
             includes_reasoning=shows,
         )
-
-    async def _check_grammar(self, body: GenerationRequest, grammar: Grammar | None) -> None:
-        """Compile what the text has to follow, if anything, which the engine is given only if that works."""
-        if grammar is None:
-            return
-        field = body.grammar_field
-        compiling = self._model.compile_grammar(grammar)
-        waiting = asyncio.wrap_future(compiling)
-        try:
-            ended, _ = await asyncio.wait((waiting,), timeout=_COMPILE_S)
-            if not ended and compiling.cancel():  # it had not begun
-                raise too_many(_BUSY)
-            if not ended:
-                await asyncio.wait((waiting,), timeout=_COMPILE_S)
-            if not waiting.done():
-                line = f"{field}: takes longer than {_COMPILE_S:g} s to compile; use a simpler one"
-                raise ApiError(400, line, param=field)
-            waiting.result()
-        except TooBusyError as error:
-            raise too_many(_BUSY) from error
-        except ValueError as error:
-            line = str(error).partition(": ")[2]
-            raise ApiError(400, f"{field}: {line}", param=field, code="invalid_grammar") from error
-        finally:
-            waiting.cancel()
 
     async def _submit(
         self,

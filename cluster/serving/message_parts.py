@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, UnsetType
 
 from cluster.completion import Piece
+from cluster.serving.call_readers import CallPart, CallReader, Part
 from cluster.serving.generation import RequestedText
 from cluster.serving.reasoning import ReasoningReader
 from cluster.serving.replies import ChatForm
@@ -24,7 +25,6 @@ from cluster.serving.reply_records import (
     MessageDelta,
     MessageFunction,
 )
-from cluster.serving.tools import CallPart, CallReader, Part
 
 
 @dataclass(frozen=True, slots=True)

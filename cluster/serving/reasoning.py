@@ -14,10 +14,18 @@ from enum import Enum, auto
 from tokenizers import Tokenizer
 
 from actors.protocol.grammar import Grammar
+from cluster.serving.marks import without_beginning_of
 
 OPEN, CLOSE = "<think>", "</think>"
 _MOST_MARK_TOKENS = 2 * len(CLOSE)
 """One for each character, and as many without text."""
+
+
+_RULES = f"""TEXT: /(.|\\n)*/
+spelled[lazy]: /(.|\\n)*{CLOSE.replace("/", chr(92) + "/")}/
+SPACE: /[ \\n]{{0,9}}/
+"""
+"""A mark may be spelled by tokens that are none."""
 
 
 class Beginning(Enum):
@@ -53,13 +61,13 @@ class ReasoningMarks:
         """The grammar of a whole reply whose answer follows `grammar`."""
         if grammar is None or beginning is Beginning.after:
             return grammar
+        opened, rest = f'"{OPEN}"', "spelled"
         if self._tokens is not None:
-            opened, rest = (f"<[{token}]>" for token in self._tokens)
-            rules = f"rest: TEXT {rest}\nTEXT: /(.|\\n)*/"
-        else:
-            opened, rules = f'"{OPEN}"', f"rest[lazy]: /(.|\\n)*{CLOSE.replace('/', chr(92) + '/')}/"
-        start = "rest SPACE @answer" if beginning is not Beginning.before else f"({opened} rest SPACE)? @answer"
-        return replace(grammar, frame=f"start: {start}\n{rules}\nSPACE: /[ \\n]{{0,9}}/")
+            opened, closed = (f"<[{token}]>" for token in self._tokens)
+            rest = f"(TEXT {closed} | spelled)"
+        block = f"{rest} SPACE" if beginning is not Beginning.before else f"({opened} {rest} SPACE)?"
+        answer = grammar.frame.replace("start:", "answer:", 1) or "answer: @answer\n"
+        return replace(grammar, frame=f"start: {block} answer\n{_RULES}{answer}")
 
 
 class ReasoningReader:
@@ -94,7 +102,7 @@ class ReasoningReader:
                 self._place = Beginning.after
         if self._place is Beginning.inside:
             inner, mark, rest = self._held.partition(CLOSE)
-            shown = inner.rstrip() if mark else _without_beginning_of(CLOSE, inner).rstrip()
+            shown = inner.rstrip() if mark else without_beginning_of(CLOSE, inner).rstrip()
             reasoning = shown.lstrip() if self._is_first else shown
             self._is_first = self._is_first and not reasoning
             self._held = rest if mark else inner[len(shown) :]
@@ -142,8 +150,3 @@ class ReasoningCount:
         while CLOSE in self._decode(token_ids[max(0, num_tokens - 1 - _MOST_MARK_TOKENS) : num_tokens - 1]):
             num_tokens -= 1
         return num_tokens
-
-
-def _without_beginning_of(mark: str, text: str) -> str:
-    """The text without what could be the beginning of the mark at its end."""
-    return text[: len(text) - next(n for n in range(len(mark) - 1, -1, -1) if text.endswith(mark[:n]))]

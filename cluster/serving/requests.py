@@ -437,11 +437,20 @@ class ChatRequest(TemplateFields, GenerationRequest):
         """Those that the template writes: the model may call them, or some of them."""
         return [] if self.choice == "none" else self.tools
 
+    @property
+    def may_call(self) -> bool:
+        """Whether the model decides on calls itself."""
+        return bool(self.offered_tools) and self.choice == "auto"
+
+    @property
+    def callable_tools(self) -> list[ToolDefinition]:
+        """Those that may be called. Raises ValueError, one line, where there is none of a name."""
+        names = self.callable_names
+        return self.offered_tools if names is None else named_tools(self.tools, names)
+
     def _grammar(self) -> Grammar | None:
         """That of a forced call, or what else the text has to follow."""
-        names = self.callable_names
-        tools = self.tools if names is None else named_tools(self.tools, names)
-        forced = call_grammar(tools, self.choice, is_parallel=self.parallel_tool_calls)
+        forced = call_grammar(self.callable_tools, self.choice, is_parallel=self.parallel_tool_calls)
         return super()._grammar() if forced is None else forced
 
     @property

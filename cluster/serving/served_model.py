@@ -25,11 +25,13 @@ from actors.protocol.messages import SamplingParams, check_tokens
 from actors.protocol.sampling_params import MOST_BAD_WORD_TOKENS
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Client
-from cluster.io.text import bad_word_tokens
+from cluster.io.text import bad_word_tokens, read_eos_token_ids
 from cluster.observability.metrics import metric_labels
 from cluster.observability.prometheus import MetricsPage, RequestHistograms
 from cluster.observability.timeline import WORK, lanes_of, last_rounds
 from cluster.pocket import is_bundled
+from cluster.serving.call_forms import AddedTokens, CallForm, native_form
+from cluster.serving.call_readers import ArgumentsReader, CallListReader, CallReader
 from cluster.serving.chat_template import ChatTemplate
 from cluster.serving.errors import ApiError, bad_request
 from cluster.serving.fingerprint import WeightNames
@@ -45,13 +47,7 @@ from cluster.serving.requests import (
     TemplateFields,
     is_text,
 )
-from cluster.serving.tools import (
-    ArgumentsReader,
-    CallListReader,
-    CallReader,
-    NamedTool,
-    native_reader,
-)
+from cluster.serving.tools import NamedTool, ToolDefinition
 from cluster.serving.truncation import Truncation
 
 
@@ -98,8 +94,11 @@ class ServedModel:
         self._most_characters = self.max_model_len * _most_characters_a_token(client.tokenizer)
         self._checkpoint = checkpoint
         self._template = ChatTemplate.read(checkpoint)
-        self._response_template = ChatTemplate.read_response_template(checkpoint)
-        self.reasoning = ReasoningMarks(self._tokenizer, self._template.source if self._template else "")
+        source = self._template.source if self._template else ""
+        tokens = AddedTokens(self._tokenizer, read_eos_token_ids(checkpoint))
+        self._call_form = native_form(source, ChatTemplate.read_response_template(checkpoint), tokens)
+        self._follows_grammars = "block_size" not in facts  # else the target fills masks in an order of its own
+        self.reasoning = ReasoningMarks(self._tokenizer, source)
 
     def check_alive(self) -> None:
         """Raise EngineError once the engine has failed."""
@@ -213,19 +212,28 @@ class ServedModel:
                 raise ValueError(f"chat_template_kwargs: {name} contradicts reasoning_effort; leave one of them out")
         return names
 
-    def call_reader(self, request: ChatRequest) -> Callable[[], CallReader]:
-        """Makes a reader of a reply's calls. The first takes seconds, because it loads transformers."""
+    def call_reader(self, request: ChatRequest, *, is_followed: bool) -> Callable[[], CallReader]:
+        """Makes a reader of a reply's calls; `is_followed` says whether a grammar writes those of the model's own form.
+        The first may take seconds, because it loads transformers."""
         if isinstance(request.choice, NamedTool):
             name = request.choice.function.name
             return lambda: ArgumentsReader(name)
         if request.choice == "required":
             return CallListReader
-        make = native_reader(self._template.source if self._template else "", self._response_template)
-        if make is None:
+        form, tools, names = self._known_form(), request.offered_tools, request.callable_names
+        return lambda: form.reader(tools, names, is_followed=is_followed)
+
+    def native_grammar(self, request: ChatRequest, tools: Sequence[ToolDefinition]) -> Grammar | None:
+        """What a reply follows that may call these tools in the model's own form; None where nothing can be
+        prescribed."""
+        form = self._known_form()
+        return form.grammar(tools, is_parallel=request.parallel_tool_calls) if self._follows_grammars else None
+
+    def _known_form(self) -> CallForm:
+        if self._call_form is None:
             line = f"tools: {self.name} has no form of calls that this server knows; use tool_choice=required, or none"
             raise ApiError(400, line, param="tools", code="no_tools")
-        tools = [tool.for_template() for tool in request.offered_tools]
-        return lambda: make(tools, request.callable_names)
+        return self._call_form
 
     def check_tokens(self, token_ids: Sequence[int], field: str) -> None:
         try:

@@ -16,10 +16,11 @@ from tokenizers import Tokenizer
 
 from actors.grammars.compiler import GrammarCompiler
 from actors.protocol.grammar import Grammar
+from cluster.serving.call_forms import HERMES
+from cluster.serving.call_readers import TemplateReader
 from cluster.serving.chat_template import ChatTemplate
 from cluster.serving.message_parts import PartReader
 from cluster.serving.reasoning import CLOSE, OPEN, Beginning, ReasoningCount, ReasoningMarks, ReasoningReader
-from cluster.serving.tools import HERMES, TemplateReader
 from tests.cluster.serving.conftest import TEMPLATE, RunningServer, serving
 from tests.cluster.serving.test_tools import joined
 from tests.matrices import in_turn
@@ -142,6 +143,11 @@ def test_a_grammar_holds_for_the_answer(chat_checkpoint, has_tokens, answer):
             one = matcher.deep_copy()
             is_whole = one.try_consume_tokens(tokens) == len(tokens) and one.is_accepting()
             assert is_whole == (text in right), text
+        opens = "<think>" if beginning is Beginning.before else ""
+        for rest, is_right in (('{"n":1}', True), ('{"n":3}', False), ("a", False)):  # a mark of other tokens
+            tokens = tokenizer.encode(opens).ids + [one for mark in f"a{CLOSE}" for one in tokenizer.encode(mark).ids]
+            tokens += tokenizer.encode(rest).ids
+            assert (matcher.deep_copy().try_consume_tokens(tokens) == len(tokens)) == is_right, rest
 
 
 # --- over HTTP --------------------------------------------------------------------------------------------------------

@@ -12,15 +12,16 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, Field
+from tokenizers import Tokenizer
 
-from cluster.serving.tools import (
-    HERMES,
+from cluster.serving.call_forms import HERMES, AddedTokens, native_form
+from cluster.serving.call_readers import (
     ArgumentsReader,
     CallListReader,
     CallPart,
     JsonReplyReader,
+    MarkedCallReader,
     TemplateReader,
-    native_reader,
 )
 from tests.cluster.serving.conftest import RunningServer, serving
 from tests.matrices import in_turn
@@ -318,6 +319,26 @@ CASES = [
     pytest.param(lambda: JsonReplyReader("[TOOL_CALLS]"), " text {", " text {", []),
     pytest.param(lambda: JsonReplyReader("[TOOL_CALLS]"), '{"a": 1}', '{"a": 1}', []),
 ]
+LONG = '{"a": 1e999, "b": "x</tool_call> <tool_call>{", "c": ' + "9" * 5_000 + "}"
+"""Marks within a text, and numbers that Python cannot hold."""
+CASES += [
+    pytest.param(
+        lambda: MarkedCallReader("<tool_call>", "</tool_call>"),
+        f'One.\n<tool_call>\n{{"name": "f", "arguments": {LONG}}} </tool_call>\n{LATER} two <tool',
+        "One.\n two <tool",
+        [("f", LONG), ("now", "{}")],
+    ),
+    pytest.param(lambda: MarkedCallReader("<<", ">>"), 'a <<{"name": "f", "arg', 'a {"name": "f", "arg', []),
+    pytest.param(lambda: MarkedCallReader("<<", ">>"), " a \n", " a \n", []),
+    pytest.param(CallListReader, f'[{{"name": "f", "parameters": {LONG}}}]', "", [("f", LONG)]),
+    pytest.param(
+        lambda: JsonReplyReader("[T]", ["f"], re.compile(r"\s*(\[T\])?\s*\[?\{")),
+        f'[T] [{{"name": "f", "arguments": {LONG}}} , {{"name": "f", "arguments": {{}}}}] ',
+        "",
+        [("f", LONG), ("f", "{}")],
+    ),
+    pytest.param(lambda: JsonReplyReader("[T]", ["f"], re.compile("x")), '{"name": "f"}', '{"name": "f"}', []),
+]
 DEEP = "[" * 5_000
 """A model that repeats itself; JSON of so many levels cannot be read."""
 
@@ -355,11 +376,13 @@ def test_calls_are_the_same_at_every_cut(make, text, content, calls):
         assert [found[i] for i in range(len(found))] == calls, pieces
 
 
-def test_the_form_of_a_checkpoint_is_that_of_its_tokenizer_or_of_a_family():
-    def kind(chat_template, response_template=None):
-        make = native_reader(chat_template, response_template)
-        return make and type(make([], None))
+def test_the_form_of_a_checkpoint_is_that_of_its_tokenizer_or_of_a_family(chat_checkpoint):
+    tokens = AddedTokens(Tokenizer.from_file(str(chat_checkpoint / "tokenizer.json")), [0])
 
-    assert kind("... <tool_call> ...") is kind("", OWN) is TemplateReader
-    assert kind("[TOOL_CALLS]") is kind("<|python_tag|>") is JsonReplyReader
-    assert kind("{{ messages }}") is None
+    def kinds(chat_template, response_template=None):
+        form = native_form(chat_template, response_template, tokens)
+        return form and [type(form.reader([], None, is_followed=followed)) for followed in (False, True)]
+
+    assert kinds("... <tool_call> ...") == [TemplateReader, MarkedCallReader] == kinds("", OWN)
+    assert kinds("[TOOL_CALLS]") == kinds("<|python_tag|>") == [JsonReplyReader] * 2
+    assert kinds("{{ messages }}") is None

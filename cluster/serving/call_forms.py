@@ -1,0 +1,198 @@
+"""The forms in which models write calls when they decide themselves: how each is read, and its grammar.
+
+A checkpoint tells its form by a `response_template` of its tokenizer or by its chat template, for the families of a
+short table. Where a call has a mark or a beginning by which it is known, the grammar leaves the text before it free and
+prescribes the call from there on, so that every call that is read follows its tool's schema. It must not know how
+replies are written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+from actors.grammars.compiler import WHITESPACE
+from actors.protocol.grammar import Grammar
+from cluster.serving.call_readers import CallReader, JsonReplyReader, MarkedCallReader, TemplateReader
+from cluster.serving.grammars import json_grammar, quoted
+from cluster.serving.tools import ToolDefinition, call_schemas
+
+HERMES: dict[str, Any] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {"content": "text", "content_args": {"strip": False}},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "content_args": {"allow_non_json": True},
+            "repeats": True,
+        },
+    },
+}
+"""Hermes and Qwen: each call between these marks, anywhere in the text."""
+_PLAIN_KEYS = {"open", "close", "content", "content_args", "repeats", "optional", "transform"}
+_SPACE = r"[ \t\r\n]{0,20}"
+_OPENED = r"\["
+
+
+Names = Collection[str] | None
+"""Those of the tools that may be called; None for all."""
+
+
+class CallForm(Protocol):
+    """One checkpoint's form."""
+
+    def reader(self, tools: Sequence[ToolDefinition], names: Names, *, is_followed: bool) -> CallReader:
+        """Reads a reply that follows the grammar, or one that is free."""
+        ...
+
+    def grammar(self, tools: Sequence[ToolDefinition], *, is_parallel: bool) -> Grammar | None:
+        """What replies follow that may call these tools; None if the form has no grammar."""
+        ...
+
+
+class AddedTokens:
+    """The tokens that are no pieces of text, but for those that end texts."""
+
+    def __init__(self, tokenizer: Tokenizer, end_token_ids: Collection[int]) -> None:
+        added = {one: token for one, token in tokenizer.get_added_tokens_decoder().items() if one not in end_token_ids}
+        self._visible = {one for one, token in added.items() if not token.special}
+        self._all = {*added}
+        self._ids = {token.content: one for one, token in added.items()}
+
+    def one(self, text: str) -> str | None:
+        """A grammar's name of the token of a mark, if there is one."""
+        found = self._ids.get(text)
+        return None if found is None else f"<[{found}]>"
+
+    def any(self, *, but: str = "", visible: bool = False) -> str | None:
+        """A grammar's name of all of them, but that of a mark; those that are `visible` are part of a reply's text."""
+        found = (self._visible if visible else self._all) - {self._ids.get(but)}
+        return f"<[{','.join(map(str, sorted(found)))}]>" if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedForm:
+    """Calls anywhere in the text, as a `response_template` describes them. With `marks` they are JSON between these two
+    texts, and a grammar can write them."""
+
+    template: Mapping[str, Any]
+    marks: tuple[str, str] | None
+    tokens: AddedTokens
+
+    def reader(self, tools: Sequence[ToolDefinition], names: Names, *, is_followed: bool) -> CallReader:
+        if is_followed and self.marks is not None:
+            return MarkedCallReader(*self.marks)
+        return TemplateReader(self.template, [tool.for_template() for tool in tools], names)
+
+    def grammar(self, tools: Sequence[ToolDefinition], *, is_parallel: bool) -> Grammar | None:
+        """A mark may be spelled by tokens that are none, and text goes on behind tokens that are shown: others could
+        hide a mark between its parts."""
+        if self.marks is None:
+            return None
+        opens, closes = map(self.tokens.one, self.marks)
+        shown = self.tokens.any(but=self.marks[0], visible=True)
+        pieces = [*(["call"] if is_parallel else []), *([f"FREE {shown}"] if shown else [])]
+        calls, definitions = call_schemas(tools, "arguments")
+        head, close = _either("opens", opens and f"FREE {opens}"), _either(quoted(self.marks[1]), closes)
+        rules = [
+            f"start: {f'{_either(*pieces)}* ' if pieces else ''}{'FREE' if is_parallel else '(call | FREE)'}",
+            f"call: {head} GAP @answer GAP {close}",
+            f"opens[lazy]: /(.|\\n)*{_literal(self.marks[0])}/",
+            "FREE: /(.|\\n)*/",
+            f"GAP: /{_SPACE}/",
+        ]
+        return replace(json_grammar({"anyOf": calls, "$defs": definitions}), frame="\n".join(rules))
+
+
+@dataclass(frozen=True, slots=True)
+class JsonReplyForm:
+    """A reply that begins as a call, or as a list of calls, behind an optional mark, is that as a whole. `key` is the
+    name of a call's arguments."""
+
+    mark: str
+    key: str
+    tokens: AddedTokens
+
+    def reader(self, tools: Sequence[ToolDefinition], names: Names, *, is_followed: bool) -> CallReader:
+        known = [tool.function.name for tool in tools] if names is None else names
+        begins = re.compile(self._begin("|".join(known), r"(\[)?")) if is_followed else None
+        return JsonReplyReader(self.mark, names, begins)
+
+    def _begin(self, names: str, bracket: str) -> str:
+        """A regular expression of a reply up to its first call's name."""
+        words = [f"({_literal(self.mark)})?", *([bracket] if bracket else [])]
+        return "".join([f"{_SPACE}{word}" for word in words]) + _named_call(names)
+
+    def grammar(self, tools: Sequence[ToolDefinition], *, is_parallel: bool) -> Grammar | None:
+        """A text that begins otherwise is free. One that begins with a bracket has no tokens that are not shown: they
+        could hide the beginning of a call."""
+        mark, all_added, others = self.tokens.one(self.mark), self.tokens.any(), self.tokens.any(but=self.mark)
+        places = range(len(tools))
+        first, item = _either(*[f"first{i} rest{i}" for i in places]), _either(*[f"NEXT{i} rest{i}" for i in places])
+        items = f'{first} (GAP "," {item})*' if is_parallel else first
+        free = f"OTHER ({all_added} FREE)*" if all_added else "OTHER"
+        rules = [
+            f"start: {f'{others}* ' if others else ''}{_either(mark and f'{mark} called', 'called', 'BRACED', free)}",
+            f'called: {_either(*[f"one{i} rest{i}" for i in places], f"""{items} GAP "]" """)} GAP',
+            f"GAP: /{_SPACE}/",
+            "FREE: /(.|\\n)*/",
+            r"BRACED: /[ \t\r\n]*[\[{](.|\n)*/",
+            r"OTHER: /[ \t\r\n]*([^ \t\r\n\[{](.|\n)*)?/",
+        ]
+        for place, tool in enumerate(tools):
+            schema = tool.function.schema_of_arguments | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+            rules += [
+                f"one{place}[lazy]: /{self._begin(tool.function.name, '')}/",
+                f"first{place}[lazy]: /{self._begin(tool.function.name, _OPENED)}/",
+                f"NEXT{place}: /{_named_call(tool.function.name)}/",
+                f'rest{place}: GAP "," GAP {quoted(quoted(self.key))} GAP ":" GAP arguments{place} GAP "}}"',
+                f"arguments{place}: %json {json.dumps(schema)}",
+            ]
+        return Grammar("lark", "\n".join(rules))
+
+
+def _named_call(names: str) -> str:
+    """A regular expression of a call up to its name, which is one of these."""
+    kind = f'("type"{_SPACE}:{_SPACE}"function"{_SPACE},{_SPACE})?'
+    return f'{_SPACE}\\{{{_SPACE}{kind}"name"{_SPACE}:{_SPACE}"({names})"'
+
+
+def _either(*rules: str | None) -> str:
+    return f"({' | '.join([rule for rule in rules if rule])})"
+
+
+def _literal(text: str) -> str:
+    """A text in a regular expression of Lark."""
+    return re.escape(text).replace("/", "\\/")
+
+
+def native_form(
+    chat_template: str, response_template: Mapping[str, Any] | None, tokens: AddedTokens
+) -> CallForm | None:
+    """That of a checkpoint, as its tokenizer says it or its chat template shows; None if none is known."""
+    if response_template is None and "<tool_call>" in chat_template:
+        response_template = HERMES
+    if response_template is not None:
+        return MarkedForm(response_template, _marks(response_template), tokens)
+    for mark, key in (("[TOOL_CALLS]", "arguments"), ("<|python_tag|>", "parameters")):
+        if mark in chat_template:
+            return JsonReplyForm(mark, key, tokens)
+    return None
+
+
+def _marks(template: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The texts around calls, if these are plain JSON and the rest is content; None for any other form."""
+    fields = template.get("fields", {})
+    calls = fields.get("tool_calls", {})
+    is_plain = {*fields} == {"content", "tool_calls"} and {*calls} <= _PLAIN_KEYS and calls.get("content") == "json"
+    is_plain &= {*calls.get("content_args", {})} <= {"allow_non_json"} and calls.get("repeats") is True
+    is_plain &= calls.get("transform", "{content}") == "{content}" and not {*fields["content"]} & {"open", "close"}
+    opens, closes = calls.get("open"), calls.get("close")
+    return (opens, closes) if is_plain and isinstance(opens, str) and isinstance(closes, str) else None
