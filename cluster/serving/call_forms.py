@@ -38,7 +38,9 @@ HERMES: dict[str, Any] = {
 """Hermes and Qwen: each call between these marks, anywhere in the text."""
 _PLAIN_KEYS = {"open", "close", "content", "content_args", "repeats", "optional", "transform"}
 _SPACE = r"[ \t\r\n]{0,20}"
-_OPENED = r"\["
+_BRACKET = r"\["
+_NAMED = f'''{_SPACE}[{{]{_SPACE}("type"{_SPACE}:{_SPACE}"function"{_SPACE},{_SPACE})?"name"{_SPACE}:{_SPACE}"'''
+"""A regular expression of a call up to its name."""
 
 
 Names = Collection[str] | None
@@ -121,26 +123,29 @@ class JsonReplyForm:
     tokens: AddedTokens
 
     def reader(self, tools: Sequence[ToolDefinition], names: Names, *, is_followed: bool) -> CallReader:
-        known = [tool.function.name for tool in tools] if names is None else names
-        begins = re.compile(self._begin("|".join(known), r"(\[)?")) if is_followed else None
+        known = "|".join([tool.function.name for tool in tools] if names is None else names)
+        begins = re.compile(f'{self._begin(f"({_BRACKET})?")}({known})"') if is_followed else None
         return JsonReplyReader(self.mark, names, begins)
 
-    def _begin(self, names: str, bracket: str) -> str:
+    def _begin(self, bracket: str) -> str:
         """A regular expression of a reply up to its first call's name."""
-        words = [f"({_literal(self.mark)})?", *([bracket] if bracket else [])]
-        return "".join([f"{_SPACE}{word}" for word in words]) + _named_call(names)
+        return f"{_SPACE}({_literal(self.mark)})?{_SPACE}{bracket}{_NAMED}"
 
     def grammar(self, tools: Sequence[ToolDefinition], *, is_parallel: bool) -> Grammar | None:
         """A text that begins otherwise is free. One that begins with a bracket has no tokens that are not shown: they
         could hide the beginning of a call."""
         mark, all_added, others = self.tokens.one(self.mark), self.tokens.any(), self.tokens.any(but=self.mark)
-        places = range(len(tools))
-        first, item = _either(*[f"first{i} rest{i}" for i in places]), _either(*[f"NEXT{i} rest{i}" for i in places])
-        items = f'{first} (GAP "," {item})*' if is_parallel else first
         free = f"OTHER ({all_added} FREE)*" if all_added else "OTHER"
+        started = _either(mark and f"{mark} called", "called", "(one | first) FREE", "BRACED", free)
         rules = [
-            f"start: {f'{others}* ' if others else ''}{_either(mark and f'{mark} called', 'called', 'BRACED', free)}",
-            f'called: {_either(*[f"one{i} rest{i}" for i in places], f"""{items} GAP "]" """)} GAP',
+            f"start: {f'{others}* ' if others else ''}{started}",
+            f"""called: (one call | first call{' (GAP "," NEXT call)*' if is_parallel else ""} GAP "]") GAP""",
+            f"call: {_either(*[f'name{place} between arguments{place} GAP CLOSES' for place in range(len(tools))])}",
+            f"one[lazy]: /{self._begin('')}/",
+            f"first[lazy]: /{self._begin(_BRACKET)}/",
+            f"NEXT: /{_NAMED}/",
+            f'between: GAP "," GAP {quoted(quoted(self.key))} GAP ":" GAP',
+            'CLOSES: "}"',
             f"GAP: /{_SPACE}/",
             "FREE: /(.|\\n)*/",
             r"BRACED: /[ \t\r\n]*[\[{](.|\n)*/",
@@ -149,19 +154,10 @@ class JsonReplyForm:
         for place, tool in enumerate(tools):
             schema = tool.function.schema_of_arguments | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
             rules += [
-                f"one{place}[lazy]: /{self._begin(tool.function.name, '')}/",
-                f"first{place}[lazy]: /{self._begin(tool.function.name, _OPENED)}/",
-                f"NEXT{place}: /{_named_call(tool.function.name)}/",
-                f'rest{place}: GAP "," GAP {quoted(quoted(self.key))} GAP ":" GAP arguments{place} GAP "}}"',
+                f'name{place}[lazy]: /{tool.function.name}"/',
                 f"arguments{place}: %json {json.dumps(schema)}",
             ]
         return Grammar("lark", "\n".join(rules))
-
-
-def _named_call(names: str) -> str:
-    """A regular expression of a call up to its name, which is one of these."""
-    kind = f'("type"{_SPACE}:{_SPACE}"function"{_SPACE},{_SPACE})?'
-    return f'{_SPACE}\\{{{_SPACE}{kind}"name"{_SPACE}:{_SPACE}"({names})"'
 
 
 def _either(*rules: str | None) -> str:

@@ -85,7 +85,7 @@ class GrammarCheck:
             return True
         try:
             await self.check(json_grammar(tool.function.schema_of_arguments), _TOOLS)
-        except (ApiError, ValueError) as error:
+        except (ApiError, ValueError, RecursionError) as error:
             if isinstance(error, ApiError) and error.status_code != 400:
                 raise
             return False
@@ -96,8 +96,9 @@ class GrammarCheck:
     ) -> Grammar | None:
         try:
             grammar = self._model.native_grammar(body, tools)
-        except ValueError as error:
-            raise ApiError(400, f"{_TOOLS}: {error}", param=_TOOLS) from error
+        except (ValueError, RecursionError) as error:
+            line = error if isinstance(error, ValueError) else "a schema is nested too deeply"
+            raise ApiError(400, f"{_TOOLS}: {line}", param=_TOOLS) from error
         if grammar is None:
             if any(tool.function.is_strict for tool in tools):
                 raise ApiError(400, _NOT_STRICT, param=_TOOLS, code="unsupported_field")
