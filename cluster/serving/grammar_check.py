@@ -20,6 +20,8 @@ from cluster.serving.tools import ToolDefinition
 _COMPILE_S = 10.0
 """Limit for one grammar, once its turn has come, and before; those of the size that is allowed take a small part of
 it."""
+_MOST_TRIED = 32
+"""Half of the compiled grammars that are kept."""
 _BUSY = "many grammars are being compiled, or the machine is busy; try again later"
 _TOOLS = "tools"
 _NOT_STRICT = (
@@ -71,7 +73,7 @@ class GrammarCheck:
         except ApiError as error:
             if error.status_code != 400 or all(strict):
                 raise
-        tools = [one if await self._may_follow(one) else one.with_any_arguments for one in tools]
+        tools = await self._loosened(tools)
         try:
             return await self._compiled(body, tools, beginning)
         except ApiError as error:
@@ -79,10 +81,17 @@ class GrammarCheck:
                 raise
         return None
 
-    async def _may_follow(self, tool: ToolDefinition) -> bool:
-        """Whether it has to follow its schema, or can."""
-        if tool.function.is_strict:
-            return True
+    async def _loosened(self, tools: Sequence[ToolDefinition]) -> list[ToolDefinition]:
+        """Those that are strict or can be compiled by themselves as they are, and the others with any arguments. What
+        that takes is bounded: of many, and once the time is over, none is tried."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + _COMPILE_S if len(tools) <= _MOST_TRIED else 0.0
+        return [
+            one if one.function.is_strict or (clock() < end and await self._can_follow(one)) else one.with_any_arguments
+            for one in tools
+        ]
+
+    async def _can_follow(self, tool: ToolDefinition) -> bool:
         try:
             await self.check(json_grammar(tool.function.schema_of_arguments), _TOOLS)
         except (ApiError, ValueError, RecursionError) as error:

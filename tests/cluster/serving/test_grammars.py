@@ -16,7 +16,7 @@ from actors.grammars.compiler import _source as source
 from actors.grammars.masks import TextMatcher
 from actors.protocol.grammar import Grammar
 from actors.protocol.messages import SamplingParams
-from cluster.serving import app
+from cluster.serving import grammar_check
 from tests.cluster.serving.conftest import RunningServer
 
 SCHEMA = {
@@ -156,7 +156,7 @@ def test_a_choice_of_thousands_is_followed(client):
 def test_grammars_that_wait_for_others_may_come_again(server: RunningServer, monkeypatch):
     """What takes long is a 400 of its own; what has not begun is no fault of the request."""
     goes_on = threading.Event()
-    monkeypatch.setattr(app, "_COMPILE_S", 0.2)
+    monkeypatch.setattr(grammar_check, "_COMPILE_S", 0.2)
     monkeypatch.setattr(compiler, "_source", lambda grammar: goes_on.wait(60) and source(grammar))
     answers = []
 

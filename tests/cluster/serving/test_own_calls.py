@@ -163,3 +163,16 @@ def test_strict_is_refused_for_a_form_that_no_grammar_describes(server: RunningS
         assert answer[0] == status, answer
     assert answer[2]["error"]["message"].startswith("tools: nothing can be prescribed for this model's own form")
     assert server.ask(CHAT, {**body, "tool_choice": "required"})[0] == 200
+
+
+@pytest.mark.parametrize(("num", "most"), [(20, 23), (40, 2)])
+def test_what_is_compiled_for_one_request_is_bounded(server: RunningServer, monkeypatch, num, most):
+    """All of them, each by itself unless they are many, and what is left."""
+    model, compiled = server.service._model, list[str]()
+    compile_grammar = model.compile_grammar
+    monkeypatch.setattr(model, "compile_grammar", lambda one: compiled.append(one.text) or compile_grammar(one))
+    tools = [tool(f"f{place}", {"const": {"a": place}}) for place in range(num)] + [tool("g", UNKNOWN)]
+    body = {**BODY, "tools": tools, "max_tokens": 2}
+    assert server.ask(CHAT, body)[0] == 200
+    assert len(compiled) == most
+    assert ('"const": {"a"' in compiled[-1]) == (num == 20)
