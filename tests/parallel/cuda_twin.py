@@ -176,7 +176,9 @@ class CudaTwin:
             monkeypatch.setattr(torch.cuda, name, stand_in)
         # kernels called by address are no operations of PyTorch; a GPU does not use them either
         monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
-        monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
+        for where in ("parallel.model.layers.norm", "parallel.kernels.norms"):
+            monkeypatch.setattr(f"{where}.has_norms", lambda: False)
+        monkeypatch.setattr("parallel.model.layers.activation.maps_rows", lambda _: False)
         # a CPU's table of rotations grows with the positions; a GPU computes them
         monkeypatch.setattr(Rope, "__call__", lambda rope, positions: rope._rotation(positions))
         return self

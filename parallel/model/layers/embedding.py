@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kernels.library import library
 from parallel.kernels.norms import add_rows
-from parallel.kernels.steps import take_rows
+from parallel.kernels.steps import recording, take_rows
 from parallel.model.config import DecoderConfig
 from parallel.model.layers.activation import scaled
 from parallel.model.layers.norm import NORMS, Norm
@@ -132,7 +131,7 @@ class InputRows(Layer):
     def _of_positions(self, positions: Tensor, table: VocabTable) -> Tensor:
         """positions [T] -> [T, H]. A drafted row may lie after the last position; it is never committed."""
         rows = table.weight.plain
-        if rows.is_cpu and library() is not None:
+        if recording() is not None:
             return take_rows(rows, positions, shift=self._offset, last=len(rows) - 1)
         return table.embed((positions + self._offset).clamp(max=table.vocab_size - 1))
 

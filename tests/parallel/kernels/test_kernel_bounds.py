@@ -78,7 +78,7 @@ TYPES = {
     "w8a8 of bfloat16": (torch.int8, torch.bfloat16),
 }
 """Of the matrix and of the rows, where these are not float32 for the type itself."""
-PER_STEP = {"pairs": 2, "w8a8": 4, "w8a8 of bfloat16": 4}
+PER_STEP = {torch.bfloat16: 2, "pairs": 2, "w8a8": 4, "w8a8 of bfloat16": 4}
 
 
 def packed(matrix, stored):
@@ -101,9 +101,9 @@ def packed(matrix, stored):
 def test_products_stay_within_their_matrix(shape, stored):
     torch.manual_seed(0)
     outputs, inputs = shape
-    in_pairs, step = STORED[stored] == "pairs", PER_STEP.get(STORED[stored], 1)
+    step = PER_STEP.get(STORED[stored], 1)
     dtype, rows = TYPES.get(STORED[stored], (STORED[stored], torch.float32))
-    inputs += inputs % 2 if in_pairs else 0
+    inputs += inputs % 2 if step == 2 else 0
     matrix = torch.randn(outputs, inputs).mul(9).to(dtype)
     matrix, width = F.pad(matrix, (0, -inputs % step)), inputs + -inputs % step
     panels, matrix = packed(matrix, stored), matrix[:, :inputs]
@@ -121,7 +121,7 @@ def test_products_stay_within_their_matrix(shape, stored):
             torch.testing.assert_close(out.result().double(), expected, atol=2e-3, rtol=1e-4)
     gather = function("gather_rows", *[c_void_p] * 4, *[c_int64] * 3, c_int)
     ids, out = torch.tensor([outputs - 1, 0, outputs // 2]), Guarded(3, width, dtype=rows)
-    scales = torch.ones(outputs) if in_pairs else scales
+    scales = torch.ones(outputs) if STORED[stored] == "pairs" else scales
     pointers = (one.data_ptr() for one in (panels, scales, ids, out.inside))
     gather(*pointers, 3, width, outputs, stored)
     assert torch.equal(out.result()[:, :inputs], (matrix[ids].float() * scales[ids, None]).to(rows))
