@@ -18,8 +18,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch  # noqa: F401  loads the OpenMP runtime that the kernels are bound to
@@ -108,18 +110,24 @@ def find_compiler() -> str:
 
 
 def _compile(compiler: str, sources: list[Path], library_file: Path) -> None:
-    unfinished = library_file.with_suffix(f".{os.getpid()}")  # on a shared disk other machines hold no lock here
-    command = [compiler, *_flags(), *map(str, sources), "-o", str(unfinished)]
+    """Each source by itself, as many at once as there are cores."""
+    with TemporaryDirectory(dir=library_file.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        pairs = zip(sources, objects, strict=True)
+        list(pool.map(_run, [[compiler, *_flags(), "-c", str(source), "-o", str(made)] for source, made in pairs]))
+        unfinished = Path(folder) / library_file.name
+        _run([compiler, *_flags(), *map(str, objects), "-o", str(unfinished)])
+        unfinished.replace(library_file)
+
+
+def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-        if done.returncode:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
-            raise NoKernelsError(f"{compiler} failed ({first}); use GCC 12, Clang 14 or newer, or another CXX")
-        unfinished.replace(library_file)
     except subprocess.TimeoutExpired:
-        raise NoKernelsError(f"{compiler} took longer than {_LIMIT_S} s; try again") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
+        raise NoKernelsError(f"{command[0]} took longer than {_LIMIT_S} s; try again") from None
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
+        raise NoKernelsError(f"{command[0]} failed ({first}); use GCC 12, Clang 14 or newer, or another CXX")
 
 
 def _flags() -> list[str]:
