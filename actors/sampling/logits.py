@@ -262,14 +262,19 @@ def _race(
 
 def _winners(raced: Tensor, of_none: int, first: int = 0) -> tuple[Tensor, Tensor]:
     """Both largest values and their tokens [n]; NaN is the largest of a row that has any."""
-    if raced.is_cpu:  # NumPy is ten times as fast, and wakes no threads beside those of the kernels
+    if _is_on_host(raced):  # NumPy is ten times as fast, and wakes no threads beside those of the kernels
         rows = (raced.float() if raced.dtype == torch.bfloat16 else raced).numpy()  # which knows no bfloat16
         columns = rows.argmax(-1)
         largest = rows[np.arange(len(rows)), columns]
         winners = np.where(np.isfinite(largest), columns + first, of_none)
         return torch.from_numpy(largest), torch.from_numpy(winners)
     values, token_ids = raced.max(dim=-1)
-    return values, (token_ids + first).masked_fill(~values.isfinite(), of_none)
+    token_ids = token_ids + first if first else token_ids
+    return values, token_ids.masked_fill(~values.isfinite(), of_none)
+
+
+def _is_on_host(scores: Tensor) -> bool:
+    return scores.is_cpu
 
 
 def _has_kernels(scores: Tensor) -> bool:

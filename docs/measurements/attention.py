@@ -90,8 +90,8 @@ def _made(case: Case) -> tuple[list[LayerCall], PassRows, torch.Tensor]:
         )
         for n, own in enumerate(tables)
     ]
-    written = tables[:, case.context :].flatten()
-    arrays = (np.array(values, dtype=np.int64) for values in (spans, places, [], written))
+    written = tables[:, case.context :].flatten().tolist()
+    rows = PassRows([number for span in spans for number in span], places, (), written)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(case.dtype)
@@ -100,7 +100,7 @@ def _made(case: Case) -> tuple[list[LayerCall], PassRows, torch.Tensor]:
     scale = case.head_dim**-0.5
     layers = [LayerCall(drawn(*shape), drawn(*shape), case.num_heads, scale=scale) for _ in range(case.num_layers)]
     width = (case.num_heads + 2 * case.num_kv_heads) * case.head_dim
-    return layers, PassRows(*arrays), drawn(case.num_sequences * case.num_rows, width)
+    return layers, rows, drawn(case.num_sequences * case.num_rows, width)
 
 
 def main() -> None:

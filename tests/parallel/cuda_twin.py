@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel.model.layers.backends import make_backend
 from parallel.model.layers.rope import Rope
 from parallel.runtime.cuda_graphs import CapturedPasses
+from tests.parallel import host_kernels
 from tests.parallel.fake_accelerator import leaves_of
 
 _WAIT_FOR_HOST = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
@@ -174,11 +175,8 @@ class CudaTwin:
         }
         for name, stand_in in names.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        # kernels called by address are no operations of PyTorch; a GPU does not use them either
-        monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
-        for where in ("parallel.model.layers.norm", "parallel.kernels.norms"):
-            monkeypatch.setattr(f"{where}.has_norms", lambda: False)
-        monkeypatch.setattr("parallel.model.layers.activation.maps_rows", lambda _: False)
+        host_kernels.use_none(monkeypatch)
+        monkeypatch.setattr("actors.sampling.logits._is_on_host", lambda _: False)
         # a CPU's table of rotations grows with the positions; a GPU computes them
         monkeypatch.setattr(Rope, "__call__", lambda rope, positions: rope._rotation(positions))
         return self

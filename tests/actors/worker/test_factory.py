@@ -39,6 +39,7 @@ from parallel.comm.group import SINGLE
 from parallel.comm.rendezvous import host_store
 from tests.actors.service_harness import KEYS
 from tests.matrices import in_turn
+from tests.parallel import host_kernels
 from tests.parallel.cuda_twin import CudaTwin
 from tests.parallel.fake_accelerator import FakeAccelerator
 
@@ -313,8 +314,7 @@ def test_a_rank_uses_its_device_before_it_waits_for_anyone(spec, monkeypatch):
 @pytest.fixture
 def device_only(monkeypatch):
     """The kernels in C++ compute on a CPU; without them a device gives the same bits."""
-    monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
-    monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
+    host_kernels.use_none(monkeypatch)
 
 
 @pytest.mark.extended

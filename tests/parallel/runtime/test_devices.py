@@ -9,6 +9,7 @@ from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES, LIKE_OTHERS
 from tests.matrices import in_turn
+from tests.parallel import host_kernels
 from tests.parallel.fake_accelerator import FakeAccelerator, MixedDevices
 
 TOKENS = list(range(30))
@@ -33,8 +34,7 @@ def walk(model, accelerator=None):
 @pytest.mark.extended
 @pytest.mark.parametrize(("family", "backend"), list(in_turn(FAMILIES, ["padded", "sdpa"], times=LIKE_OTHERS)))
 def test_a_pass_stays_on_its_device(make_checkpoint, monkeypatch, family, backend):
-    monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
-    monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
+    host_kernels.use_none(monkeypatch)
     path = make_checkpoint(family, **FAMILIES[family]).path
     expected, _ = walk(open_model(path, num_slots=128, backend=backend))
     with FakeAccelerator() as accelerator:

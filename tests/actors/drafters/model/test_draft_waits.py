@@ -13,7 +13,7 @@ from actors.protocol.messages import Admit, Commit, DraftBatch, DraftOrder, Samp
 from actors.worker.factory import build_role
 from parallel.comm.group import SINGLE
 from tests.matrices import in_turn
-from tests.parallel import counted_kernels
+from tests.parallel import counted_kernels, host_kernels
 from tests.parallel.fake_accelerator import FakeAccelerator
 
 PROMPT = (3, 4, 5, 3, 4)
@@ -71,8 +71,7 @@ def goes_on(monkeypatch):
 
 @pytest.fixture
 def accelerator(monkeypatch, goes_on):
-    monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
-    monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
+    host_kernels.use_none(monkeypatch)
     with FakeAccelerator() as accelerator:
         counted_kernels.install(monkeypatch, accelerator)
         yield accelerator

@@ -10,6 +10,7 @@ from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.protocol.messages import Admit, Commit, SamplingParams, VerifyBatch, VerifyItem
 from actors.worker.factory import build_role
 from parallel.comm.group import SINGLE
+from tests.parallel import host_kernels
 from tests.parallel.fake_accelerator import FakeAccelerator
 
 PROMPT = (3, 4, 5, 3, 4)
@@ -27,8 +28,7 @@ PROMPT = (3, 4, 5, 3, 4)
     ],
 )
 def test_a_target_with_a_speculator_drafts_what_it_drafts_on_a_cpu(spec, speculator, monkeypatch, recipe):
-    monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
-    monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
+    host_kernels.use_none(monkeypatch)
     drafter = SpeculatorDrafterConfig(path=str(speculator(recipe)), kv_slots=200)
     spec = replace(spec, drafter=drafter)
     assert drafter.is_attached(spec.pipeline)
