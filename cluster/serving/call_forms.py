@@ -174,7 +174,8 @@ def native_form(
 ) -> CallForm | None:
     """That of a checkpoint, as its tokenizer says it or its chat template shows; None if none is known."""
     if response_template is None and "<tool_call>" in chat_template:
-        response_template = HERMES
+        is_xml = "<function=" in chat_template  # Qwen3-Coder's calls, which are none of these: nothing is prescribed
+        return MarkedForm(HERMES, None if is_xml else _marks(HERMES), tokens)
     if response_template is not None:
         return MarkedForm(response_template, _marks(response_template), tokens)
     for mark, key in (("[TOOL_CALLS]", "arguments"), ("<|python_tag|>", "parameters")):

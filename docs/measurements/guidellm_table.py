@@ -29,6 +29,7 @@ COLUMNS = (
     "p99",
     "acceptance length",
 )
+LABELS = {mode: f"speculation {mode}" for mode in ("off", "on", "auto")}
 Key = tuple[str, int]
 """Mode and number of streams."""
 _ITL = "inter_token_latency_ms"
@@ -83,7 +84,7 @@ def main(folder: Path, picture: Path, prompts: Path | None) -> None:
         groups[mode, int(streams)].append(figures(benchmark))
         requests[mode, int(streams)] += benchmark["requests"]["successful"]
     medians = {key: [_median(column) for column in zip(*rows, strict=True)] for key, rows in groups.items()}
-    lines = _table(("streams", "speculation", *COLUMNS))
+    lines = _table(("streams", "server", *COLUMNS))
     for (mode, streams), row in sorted(medians.items(), key=lambda item: (item[0][1], item[0][0])):
         lines.append(_row(streams, mode, *row))
     texts: dict[str, set[str]] = defaultdict(set)
@@ -147,7 +148,7 @@ def _draw(medians: dict[Key, list[float | None]], picture: Path) -> None:
     for mode in sorted({mode for mode, _ in medians}):
         rows = sorted((streams, row[:2]) for (name, streams), row in medians.items() if name == mode)
         points = [(streams, of_one or 0.0, of_all or 0.0) for streams, (of_all, of_one) in rows]
-        axes.plot([x for _, x, _ in points], [y for *_, y in points], marker="o", label=f"speculation {mode}")
+        axes.plot([x for _, x, _ in points], [y for *_, y in points], marker="o", label=LABELS.get(mode, mode))
         for streams, x, y in points:
             axes.annotate(str(streams), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
     axes.set(

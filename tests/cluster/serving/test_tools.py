@@ -384,5 +384,6 @@ def test_the_form_of_a_checkpoint_is_that_of_its_tokenizer_or_of_a_family(chat_c
         return form and [type(form.reader([], None, is_followed=followed)) for followed in (False, True)]
 
     assert kinds("... <tool_call> ...") == [TemplateReader, MarkedCallReader] == kinds("", OWN)
+    assert kinds("... <tool_call>\n<function=name> ...") == [TemplateReader] * 2, "XML is no JSON to prescribe"
     assert kinds("[TOOL_CALLS]") == kinds("<|python_tag|>") == [JsonReplyReader] * 2
     assert kinds("{{ messages }}") is None
