@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -255,7 +256,9 @@ def test_the_end_of_one_rank_is_an_error_for_what_the_other_sends_or_receives(on
         if group.rank == closes:
             group.close()
         else:
-            sendings = [group.send(torch.ones(1000, 300), closes) for _ in range(2)]
+            sendings = []
+            with suppress(PeerLost):  # the end may be noticed as early as here
+                sendings += (group.send(torch.ones(1000, 300), closes) for _ in range(2))
             with pytest.raises(PeerLost):
                 group.receive(torch.empty(7), closes)
             for sending in sendings:
