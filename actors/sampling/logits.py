@@ -261,16 +261,24 @@ def _race(
 
 
 def _winners(raced: Tensor, of_none: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Both largest values and their tokens [n]; NaN is the largest of a row that has any."""
-    if _is_on_host(raced):  # NumPy is ten times as fast, and wakes no threads beside those of the kernels
-        rows = (raced.float() if raced.dtype == torch.bfloat16 else raced).numpy()  # which knows no bfloat16
-        columns = rows.argmax(-1)
-        largest = rows[np.arange(len(rows)), columns]
-        winners = np.where(np.isfinite(largest), columns + first, of_none)
-        return torch.from_numpy(largest), torch.from_numpy(winners)
-    values, token_ids = raced.max(dim=-1)
-    token_ids = token_ids + first if first else token_ids
+    """The largest value of every row [n], and its token, `of_none` where that value is not finite."""
+    values, places = _largest(raced)
+    if _is_on_host(raced):
+        token_ids = np.where(np.isfinite(values.numpy()), places.numpy() + first, of_none)
+        return values, torch.from_numpy(token_ids)
+    token_ids = places + first if first else places
     return values, token_ids.masked_fill(~values.isfinite(), of_none)
+
+
+def _largest(raced: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest value of every row [n] and its first place; NaN is the largest of a row that has any."""
+    if not _is_on_host(raced):
+        values, places = raced.max(dim=-1)
+        return values, places
+    # NumPy is ten times as fast and wakes no threads beside those of the kernels; it knows no bfloat16
+    rows = (raced.float() if raced.dtype == torch.bfloat16 else raced).numpy()
+    columns = rows.argmax(-1)
+    return torch.from_numpy(rows[np.arange(len(rows)), columns]), torch.from_numpy(columns)
 
 
 def _is_on_host(scores: Tensor) -> bool:
@@ -376,7 +384,7 @@ def top_children(
 
 def _best(raced: Tensor, width: int, distribution: Tensor) -> tuple[Tensor, Tensor]:
     # arg-max breaks ties as the target does; top-k promises no order among ties
-    token_ids = _winners(raced, 0)[1][:, None] if width == 1 else raced.topk(width, dim=-1).indices
+    token_ids = _largest(raced)[1][:, None] if width == 1 else raced.topk(width, dim=-1).indices
     return token_ids, distribution.gather(1, token_ids) - distribution.logsumexp(dim=-1, keepdim=True)
 
 
