@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
 from parallel.comm.group import Group
+from parallel.kernels.choice import Race
 from parallel.kernels.triton_launch import has_triton
 from parallel.transfers import to_device, upload
 
@@ -32,6 +34,10 @@ _PARTLY_RANKED = 1024
 _RANKED_AT_ONCE = 1 << 21, 1 << 24
 """Logits ranked at a time, on a CPU and on a GPU: a large batch needs no more than tens or hundreds of megabytes; on a
 GPU 128 rows of a large vocabulary are one call."""
+
+
+_MOST_NOISE = 1 << 23
+"""Numbers of noise that are drawn ahead for a CPU, 32 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +320,14 @@ class ChoicesAhead:
         cls, params: Sequence[SamplingParams], positions: Sequence[int], num_steps: int, device: torch.device
     ) -> ChoicesAhead:
         """`positions` are those of the first step."""
+        if all(map(is_greedy, params)):
+            return _greedy_ahead(len(params), num_steps, device)
+        return cls._of(params, positions, num_steps, device)
+
+    @classmethod
+    def _of(
+        cls, params: Sequence[SamplingParams], positions: Sequence[int], num_steps: int, device: torch.device
+    ) -> ChoicesAhead:
         size = max(2, 1 << (len(params) - 1).bit_length())  # two at least, so that the keys of every step are aligned
         padding = [SamplingParams()] * (size - len(params))
         padded, at = [*params, *padding], [*positions, *(0 for _ in padding)]
@@ -334,6 +348,16 @@ class ChoicesAhead:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def race(self, count: int, num_logits: int) -> Race | None:
+        """None where rows are truncated, and where the noise of all steps would take too much memory."""
+        if not self.is_noisy:
+            return Race()
+        if self.limits or len(self) * count * num_logits > _MOST_NOISE:
+            return None
+        keys = self.keys[:, :count].reshape(-1, 2)
+        noise = gumbel(keys, torch.arange(num_logits)).view(-1, count, num_logits)
+        return Race(self.temperatures, noise.masked_fill_(~self.sampled[:count, None], 0.0))
 
     def part(self, start: int, stop: int) -> ChoicesAhead:
         return replace(self, keys=self.keys[start:stop])
@@ -367,6 +391,12 @@ class ChoicesAhead:
         scores = _truncate(logits / temperatures[:, None], self.params[: len(logits)])
         noise = gumbel(keys, torch.arange(scores.shape[-1], device=scores.device))
         return _winners(torch.where(sampled[: len(logits), None], noise.add_(scores), scores), 0)[1]
+
+
+@lru_cache(64)
+def _greedy_ahead(count: int, num_steps: int, device: torch.device) -> ChoicesAhead:
+    """They read no position."""
+    return ChoicesAhead._of([SamplingParams()] * count, [0] * count, num_steps, device)
 
 
 def top_children(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p
+from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p, sizeof
 from functools import cache
 
 import numpy as np
@@ -152,3 +152,41 @@ class PassRows:
     def written(self) -> Tensor:
         """The slots of the rows that write, int64."""
         return torch.tensor(self._numbers[len(self._numbers) - self._num_written :])
+
+
+class ChainRows:
+    """The rows of several passes, one after the other over the same `slots`: the SPAN_FIELDS of every span of each, in
+    which each row follows the one before, the slots of its rows, and their positions."""
+
+    def __init__(
+        self, passes: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]], slots: np.ndarray | None
+    ) -> None:
+        numbers = array("q")
+        for spans, written, positions in passes:
+            numbers.extend(spans)
+            numbers.extend(written)
+            numbers.extend(positions)
+        self._numbers, self._slots = numbers, slots
+        of_slots = None if slots is None else slots.__array_interface__["data"][0]
+        start, size = numbers.buffer_info()[0], numbers.itemsize
+        self._records = (_PassRecord * len(passes))()
+        self.num_rows = [len(written) for _, written, _ in passes]
+        """Of each pass."""
+        self.positions: list[int] = []
+        """Addresses of the positions of each pass, int64."""
+        for record, (spans, written, positions) in zip(self._records, passes, strict=True):
+            of_written = start + len(spans) * size
+            self.positions.append(of_written + len(written) * size)
+            record.__init__(start, of_slots, None, of_written, len(written), len(spans) // len(SPAN_FIELDS))
+            start = self.positions[-1] + len(positions) * size
+        first, step = addressof(self._records), sizeof(_PassRecord)
+        self.addresses = [first + i * step for i in range(len(passes))]
+        """Where the kernel finds the rows of each pass."""
+        spans, _, positions = passes[0]
+        firsts, sizes = spans[:: len(SPAN_FIELDS)], spans[1 :: len(SPAN_FIELDS)]
+        self._ends = array("q", [first + size - 1 for first, size in zip(firsts, sizes, strict=True)])
+        self.num_spans = len(sizes)
+        self.ends = self._ends.buffer_info()[0]
+        """Address of the last row of each span in the first pass, int64."""
+        self.last_position = max(passes[-1][2])
+        """The largest of any row."""

@@ -20,6 +20,7 @@ void mix_rows(const void *mixture, const void *x, const void *scores, void *out,
 void weigh_rows(const void *x, const void *weights, void *out, int64_t num_rows, int64_t size, int is_bfloat);
 void map_rows(const void *x, void *out, int64_t num_rows, int64_t size, float factor, int function, int is_gated,
               int is_bfloat);
+void choose_rows(const void *race, const float *logits, int64_t size);
 void attend_rows(const void *layer, const void *pass, void *heads, const void *cos, const void *sin, void *out,
                  int is_bfloat);
 }
@@ -74,8 +75,7 @@ void join_rows(const char *x, const char *other, char *out, int64_t count, int64
     }
 }
 
-// Makes `count` calls. `given` are the numbers in which runs of the same steps differ.
-void run_steps(const Step *steps, int64_t count, const int64_t *given) {
+static void run_once(const Step *steps, int64_t count, const int64_t *given) {
     for (const Step *step = steps; step < steps + count; step++) {
         int64_t arguments[MOST_ARGUMENTS];
         for (int i = 0; i < MOST_ARGUMENTS; i++) {
@@ -95,7 +95,13 @@ void run_steps(const Step *steps, int64_t count, const int64_t *given) {
             case 9: call(join_rows, arguments); break;
             case 10: call(mix_rows, arguments); break;
             case 11: call(weigh_rows, arguments); break;
+            case 12: call(choose_rows, arguments); break;
         }
     }
+}
+
+// Makes `count` calls, `times` times. `given` [times, width] are the numbers in which runs of the same steps differ.
+void run_steps(const Step *steps, int64_t count, const int64_t *given, int64_t width, int64_t times) {
+    for (int64_t k = 0; k < times; k++) run_once(steps, count, given + k * width);
 }
 }

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from parallel.comm.group import Group
+from parallel.kernels.attention import ChainRows
+from parallel.kernels.choice import Race, Races, any_race, choose_rows
 from parallel.kernels.steps import Arena, NotRecordable, Recorder, Steps, take_rows
 from parallel.model.block import attention_heads
 from parallel.model.decoder import Decoder, run_pass, wanted_logits
@@ -39,6 +41,8 @@ MOST_KINDS = 16
 
 Compute = Callable[[Sequence[Tensor], Sequence[Rotation], PassPlan], Sequence[Tensor]]
 """Layers: what enters, with the pass's rows, a rotation for every rope, and the plan -> results with those rows."""
+_Chain = Callable[[ChainRows, Sequence[Sequence[int]]], None]
+"""Runs passes: their rows, and the addresses of what enters each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +100,37 @@ class RecordedPasses:
         tables = [table for rope in self._ropes for table in rope.table(plan.attention.last_position)]
         made = [_empty(plan.num_rows, one) for one in recording.results]
         tensors = *entering, plan.positions, *tables, *made
-        recording.steps.run(plan.num_rows, [*_addresses(plan), *map(Tensor.data_ptr, tensors)])
+        recording.steps.run([plan.num_rows, *_addresses(plan), *map(Tensor.data_ptr, tensors)])
         tensors = *entering, *made
         return [tensors[place] for place in recording.places]
 
+    def chain(self, kind: Hashable, layers: Compute, like: Sequence[Tensor], num_passes: int) -> _Chain | None:
+        """Runs so many passes of a kind whose layers give nothing back, one after the other in one call; None where
+        they are not recorded. What enters them are rows like these."""
+        if self._backend is None:
+            return None
+        plan = PassPlan(0, torch.empty(0), None, self._backend.any_plan(()))
+        recording = self._recording(kind, layers, plan, like, num_passes)
+        return None if recording is None else partial(self._run_chain, recording)
+
+    def _run_chain(self, recording: _Recording, rows: ChainRows, entering: Sequence[Sequence[int]]) -> None:
+        tables = [table.data_ptr() for rope in self._ropes for table in rope.table(rows.last_position)]
+        passes = zip(rows.num_rows, rows.addresses, entering, rows.positions, strict=True)
+        recording.steps.run(*[(num_rows, address, *entered, at, *tables) for num_rows, address, entered, at in passes])
+
     def _recording(
-        self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Tensor]
+        self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Tensor], num_passes: int = 1
     ) -> _Recording | None:
+        """What was recorded for so many passes more; None where nothing is, or not yet."""
         if self._backend is None:
             return None
         use = self._uses.setdefault(kind, _Use())
         self._uses.move_to_end(kind)
         if len(self._uses) > MOST_KINDS:
             self._uses.popitem(last=False)
-        use.num_passes += 1
-        if use.num_passes == WORTH_RECORDING:
+        is_worth_it = use.num_passes < WORTH_RECORDING <= use.num_passes + num_passes
+        use.num_passes += num_passes
+        if is_worth_it:
             use.recording = self._record(layers, self._backend, plan, entering)
         return use.recording
 
@@ -166,6 +186,9 @@ class _PassKind(NamedTuple):
     """Whether the head reads every row."""
 
 
+_CHAIN = _PassKind(None, (), enters=False, has_logits=True)
+
+
 class RecordedDecoder:
     """Runs passes of a decoder of one rank, whose attention is planned by `backend`."""
 
@@ -195,6 +218,27 @@ class RecordedDecoder:
         hidden, *others = made
         logits = others.pop() if kind.has_logits else wanted_logits(self._decoder, hidden, plan)
         return hidden, tuple(others), logits
+
+    def chain(self, num_steps: int) -> Callable[[Tensor, ChainRows, Race], Tensor] | None:
+        """Runs the passes of a chain of so many steps (`_run_chain`), if they are recorded."""
+        like = torch.empty(0, dtype=torch.int64), any_race()
+        run = self.passes.chain("chain", self._choose, like, num_steps)
+        return None if run is None else partial(self._run_chain, run)
+
+    def _run_chain(self, run: _Chain, token_ids: Tensor, rows: ChainRows, race: Race) -> Tensor:
+        """Feed `token_ids`, the rows of the first pass, choose by the race from the logits of every sequence's last
+        one, feed what was chosen, and so on: the tokens that are chosen, [steps, sequences]."""
+        races = Races(race, len(rows.num_rows), rows.num_spans, rows.ends)
+        entering = [token_ids.contiguous().data_ptr(), *races.places[:-1]]
+        run(rows, list(zip(entering, races.addresses, strict=True)))
+        return races.chosen
+
+    def _choose(self, entering: Sequence[Tensor], rotations: Sequence[Rotation], plan: PassPlan) -> list[Tensor]:
+        """The tokens behind a pass over the first tensor's, by the race in the second one."""
+        token_ids, race = entering
+        *_, logits = self._compute(_CHAIN, [token_ids], rotations, plan)
+        choose_rows(race, logits)
+        return []
 
     def _compute(
         self, kind: _PassKind, entering: Sequence[Tensor], rotations: Sequence[Rotation], plan: PassPlan

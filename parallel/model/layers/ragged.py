@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.attention import CHAIN, FOREST, READS, LayerCall, PassRows, has_attention, takes_heads
+from parallel.kernels.attention import CHAIN, FOREST, READS, ChainRows, LayerCall, PassRows, has_attention, takes_heads
 from parallel.kv.pass_plan import RangedRows, SpanRows, TableRead
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
@@ -115,6 +115,33 @@ class RaggedBackend:
         # from arrays, not lists: that takes PyTorch three times as long
         logit_rows = None if len(wanted) == num_rows else torch.from_numpy(np.array(wanted, dtype=np.int64))
         return PassPlan(num_rows, torch.from_numpy(np.array(positions)), logit_rows, plan)
+
+    def chain_rows(self, laid_out: Sequence[SpanRows], num_steps: int) -> ChainRows:
+        """The rows of passes of a chain: the first one feeds those of `laid_out` but the last `num_steps` - 1 of each
+        sequence, of which every other one feeds the next."""
+        assert all(rows.pending.is_chain for rows in laid_out)
+        tables: list[np.ndarray] = []
+        num_slots, later = 0, num_steps - 1
+        first: tuple[list[int], list[int], list[int]] = ([], [], [])
+        others = [([], [], []) for _ in range(later)]
+        for i, rows in enumerate(laid_out):
+            starts, size = (-1, num_slots), rows.num_rows - later
+            if rows.run is not None:
+                starts, written = (rows.run.start, -1), range(rows.run.stop - rows.num_rows, rows.run.stop)
+            else:
+                num_slots += len(rows.slots)
+                tables.append(rows.slots)
+                written = rows.written_slots.tolist()
+            positions, num_pending = rows.positions(), rows.num_pending - later
+            spans, all_written, all_positions = first
+            spans += (len(all_written), size, rows.context, num_pending, *starts, CHAIN, FOREST)
+            all_written += written[:size]
+            all_positions += positions[:size]
+            for step, (spans, all_written, all_positions) in enumerate(others):
+                spans += (i, 1, rows.context, num_pending + 1 + step, *starts, CHAIN, FOREST)
+                all_written.append(written[size + step])
+                all_positions.append(positions[size + step])
+        return ChainRows([first, *others], np.concatenate(tables) if tables else None)
 
     def any_plan(self, layers: Iterable[Heads]) -> RaggedPlan:
         """A plan of no rows, to record the calls of these layers with."""
