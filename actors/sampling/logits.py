@@ -23,7 +23,7 @@ from torch import Tensor
 from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
 from parallel.comm.group import Group
-from parallel.kernels.choice import Race
+from parallel.kernels.choice import Race, has_choice, largest_rows
 from parallel.kernels.triton_launch import has_triton
 from parallel.transfers import to_device, upload
 
@@ -34,10 +34,6 @@ _PARTLY_RANKED = 1024
 _RANKED_AT_ONCE = 1 << 21, 1 << 24
 """Logits ranked at a time, on a CPU and on a GPU: a large batch needs no more than tens or hundreds of megabytes; on a
 GPU 128 rows of a large vocabulary are one call."""
-
-
-_MOST_NOISE = 1 << 23
-"""Numbers of noise that are drawn ahead for a CPU, 32 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +259,19 @@ def _race(
         keys = [noise_key(p.seed, NoiseStream.COUPLED, at) for p, at in zip(params, positions, strict=True)]
         spread, noisy = to_device([spread_keys(keys), sampled], scores.device)
         return noise_kernels.race(scores, spread, noisy, first, of_none)
+    if _has_host_kernels(scores):
+        return largest_rows(_race_of(params, positions), scores, first=first, none=of_none)
     return _winners(_with_noise(scores, params, positions, first), of_none, first)
+
+
+def _race_of(params: Sequence[SamplingParams], positions: Sequence[int]) -> Race:
+    """The noise of the rows that are sampled."""
+    sampled = [not is_greedy(one) for one in params]
+    if not any(sampled):
+        return Race()
+    rows = zip(params, positions, sampled, strict=True)
+    keys = [noise_key(one.seed, NoiseStream.COUPLED, at) if noisy else 0 for one, at, noisy in rows]
+    return Race(None, torch.from_numpy(spread_keys(keys))[None], torch.tensor(sampled))
 
 
 def _winners(raced: Tensor, of_none: int, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -293,6 +301,10 @@ def _is_on_host(scores: Tensor) -> bool:
 
 def _has_kernels(scores: Tensor) -> bool:
     return scores.is_cuda and scores.dtype == torch.float32 and has_triton()
+
+
+def _has_host_kernels(scores: Tensor) -> bool:
+    return scores.is_cpu and scores.dtype == torch.float32 and has_choice()
 
 
 def choose_plain(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
@@ -349,15 +361,11 @@ class ChoicesAhead:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def race(self, count: int, num_logits: int) -> Race | None:
-        """None where rows are truncated, and where the noise of all steps would take too much memory."""
+    def race(self) -> Race | None:
+        """None where rows are truncated."""
         if not self.is_noisy:
             return Race()
-        if self.limits or len(self) * count * num_logits > _MOST_NOISE:
-            return None
-        keys = self.keys[:, :count].reshape(-1, 2)
-        noise = gumbel(keys, torch.arange(num_logits)).view(-1, count, num_logits)
-        return Race(self.temperatures, noise.masked_fill_(~self.sampled[:count, None], 0.0))
+        return None if self.limits else Race(self.temperatures, self.keys, self.sampled)
 
     def part(self, start: int, stop: int) -> ChoicesAhead:
         return replace(self, keys=self.keys[start:stop])
@@ -389,6 +397,8 @@ class ChoicesAhead:
                 scores = truncation_kernels.truncate(scores, *[limit[: len(scores)] for limit in self.limits])
             return noise_kernels.race(scores, keys, sampled, 0, 0)[1]
         scores = _truncate(logits / temperatures[:, None], self.params[: len(logits)])
+        if _has_host_kernels(scores):
+            return largest_rows(Race(None, self.keys[step : step + 1], sampled), scores)[1]
         noise = gumbel(keys, torch.arange(scores.shape[-1], device=scores.device))
         return _winners(torch.where(sampled[: len(logits), None], noise.add_(scores), scores), 0)[1]
 

@@ -1,56 +1,70 @@
-// The token of each row of logits: the place of the largest one, divided by a temperature, with noise added to it.
+// The token of each row of logits: the place of the largest one, divided by a temperature, with Gumbel noise added to it.
 
 #include <cmath>
 #include <limits>
 
-#include "vectors.h"
+#include "noise.h"
 
 namespace {
 
+constexpr int64_t WORTH_THREADS = 1 << 14;  // numbers; fewer take less time than to wake a thread
+
 // The record of `choice.py`, field by field.
 struct Race {
-    const int64_t *rows;              // [count] of the logits; null: the first ones
-    const float *temperatures;        // [count]; null: 1
-    const float *noise;               // [count, size]; null: none
-    int64_t *chosen;                  // [count]
-    int64_t count;
+    const int64_t *rows;         // [count] of the logits; null: the first ones
+    const float *temperatures;   // [count]; null: 1
+    const NoiseKey *keys;        // [count]; null: no noise
+    const bool *sampled;         // [count]: which rows have noise; null: all
+    int64_t *chosen;             // [count]
+    float *values;               // [count], of what was chosen; null: not wanted
+    int64_t count, first, none;  // `first` is the token of the first column, `none` that of a row without a finite largest
 };
 
-// The first place of the largest number; 0 if that is not finite, or one of them is none.
-int64_t winner(const float *logits, float temperature, const float *noise, int64_t size) {
-    Floats best = in_every_lane(-std::numeric_limits<float>::infinity());
-    Integers at = {}, lane, unordered = {};
-    for (int i = 0; i < WIDTH; i++) lane[i] = i;
-    auto race = [&](int64_t i, int64_t count) {
-        Floats value = load_some(logits + i, count) / temperature;
-        if (noise) value += load_some(noise + i, count);
-        const Integers place = lane + static_cast<int32_t>(i), taken = (value > best) & (lane < static_cast<int32_t>(count));
-        unordered |= (value != value) & (lane < static_cast<int32_t>(count));
-        best = taken ? value : best, at = taken ? place : at;
-    };
-    int64_t i = 0;
-    for (; i + WIDTH <= size; i += WIDTH) race(i, WIDTH);
-    if (i < size) race(i, size - i);
-    float largest = best[0];
-    int64_t first = at[0];
-    bool is_number = !unordered[0];
-    for (int k = 1; k < WIDTH; k++) {
-        is_number = is_number && !unordered[k];
-        if (best[k] > largest || (best[k] == largest && at[k] < first)) largest = best[k], first = at[k];
+struct Winner {
+    int64_t place;
+    float value;
+};
+
+// The first place of the largest number; NaN and its place if any is NaN.
+template <bool Noisy>
+Winner winner(const float *logits, int64_t size, float temperature, NoiseKey key, uint32_t token) {
+    constexpr float NONE = -std::numeric_limits<float>::infinity();
+    Floats best = in_every_lane(NONE);
+    Integers at = {}, lanes, is_none = {};
+    for (int i = 0; i < WIDTH; i++) lanes[i] = i;
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        const Integers places = lanes + static_cast<int32_t>(i), is_there = places < static_cast<int32_t>(size);
+        Floats value = load_some(logits + i, size - i) / temperature;
+        if constexpr (Noisy) value += gumbel(key, (Words)places + token);
+        const Integers is_better = is_there & (value > best);
+        is_none |= is_there & (value != value);
+        best = is_better ? value : best, at = is_better ? places : at;
     }
-    return is_number && std::isfinite(largest) ? first : 0;
+    Winner found = {at[0], best[0]};
+    for (int k = 0; k < WIDTH; k++) {
+        if (is_none[k]) return {0, std::numeric_limits<float>::quiet_NaN()};
+        if (best[k] > found.value || (best[k] == found.value && at[k] < found.place)) found = {at[k], best[k]};
+    }
+    return found;
 }
 
 }  // namespace
 
 extern "C" {
 
-// logits [rows, size]. One thread: a pass with many rows is not one of the few that are chosen from here.
+// logits [rows, size]
 void choose_rows(const Race *race, const float *logits, int64_t size) {
-    for (int64_t k = 0; k < race->count; k++) {
-        const float *row = logits + (race->rows ? race->rows[k] : k) * size;
-        const float *noise = race->noise ? race->noise + k * size : nullptr;
-        race->chosen[k] = winner(row, race->temperatures ? race->temperatures[k] : 1.0f, noise, size);
-    }
+    share_out(race->count, race->count * size >= WORTH_THREADS, [&](int64_t row, int64_t last) {
+        for (; row < last; row++) {
+            const float *own = logits + (race->rows ? race->rows[row] : row) * size;
+            const float temperature = race->temperatures ? race->temperatures[row] : 1.0f;
+            const bool is_noisy = race->keys && (!race->sampled || race->sampled[row]);
+            const uint32_t token = static_cast<uint32_t>(race->first);
+            const Winner won = is_noisy ? winner<true>(own, size, temperature, race->keys[row], token)
+                                        : winner<false>(own, size, temperature, {}, token);
+            race->chosen[row] = std::isfinite(won.value) ? race->first + won.place : race->none;
+            if (race->values) race->values[row] = won.value;
+        }
+    });
 }
 }

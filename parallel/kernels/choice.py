@@ -1,4 +1,4 @@
-"""The tokens of rows of logits on CPU, by the kernel in `choice.cpp`: of each the place of the largest one.
+"""The tokens of rows of logits on CPU, by the kernel in `choice.cpp`: of each the place of the largest one, with noise.
 
 The record of a race is that of the C++ source, field by field. Knows no requests and no text.
 """
@@ -14,17 +14,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from parallel.kernels.library import library
 from parallel.kernels.steps import Kernel, NotRecordable
+
+_FIELDS = 9
 
 
 class Race(NamedTuple):
-    """Chains of several steps, of which each chooses one token for some rows: the first place of the largest of logits
-    / temperature + noise, and 0 where that is not finite."""
+    """One token for each of some rows, in one or several steps: the first place of the largest of logits / temperature
+    + noise."""
 
     temperatures: Tensor | None = None
     """float32 [rows]; None: all 1."""
-    noise: Tensor | None = None
-    """float32 [steps, rows or more, size of the vocabulary]; None: none."""
+    keys: Tensor | None = None
+    """Of the noise (`noise.py`), int32 [steps, rows or more, 2]; None: no noise."""
+    sampled: Tensor | None = None
+    """Which rows have noise, bool [rows]; None: all."""
+
+
+def has_choice() -> bool:
+    """Whether the kernel can be had on this machine; compiles it at the first call."""
+    return library() is not None
 
 
 @cache
@@ -32,28 +42,45 @@ def _choose() -> Kernel:
     return Kernel("choose_rows", *[c_void_p] * 2, c_int64)
 
 
-_FIELDS = 5
-
-
 class Races:
-    """Where `choose_rows` writes what each step of a chain chooses, `chosen` [steps, n], and what it reads. Of the
-    logits of the first step those rows are raced over whose indices, int64 [n], are at the address `rows`, else, as in
-    the other steps, the first n."""
+    """Where `choose_rows` writes what each step chooses, `chosen` [steps, n], and what it reads. Of the logits of the
+    first step those rows are raced over whose indices, int64 [n], are at the address `rows`, else, as in the other
+    steps, the first n. Column i is the token `first` + i; `none` stands for that of a row whose largest number is not
+    finite, as with any NaN."""
 
-    def __init__(self, race: Race, num_steps: int, count: int, rows: int | None = None) -> None:
-        temperatures, noise = self._race = race
+    def __init__(
+        self,
+        race: Race,
+        num_steps: int,
+        count: int,
+        *,
+        rows: int = 0,
+        values: Tensor | None = None,
+        first: int = 0,
+        none: int = 0,
+    ) -> None:
+        temperatures, keys, sampled = self._race = race
         self.chosen = torch.from_numpy(np.empty((num_steps, count), dtype=np.int64))
-        at_temperatures = 0 if temperatures is None else temperatures.data_ptr()
-        at_noise, per_step = (0, 0) if noise is None else (noise.data_ptr(), noise.stride(0) * noise.itemsize)
-        at, size = self.chosen.data_ptr(), self.chosen.itemsize
-        self.places = [at + step * count * size for step in range(num_steps)]
+        at_chosen, at_keys, per_step = self.chosen.data_ptr(), _address(keys), 0
+        if keys is not None:
+            assert keys.is_contiguous()
+            assert keys.dtype == torch.int32
+            assert keys.shape[1] >= count
+            per_step = keys.stride(0) * keys.itemsize
+        self.places = [at_chosen + step * count * self.chosen.itemsize for step in range(num_steps)]
         """Addresses of the tokens that each step chooses."""
-        self._numbers = array("q", [rows or 0])
+        at_temperatures, at_sampled, at_values = _address(temperatures), _address(sampled), _address(values)
+        self._records = array("q")
         for step, place in enumerate(self.places):
-            self._numbers.extend((at_temperatures, at_noise + step * per_step, place, count, 0))
-        start, size = self._numbers.buffer_info()[0], _FIELDS * size
+            read = 0 if step else rows, at_temperatures, at_keys + step * per_step, at_sampled
+            self._records.extend((*read, place, at_values, count, first, none))
+        start, size = self._records.buffer_info()[0], _FIELDS * self._records.itemsize
         self.addresses = [start + step * size for step in range(num_steps)]
         """What `choose_rows` is given in each step."""
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def any_race() -> Tensor:
@@ -61,8 +88,17 @@ def any_race() -> Tensor:
     return torch.empty(0, _FIELDS, dtype=torch.int64)
 
 
-def choose_rows(race: Tensor, logits: Tensor) -> None:
-    """The tokens of one step, to where its race says; `logits` float32 [rows, size]."""
+def choose_rows(race: int, logits: Tensor) -> None:
+    """The tokens of one step, to where the race at this address says; `logits` float32 [rows, size]."""
     if logits.dtype != torch.float32:
         raise NotRecordable(f"logits of {logits.dtype}")
-    _choose()(race.data_ptr(), logits.data_ptr(), logits.shape[1])
+    _choose()(race, logits.data_ptr(), logits.shape[1])
+
+
+def largest_rows(race: Race, logits: Tensor, *, first: int = 0, none: int = 0) -> tuple[Tensor, Tensor]:
+    """The largest number of each row of logits [n, size], float32 [n], and the token that is chosen, int64 [n]."""
+    logits = logits.contiguous()
+    values = torch.from_numpy(np.empty(len(logits), dtype=np.float32))
+    races = Races(race, 1, len(logits), values=values, first=first, none=none)
+    choose_rows(races.addresses[0], logits)
+    return values, races.chosen[0]

@@ -228,7 +228,7 @@ class RecordedDecoder:
     def _run_chain(self, run: _Chain, token_ids: Tensor, rows: ChainRows, race: Race) -> Tensor:
         """Feed `token_ids`, the rows of the first pass, choose by the race from the logits of every sequence's last
         one, feed what was chosen, and so on: the tokens that are chosen, [steps, sequences]."""
-        races = Races(race, len(rows.num_rows), rows.num_spans, rows.ends)
+        races = Races(race, len(rows.num_rows), rows.num_spans, rows=rows.ends)
         entering = [token_ids.contiguous().data_ptr(), *races.places[:-1]]
         run(rows, list(zip(entering, races.addresses, strict=True)))
         return races.chosen
@@ -237,7 +237,7 @@ class RecordedDecoder:
         """The tokens behind a pass over the first tensor's, by the race in the second one."""
         token_ids, race = entering
         *_, logits = self._compute(_CHAIN, [token_ids], rotations, plan)
-        choose_rows(race, logits)
+        choose_rows(race.data_ptr(), logits)
         return []
 
     def _compute(

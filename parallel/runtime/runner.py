@@ -244,7 +244,7 @@ class ModelRunner(DecoderRunner):
         self, recorded: RecordedDecoder, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice
     ) -> Tensor | None:
         """None where the passes of such a chain are not recorded."""
-        num_rows, race = sum(span.num_tokens for span in spans), choice.race(len(spans), self.config.num_logits)
+        num_rows, race = sum(span.num_tokens for span in spans), choice.race()
         run = None if race is None or num_rows > MOST_ROWS else recorded.chain(len(choice))
         if run is None or race is None:
             return None

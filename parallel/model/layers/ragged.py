@@ -122,26 +122,23 @@ class RaggedBackend:
         assert all(rows.pending.is_chain for rows in laid_out)
         tables: list[np.ndarray] = []
         num_slots, later = 0, num_steps - 1
-        first: tuple[list[int], list[int], list[int]] = ([], [], [])
-        others = [([], [], []) for _ in range(later)]
+        passes: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(num_steps)]
         for i, rows in enumerate(laid_out):
             starts, size = (-1, num_slots), rows.num_rows - later
             if rows.run is not None:
-                starts, written = (rows.run.start, -1), range(rows.run.stop - rows.num_rows, rows.run.stop)
+                starts, slots = (rows.run.start, -1), range(rows.run.stop - rows.num_rows, rows.run.stop)
             else:
                 num_slots += len(rows.slots)
                 tables.append(rows.slots)
-                written = rows.written_slots.tolist()
+                slots = rows.written_slots.tolist()
             positions, num_pending = rows.positions(), rows.num_pending - later
-            spans, all_written, all_positions = first
-            spans += (len(all_written), size, rows.context, num_pending, *starts, CHAIN, FOREST)
-            all_written += written[:size]
-            all_positions += positions[:size]
-            for step, (spans, all_written, all_positions) in enumerate(others):
-                spans += (i, 1, rows.context, num_pending + 1 + step, *starts, CHAIN, FOREST)
-                all_written.append(written[size + step])
-                all_positions.append(positions[size + step])
-        return ChainRows([first, *others], np.concatenate(tables) if tables else None)
+            for step, (spans, written, at) in enumerate(passes):
+                own = slice(size + step - 1, size + step) if step else slice(size)
+                first, num_own = (i, 1) if step else (len(written), size)
+                spans.extend((first, num_own, rows.context, num_pending + step, *starts, CHAIN, FOREST))
+                written.extend(slots[own])
+                at.extend(positions[own])
+        return ChainRows(passes, np.concatenate(tables) if tables else None)
 
     def any_plan(self, layers: Iterable[Heads]) -> RaggedPlan:
         """A plan of no rows, to record the calls of these layers with."""

@@ -62,7 +62,7 @@ class Likeliest:
     def choose(self, logits, step):
         return logits.argmax(-1)
 
-    def race(self, count, num_logits):  # noqa: ARG002
+    def race(self):
         return None
 
 

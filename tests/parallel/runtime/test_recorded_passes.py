@@ -7,6 +7,7 @@ import torch
 
 from parallel.kernels.attention import has_attention
 from parallel.kernels.choice import Race
+from parallel.kernels.noise import gumbel_rows
 from parallel.kernels.steps import Steps
 from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan
@@ -172,20 +173,22 @@ def test_the_first_passes_of_a_kind_are_not_worth_a_recording(tiny_checkpoint, r
 class Drawn:
     """Steps of the largest of logits / temperature + noise, where it is `noisy`, else of the logits."""
 
-    def __init__(self, num_steps: int, count: int, vocab_size: int, *, noisy: bool) -> None:
+    def __init__(self, num_steps: int, count: int, *, noisy: bool) -> None:
         drawn = torch.Generator().manual_seed(num_steps)
-        noise = torch.randn(num_steps, count + 1, vocab_size, generator=drawn)
-        self.num_steps, self.of_kernel = num_steps, Race(torch.full((count,), 0.7), noise) if noisy else Race()
+        keys = torch.randint(-(1 << 31), 1 << 31, (num_steps, count + 1, 2), dtype=torch.int32, generator=drawn)
+        self.num_steps, self.of_kernel = num_steps, Race(torch.full((count,), 0.7), keys) if noisy else Race()
 
     def __len__(self):
         return self.num_steps
 
     def choose(self, logits, step):
-        if self.of_kernel.noise is not None:
-            logits = logits / self.of_kernel.temperatures[:, None] + self.of_kernel.noise[step, : len(logits)]
+        temperatures, keys, _ = self.of_kernel
+        if keys is not None:
+            noise = gumbel_rows(keys[step, : len(logits)], torch.arange(logits.shape[1]))
+            logits = logits / temperatures[:, None] + noise
         return logits.argmax(-1)
 
-    def race(self, count, num_logits):  # noqa: ARG002
+    def race(self):
         return self.of_kernel
 
 
@@ -205,7 +208,7 @@ def chains(model: ModelRunner, *, noisy: bool) -> list[torch.Tensor]:
     found = []
     for spans in CHAINS:
         for num_steps in (6, 1, 2):
-            choice = Drawn(num_steps, len(spans), model.config.num_logits, noisy=noisy)
+            choice = Drawn(num_steps, len(spans), noisy=noisy)
             num_rows = sum(span.num_tokens for span in spans)
             found.append(model.extend(spans, [7 * row % 97 for row in range(num_rows)], choice))
             slots = [model.pool.slots(span.seq_id).copy() for span in spans]
