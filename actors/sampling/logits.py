@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -110,17 +111,24 @@ def _truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     truncated = [row for row, one in enumerate(params) if truncates(one)]
     if not truncated:
         return scores
-    if _has_kernels(scores):
-        from actors.sampling import truncation_kernels
-
+    if _has_kernels(scores) or _has_host_kernels(scores):
         limits = to_device(_limits(params, scores.shape[1]), scores.device)
-        return truncation_kernels.truncate(scores, *limits)
+        return _truncation(scores).truncate(scores, *limits)
     if len(truncated) == len(scores):
         return scores.masked_fill(scores < _least_kept(scores, params), BANNED)
     where = upload(truncated, scores.device)
     asking = scores.index_select(0, where)
     asking.masked_fill_(asking < _least_kept(asking, [params[row] for row in truncated]), BANNED)
     return scores.index_copy(0, where, asking)
+
+
+def _truncation(scores: Tensor) -> ModuleType:
+    """The kernel for scores on a GPU or on the host."""
+    if scores.is_cpu:
+        from parallel.kernels import truncation
+    else:
+        from actors.sampling import truncation_kernels as truncation
+    return truncation
 
 
 _ALL = (1 << 31) - 1
@@ -361,11 +369,8 @@ class ChoicesAhead:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def race(self) -> Race | None:
-        """None where rows are truncated."""
-        if not self.is_noisy:
-            return Race()
-        return None if self.limits else Race(self.temperatures, self.keys, self.sampled)
+    def race(self) -> Race:
+        return Race(self.temperatures, self.keys, self.sampled, self.limits) if self.is_noisy else Race()
 
     def part(self, start: int, stop: int) -> ChoicesAhead:
         return replace(self, keys=self.keys[start:stop])
@@ -396,9 +401,10 @@ class ChoicesAhead:
             if self.limits:
                 scores = truncation_kernels.truncate(scores, *[limit[: len(scores)] for limit in self.limits])
             return noise_kernels.race(scores, keys, sampled, 0, 0)[1]
+        logits = logits.float()
+        if _has_host_kernels(logits):
+            return largest_rows(Race(temperatures, self.keys[step : step + 1], sampled, self.limits), logits)[1]
         scores = _truncate(logits / temperatures[:, None], self.params[: len(logits)])
-        if _has_host_kernels(scores):
-            return largest_rows(Race(None, self.keys[step : step + 1], sampled), scores)[1]
         noise = gumbel(keys, torch.arange(scores.shape[-1], device=scores.device))
         return _winners(torch.where(sampled[: len(logits), None], noise.add_(scores), scores), 0)[1]
 

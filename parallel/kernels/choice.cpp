@@ -1,9 +1,8 @@
-// The token of each row of logits: the place of the largest one, divided by a temperature, with Gumbel noise added to it.
-
-#include <cmath>
-#include <limits>
+// The token of each row of logits: the place of the largest one that truncation keeps, divided by a temperature, with Gumbel
+// noise added to it.
 
 #include "noise.h"
+#include "truncation.h"
 
 namespace {
 
@@ -15,6 +14,9 @@ struct Race {
     const float *temperatures;   // [count]; null: 1
     const NoiseKey *keys;        // [count]; null: no noise
     const bool *sampled;         // [count]: which rows have noise; null: all
+    const int32_t *top_ks;       // [count], as the two others; null: nothing is truncated
+    const double *top_ps;
+    const float *shares;
     int64_t *chosen;             // [count]
     float *values;               // [count], of what was chosen; null: not wanted
     int64_t count, first, none;  // `first` is the token of the first column, `none` that of a row without a finite largest
@@ -25,18 +27,18 @@ struct Winner {
     float value;
 };
 
-// The first place of the largest number; NaN and its place if any is NaN.
+// The first place of the largest number of those from `least` on; NaN if any is NaN.
 template <bool Noisy>
-Winner winner(const float *logits, int64_t size, float temperature, NoiseKey key, uint32_t token) {
-    constexpr float NONE = -std::numeric_limits<float>::infinity();
-    Floats best = in_every_lane(NONE);
+Winner winner(const float *scores, int64_t size, float least, NoiseKey key, uint32_t token) {
+    Floats best = in_every_lane(truncation::NONE);
     Integers at = {}, lanes, is_none = {};
     for (int i = 0; i < WIDTH; i++) lanes[i] = i;
     for (int64_t i = 0; i < size; i += WIDTH) {
         const Integers places = lanes + static_cast<int32_t>(i), is_there = places < static_cast<int32_t>(size);
-        Floats value = load_some(logits + i, size - i) / temperature;
+        const Floats score = load_some(scores + i, size - i);
+        Floats value = score;
         if constexpr (Noisy) value += gumbel(key, (Words)places + token);
-        const Integers is_better = is_there & (value > best);
+        const Integers is_better = is_there & (score >= least) & (value > best);
         is_none |= is_there & (value != value);
         best = is_better ? value : best, at = is_better ? places : at;
     }
@@ -55,13 +57,23 @@ extern "C" {
 // logits [rows, size]
 void choose_rows(const Race *race, const float *logits, int64_t size) {
     share_out(race->count, race->count * size >= WORTH_THREADS, [&](int64_t row, int64_t last) {
+        static thread_local std::vector<float> tempered;
         for (; row < last; row++) {
-            const float *own = logits + (race->rows ? race->rows[row] : row) * size;
+            const float *scores = logits + (race->rows ? race->rows[row] : row) * size;
             const float temperature = race->temperatures ? race->temperatures[row] : 1.0f;
+            if (temperature != 1.0f) {
+                tempered.resize(size);
+                for (int64_t i = 0; i < size; i += WIDTH)
+                    store_some(tempered.data() + i, load_some(scores + i, size - i) / temperature, size - i);
+                scores = tempered.data();
+            }
+            float least = truncation::NONE;
+            if (race->top_ks)
+                least = truncation::least_kept(scores, size, {race->top_ks[row], race->top_ps[row], race->shares[row]});
             const bool is_noisy = race->keys && (!race->sampled || race->sampled[row]);
             const uint32_t token = static_cast<uint32_t>(race->first);
-            const Winner won = is_noisy ? winner<true>(own, size, temperature, race->keys[row], token)
-                                        : winner<false>(own, size, temperature, {}, token);
+            const Winner won = is_noisy ? winner<true>(scores, size, least, race->keys[row], token)
+                                        : winner<false>(scores, size, least, {}, token);
             race->chosen[row] = std::isfinite(won.value) ? race->first + won.place : race->none;
             if (race->values) race->values[row] = won.value;
         }

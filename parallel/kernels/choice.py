@@ -1,4 +1,5 @@
-"""The tokens of rows of logits on CPU, by the kernel in `choice.cpp`: of each the place of the largest one, with noise.
+"""The tokens of rows of logits on CPU, by the kernel in `choice.cpp`: of each the place of the largest one that
+truncation keeps, with noise.
 
 The record of a race is that of the C++ source, field by field. Knows no requests and no text.
 """
@@ -6,6 +7,7 @@ The record of a race is that of the C++ source, field by field. Knows no request
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from functools import cache
 from typing import NamedTuple
@@ -17,12 +19,12 @@ from torch import Tensor
 from parallel.kernels.library import library
 from parallel.kernels.steps import Kernel, NotRecordable
 
-_FIELDS = 9
+_FIELDS = 12
 
 
 class Race(NamedTuple):
-    """One token for each of some rows, in one or several steps: the first place of the largest of logits / temperature
-    + noise."""
+    """One token for each of some rows, in one or several steps: of the logits / temperature that truncation keeps the
+    first place of the largest with noise."""
 
     temperatures: Tensor | None = None
     """float32 [rows]; None: all 1."""
@@ -30,6 +32,8 @@ class Race(NamedTuple):
     """Of the noise (`noise.py`), int32 [steps, rows or more, 2]; None: no noise."""
     sampled: Tensor | None = None
     """Which rows have noise, bool [rows]; None: all."""
+    limits: Sequence[Tensor] = ()
+    """What rows keep, as in `truncation.py`, [rows] each; none: all."""
 
 
 def has_choice() -> bool:
@@ -59,7 +63,7 @@ class Races:
         first: int = 0,
         none: int = 0,
     ) -> None:
-        temperatures, keys, sampled = self._race = race
+        temperatures, keys, sampled, limits = self._race = race
         self.chosen = torch.from_numpy(np.empty((num_steps, count), dtype=np.int64))
         at_chosen, at_keys, per_step = self.chosen.data_ptr(), _address(keys), 0
         if keys is not None:
@@ -70,10 +74,13 @@ class Races:
         self.places = [at_chosen + step * count * self.chosen.itemsize for step in range(num_steps)]
         """Addresses of the tokens that each step chooses."""
         at_temperatures, at_sampled, at_values = _address(temperatures), _address(sampled), _address(values)
+        at_limits = [*map(Tensor.data_ptr, limits)] if limits else [0] * 3
         self._records = array("q")
         for step, place in enumerate(self.places):
-            read = 0 if step else rows, at_temperatures, at_keys + step * per_step, at_sampled
-            self._records.extend((*read, place, at_values, count, first, none))
+            noise = at_keys + step * per_step, at_sampled
+            self._records.extend(
+                (0 if step else rows, at_temperatures, *noise, *at_limits, place, at_values, count, first, none)
+            )
         start, size = self._records.buffer_info()[0], _FIELDS * self._records.itemsize
         self.addresses = [start + step * size for step in range(num_steps)]
         """What `choose_rows` is given in each step."""

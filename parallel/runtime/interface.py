@@ -63,8 +63,8 @@ class StepChoice(Protocol):
         """logits [n, V] of any type -> tokens int64 [n]."""
         ...
 
-    def race(self) -> Race | None:
-        """The same for a kernel on a CPU; None where it chooses otherwise."""
+    def race(self) -> Race:
+        """The same for a kernel on a CPU."""
         ...
 
 

@@ -244,13 +244,13 @@ class ModelRunner(DecoderRunner):
         self, recorded: RecordedDecoder, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice
     ) -> Tensor | None:
         """None where the passes of such a chain are not recorded."""
-        num_rows, race = sum(span.num_tokens for span in spans), choice.race()
-        run = None if race is None or num_rows > MOST_ROWS else recorded.chain(len(choice))
-        if run is None or race is None:
+        num_rows = sum(span.num_tokens for span in spans)
+        run = None if num_rows > MOST_ROWS else recorded.chain(len(choice))
+        if run is None:
             return None
         longer = [replace(span, num_tokens=span.num_tokens + len(choice) - 1) for span in spans]
         rows = cast(RaggedBackend, self._backend).chain_rows(self.lay_out(longer), len(choice))
-        return run(upload(token_ids, self.decoder.device), rows, race)
+        return run(upload(token_ids, self.decoder.device), rows, choice.race())
 
 
 def captured_facts(

@@ -9,6 +9,7 @@ from parallel.kernels.choice import Race, Races, choose_rows, largest_rows
 from parallel.kernels.library import library
 from parallel.kernels.noise import gumbel_rows
 from parallel.kernels.steps import NotRecordable
+from parallel.kernels.truncation import truncate
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler")
 
@@ -52,6 +53,17 @@ def test_a_part_of_the_columns_has_the_noise_of_its_tokens():
     best = torch.stack([part for part, _ in parts]).argmax(0)
     assert torch.equal(torch.stack([part for part, _ in parts]).amax(0), values)
     assert [parts[which][1][row].item() for row, which in enumerate(best.tolist())] == tokens.tolist()
+
+
+def test_truncation_and_temperature_come_before_the_noise():
+    logits, temperatures = 4 * drawn(5, 300), torch.tensor([0.3, 1.0, 2.0, 0.7, 1.0])
+    keys = torch.arange(20, dtype=torch.int32).view(2, 5, 2) * 31337
+    top_ks, shares = torch.tensor([3, 300, 1 << 30, 40, 7], dtype=torch.int32), torch.tensor([0.01] * 5).log()
+    limits = top_ks, torch.tensor([0.5, 0.9, 0.99, torch.inf, 0.2], dtype=torch.float64), shares
+    scores = truncate(logits / temperatures[:, None], *limits)
+    expected = [(scores + gumbel_rows(own, torch.arange(300))).argmax(-1).tolist() for own in keys]
+    assert chosen(logits, Race(temperatures, keys, None, limits), num_steps=2) == expected
+    assert chosen(logits, Race(temperatures, keys), num_steps=2) != expected
 
 
 def test_the_first_step_reads_the_rows_that_are_asked_for():
