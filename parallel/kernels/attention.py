@@ -171,7 +171,7 @@ class ChainRows:
         start, size = numbers.buffer_info()[0], numbers.itemsize
         self._records = (_PassRecord * len(passes))()
         self.num_rows = [len(written) for _, written, _ in passes]
-        """Of each pass."""
+        """How many rows each pass has."""
         self.positions: list[int] = []
         """Addresses of the positions of each pass, int64."""
         for record, (spans, written, positions) in zip(self._records, passes, strict=True):

@@ -29,7 +29,7 @@ class Race(NamedTuple):
     temperatures: Tensor | None = None
     """float32 [rows]; None: all 1."""
     keys: Tensor | None = None
-    """Of the noise (`noise.py`), int32 [steps, rows or more, 2]; None: no noise."""
+    """Keys of the noise (`noise.py`), int32 [steps, rows or more, 2]; None: no noise."""
     sampled: Tensor | None = None
     """Which rows have noise, bool [rows]; None: all."""
     limits: Sequence[Tensor] = ()
@@ -91,7 +91,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def any_race() -> Tensor:
-    """In place of a race where the call of `choose_rows` is recorded."""
+    """What stands for a race where the call of `choose_rows` is recorded."""
     return torch.empty(0, _FIELDS, dtype=torch.int64)
 
 

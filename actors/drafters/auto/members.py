@@ -34,12 +34,17 @@ SUMMED = ("weight_bytes", "kv_bytes", "corpus_tokens")
 """Facts of several drafters on one rank that are sums; others are those of the last drafter that has them."""
 _READ_STIFFNESS = 4.0
 """Variance of the tokens to read at which their measured cost and none weigh the same."""
+_LENGTH_STIFFNESS = 1.0
+"""Variance of draft lengths at which the measured cost of a token more and the one that is assumed weigh the same."""
+_ASSUMED_SHARE = 0.5
+"""What grows with the length of a draft's seconds, as long as lengths did not vary: all in a drafter that is bound by its
+passes, hardly any where what surrounds them takes longer."""
 
 
 @dataclass(slots=True)
 class Member:
-    """One of the drafters, and what it costs: seconds per drafting pass against the few tokens to read with it, and
-    seconds per token of longer text."""
+    """One of the drafters, and what it costs: seconds of a draft against its length and the few tokens to read with it,
+    and seconds per token of longer text."""
 
     name: str
     drafter: Drafter
@@ -47,7 +52,10 @@ class Member:
     is_shown: bool
     """It drafts in every round, before the choice."""
     is_chain: bool
-    pass_s: LinearFit = field(default_factory=LinearFit)
+    length_s: LinearFit = field(default_factory=LinearFit)
+    """Seconds of a draft, with a mean number of tokens to read, against its length."""
+    unread_s: LinearFit = field(default_factory=LinearFit)
+    """Seconds beyond what its length takes, against the tokens to read."""
     read_s: Ewma = field(default_factory=Ewma)
 
     @property
@@ -57,9 +65,23 @@ class Member:
 
     def draft_s(self, longest: int, unread: float) -> float:
         """Seconds of one call; none for what was drafted before the choice."""
-        if self.is_shown:
+        return 0.0 if self.is_shown else max(0.0, self._drafting_s(longest) + self._reading_s(unread))
+
+    def drafted(self, longest: int, unread: float, seconds: float) -> None:
+        """A call took so long."""
+        self.length_s.update(longest, seconds - self._reading_s(unread))
+        self.unread_s.update(unread, seconds - self._drafting_s(longest))
+
+    def _drafting_s(self, longest: int) -> float:
+        fit = self.length_s
+        if not fit.weight:
             return 0.0
-        return longest * max(0.0, self.pass_s.at(unread, self.pass_s.slope(0.0, _READ_STIFFNESS)))
+        proportional = fit.mean_y / fit.mean_x
+        slope = min(fit.slope(_ASSUMED_SHARE * proportional, _LENGTH_STIFFNESS), proportional)
+        return fit.at(longest, slope)
+
+    def _reading_s(self, unread: float) -> float:
+        return self.unread_s.slope(0.0, _READ_STIFFNESS) * (unread - self.unread_s.mean_x)
 
 
 class MembersFeatures:

@@ -63,7 +63,7 @@ def test_rounds_have_the_bits_of_the_layers(llama: Checkpoint, tmp_path, monkeyp
     tokens = random_text(llama, LENGTH)
     batch = read_text(llama, tokens)
     features = torch.cat([batch.taps[tap] for tap in net.taps], -1)[0].to(dtype)
-    monkeypatch.setattr(Steps, "run", lambda steps, rows, given: runs.append(rows) or run(steps, rows, given))
+    monkeypatch.setattr(Steps, "run", lambda steps, given: runs.append(given[0]) or run(steps, given))
 
     def found(worth_recording: int) -> list[Tensor]:
         monkeypatch.setattr(recorded_passes, "WORTH_RECORDING", worth_recording)
