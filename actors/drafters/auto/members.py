@@ -37,8 +37,8 @@ _READ_STIFFNESS = 4.0
 _LENGTH_STIFFNESS = 1.0
 """Variance of draft lengths at which the measured cost of a token more and the one that is assumed weigh the same."""
 _ASSUMED_SHARE = 0.5
-"""What grows with the length of a draft's seconds, as long as lengths did not vary: all in a drafter that is bound by its
-passes, hardly any where what surrounds them takes longer."""
+"""What grows with the length of a draft's seconds, as long as lengths did not vary: all in a drafter that is bound by
+its passes, hardly any where what surrounds them takes longer."""
 
 
 @dataclass(slots=True)
