@@ -34,7 +34,7 @@ SUMMED = ("weight_bytes", "kv_bytes", "corpus_tokens")
 """Facts of several drafters on one rank that are sums; others are those of the last drafter that has them."""
 _READ_STIFFNESS = 4.0
 """Variance of the tokens to read at which their measured cost and none weigh the same."""
-_LENGTH_STIFFNESS = 1.0
+_LENGTH_STIFFNESS = 0.1
 """Variance of draft lengths at which the measured cost of a token more and the one that is assumed weigh the same."""
 _ASSUMED_SHARE = 0.5
 """What grows with the length of a draft's seconds, as long as lengths did not vary: all in a drafter that is bound by
@@ -53,9 +53,9 @@ class Member:
     """It drafts in every round, before the choice."""
     is_chain: bool
     length_s: LinearFit = field(default_factory=LinearFit)
-    """Seconds of a draft, with a mean number of tokens to read, against its length."""
+    """Seconds of a draft with the mean number of tokens to read, against its length."""
     unread_s: LinearFit = field(default_factory=LinearFit)
-    """Seconds beyond what its length takes, against the tokens to read."""
+    """Seconds of a draft of the mean length, against the tokens to read."""
     read_s: Ewma = field(default_factory=Ewma)
 
     @property
@@ -65,22 +65,27 @@ class Member:
 
     def draft_s(self, longest: int, unread: float) -> float:
         """Seconds of one call; none for what was drafted before the choice."""
-        return 0.0 if self.is_shown else max(0.0, self._drafting_s(longest) + self._reading_s(unread))
+        if self.is_shown:
+            return 0.0
+        return max(0.0, self.length_s.mean_y + self._for_length(longest) + self._for_reading(unread))
 
     def drafted(self, longest: int, unread: float, seconds: float) -> None:
         """A call took so long."""
-        self.length_s.update(longest, seconds - self._reading_s(unread))
-        self.unread_s.update(unread, seconds - self._drafting_s(longest))
+        for_length, for_reading = self._for_length(longest), self._for_reading(unread)
+        self.length_s.update(longest, seconds - for_reading)
+        self.unread_s.update(unread, seconds - for_length)
 
-    def _drafting_s(self, longest: int) -> float:
+    def _for_length(self, longest: int) -> float:
+        """Seconds that a draft takes beyond one of the mean length."""
         fit = self.length_s
         if not fit.weight:
             return 0.0
         proportional = fit.mean_y / fit.mean_x
         slope = min(fit.slope(_ASSUMED_SHARE * proportional, _LENGTH_STIFFNESS), proportional)
-        return fit.at(longest, slope)
+        return slope * (longest - fit.mean_x)
 
-    def _reading_s(self, unread: float) -> float:
+    def _for_reading(self, unread: float) -> float:
+        """Seconds that a draft takes beyond one with the mean number of tokens to read."""
         return self.unread_s.slope(0.0, _READ_STIFFNESS) * (unread - self.unread_s.mean_x)
 
 
