@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,8 +41,13 @@ MOST_KINDS = 16
 
 Compute = Callable[[Sequence[Tensor], Sequence[Rotation], PassPlan], Sequence[Tensor]]
 """Layers: what enters, with the pass's rows, a rotation for every rope, and the plan -> results with those rows."""
-_Chain = Callable[[ChainRows, Sequence[Sequence[int]]], None]
-"""Runs passes: their rows, and the addresses of what enters each."""
+class Chain(Protocol):
+    """Runs the passes of a chain: their rows, and for each of them the addresses of what enters and of what it
+    makes."""
+
+    def __call__(
+        self, rows: ChainRows, entering: Sequence[Sequence[int]], made: Sequence[Sequence[int]] | None = None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +109,27 @@ class RecordedPasses:
         tensors = *entering, *made
         return [tensors[place] for place in recording.places]
 
-    def chain(self, kind: Hashable, layers: Compute, like: Sequence[Tensor], num_passes: int) -> _Chain | None:
-        """Runs so many passes of a kind whose layers give nothing back, one after the other in one call; None where
-        they are not recorded. What enters them are rows like these."""
+    def chain(self, kind: Hashable, layers: Compute, like: Sequence[Tensor], num_passes: int) -> Chain | None:
+        """Runs so many passes of a kind, one after the other in one call: what enters one may be what the pass before
+        it makes. None where they are not recorded. What enters are rows like these."""
         if self._backend is None:
             return None
         plan = PassPlan(0, torch.empty(0), None, self._backend.any_plan(()))
         recording = self._recording(kind, layers, plan, like, num_passes)
         return None if recording is None else partial(self._run_chain, recording)
 
-    def _run_chain(self, recording: _Recording, rows: ChainRows, entering: Sequence[Sequence[int]]) -> None:
+    def _run_chain(
+        self,
+        recording: _Recording,
+        rows: ChainRows,
+        entering: Sequence[Sequence[int]],
+        made: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         tables = [table.data_ptr() for rope in self._ropes for table in rope.table(rows.last_position)]
-        passes = zip(rows.num_rows, rows.addresses, entering, rows.positions, strict=True)
-        recording.steps.run(*[(num_rows, address, *entered, at, *tables) for num_rows, address, entered, at in passes])
+        made = [()] * len(entering) if made is None else made
+        assert all(len(one) == len(recording.results) for one in made)
+        passes = zip(rows.num_rows, rows.addresses, entering, rows.positions, made, strict=True)
+        recording.steps.run(*[(count, plan, *enters, at, *tables, *makes) for count, plan, enters, at, makes in passes])
 
     def _recording(
         self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Tensor], num_passes: int = 1
@@ -225,7 +238,7 @@ class RecordedDecoder:
         run = self.passes.chain("chain", self._choose, like, num_steps)
         return None if run is None else partial(self._run_chain, run)
 
-    def _run_chain(self, run: _Chain, token_ids: Tensor, rows: ChainRows, race: Race) -> Tensor:
+    def _run_chain(self, run: Chain, token_ids: Tensor, rows: ChainRows, race: Race) -> Tensor:
         """Feed `token_ids`, the rows of the first pass, choose by the race from the logits of every sequence's last
         one, feed what was chosen, and so on: the tokens that are chosen, [steps, sequences]."""
         races = Races(race, len(rows.num_rows), rows.num_spans, rows=rows.ends)
