@@ -15,6 +15,8 @@ void normalize_layer(const void *x, const void *weight, const void *bias, void *
 void add_rows(const void *x, const void *added, void *out, int64_t num_rows, int64_t size, int is_bfloat);
 void gather_rows(const void *panels, const float *scales, const int64_t *ids, void *out, int64_t count, int64_t inputs,
                  int64_t outputs, int stored);
+void look_up_rows(const void *matrix, const float *scales, const int64_t *ids, void *out, int64_t count, int64_t inputs,
+                  int64_t outputs, int stored, int is_bfloat);
 void read_rows(const void *layer, const void *pass, const void *queries, void *out, int is_bfloat);
 void mix_rows(const void *mixture, const void *x, const void *scores, void *out, int64_t num_rows, int is_bfloat);
 void weigh_rows(const void *x, const void *weights, void *out, int64_t num_rows, int64_t size, int is_bfloat);
@@ -96,6 +98,7 @@ static void run_once(const Step *steps, int64_t count, const int64_t *given) {
             case 10: call(mix_rows, arguments); break;
             case 11: call(weigh_rows, arguments); break;
             case 12: call(choose_rows, arguments); break;
+            case 13: call(look_up_rows, arguments); break;
         }
     }
 }

@@ -27,7 +27,8 @@ from parallel.kernels.library import function
 
 _ORDER = (
     *("multiply_rows", "normalize_rms", "normalize_layer", "add_rows", "attend_rows"),
-    *("gather_rows", "take_rows", "map_rows", "read_rows", "join_rows", "mix_rows", "weigh_rows", "choose_rows"),
+    *("gather_rows", "take_rows", "map_rows", "read_rows", "join_rows", "mix_rows", "weigh_rows"),
+    *("choose_rows", "look_up_rows"),
 )
 """The kernels that can be recorded, by their numbers in `steps.cpp`."""
 _MOST_ARGUMENTS = 12

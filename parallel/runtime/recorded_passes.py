@@ -41,6 +41,8 @@ MOST_KINDS = 16
 
 Compute = Callable[[Sequence[Tensor], Sequence[Rotation], PassPlan], Sequence[Tensor]]
 """Layers: what enters, with the pass's rows, a rotation for every rope, and the plan -> results with those rows."""
+
+
 class Chain(Protocol):
     """Runs the passes of a chain: their rows, and for each of them the addresses of what enters and of what it
     makes."""
@@ -97,11 +99,12 @@ class RecordedPasses:
     ) -> Sequence[Tensor] | None:
         """What `layers` compute, which are the same ones for passes of one kind; None if there is no recording of it,
         or not yet."""
-        recording = None if plan.num_rows > MOST_ROWS else self._recording(kind, layers, plan, entering)
+        if plan.num_rows > MOST_ROWS or not isinstance(plan.attention, RaggedPlan):  # one that is watched
+            return None
+        recording = self._recording(kind, layers, plan, entering)
         if recording is None:
             return None
         entering = [one.contiguous() for one in entering]
-        assert isinstance(plan.attention, RaggedPlan)
         tables = [table for rope in self._ropes for table in rope.table(plan.attention.last_position)]
         made = [_empty(plan.num_rows, one) for one in recording.results]
         tensors = *entering, plan.positions, *tables, *made

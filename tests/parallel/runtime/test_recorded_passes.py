@@ -106,6 +106,15 @@ def test_every_way_to_keep_weights_and_every_tap(tiny_checkpoint, runs, way, tap
     assert_equal(found, outputs(opened(path, eager=True, **WAYS[way]), taps))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_embeddings_that_are_the_head_too_and_others(tiny_checkpoint, runs, way, tied):
+    path = tiny_checkpoint("Llama", tie_word_embeddings=tied)
+    found = outputs(opened(path, eager=False, **WAYS[way]))
+    assert len(runs) == 5
+    assert_equal(found, outputs(opened(path, eager=True, **WAYS[way])))
+
+
 @pytest.mark.parametrize("layers", [LayerPlan.prefix(2), LayerPlan.skipping(3, attention=[1], mlp=[0, 2])])
 @pytest.mark.parametrize("enters", [False, True])
 def test_some_sublayers_alone(tiny_checkpoint, runs, layers, enters):
