@@ -101,6 +101,7 @@ def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
         dtype="float32",
         kv_slots=9,
         weights="int8",
+        rounds=True,
         kv_dtype="fp8",
         attention="padded",
         pace_ms=[2.0, 0.5],
