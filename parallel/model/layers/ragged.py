@@ -15,7 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.attention import CHAIN, FOREST, READS, ChainRows, LayerCall, PassRows, has_attention, takes_heads
+from parallel.kernels.attention import (
+    CHAIN,
+    FOREST,
+    READS,
+    ChainPass,
+    ChainRows,
+    LayerCall,
+    PassRows,
+    has_attention,
+    takes_heads,
+)
 from parallel.kv.pass_plan import RangedRows, SpanRows, TableRead
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
@@ -122,7 +132,7 @@ class RaggedBackend:
         assert all(rows.pending.is_chain for rows in laid_out)
         tables: list[np.ndarray] = []
         num_slots, later = 0, num_steps - 1
-        passes: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(num_steps)]
+        passes = [ChainPass([], [], []) for _ in range(num_steps)]
         for i, rows in enumerate(laid_out):
             starts, size = (-1, num_slots), rows.num_rows - later
             if rows.run is not None:
@@ -132,12 +142,12 @@ class RaggedBackend:
                 tables.append(rows.slots)
                 slots = rows.written_slots.tolist()
             positions, num_pending = rows.positions(), rows.num_pending - later
-            for step, (spans, written, at) in enumerate(passes):
+            for step, one in enumerate(passes):
                 own = slice(size + step - 1, size + step) if step else slice(size)
-                first, num_own = (i, 1) if step else (len(written), size)
-                spans.extend((first, num_own, rows.context, num_pending + step, *starts, CHAIN, FOREST))
-                written.extend(slots[own])
-                at.extend(positions[own])
+                first, num_own = (i, 1) if step else (len(one.written), size)
+                one.spans.extend((first, num_own, rows.context, num_pending + step, *starts, CHAIN, FOREST))
+                one.written.extend(slots[own])
+                one.positions.extend(positions[own])
         return ChainRows(passes, np.concatenate(tables) if tables else None)
 
     def any_plan(self, layers: Iterable[Heads]) -> RaggedPlan:
