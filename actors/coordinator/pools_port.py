@@ -109,10 +109,15 @@ class PoolsPort(DrafterPort):
     def pending(self) -> PendingOrder | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The order to wait for: one that was not skipped, of drafts, rather than of a text to read, and of these one
         without any answer, rather than one whose rest may not be worth a wait."""
-        waiting = [port.pending for port in self._ports if port.pending is not None]
         return min(
-            waiting, key=lambda order: (order.is_skipped, not order.prefixes, order.has_first_part), default=None
+            self.unanswered,
+            key=lambda order: (order.is_skipped, not order.prefixes, order.has_first_part),
+            default=None,
         )
+
+    @property
+    def unanswered(self) -> list[PendingOrder]:
+        return [port.pending for port in self._ports if port.pending is not None]
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -165,12 +170,13 @@ class PoolsPort(DrafterPort):
         return [port for port in present if speeds.get(id(port), least) >= least]
 
     def _settle(self, running: Collection[Sequence], verifying: Collection[int]) -> None:
-        """Move requests from leases that are lost or slow. One that is being verified has a draft of its lease, whose
-        accepted path means nothing to another, and stays until then."""
+        """Move requests from leases that are lost or slow. One with a draft that came, or is being verified, stays until
+        the verdict: the accepted path means nothing to another lease."""
         ports = self._fast_enough()
         for sequence in running if ports else ():
             place = self._places.get(sequence.request_id)
-            if place in ports or sequence.request_id in verifying or not sequence.request.speculates:
+            is_drafted = sequence.draft.proposal is not None or sequence.request_id in verifying
+            if place in ports or is_drafted or not sequence.request.speculates:
                 continue
             self.release(sequence)
             self._place(sequence, ports).admit(sequence)

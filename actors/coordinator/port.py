@@ -84,6 +84,11 @@ class DrafterPort:
         self.round = first_round
         self.scored = ScoredDrafts()
 
+    @property
+    def unanswered(self) -> list[PendingOrder]:
+        """Every order that is not answered: `pending`, and of several pools the others beside it."""
+        return [] if self.pending is None else [self.pending]
+
     def of(self, role: str) -> DrafterPort:
         """The port of this role: there is one, but where several pools lend their drafters."""
         return self

@@ -226,8 +226,9 @@ class Coordinator:
             if may_wait and wait_s:
                 self.wait_until = max(self._round.started, pending.asked_at) + wait_s
                 return [*orders]
-            pending.is_skipped = True
-        self._round.skipped_drafts = pending is not None and pending.is_skipped
+            for order in drafter.unanswered:
+                order.is_skipped = True
+        self._round.skipped_drafts = any(order.is_skipped for order in drafter.unanswered)
         # Both roles read a prompt at the same time. The target's batch goes first: it depends on no order made now.
         return [*self._start_pass(held, now), *orders, *self._order_drafts(now)]
 

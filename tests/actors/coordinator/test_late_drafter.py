@@ -116,6 +116,21 @@ def test_once_time_is_up_no_draft_is_ordered_of_a_text_that_is_verified_next():
     assert world.tokens == {1: oracle(REQUEST), 2: oracle(other)} and world.ends[2].stats.num_spec_steps > 0
 
 
+def test_of_two_pools_that_are_late_neither_is_waited_for_again():
+    world = Quick(random.Random(0), "branches", answers=("right",), policy=Weighing("branches", 4), num_seats=2)
+    other = replace(REQUEST, request_id=2, prompt=(5, 6))
+    world.deliver(REQUEST)
+    world.deliver(other)
+    pools = [world.answers[role] for role in ("draft", "draft@1")]
+    while world.coordinator.wait_until is None or not all(queue and queue[0].proposals for queue in pools):
+        reading = [queue for queue in pools if queue and not queue[0].proposals]
+        world.deliver(next(filter(None, [*reading, world.answers["target"], *pools])).popleft())
+    world.stop_waiting()
+    assert world.coordinator._round.skipped_drafts
+    serve_target(world)
+    assert world.tokens == {1: oracle(REQUEST), 2: oracle(other)}, "a moment was given to both at once"
+
+
 @pytest.mark.parametrize(("make", "waits_s"), [(Weighing, 4 * 0.5), (Policy, HANG_S)])
 def test_how_long_it_waits_follows_from_what_a_draft_may_bring(make, waits_s):
     """Four tokens, each worth a pass of half a second; where nothing is weighed, until it must be a hang."""

@@ -8,7 +8,15 @@ from actors.coordinator.pools_port import RETRY, PoolsPort
 from actors.coordinator.port import open_port
 from actors.coordinator.sequence import Sequence
 from actors.policy.policy import Policy
-from actors.protocol.messages import Commit, DraftPreview, DraftPreviewBatch, ProposalBatch, Request, TokenTree
+from actors.protocol.messages import (
+    Commit,
+    DraftPreview,
+    DraftPreviewBatch,
+    Proposal,
+    ProposalBatch,
+    Request,
+    TokenTree,
+)
 from actors.topology import child_role, is_draft_role, parent_role, seat_of, seat_role
 
 PASS_S = 0.01
@@ -90,6 +98,28 @@ def test_requests_leave_a_lease_that_is_slow_or_drafts_badly(port, seconds, num_
         commit(port, sequences[0])
     latest = running(4)
     assert ordered(port, [*sequences, *more, *latest])[1] == ([4] if moves else [2, 4]), "it may be fast again"
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_draft_that_came_is_verified_before_its_request_moves(port, is_lost):
+    """It may have come so late that its lease is known to be slow since, and another one's is waited for."""
+    sequences = running(1, 2)
+    make_known(port, "draft", 0.001)
+    make_known(port, "draft@1", 0.001)
+    port.order(sequences, (), 1, 1.0)
+    two, late = sequences[1], port.of("draft@1")
+    tree = TokenTree.chain(4, [5, 6])
+    answer = ProposalBatch(late.round, (Proposal.deterministic(*two.prefix, tree),), 0.0, 0.0)
+    late.receive(answer, {2: two}, 2.0)
+    if is_lost:
+        late.lose(sequences)
+    port.order(sequences, (), 1, 2.0)
+    assert two.draft.proposal is not None and two.draft.proposal.tree == tree
+    two.draft.proposal = None  # the pass over it begins
+    assert ordered(port, sequences, verifying={1, 2}) == [[], []]
+    port.commit(two, Commit(2, 0, two.prefix_len, (1,), (5, 6)))
+    port.of("draft").pending = None
+    assert ordered(port, sequences) == [[1, 2], []]
 
 
 def test_drafts_that_were_shown_before_their_verdict_took_no_time(port):
