@@ -30,6 +30,7 @@ from actors.coordinator.round import Round, load_of
 from actors.coordinator.scheduler import Load, Scheduler
 from actors.coordinator.sequence import DraftState, Sequence
 from actors.coordinator.stats import CoordinatorStats
+from actors.policy.decision import Mode
 from actors.policy.policy import Policy, RoundObservation
 from actors.protocol.membership import PassFailed, RoleBack, RoleLost, Weights
 from actors.protocol.messages import (
@@ -334,8 +335,11 @@ class Coordinator:
         if is_test:
             return
         if seen.outcomes and num_may_speculate:
-            lengths = [outcome.num_ordered for outcome in seen.outcomes]
-            stats.add_mode(self._policy.mode, seen.seconds + seen.unused_s, lengths)
+            lengths, seconds = [outcome.num_ordered for outcome in seen.outcomes], seen.seconds + seen.unused_s
+            stats.add_mode(self._policy.mode, seconds, lengths)
+            if self._policy.mode in (Mode.rest, Mode.catch_up):  # a drafter is there, and the policy does without
+                for role in [*self._lost_at]:
+                    self._end_outage(role, now - seconds)
         self._unlearned.append(seen)
         if not self._policy.may_learn_later:
             self.learn()
@@ -530,9 +534,9 @@ class Coordinator:
             self._end_outage(back.role, now)
 
     def _end_outage(self, role: str, now: float) -> None:
-        """End the outage of a lost role: it answered, or it returned while there are no requests."""
+        """End the outage of a lost role: it answered, or it returned and nothing is asked of it."""
         if role in self._lost_at and (self._has_target if role == "target" else self._drafter.of(role).is_present):
-            self.stats.add_outage(role, now - self._lost_at.pop(role))
+            self.stats.add_outage(role, max(0.0, now - self._lost_at.pop(role)))
 
     def _report(self, order: ReportOrder, now: float) -> Report:
         self.count_active_time(now)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.options import SchedulerConfig
-from actors.policy.policy import PIPELINES
+from actors.policy.decision import Mode
+from actors.policy.policy import PIPELINES, Policy
 from actors.protocol.messages import Abort, DraftPreviewBatch, ReportOrder, Request, SamplingParams, VerifyBatch
 from tests.actors.scripted_policy import MoodyPolicy
 from tests.actors.scripted_roles import World
@@ -247,6 +248,41 @@ def test_a_role_that_comes_back_to_an_idle_engine_has_resumed():
     world.clock += 7
     world.bring_back("target")
     assert world.coordinator.stats.resume_s == {"target": [8.0]}
+
+
+class Resting(Policy):
+    """Decodes plainly because that is faster."""
+
+    weighs_waiting = True
+
+    @property
+    def mode(self) -> Mode:
+        return Mode.rest
+
+    def draft_length(self, request_id: int, remaining: int) -> int:  # noqa: ARG002
+        return 0
+
+    def num_followed(self, num_requests: int) -> int:  # noqa: ARG002
+        return 0
+
+
+def test_of_a_drafter_that_is_back_and_not_asked_no_time_is_counted_twice():
+    """From then on it is the policy that chooses plain decoding."""
+    world = World(random.Random(0), policy=Resting("sync", 4))
+    world.deliver(Request(1, (3, 4), SamplingParams(max_tokens=12, ignore_eos=True)))
+    for _ in range(3):
+        world.deliver_one()
+    world.lose("draft")
+    lost_at = world.clock
+    for _ in range(3):
+        world.deliver_one()
+    world.bring_back("draft")
+    back_at, stats = world.clock, world.coordinator.stats
+    world.settle()
+    assert world.clock > back_at + 3
+    (resumed_s,) = stats.resume_s["draft"]
+    assert back_at - lost_at - 1 <= resumed_s <= back_at - lost_at and stats.fallback_s == resumed_s
+    assert resumed_s + stats.seconds_by_mode["rest"] <= world.clock
 
 
 def test_what_is_awaited_is_known():
