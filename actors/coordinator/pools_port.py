@@ -170,8 +170,8 @@ class PoolsPort(DrafterPort):
         return [port for port in present if speeds.get(id(port), least) >= least]
 
     def _settle(self, running: Collection[Sequence], verifying: Collection[int]) -> None:
-        """Move requests from leases that are lost or slow. One with a draft that came, or is being verified, stays until
-        the verdict: the accepted path means nothing to another lease."""
+        """Move requests from leases that are lost or slow. One whose draft came, or is being verified, stays until the
+        verdict: the accepted path means nothing to another lease."""
         ports = self._fast_enough()
         for sequence in running if ports else ():
             place = self._places.get(sequence.request_id)

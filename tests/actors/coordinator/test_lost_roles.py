@@ -259,10 +259,10 @@ class Resting(Policy):
     def mode(self) -> Mode:
         return Mode.rest
 
-    def draft_length(self, request_id: int, remaining: int) -> int:  # noqa: ARG002
+    def draft_length(self, request_id: int, remaining: int) -> int:
         return 0
 
-    def num_followed(self, num_requests: int) -> int:  # noqa: ARG002
+    def num_followed(self, num_requests: int) -> int:
         return 0
 
 
