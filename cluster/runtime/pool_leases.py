@@ -254,7 +254,8 @@ class PoolLeases:
             if answer is not None:
                 if not self._granted.is_set():
                     shared = f", one of {answer.num_leases}" if answer.num_leases > 1 else ""
-                    log.info("%s: lends drafter=%s%s", self.pool, answer.drafter, shared)
+                    level = logging.WARNING if self._warned else logging.INFO  # who read of a loss reads of its end
+                    log.log(level, "%s: lends drafter=%s%s", self.pool, answer.drafter, shared)
                     granted_at = now
                 self.refusal = None
                 self._warned.clear()

@@ -147,12 +147,15 @@ def granted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Granting, PoolLea
     leases.close()
 
 
-def test_a_lease_whose_rank_is_lost_is_replaced_however_soon_and_though_the_pool_renews_it(granted) -> None:
+def test_a_lease_whose_rank_is_lost_is_replaced_however_soon_and_though_the_pool_renews_it(granted, caplog) -> None:
     pool, leases = granted
+    assert not caplog.records, "the first lease is no news beside a warning"
     leases.lost(1)
     assert pool.renewed() == 2
     leases.lost(1)  # said again of the lease that is gone
     assert pool.renewed() == 2
+    said = [record.getMessage().split(": ")[1] for record in caplog.records if record.levelname == "WARNING"]
+    assert said == ["its drafter was lost", "lends drafter="], "who reads of the loss reads of its end"
 
 
 def test_that_no_rank_is_there_yet_ends_no_new_lease_but_an_old_one(granted, monkeypatch: pytest.MonkeyPatch) -> None:
