@@ -89,7 +89,7 @@ class PoolsPort(DrafterPort):
     """`num_seats` leases, any of which may be absent."""
 
     def __init__(self, policy: Policy, first_round: int, read_chunk: int, num_seats: int) -> None:
-        self._policy = policy
+        self._policy, self.num_seats = policy, num_seats
         self._ports = [LeasedPort(policy, first_round, read_chunk, seat) for seat in range(num_seats)]
         self._places: dict[int, LeasedPort] = {}
         self.scored = ScoredDrafts()  # none: a lease is not asked for drafts that no pass verifies

@@ -77,6 +77,8 @@ class DrafterPort:
     is_present = False
     """Whether there is a drafter, and it is alive."""
     pending: PendingOrder | None = None
+    num_seats = 1
+    """Roles that draft for the target, each for a part of the requests."""
     rounds_at_once = 1
     """Rounds that the policy learns from at once, while one choice goes on."""
 

@@ -163,7 +163,7 @@ class Coordinator:
             case RoleLost():
                 emitted = self._lose(record.role, now)
             case RoleBack():
-                self._regain(record, now)
+                self._regain(record)
             case UpdateWeights():
                 emitted = self._want(record.weights)
             case ReportOrder():
@@ -174,6 +174,7 @@ class Coordinator:
         if not self._sequences:
             self.count_active_time(now)
             self._active_since = None
+            self._end_outages(now, *self._lost_at)
         return [*batches, *emitted]  # a role waits for its batch, a client only reads
 
     def stop_waiting(self, now: float) -> list[Answer]:
@@ -247,7 +248,7 @@ class Coordinator:
             self.stats.num_stale += 1
             return []
         if self._lost_at:
-            self._end_outage("target", now)
+            self._end_outages(now, "target")
         if self._loading is not None:
             return [self._end_loading(self._loading, batch.refusal, now)]
         if self._round.admitted:
@@ -338,8 +339,7 @@ class Coordinator:
             lengths, seconds = [outcome.num_ordered for outcome in seen.outcomes], seen.seconds + seen.unused_s
             stats.add_mode(self._policy.mode, seconds, lengths)
             if self._policy.mode in (Mode.rest, Mode.catch_up):  # a drafter is there, and the policy does without
-                for role in [*self._lost_at]:
-                    self._end_outage(role, now - seconds)
+                self._end_outages(now - seconds, *self._lost_at)
         self._unlearned.append(seen)
         if not self._policy.may_learn_later:
             self.learn()
@@ -395,7 +395,7 @@ class Coordinator:
             self.stats.num_stale += 1
             return
         if self._lost_at:
-            self._end_outage(role, now)
+            self._end_outages(now, role)
         found = (0, 0) if batch.num_missing else (pending.num_prefetched, pending.num_missed)
         self.stats.add_exchange(batch, pending.left_at, now)
         self.stats.add_drafts(batch, *found)
@@ -525,18 +525,23 @@ class Coordinator:
         lost, self._loading = self._loading, None
         return [] if lost is None else [WeightsUpdated(lost.version, _LOST, is_lost=True)]
 
-    def _regain(self, back: RoleBack, now: float) -> None:
+    def _regain(self, back: RoleBack) -> None:
         if back.role != "target":
             self._drafter.of(back.role).regain(back.epoch)
         else:
             self._has_target = True
-        if not self._sequences:
-            self._end_outage(back.role, now)
 
-    def _end_outage(self, role: str, now: float) -> None:
-        """End the outage of a lost role: it answered, or it returned and nothing is asked of it."""
-        if role in self._lost_at and (self._has_target if role == "target" else self._drafter.of(role).is_present):
-            self.stats.add_outage(role, max(0.0, now - self._lost_at.pop(role)))
+    def _end_outages(self, now: float, *roles: str) -> None:
+        """End the outage of roles that were lost: each answered, or returned and nothing is asked of it. Without a
+        drafter is the time since the last one of all was lost."""
+        for role in roles:
+            is_back = self._has_target if role == "target" else self._drafter.of(role).is_present
+            if role in self._lost_at and is_back:
+                others = [at for one, at in self._lost_at.items() if one not in (role, "target")]
+                since = self._lost_at.pop(role)
+                self.stats.add_outage(role, max(0.0, now - since))
+                if role != "target" and len(others) + 1 == self._drafter.num_seats:
+                    self.stats.fallback_s += max(0.0, now - max([since, *others]))
 
     def _report(self, order: ReportOrder, now: float) -> Report:
         self.count_active_time(now)

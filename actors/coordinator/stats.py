@@ -169,12 +169,11 @@ class LossCounters:
     """Invalid records of ranks, by role; of all senders together they are `num_unreadable`."""
     resume_s: dict[str, list[float]] = field(default_factory=dict)
     fallback_s: float = 0.0
+    """Seconds in which no role drafted, since each was lost."""
 
     def add_outage(self, role: str, seconds: float) -> None:
-        """A lost role gave its first answer; until then there was no draft, or no token at all."""
+        """A lost role gave its first answer."""
         self.resume_s.setdefault(role, []).append(seconds)
-        if role == "draft":
-            self.fallback_s += seconds
 
 
 @dataclass

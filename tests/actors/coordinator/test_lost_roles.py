@@ -250,6 +250,35 @@ def test_a_role_that_comes_back_to_an_idle_engine_has_resumed():
     assert world.coordinator.stats.resume_s == {"target": [8.0]}
 
 
+def test_decoding_falls_back_while_none_of_several_drafters_is_there():
+    world = World(random.Random(0), answers=("right",), num_seats=2)
+    for i in (1, 2):
+        world.deliver(Request(i, (3, i), SamplingParams(max_tokens=30, ignore_eos=True)))
+    stats = world.coordinator.stats
+
+    def until_resumed(number: int) -> float:
+        while sum(map(len, stats.resume_s.values())) < number:
+            world.deliver_one()
+        return world.clock
+
+    world.lose("draft")
+    world.deliver_one()
+    world.bring_back("draft")
+    until_resumed(1)
+    assert [*stats.resume_s] == ["draft"] and stats.fallback_s == 0, "the other one drafts"
+    world.lose("draft@1")
+    world.deliver_one()
+    world.lose("draft")
+    lost_at = world.clock
+    world.deliver_one()
+    world.bring_back("draft@1")
+    assert until_resumed(2) - lost_at == stats.fallback_s > 0, "from the second loss"
+    world.bring_back("draft")
+    world.settle()
+    assert [len(stats.resume_s[role]) for role in ("draft", "draft@1")] == [2, 1]
+    assert stats.fallback_s < stats.resume_s["draft@1"][0]
+
+
 class Resting(Policy):
     """Decodes plainly because that is faster."""
 
