@@ -19,6 +19,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 
+from actors.options import PipelineName
 from actors.policy.acceptance import ACCEPTANCE_MEMORY, AcceptanceModel, DraftOutcome
 from actors.policy.costs import IDLE_DECAY, LoadCosts, LoadTable, MachineSpeed, MeasuredRound
 from actors.policy.decision import (
@@ -32,28 +33,6 @@ from actors.policy.decision import (
 from actors.policy.draft_length import DraftLengths, Tradeoff
 from actors.policy.draft_wait import DraftWait
 from actors.policy.estimators import Ewma
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """The order of drafting and verifying."""
-
-    drafts: bool = True
-    alternates: bool = False
-    """Two halves of the batch take turns: while the target verifies one, the drafter drafts for the other. No outcome
-    has to be guessed; it takes at least two requests (MineDraft, arXiv 2603.18016)."""
-    works_ahead: bool = False
-    """The drafter prepares for the outcomes of a verdict while the target computes it."""
-
-
-PIPELINES = {
-    "plain": Pipeline(drafts=False),  # every pass verifies empty proposals: the baseline and the fallback
-    "sync": Pipeline(),  # the whole batch is drafted for, then the whole batch is verified
-    "pearl": Pipeline(works_ahead=True),  # the three differ in what the drafter prepares; here they are one
-    "branches": Pipeline(works_ahead=True),
-    "tree": Pipeline(works_ahead=True),
-    "pingpong": Pipeline(alternates=True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +83,7 @@ class Policy:
     """Whether drafts that no pass verifies should be made now, to see what drafts would bring."""
 
     def __init__(self, pipeline: str, num_draft_tokens: int) -> None:
-        order = PIPELINES[pipeline]
+        order = PipelineName(pipeline)
         self.longest_draft = num_draft_tokens if order.drafts else 0
         self.alternates = order.alternates
         """Whether drafts are also ordered while the target is busy, and a pass leaves out requests without one."""

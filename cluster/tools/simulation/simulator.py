@@ -17,8 +17,8 @@ from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.coordinator.stats import TimelineSpan
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.options import SchedulerConfig
-from actors.policy.policy import PIPELINES, Policy, make_policy
+from actors.options import PipelineName, SchedulerConfig
+from actors.policy.policy import Policy, make_policy
 from actors.protocol.messages import (
     DraftBatch,
     Report,
@@ -50,7 +50,7 @@ from parallel.ranges import OneOf, Range, Section, require
 class Scenario(Section):
     """Hardware, language and policy of one run. Times in seconds; links are one way."""
 
-    pipeline: Annotated[str, OneOf(tuple(PIPELINES))]
+    pipeline: Annotated[str, OneOf(tuple(PipelineName))]
     verify: PassCost
     draft: PassCost = field(default_factory=lambda: PassCost.flat(0.0))
     drafter: ModelDrafterConfig = field(default_factory=ModelDrafterConfig)
@@ -190,7 +190,7 @@ class _Simulation:
     def _slowdown(self) -> float:
         """Factor on the pass that begins: the drafter is taken to work as much beside it as beside the one before, but
         not where the policy has it draft in turn."""
-        stopped = PIPELINES[self._scenario.pipeline].works_ahead and not self._policy.works_ahead
+        stopped = PipelineName(self._scenario.pipeline).works_ahead and not self._policy.works_ahead
         if not self._scenario.interference or not self._target.busy or stopped:
             return 1.0
         start, end = self._target.busy[-1]

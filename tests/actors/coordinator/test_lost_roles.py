@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.options import SchedulerConfig
-from actors.policy.policy import PIPELINES
+from actors.options import PipelineName, SchedulerConfig
 from actors.protocol.messages import Abort, DraftPreviewBatch, ReportOrder, Request, SamplingParams, VerifyBatch
 from tests.actors.scripted_policy import MoodyPolicy
 from tests.actors.scripted_roles import World
@@ -59,7 +58,7 @@ def corrupted(choose, answer):
 @settings(max_examples=examples(150, share=8), deadline=None)
 @given(
     choose=st.randoms(use_true_random=False),
-    pipeline=st.sampled_from(sorted(set(PIPELINES) - {"plain"})),
+    pipeline=st.sampled_from(sorted(set(PipelineName) - {"plain"})),
     limits=st.sampled_from(LIMITS),
     slots=st.sampled_from([40, 400]),
     splits=st.sampled_from([0.0, 0.5]),
@@ -75,7 +74,7 @@ def test_losses_at_any_moment_change_no_token(
 ):
     """Nor with `bridged`, which ends whenever a role does, what a drafter needs that reads hidden states; nor where
     several pools lend their drafters; nor with one that is never waited for."""
-    far = far and PIPELINES[pipeline].works_ahead and not bridged
+    far = far and pipeline.works_ahead and not bridged
     num_seats = 1 if bridged or far else num_seats
     policy = MoodyPolicy(choose, pipeline) if moody else None
     chances = {"duplicates": 0.3, "splits": splits, "previews": previews, "lateness": lateness}
@@ -100,7 +99,7 @@ def test_losses_at_any_moment_change_no_token(
 
 
 @settings(max_examples=examples(80, share=8), deadline=None)
-@given(choose=st.randoms(use_true_random=False), pipeline=st.sampled_from(sorted(PIPELINES)))
+@given(choose=st.randoms(use_true_random=False), pipeline=st.sampled_from(sorted(PipelineName)))
 def test_a_dead_coordinator_is_replaced_by_what_its_client_holds(choose, pipeline):
     """Every request is asked again, with the tokens its client got; the last of them may have been lost on the way."""
     requests = requests_of(choose, choose.randint(1, 5))
@@ -135,7 +134,7 @@ def steady(pipeline: str = "sync") -> tuple[World, Request]:
     return world, request
 
 
-@pytest.mark.parametrize("pipeline", sorted(set(PIPELINES) - {"plain"}))
+@pytest.mark.parametrize("pipeline", sorted(set(PipelineName) - {"plain"}))
 def test_without_a_drafter_the_target_goes_on_at_once(pipeline):
     world, request = steady(pipeline)
     while not world.answers["draft"]:
