@@ -175,7 +175,7 @@ class SeparatePort(DrafterPort):
         """Sequences that may get a draft to compare with the text, and its length."""
         found = []
         for sequence in running:
-            request_id, length = sequence.request_id, self._policy.scored_length(sequence.most_per_round)
+            request_id, length = sequence.request_id, self._policy.longest_useful(sequence.most_per_round)
             if not length or not self.may_draft(sequence) or request_id in self._outbox.partial:
                 continue
             if not sequence.draft.num_ordered and request_id not in self.scored.drafts:

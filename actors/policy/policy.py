@@ -109,9 +109,9 @@ class Policy:
         """Whether what the next round is does not wait for `update` of the last one, which may come beside it."""
         return False
 
-    def scored_length(self, remaining: int) -> int:
-        """Tokens of a draft that no pass verifies, for a request that may get `remaining` more: as many as could be of
-        use. The target adds one token of its own after the path, so the last one is never worth drafting."""
+    def longest_useful(self, remaining: int) -> int:
+        """Draft tokens that could be of use to a request that may get `remaining` more: the target adds one token of its
+        own after the path, so the last one is never worth drafting."""
         return max(0, min(self.longest_draft, remaining - 1))
 
     def begin_scoring(self) -> None:
@@ -123,7 +123,7 @@ class Policy:
 
     def draft_length(self, request_id: int, remaining: int) -> int:  # noqa: ARG002 (a policy may tell requests apart)
         """Draft tokens to order for a request that may get `remaining` more tokens; 0 for none."""
-        return self.scored_length(remaining)
+        return self.longest_useful(remaining)
 
     def num_orders(self, num_running: int) -> int:
         """Requests to order drafts for at a time."""
@@ -271,7 +271,7 @@ class AdaptivePolicy(Policy):
     def draft_length(self, request_id: int, remaining: int) -> int:
         if self.weighs_waiting and not self._decision.choice.drafts:
             return 0
-        length, most = self._lengths.of(request_id), self.scored_length(remaining)
+        length, most = self._lengths.of(request_id), self.longest_useful(remaining)
         return most if self._longest_only and length else min(most, length)
 
     def num_followed(self, num_requests: int) -> int:
