@@ -329,7 +329,7 @@ class Coordinator:
         speculated = any(proposal is not None for proposal in round_.proposals.values())
         stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
         if speculated:
-            stats.add_round(seen.seconds, seen.verify_s, seen.draft_s)
+            stats.add_spec_round(seen.seconds, seen.verify_s, seen.draft_s)
         if is_test:
             return
         if seen.outcomes and num_may_speculate:

@@ -122,7 +122,7 @@ class TimeCounters:
     num_link_trips: dict[str, int] = field(default_factory=dict)
     link_s: dict[str, float] = field(default_factory=dict)
 
-    def add_round(self, seconds: float, verify_s: float, draft_s: float) -> None:
+    def add_spec_round(self, seconds: float, verify_s: float, draft_s: float) -> None:
         """A round with speculation: the target worked for `verify_s`, and idled for `draft_s` while the drafter worked.
 
         The rest of its idle time was records on their way, and the coordinator.
@@ -168,13 +168,14 @@ class LossCounters:
     num_refused: dict[str, int] = field(default_factory=dict)
     """Invalid records of ranks, by role; of all senders together they are `num_unreadable`."""
     resume_s: dict[str, list[float]] = field(default_factory=dict)
-    fallback_s: float = 0.0
+    no_drafter_s: float = 0.0
+    """Seconds without a drafter, which was lost."""
 
     def add_outage(self, role: str, seconds: float) -> None:
         """A lost role gave its first answer; until then there was no draft, or no token at all."""
         self.resume_s.setdefault(role, []).append(seconds)
         if role == "draft":
-            self.fallback_s += seconds
+            self.no_drafter_s += seconds
 
 
 @dataclass

@@ -110,7 +110,7 @@ class Policy:
         return False
 
     def longest_useful(self, remaining: int) -> int:
-        """Draft tokens that could be of use to a request that may get `remaining` more: the target adds one token of its
+        """Draft tokens that could be of use to a request that may get `remaining` more: the target adds a token of its
         own after the path, so the last one is never worth drafting."""
         return max(0, min(self.longest_draft, remaining - 1))
 
@@ -292,7 +292,7 @@ class AdaptivePolicy(Policy):
     def expect_load(self, num_running: int, samples: bool) -> None:
         before, self._load = self._load, self._loads.of((_batch_class(num_running), samples, 0), self._ways)
         if self._load is not before and self._load.by_choice[self._way].weight:
-            self._lengths.choose_for_all(self._tradeoff(self._way, ()))  # drafts for few may cost much for many
+            self._lengths.choose_for_all(self._tradeoff(self._way, ()).best)  # drafts for few may cost much for many
 
     def caught_up(self) -> None:
         if self._decision.caught_up():
@@ -461,7 +461,7 @@ class AdaptivePolicy(Policy):
             self.least_chance = speed * self._load.by_length(way).verify_s
         self._lengths.choose(tradeoffs[way], request_ids, self._acceptance, chances, self._decision.spend)
         if is_trial:
-            self._lengths.choose_for_trial(tradeoffs[way])
+            self._lengths.choose_for_all(tradeoffs[way].informative())
 
     def _should_try_all(self, tradeoff: Tradeoff, estimates: Estimates) -> bool:
         """Whether a trial with every request loses less than one with a few, by what is known: where most of the time

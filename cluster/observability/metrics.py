@@ -78,7 +78,7 @@ def _busy(stats: CoordinatorStats) -> dict[str, float]:
 
 def _fallback(stats: CoordinatorStats) -> dict[str, float]:
     """Seconds the guard chose plain decoding, and seconds without a drafter, as in the report."""
-    return {"guard": stats.rested_s, "no_drafter": stats.fallback_s}
+    return {"guard": stats.rested_s, "no_drafter": stats.no_drafter_s}
 
 
 COUNTERS = (

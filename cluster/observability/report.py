@@ -197,7 +197,7 @@ def figures(run: Run, plain: Run | None = None) -> RunFigures:
         "refused_records": counters.get("num_refused"),
         "resume_s": counters.get("resume_s"),
         "draft_lengths": list(counters.get("orders_by_length", ())),
-        "fallback_s": counters.get("rested_s", 0.0) + counters.get("fallback_s", 0.0),
+        "fallback_s": counters.get("rested_s", 0.0) + counters.get("no_drafter_s", 0.0),
         "num_probes": entered.get("probe", 0),
         "num_trials": entered.get("trial", 0),
         "guard": counters.get("guard"),

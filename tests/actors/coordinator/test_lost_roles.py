@@ -230,7 +230,7 @@ def test_losses_and_times_are_counted():
         world.deliver_one()
     assert coordinator.stats.num_role_losses == {"draft": 1}
     assert coordinator.stats.resume_s == {"draft": [world.clock - lost_at]}
-    assert coordinator.stats.fallback_s == world.clock - lost_at
+    assert coordinator.stats.no_drafter_s == world.clock - lost_at
     world.lose("target")
     world.clock += 100
     world.bring_back("target")

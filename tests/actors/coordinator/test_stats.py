@@ -78,8 +78,8 @@ def test_draft_spans_count_tokens_and_tell_reading_from_proposing():
 
 def test_overhead_is_what_no_role_worked_and_never_negative():
     stats = CoordinatorStats()
-    stats.add_round(1.0, 0.5, 0.25)
-    stats.add_round(1.0, 1.5, 0.0)
+    stats.add_spec_round(1.0, 0.5, 0.25)
+    stats.add_spec_round(1.0, 1.5, 0.0)
     assert (stats.num_spec_rounds, stats.spec_round_s, stats.spec_round_overhead_s) == (2, 2.0, 0.25)
     assert (stats.wait_for_draft_s, stats.wait_for_messages_s) == (0.25, 0.25)
 
@@ -203,7 +203,7 @@ def test_a_role_that_was_lost_is_away_until_its_first_answer():
     stats = CoordinatorStats()
     for role, seconds in (("draft", 1.0), ("target", 2.0), ("draft", 0.5)):
         stats.add_outage(role, seconds)
-    assert stats.resume_s == {"draft": [1.0, 0.5], "target": [2.0]} and stats.fallback_s == 1.5
+    assert stats.resume_s == {"draft": [1.0, 0.5], "target": [2.0]} and stats.no_drafter_s == 1.5
 
 
 @pytest.mark.parametrize(("num_tokens", "per_token_s"), [(0, None), (1, None), (2, 2.0), (3, 1.0)])

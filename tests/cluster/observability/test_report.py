@@ -89,7 +89,7 @@ COUNTERS = {
     "seconds_by_mode": {"speculate": 0.4, "rest": 0.75, "catch_up": 0.25},
     "rested_s": 1.0,
     "num_by_mode": {"speculate": 2, "probe": 3, "trial": 1},
-    "fallback_s": 0.5,
+    "no_drafter_s": 0.5,
     "guard": {"mode": "rest", "plain_tokens_per_s": 90.0, "gain": 0.8},
 }
 
