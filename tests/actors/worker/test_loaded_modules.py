@@ -85,7 +85,7 @@ DRAFTERS = {
     "suffix": (SuffixDrafterConfig(), {"lookup", "scoped"}),
     "jacobi": (JacobiDrafterConfig(), {"jacobi"}),
     "recycling": (RecyclingDrafterConfig(), {"adjacency", "lookup", "scoped"}),
-    "model": (ModelDrafterConfig(), {"model", "online", "vocabulary"}),
+    "model": (ModelDrafterConfig(), {"model"}),
 }
 SHARED = {"config", "interface", "draft_ahead"}
 """The port of all drafters: records, the contract, how far ahead of a verdict to draft."""
