@@ -70,7 +70,7 @@ class SeparatePort(DrafterPort):
     def commit(self, sequence: Sequence, commit: Commit) -> None:
         """A preview may hold a draft for the new prefix. A path is passed on to the drafter that made the draft, not to
         one that came back since."""
-        self._outbox.commit(commit if sequence.draft.num_ordered else replace(commit, path=()))
+        self._outbox.add_commit(commit if sequence.draft.num_ordered else replace(commit, path=()))
         sequence.num_unread = 0 if sequence.draft.num_ordered else sequence.num_unread + len(commit.token_ids)
         preview, sequence.preview = sequence.preview, None
         sequence.draft = DraftState(prepared=preview.after(commit.token_ids) if preview is not None else None)

@@ -298,8 +298,8 @@ class Coordinator:
         if sequence.finish_reason == "error":
             end = self._end_early(sequence, "error", now, _no_token_after(sequence.prefix_len))
             return replace(end, position=position, token_ids=commit.token_ids, **known)
-        self._round.commit(commit, sequence.draft.num_ordered, proposal)
-        self._target_outbox.commit(commit)
+        self._round.add_outcome(commit, sequence.draft.num_ordered, proposal)
+        self._target_outbox.add_commit(commit)
         is_own = proposal is None or not proposal.is_forced
         self._drafter.commit(sequence, commit if is_own else replace(commit, path=()))
         if verdict.forced:

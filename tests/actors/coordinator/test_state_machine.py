@@ -351,14 +351,14 @@ class TestOutbox:
 
     def test_a_stranger_has_no_commits_and_no_release(self):
         outbox = Outbox()
-        outbox.commit(self.commit())
+        outbox.add_commit(self.commit())
         outbox.release(1)
         assert outbox.flush() == ((), (), ()) and not outbox.is_due
 
     def test_who_came_and_went_between_two_batches_is_never_mentioned(self):
         outbox = Outbox()
         outbox.admit(self.sequence())
-        outbox.commit(self.commit())
+        outbox.add_commit(self.commit())
         outbox.release(1)
         assert outbox.flush() == ((), (), ())
 
@@ -366,7 +366,7 @@ class TestOutbox:
         outbox = Outbox()
         outbox.admit(self.sequence())
         outbox.flush()
-        outbox.commit(self.commit())
+        outbox.add_commit(self.commit())
         outbox.release(1)
         outbox.release(1)
         assert outbox.is_due and outbox.flush() == ((), (), (1,)) and outbox.flush() == ((), (), ())
@@ -375,9 +375,9 @@ class TestOutbox:
         outbox = Outbox()
         outbox.admit(self.sequence())
         outbox.flush()
-        outbox.commit(Commit(1, 0, 2, (1, 2), (5, 6, 7)))
+        outbox.add_commit(Commit(1, 0, 2, (1, 2), (5, 6, 7)))
         for i in range(500):
-            outbox.commit(Commit(1, 0, 5 + i, (), (i,)))
+            outbox.add_commit(Commit(1, 0, 5 + i, (), (i,)))
         assert outbox.flush() == ((), (Commit(1, 0, 2, (1, 2), (5, 6, 7, *range(500))),), ())
 
     def test_who_comes_back_is_released_first(self):
