@@ -55,12 +55,27 @@ class Parallel(StrEnum):
 class PipelineName(StrEnum):
     """The order in which the roles work."""
 
-    plain = "plain"
-    sync = "sync"
+    plain = "plain"  # every pass verifies empty proposals: the baseline and the fallback
+    sync = "sync"  # the whole batch is drafted for, then the whole batch is verified
     pearl = "pearl"
     branches = "branches"
     tree = "tree"
     pingpong = "pingpong"
+
+    @property
+    def drafts(self) -> bool:
+        return self is not PipelineName.plain
+
+    @property
+    def works_ahead(self) -> bool:
+        """The drafter prepares for the outcomes of a verdict while the target computes it: the three differ in what."""
+        return self in (PipelineName.pearl, PipelineName.branches, PipelineName.tree)
+
+    @property
+    def alternates(self) -> bool:
+        """Two halves of the batch take turns: while the target verifies one, the drafter drafts for the other. No
+        outcome has to be guessed; it takes at least two requests (MineDraft, arXiv 2603.18016)."""
+        return self is PipelineName.pingpong
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tokenizers import Tokenizer
 
-from actors.coordinator.clients import OUT
 from actors.protocol.grammar import Grammar
 from actors.protocol.membership import Alive, Hello, Ready, Stop, identity_of
 from actors.protocol.messages import Abort, Outputs, Report, ReportOrder, Request, SamplingParams, Tokens
 from actors.transport.channel import AnyLink, open_link
-from actors.transport.keys import LinkKey
+from actors.transport.keys import OUT, LinkKey
 from cluster.completion import Completion, EngineError
 from cluster.io.text import load_tokenizer
 

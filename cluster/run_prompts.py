@@ -8,12 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import replace
 
 from actors.protocol.messages import PLAIN_DECODING, SamplingParams
 from cluster.completion import Completion, EngineError
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
 from cluster.observability.results import Run, Served
+
+WARMUP_TOKENS = 16
+
+
+def warming(sampling: SamplingParams) -> SamplingParams:
+    """Those of a request that warms up: the first passes allocate memory and choose kernels."""
+    return replace(sampling, min_tokens=0, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
 
 
 def serve_prompts(

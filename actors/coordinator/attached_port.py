@@ -51,7 +51,7 @@ class AttachedPort(DrafterPort):
             self._has_read = False
             policy.begin_scoring()
             able = [one for one in reached if self.may_draft(one) and one.request_id not in self.scored.drafts]
-            lengths = {one.request_id: policy.scored_length(one.most_per_round) for one in able}
+            lengths = {one.request_id: policy.longest_useful(one.most_per_round) for one in able}
             return {request_id: length for request_id, length in lengths.items() if length}
         if policy.may_end and any(sequence.draft.proposal for sequence in reached):
             return {}

@@ -16,11 +16,10 @@ from hashlib import blake2b
 
 from actors.protocol.messages import SCOPE_BYTES, Request, Tokens
 from actors.transport.channel import Hub
-from actors.transport.keys import peer_of
+from actors.transport.keys import OUT, OWNER, peer_of
 
-CLIENT = "client"
+CLIENT = OWNER
 """Name of the client that started the ranks, and of the link on which it receives."""
-OUT = "/out"
 ABSENT_S = 5.0
 """Seconds without a connection after which a client is given up; a link reconnects within milliseconds."""
 MOST_IN_FLIGHT = 10_000

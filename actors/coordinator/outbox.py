@@ -72,7 +72,8 @@ class Outbox:
         chunk = tuple(sequence.token_ids[start:end])
         self._commits[sequence.request_id] = Commit(sequence.request_id, sequence.epoch, start, (), chunk)
 
-    def commit(self, commit: Commit) -> None:
+    def add_commit(self, commit: Commit) -> None:
+        """The text of a request grew."""
         request_id = commit.request_id
         if request_id not in self.known or request_id in self.partial:
             return

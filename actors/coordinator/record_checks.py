@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from math import inf, isfinite
 
-from actors.coordinator.clients import CLIENT, OUT, Clients
+from actors.coordinator.clients import CLIENT, Clients
 from actors.protocol.membership import Alive, ClientKeys, Hello, PassFailed, RankLost, Ready, Stop
 from actors.protocol.messages import (
     MOST_FORCED,
@@ -24,6 +24,7 @@ from actors.protocol.messages import (
     check_tokens,
 )
 from actors.transport.channel import link_name
+from actors.transport.keys import OUT
 from parallel.ranges import LARGEST
 
 _OF_CLIENTS = (Request, Abort, ReportOrder, Hello)

@@ -64,7 +64,7 @@ class Round:
         for started, finished, _ in batch.ahead:
             self.waited_s += max(0.0, finished - max(started, self.started))
 
-    def commit(self, commit: Commit, num_ordered: int, proposal: Proposal | None) -> None:
+    def add_outcome(self, commit: Commit, num_ordered: int, proposal: Proposal | None) -> None:
         """One sequence got its verdict; `num_ordered` draft tokens had been ordered for it."""
         num_tokens = len(commit.token_ids)
         path, brought, num_dropped = (), 0, 0

@@ -70,7 +70,7 @@ class SeparatePort(DrafterPort):
     def commit(self, sequence: Sequence, commit: Commit) -> None:
         """A preview may hold a draft for the new prefix. A path is passed on to the drafter that made the draft, not to
         one that came back since."""
-        self._outbox.commit(commit if sequence.draft.num_ordered else replace(commit, path=()))
+        self._outbox.add_commit(commit if sequence.draft.num_ordered else replace(commit, path=()))
         sequence.num_unread = 0 if sequence.draft.num_ordered else sequence.num_unread + len(commit.token_ids)
         preview, sequence.preview = sequence.preview, None
         sequence.draft = DraftState(prepared=preview.after(commit.token_ids) if preview is not None else None)
@@ -175,7 +175,7 @@ class SeparatePort(DrafterPort):
         """Sequences that may get a draft to compare with the text, and its length."""
         found = []
         for sequence in running:
-            request_id, length = sequence.request_id, self._policy.scored_length(sequence.most_per_round)
+            request_id, length = sequence.request_id, self._policy.longest_useful(sequence.most_per_round)
             if not length or not self.may_draft(sequence) or request_id in self._outbox.partial:
                 continue
             if not sequence.draft.num_ordered and request_id not in self.scored.drafts:

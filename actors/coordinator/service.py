@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from actors.coordinator.clients import CLIENT, OUT, Clients
+from actors.coordinator.clients import CLIENT, Clients
 from actors.coordinator.event_log import EventLog
 from actors.coordinator.loop_heartbeat import LoopHeartbeat
 from actors.coordinator.membership import RoleMembership
@@ -57,7 +57,7 @@ from actors.protocol.messages import (
 )
 from actors.topology import TOP, child_role, is_draft_role, parent_role
 from actors.transport.channel import Hub, heart_of
-from actors.transport.keys import CLIENTS, peer_of
+from actors.transport.keys import CLIENTS, OUT, peer_of
 
 if TYPE_CHECKING:
     from actors.coordinator.bridging import Bridging

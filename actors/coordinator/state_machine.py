@@ -301,8 +301,8 @@ class Coordinator:
         if sequence.finish_reason == "error":
             end = self._end_early(sequence, "error", now, _no_token_after(sequence.prefix_len))
             return replace(end, position=position, token_ids=commit.token_ids, **known)
-        self._round.commit(commit, sequence.draft.num_ordered, proposal)
-        self._target_outbox.commit(commit)
+        self._round.add_outcome(commit, sequence.draft.num_ordered, proposal)
+        self._target_outbox.add_commit(commit)
         is_own = proposal is None or not proposal.is_forced
         self._drafter.commit(sequence, commit if is_own else replace(commit, path=()))
         if verdict.forced:
@@ -332,7 +332,7 @@ class Coordinator:
         speculated = any(proposal is not None for proposal in round_.proposals.values())
         stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
         if speculated:
-            stats.add_round(seen.seconds, seen.verify_s, seen.draft_s)
+            stats.add_spec_round(seen.seconds, seen.verify_s, seen.draft_s)
         if is_test:
             return
         if seen.outcomes and num_may_speculate:
@@ -541,7 +541,7 @@ class Coordinator:
                 since = self._lost_at.pop(role)
                 self.stats.add_outage(role, max(0.0, now - since))
                 if role != "target" and len(others) + 1 == self._drafter.num_seats:
-                    self.stats.fallback_s += max(0.0, now - max([since, *others]))
+                    self.stats.no_drafter_s += max(0.0, now - max([since, *others]))
 
     def _report(self, order: ReportOrder, now: float) -> Report:
         self.count_active_time(now)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from actors.coordinator.sequence import Sequence, SpeculationCounts, count_at
+from actors.policy.decision import Mode
 from actors.protocol.messages import Commit, LevelWork, Proposal, ProposalBatch, Report, VerdictBatch
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class TimeCounters:
     num_link_trips: dict[str, int] = field(default_factory=dict)
     link_s: dict[str, float] = field(default_factory=dict)
 
-    def add_round(self, seconds: float, verify_s: float, draft_s: float) -> None:
+    def add_spec_round(self, seconds: float, verify_s: float, draft_s: float) -> None:
         """A round with speculation: the target worked for `verify_s`, and idled for `draft_s` while the drafter worked.
 
         The rest of its idle time was records on their way, and the coordinator.
@@ -168,7 +168,7 @@ class LossCounters:
     num_refused: dict[str, int] = field(default_factory=dict)
     """Invalid records of ranks, by role; of all senders together they are `num_unreadable`."""
     resume_s: dict[str, list[float]] = field(default_factory=dict)
-    fallback_s: float = 0.0
+    no_drafter_s: float = 0.0
     """Seconds in which no role drafted, since each was lost."""
 
     def add_outage(self, role: str, seconds: float) -> None:
@@ -183,13 +183,17 @@ class PolicyCounters:
     orders_by_length: list[int] = field(default_factory=list)
     seconds_by_mode: dict[str, float] = field(default_factory=dict)
     num_by_mode: dict[str, int] = field(default_factory=dict)
+    rested_s: float = 0.0
+    """Seconds in which the decision was for plain decoding, probes left out."""
     mode: str = ""
     guard: dict[str, str | float | None] | None = None
     """What the policy found last of plain decoding against speculation."""
 
-    def add_mode(self, mode: StrEnum, seconds: float, num_ordered: list[int]) -> None:
+    def add_mode(self, mode: Mode, seconds: float, num_ordered: list[int]) -> None:
         """A round took `seconds` in one mode of the policy, and ordered these numbers of draft tokens."""
         self.seconds_by_mode[mode.value] = self.seconds_by_mode.get(mode.value, 0.0) + seconds
+        if mode in (Mode.rest, Mode.catch_up):
+            self.rested_s += seconds
         if mode.value != self.mode:
             self.mode = mode.value
             self.num_by_mode[mode.value] = self.num_by_mode.get(mode.value, 0) + 1

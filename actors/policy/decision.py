@@ -239,16 +239,13 @@ class Decision:
         self._begin_drafts()
 
     def _begin_drafts(self) -> bool:
-        if self.awaited is None or not self._is_caught_up or not self._knows_plain:
+        plain = self.estimates.get(Decoding.plain)
+        knows_plain = plain is not None and plain.num_rounds >= PLAIN_ROUNDS
+        if self.awaited is None or not self._is_caught_up or not knows_plain:
             return False
         self._change(self.awaited)
         self.mode = Mode.trial
         return True
-
-    @property
-    def _knows_plain(self) -> bool:
-        plain = self.estimates.get(Decoding.plain)
-        return plain is not None and plain.num_rounds >= PLAIN_ROUNDS
 
     def _change(self, choice: Decoding) -> None:
         if choice is not self.choice:

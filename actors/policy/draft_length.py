@@ -102,13 +102,9 @@ class DraftLengths:
             else:
                 retry.wait, retry.rounds = min(2 * retry.wait, MAX_RETRY), 0
 
-    def choose_for_all(self, tradeoff: Tradeoff) -> None:
-        """The same length for every request, where nothing is known of their rounds yet."""
-        self._length, self._by_request = tradeoff.best, {}
-
-    def choose_for_trial(self, tradeoff: Tradeoff) -> None:
-        """The lengths of drafts that are made to learn what drafts bring."""
-        self._length, self._by_request = tradeoff.informative(), {}
+    def choose_for_all(self, length: int) -> None:
+        """The same length for every request, as where nothing is known of their rounds yet."""
+        self._length, self._by_request = length, {}
 
     def choose(
         self,
@@ -122,7 +118,7 @@ class DraftLengths:
 
         `spend`: whether exploration may lose so many rounds, which are then counted.
         """
-        self.choose_for_all(tradeoff)
+        self.choose_for_all(tradeoff.best)
         least, length = max(1, self._shortest), self._length
         self._num_choices += 1
         if self._num_choices % EXPLORE_EVERY == 0:

@@ -19,6 +19,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 
+from actors.options import PipelineName
 from actors.policy.acceptance import ACCEPTANCE_MEMORY, AcceptanceModel, DraftOutcome
 from actors.policy.costs import IDLE_DECAY, LoadCosts, LoadTable, MachineSpeed, MeasuredRound
 from actors.policy.decision import (
@@ -32,28 +33,6 @@ from actors.policy.decision import (
 from actors.policy.draft_length import DraftLengths, Tradeoff
 from actors.policy.draft_wait import DraftWait
 from actors.policy.estimators import Ewma
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """The order of drafting and verifying."""
-
-    drafts: bool = True
-    alternates: bool = False
-    """Two halves of the batch take turns: while the target verifies one, the drafter drafts for the other. No outcome
-    has to be guessed; it takes at least two requests (MineDraft, arXiv 2603.18016)."""
-    works_ahead: bool = False
-    """The drafter prepares for the outcomes of a verdict while the target computes it."""
-
-
-PIPELINES = {
-    "plain": Pipeline(drafts=False),  # every pass verifies empty proposals: the baseline and the fallback
-    "sync": Pipeline(),  # the whole batch is drafted for, then the whole batch is verified
-    "pearl": Pipeline(works_ahead=True),  # the three differ in what the drafter prepares; here they are one
-    "branches": Pipeline(works_ahead=True),
-    "tree": Pipeline(works_ahead=True),
-    "pingpong": Pipeline(alternates=True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +83,7 @@ class Policy:
     """Whether drafts that no pass verifies should be made now, to see what drafts would bring."""
 
     def __init__(self, pipeline: str, num_draft_tokens: int) -> None:
-        order = PIPELINES[pipeline]
+        order = PipelineName(pipeline)
         self.longest_draft = num_draft_tokens if order.drafts else 0
         self.alternates = order.alternates
         """Whether drafts are also ordered while the target is busy, and a pass leaves out requests without one."""
@@ -130,9 +109,9 @@ class Policy:
         """Whether what the next round is does not wait for `update` of the last one, which may come beside it."""
         return False
 
-    def scored_length(self, remaining: int) -> int:
-        """Tokens of a draft that no pass verifies, for a request that may get `remaining` more: as many as could be of
-        use. The target adds one token of its own after the path, so the last one is never worth drafting."""
+    def longest_useful(self, remaining: int) -> int:
+        """Draft tokens that could be of use to a request that may get `remaining` more: the target adds a token of its
+        own after the path, so the last one is never worth drafting."""
         return max(0, min(self.longest_draft, remaining - 1))
 
     def begin_scoring(self) -> None:
@@ -144,7 +123,7 @@ class Policy:
 
     def draft_length(self, request_id: int, remaining: int) -> int:  # noqa: ARG002 (a policy may tell requests apart)
         """Draft tokens to order for a request that may get `remaining` more tokens; 0 for none."""
-        return self.scored_length(remaining)
+        return self.longest_useful(remaining)
 
     def num_orders(self, num_running: int) -> int:
         """Requests to order drafts for at a time."""
@@ -292,7 +271,7 @@ class AdaptivePolicy(Policy):
     def draft_length(self, request_id: int, remaining: int) -> int:
         if self.weighs_waiting and not self._decision.choice.drafts:
             return 0
-        length, most = self._lengths.of(request_id), self.scored_length(remaining)
+        length, most = self._lengths.of(request_id), self.longest_useful(remaining)
         return most if self._longest_only and length else min(most, length)
 
     def num_followed(self, num_requests: int) -> int:
@@ -313,7 +292,7 @@ class AdaptivePolicy(Policy):
     def expect_load(self, num_running: int, samples: bool) -> None:
         before, self._load = self._load, self._loads.of((_batch_class(num_running), samples, 0), self._ways)
         if self._load is not before and self._load.by_choice[self._way].weight:
-            self._lengths.choose_for_all(self._tradeoff(self._way, ()))  # drafts for few may cost much for many
+            self._lengths.choose_for_all(self._tradeoff(self._way, ()).best)  # drafts for few may cost much for many
 
     def caught_up(self) -> None:
         if self._decision.caught_up():
@@ -482,7 +461,7 @@ class AdaptivePolicy(Policy):
             self.least_chance = speed * self._load.by_length(way).verify_s
         self._lengths.choose(tradeoffs[way], request_ids, self._acceptance, chances, self._decision.spend)
         if is_trial:
-            self._lengths.choose_for_trial(tradeoffs[way])
+            self._lengths.choose_for_all(tradeoffs[way].informative())
 
     def _should_try_all(self, tradeoff: Tradeoff, estimates: Estimates) -> bool:
         """Whether a trial with every request loses less than one with a few, by what is known: where most of the time

@@ -114,7 +114,7 @@ class AttachedDrafter(AfterVerdicts):
             tokens = [item.proposal.tree.token_ids[node] for node in verdict.path] if item.proposal else []
             path = () if item.proposal is not None and item.proposal.is_forced else verdict.path
             committed = (*tokens, *verdict.token_ids)
-            self._outbox.commit(Commit(verdict.request_id, verdict.epoch, verdict.prefix_len, path, committed))
+            self._outbox.add_commit(Commit(verdict.request_id, verdict.epoch, verdict.prefix_len, path, committed))
             left = self._num_left(verdict.request_id, verdict.prefix_len + len(committed))
             # the target adds one token of its own after the path, so the last one is never worth drafting
             if (num_draft_tokens := min(item.num_draft_tokens, left - 1)) > 0 and not verdict.forced:

@@ -25,6 +25,8 @@ CLIENTS = "client:"
 """Begins the names of all other clients."""
 FIRST_CLIENT = CLIENTS + "default"
 """The client whose key every engine makes."""
+OUT = "/out"
+"""Ends the name of the link on which a client sends; without it, that is the one on which it receives."""
 _TEXT = re.compile(rf"([\w-]{{1,40}})\.([0-9a-f]{{{4 * SECRET_BYTES}}})", re.ASCII)
 
 

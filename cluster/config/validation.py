@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from actors.drafters.registry import DRAFTERS
 from actors.options import VerifyRule
-from actors.policy.policy import PIPELINES
 from actors.verification.compatibility import check_scheme
 from parallel.ranges import require
 
@@ -54,7 +53,7 @@ def _drafters(config: LaunchConfig) -> list[DrafterConfig]:
     if local == "none":
         return [config.drafter]
     remedy = "is for a drafter that works ahead; use pipeline=pearl, branches or tree, or drop it"
-    require(PIPELINES[pipeline].works_ahead, "pipeline.local_drafter", local, remedy)
+    require(pipeline.works_ahead, "pipeline.local_drafter", local, remedy)
     remedy = "is for a draft model far away; use drafter=model, or drafter=pool for one at a time, or drop it"
     is_far = config.drafter.name in ("model", "pool") and config.drafter.num_seats <= 1
     require(is_far, "pipeline.local_drafter", local, remedy)

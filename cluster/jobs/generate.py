@@ -41,11 +41,10 @@ from cluster.observability.report import (
 from cluster.observability.results import Run, Served
 from cluster.placement.ranks import RankPlacement
 from cluster.pocket import is_bundled
-from cluster.run_prompts import serve_prompts
+from cluster.run_prompts import serve_prompts, warming
 from parallel.whole_files import append_text, write_text
 
 REPORT_EVERY_S = 5.0
-WARMUP_TOKENS = 16
 _WARM_UP = "warm-up"
 """Phase of the requests that warm up, and the salt of their cache: the measured ones find none of their KV rows."""
 COMPLETIONS_SHOWN = 8
@@ -181,11 +180,10 @@ def _report(
 
 def _warm_up(engine: Engine, prompts: list[Prompt], sampling: SamplingParams) -> float | None:
     """Run a short request without and with speculation. Returns the seconds until the first token."""
-    short = _short(sampling)
     first_token_s: list[float | None] = []
     for speculate in (False, True):
         how: dict[str, Any] = {"speculate": speculate, "concurrency": 1, "phase": _WARM_UP, "cache_salt": _WARM_UP}
-        run = serve_prompts(engine, prompts[:1], short, **how)
+        run = serve_prompts(engine, prompts[:1], warming(sampling), **how)
         if run.interrupted:
             raise KeyboardInterrupt
         first_token_s += [served.ttft_s for served in run.requests]
@@ -229,16 +227,11 @@ def _plain_alone(
         with terminal.starting() as progress, PlainEngine(config) as engine:
             progress("starting plain decoding by itself, to compare")
             places = engine.places
-            engine.serve(prompts[:1], _short(sampling), 1, _WARM_UP)
+            engine.serve(prompts[:1], warming(sampling), 1, _WARM_UP)
             progress("plain decoding by itself, to compare")
             return engine.serve(prompts, sampling, config.job.concurrency), places
     except KeyboardInterrupt:
         return Run(interrupted=True), []
-
-
-def _short(sampling: SamplingParams) -> SamplingParams:
-    """Parameters of a request that warms up: the first passes allocate memory and choose kernels."""
-    return replace(sampling, min_tokens=0, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
 
 
 def _trace(engine: Engine, run: Run, report: GenerateReport, run_dir: Path) -> None:

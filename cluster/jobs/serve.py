@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from actors.policy.policy import PIPELINES
 from cluster.config.schema import LaunchConfig, ServerConfig
 from cluster.engine import Engine
 from cluster.io.console import Terminal
@@ -66,7 +65,7 @@ def read_keys(server: ServerConfig) -> list[str]:
 
 def _describe(terminal: Terminal, url: str, model: str, engine: Engine, keys: list[str]) -> None:
     roles = [f"{place.identity} on {place.device}" for place in engine.places]
-    drafts = PIPELINES[engine.config.pipeline.name].drafts  # none for a target that fills masks
+    drafts = engine.config.pipeline.name.drafts  # none for a target that fills masks
     terminal.line(f"layout: {', '.join(roles)}; drafter {engine.config.drafter.name if drafts else 'none'}")
     for role, held in bytes_per_role(engine.ready).items():
         terminal.line(f"{role}: {mebibytes(held['weights'])} of weights, {mebibytes(held['kv'])} of KV")

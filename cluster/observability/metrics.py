@@ -13,7 +13,6 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Protocol
 
-from actors.policy.decision import Mode
 from actors.protocol.membership import Ready
 from cluster.config.schema import LaunchConfig
 
@@ -79,8 +78,7 @@ def _busy(stats: CoordinatorStats) -> dict[str, float]:
 
 def _fallback(stats: CoordinatorStats) -> dict[str, float]:
     """Seconds the guard chose plain decoding, and seconds without a drafter, as in the report."""
-    rested_s = sum(stats.seconds_by_mode.get(mode.value, 0.0) for mode in (Mode.rest, Mode.catch_up))
-    return {"guard": rested_s, "no_drafter": stats.fallback_s}
+    return {"guard": stats.rested_s, "no_drafter": stats.no_drafter_s}
 
 
 COUNTERS = (

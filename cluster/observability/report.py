@@ -152,7 +152,7 @@ def figures(run: Run, plain: Run | None = None) -> RunFigures:
     per_position = zip(counters.get("num_accepted_per_pos", ()), counters.get("num_drafted_per_pos", ()), strict=True)
     lookups = counters.get("num_branch_lookups")
     active_s, num_spec_rounds = counters.get("active_s"), counters.get("num_spec_rounds")
-    seconds, entered = counters.get("seconds_by_mode", {}), counters.get("num_by_mode", {})
+    entered = counters.get("num_by_mode", {})
     waits = _waits(counters)
     return {
         "num_requests": len(run.requests),
@@ -197,7 +197,7 @@ def figures(run: Run, plain: Run | None = None) -> RunFigures:
         "refused_records": counters.get("num_refused"),
         "resume_s": counters.get("resume_s"),
         "draft_lengths": list(counters.get("orders_by_length", ())),
-        "fallback_s": seconds.get("rest", 0.0) + seconds.get("catch_up", 0.0) + counters.get("fallback_s", 0.0),
+        "fallback_s": counters.get("rested_s", 0.0) + counters.get("no_drafter_s", 0.0),
         "num_probes": entered.get("probe", 0),
         "num_trials": entered.get("trial", 0),
         "guard": counters.get("guard"),
@@ -339,8 +339,11 @@ def notes(config: LaunchConfig) -> list[str]:
             f"verify.rule={config.verify.rule} keeps the distribution of the output, not its tokens: sampled requests "
             "differ from plain decoding"
         )
-    drafts = config.pipeline.name != PipelineName.plain
-    if drafts and any(map(is_bundled, config.drafter.models())) and not is_bundled(config.target.path):
+    if (
+        config.pipeline.name.drafts
+        and any(map(is_bundled, config.drafter.models()))
+        and not is_bundled(config.target.path)
+    ):
         found.append("drafter.path: names the bundled drafter, which was trained for another target than this one")
     if config.cluster.oversubscribe:
         found.append("cluster.oversubscribe=true: ranks may share cores, so their times mean little")
@@ -362,7 +365,7 @@ def _shared_cores(config: LaunchConfig, places: Sequence[RankPlacement]) -> list
 
 def _pace_notes(config: LaunchConfig) -> list[str]:
     """Passes that wait for a pace are not those of this machine."""
-    drafter = config.drafter.paces_ms if config.pipeline.name != PipelineName.plain else []
+    drafter = config.drafter.paces_ms if config.pipeline.name.drafts else []
     paces = {"target": [config.target.pace_ms] if config.target.pace_ms else [], "drafter": drafter}
     listed = ", ".join(f"{role} {' and '.join(map(str, ms))}" for role, ms in paces.items() if ms)
     text = "passes took at least so many milliseconds, as on devices that are not here: times are not this machine's"

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.coordinator.spec import CoordinatorSpec
-from actors.options import PipelineName
-from actors.policy.policy import PIPELINES
 from actors.protocol.membership import Death, Weights, identity_of
 from actors.topology import seat_role
 from actors.transport.keys import SECRET_BYTES, HubKeys, LinkKey
@@ -177,7 +175,7 @@ def coordinator_spec(
         drafters=config.drafter.names_in(config.pipeline.name),
         attached=config.drafter.is_attached(config.pipeline.name),
         bridged=config.drafter.is_bridged(config.pipeline.name),
-        local_drafter=config.pipeline.local_drafter if PIPELINES[config.pipeline.name].works_ahead else "none",
+        local_drafter=config.pipeline.local_drafter if config.pipeline.name.works_ahead else "none",
         weights=Weights(config.target.path),
         lent_silence_s=(config.cluster.silence_s or LENT_SILENCE_S) if is_lent(config) else 0.0,
     )
@@ -185,7 +183,7 @@ def coordinator_spec(
 
 def is_lent(config: LaunchConfig) -> bool:
     """Whether the engine's draft ranks are lent by pools."""
-    return config.drafter.is_elsewhere and config.pipeline.name != PipelineName.plain
+    return config.drafter.is_elsewhere and config.pipeline.name.drafts
 
 
 def lent_ranks(config: LaunchConfig) -> list[str]:

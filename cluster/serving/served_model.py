@@ -19,7 +19,6 @@ from tokenizers.normalizers import NFC
 
 from actors.drafters.config import NoDrafterConfig
 from actors.drafters.vocabulary.token_pieces import TokenPieces
-from actors.options import PipelineName
 from actors.protocol.grammar import Grammar
 from actors.protocol.messages import SamplingParams, check_tokens
 from actors.protocol.sampling_params import MOST_BAD_WORD_TOKENS
@@ -82,7 +81,7 @@ class ServedModel:
         self._max_source_len = int(facts.get("max_source_len", 0))
         self._start_len = len(facts.get("text_start", ()))
         self.vocab_size = int(facts["vocab_size"])
-        self.num_spec_tokens = 0 if config.pipeline.name == PipelineName.plain else config.drafter.num_draft_tokens
+        self.num_spec_tokens = config.drafter.num_draft_tokens if config.pipeline.name.drafts else 0
         self._drafter = config.drafter if self.num_spec_tokens else NoDrafterConfig()
         self._kv_slots = int(facts["kv_slots"])
         self._longest = min(self.max_model_len, self._kv_slots)

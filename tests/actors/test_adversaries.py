@@ -8,7 +8,7 @@ import pytest
 
 from actors.drafters.interface import Draft
 from actors.drafters.lookup.ngram import NgramDrafterConfig
-from actors.policy.policy import PIPELINES
+from actors.options import PipelineName
 from actors.protocol.messages import TokenTree
 from tests.matrices import in_turn
 
@@ -51,10 +51,10 @@ class Adversary:
     ("pipeline", "guesses", "temperature"),
     list(
         in_turn(
-            sorted(set(PIPELINES) - {"plain"}),
+            sorted(set(PipelineName) - {"plain"}),
             ["random", "constant", "wrong", "right"],
             [0.0, 0.8],
-            times=dict.fromkeys(PIPELINES, 2),
+            times=dict.fromkeys(PipelineName, 2),
         )
     ),
 )

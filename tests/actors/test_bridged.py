@@ -9,13 +9,12 @@ import torch
 
 from actors.drafters.model.config import Strategy
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.options import SchedulerConfig
-from actors.policy.policy import PIPELINES
+from actors.options import PipelineName, SchedulerConfig
 from parallel.speculators.config import FINAL
 from tests import matrices
 from tests.matrices import in_turn
 
-DRAFTED = [pipeline for pipeline in PIPELINES if pipeline != "plain"]
+DRAFTED = [pipeline for pipeline in PipelineName if pipeline != "plain"]
 
 
 @torch.no_grad()

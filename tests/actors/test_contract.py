@@ -37,7 +37,7 @@ from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import LOCAL_DRAFTERS, Parallel, PipelineName, SchedulerConfig, VerifyRule
 from actors.policy.decision import Mode
-from actors.policy.policy import PIPELINES, Policy
+from actors.policy.policy import Policy
 from actors.protocol.messages import PLAIN_DECODING, SamplingParams, TokenTree
 from actors.verification.compatibility import EXACT_FOR, is_exact
 from actors.verification.logprobs import LogprobReader
@@ -255,7 +255,7 @@ SAMPLINGS = {
     "T=1-processed": dict(temperature=1.0, **EVERY_PROCESSOR),
 }
 USUAL = ("greedy", "T=1", "T=1-processed")
-DRAFTED = [pipeline for pipeline in PIPELINES if pipeline != "plain"]
+DRAFTED = [pipeline for pipeline in PipelineName if pipeline != "plain"]
 
 
 def several_drafters():

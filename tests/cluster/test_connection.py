@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from actors.coordinator.clients import OUT
 from actors.protocol.membership import Hello, Ready, Stop
 from actors.protocol.messages import Abort, Request, SamplingParams
 from actors.transport import admission
 from actors.transport.channel import Hub
-from actors.transport.keys import FIRST_CLIENT, HubKeys, LinkKey
+from actors.transport.keys import FIRST_CLIENT, OUT, HubKeys, LinkKey
 from cluster import client as module
 from cluster.client import Connection, connect
 from cluster.completion import EngineError

@@ -11,12 +11,12 @@ from actors.drafters.cascade.draft_lengths import LengthControl, PassedLengths
 from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
 from actors.drafters.cascade.remote_child import RemoteChild
 from actors.drafters.config import DraftSetup
-from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Drafter
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.model.loading import open_draft_model
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.drafters.self_speculation.drafter import open_self_draft
+from actors.options import PipelineName
 from parallel.comm.group import Group
 
 
@@ -63,7 +63,7 @@ def build_levels(
                 width=config.width(level),
                 child_width=config.width(level - 1),
                 is_last=top,
-                works_ahead=setup.pipeline in AHEAD and is_last,
+                works_ahead=PipelineName(setup.pipeline).works_ahead and is_last,
                 child_top_k=config.levels[0].target_top_k if level == 1 else 0,
             )
             below = ChildLevel(port, config.level_name(level - 1), max(most[:level]))

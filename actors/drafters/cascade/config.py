@@ -16,7 +16,6 @@ from actors.drafters.config import (
     TypedPart,
     placed_at,
 )
-from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.config import LEARNS_ALONE, Draws, ModelDrafterConfig, Strategy, Translation
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.options import INDEPENDENT_ONLY, PipelineName, VerifyRule
@@ -215,7 +214,7 @@ class CascadeDrafterConfig(DrafterConfig):
             require(fixed or good, f"{where}.lengths", self.lengths, remedy)
         for i, level in enumerate(self.levels):
             name, length = f"{where}.levels[{i}].num_draft_tokens", level.num_draft_tokens
-            drafts, ahead = length > 0, i == last and pipeline in AHEAD
+            drafts, ahead = length > 0, i == last and pipeline.works_ahead
             for good, remedy in (
                 (
                     drafts or not ahead,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, PlacedDrafterConfig, Placement
-from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.confidence_growth import WIDEST
 from actors.options import (
     ATTENTION,
@@ -264,20 +263,20 @@ class PassDrafterConfig(PlacedDrafterConfig):
         super(PassDrafterConfig, self).check_with(rule, pipeline, where)
         remedy = f"cannot end what pipeline={pipeline} prepares ahead of time; use sync or pingpong, or drop it"
         ends_early = self.length_rule is not LengthRule.ordered
-        require(not (ends_early and pipeline in AHEAD), f"{where}.length_rule", self.length_rule, remedy)
+        require(not (ends_early and pipeline.works_ahead), f"{where}.length_rule", self.length_rule, remedy)
         is_exact = self.length_rule is not LengthRule.priced or rule is VerifyRule.coupled
         remedy = "drops tokens by their probability, which is exact with verify=coupled only; use that or drop it"
         require(is_exact, f"{where}.length_rule", self.length_rule, remedy)
         nodes = self.batch_nodes
         remedy = f"drafts of pipeline={pipeline} are made one by one, ahead of time; use sync or pingpong, or drop it"
-        require(not (nodes and pipeline in AHEAD), f"{where}.batch_nodes", nodes, remedy)
+        require(not (nodes and pipeline.works_ahead), f"{where}.batch_nodes", nodes, remedy)
         merged = self.merge_ngram
-        require(not (merged and pipeline in AHEAD), f"{where}.merge_ngram", merged, remedy)
+        require(not (merged and pipeline.works_ahead), f"{where}.merge_ngram", merged, remedy)
         is_given = self.draws is not Draws.auto
         remedy = "verify=coupled draws with the noise that the target draws with; drop it or choose a ratio rule"
         require(not (is_given and rule is VerifyRule.coupled), f"{where}.draws", self.draws, remedy)
         remedy = f"pipeline={pipeline} takes the likeliest tokens and draws none; use sync or pingpong, or drop it"
-        require(not (is_given and pipeline in AHEAD), f"{where}.draws", self.draws, remedy)
+        require(not (is_given and pipeline.works_ahead), f"{where}.draws", self.draws, remedy)
 
     def _tree_file(self, resolve: PathResolver, key: str) -> str:
         from actors.drafters.model.fixed_trees import read_trees  # loads numpy
@@ -288,7 +287,7 @@ class PassDrafterConfig(PlacedDrafterConfig):
         return path
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
-        if self.strategy not in DRAWN or pipeline in AHEAD:
+        if self.strategy not in DRAWN or pipeline.works_ahead:
             return {SamplingKind.DETERMINISTIC}
         return {self.draw_kind(rule)}
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,13 +24,10 @@ from actors.drafters.draft_ahead.width import Step
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
 from actors.drafters.model.calibration import CalibrationSchedule
-from actors.drafters.model.chain_rules import ChainRule, GapRule, ProbabilityRule, ThompsonRule, ThresholdRule
 from actors.drafters.model.confidence_growth import ConfidenceGrowth
 from actors.drafters.model.config import DRAWN, LearningDrafterConfig, LengthRule, PassDrafterConfig, Strategy
-from actors.drafters.model.fixed_trees import FixedTreeGrowth, read_trees
 from actors.drafters.model.merging import leaders
 from actors.drafters.model.prefill import prefill
-from actors.drafters.model.priced_chains import PricedRule
 from actors.drafters.model.tree_growth import (
     BeamGrowth,
     BestFirstGrowth,
@@ -53,6 +51,9 @@ from actors.sampling.logits import (
 from parallel.kv.pass_plan import Span
 from parallel.runtime.interface import PassOutput, Runner
 from parallel.transfers import to_host, upload
+
+if TYPE_CHECKING:
+    from actors.drafters.model.chain_rules import ChainRule
 
 
 @dataclass(slots=True)
@@ -198,6 +199,8 @@ class ModelDrafter:
             case Strategy.chain:
                 growth = StaticGrowth([1] * min(config.num_draft_tokens, longest))
             case Strategy.tree if config.tree:
+                from actors.drafters.model.fixed_trees import FixedTreeGrowth, read_trees
+
                 growth = FixedTreeGrowth(read_trees(Path(config.tree)), longest)
             case Strategy.tree:
                 growth = StaticGrowth(config.branching[:longest] or [width, *[1] * (depth - 1)])
@@ -512,7 +515,15 @@ class ModelDrafter:
 
 
 def _chain_rule(config: PassDrafterConfig) -> ChainRule | None:
-    """None: chains have the ordered length."""
+    """None: chains have the ordered length, and no rule is loaded."""
+    if config.length_rule is LengthRule.ordered:
+        return None
+    if config.length_rule is LengthRule.priced:
+        from actors.drafters.model.priced_chains import PricedRule
+
+        return PricedRule()
+    from actors.drafters.model.chain_rules import GapRule, ProbabilityRule, ThompsonRule, ThresholdRule
+
     match config.length_rule:
         case LengthRule.threshold:
             return ThresholdRule(config.rejection_threshold)
@@ -520,11 +531,7 @@ def _chain_rule(config: PassDrafterConfig) -> ChainRule | None:
             return ThompsonRule()
         case LengthRule.probability:
             return ProbabilityRule(config.least_probability)
-        case LengthRule.gap:
-            return GapRule(config.rejection_threshold)
-        case LengthRule.priced:
-            return PricedRule()
-    return None
+    return GapRule(config.rejection_threshold)
 
 
 def _seen_before_drawing(rule: ChainRule, output: PassOutput) -> Iterator[float] | None:

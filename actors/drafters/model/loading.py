@@ -1,6 +1,8 @@
 """Loads a draft model on this rank from its record: whole, tensor-parallel or layer-parallel.
 
 Decides which layers of a draft model run side by side, so that a launch refuses an impossible choice before it starts.
+What only some records ask for is imported where it is built: pipelines that work ahead, other tokenizers, learning,
+prefixes of layers, and KV rows that are dropped.
 """
 
 from __future__ import annotations
@@ -8,14 +10,12 @@ from __future__ import annotations
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from actors.drafters.config import DraftSetup
-from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Drafter
-from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.config import (
     Calibration,
     LengthRule,
@@ -25,19 +25,11 @@ from actors.drafters.model.config import (
     Translation,
 )
 from actors.drafters.model.drafter import ModelDrafter
-from actors.drafters.model.learning import learning
-from actors.drafters.model.string_drafter import StringDrafter
-from actors.drafters.online.drafter import OnlineDrafter
-from actors.drafters.online.learner import RANK
-from actors.drafters.vocabulary.token_list import read_token_list
-from actors.drafters.vocabulary.token_pieces import TokenPieces, shared_tokens
-from actors.drafters.vocabulary.translated_runner import TranslatedRunner
 from actors.options import Parallel, PipelineName, SchedulerConfig
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import ChoicesAhead
 from parallel.comm.group import Group
 from parallel.kv.row_limits import RowLimits
-from parallel.model.adapted import AdaptedDecoder, block_weights
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig, HeadRows
 from parallel.model.families.registry import read_config
@@ -47,12 +39,15 @@ from parallel.runtime.graph_list import GraphList, chain_shapes, graph_shapes
 from parallel.runtime.interface import Runner
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, fit_slots
 from parallel.runtime.model_bytes import dtype_name
-from parallel.runtime.nested_runner import NestedRunner
 from parallel.runtime.pacing import pace
 from parallel.runtime.profiling import faster_mlp
-from parallel.runtime.row_policies import ChunkRows, PartialRows, StreamingRows
 from parallel.runtime.runner import ModelRunner, captured_facts, open_model
 from parallel.speculators.pard import PardRunner, filling_masks
+
+if TYPE_CHECKING:
+    from actors.drafters.online.drafter import OnlineDrafter
+    from actors.drafters.vocabulary.token_pieces import TokenPieces
+    from parallel.runtime.row_policies import PartialRows
 
 _FEWEST = 2
 _WIDEST_BY_DEFAULT = 4
@@ -63,19 +58,25 @@ def build_model_drafter(config: ModelDrafterConfig, setup: DraftSetup) -> tuple[
     """The drafter of this pipeline over its model, and the facts it reports."""
     runner, facts = open_draft_model(config, setup.scheduler, setup.group, setup.device, setup.pipeline, setup.sharing)
     if config.tokenizer and config.translate is Translation.strings:
+        from actors.drafters.model.string_drafter import StringDrafter
+
         return StringDrafter(runner, *_token_pieces(config), setup.scheduler.prefill_chunk), facts
-    ahead = setup.pipeline in AHEAD
-    drafter = (
-        AheadDrafter(runner, config, setup.model_options, setup.pipeline)
-        if ahead
-        else ModelDrafter(runner, config, setup.model_options)
-    )
+    if PipelineName(setup.pipeline).works_ahead:
+        from actors.drafters.model.ahead_drafter import AheadDrafter
+
+        drafter = AheadDrafter(runner, config, setup.model_options, setup.pipeline)
+    else:
+        drafter = ModelDrafter(runner, config, setup.model_options)
     if not config.online:
         return drafter, facts
     return _learning(drafter, config), facts
 
 
 def _learning(drafter: ModelDrafter, config: ModelDrafterConfig) -> OnlineDrafter:
+    from actors.drafters.model.learning import learning
+    from actors.drafters.online.learner import RANK
+    from parallel.model.adapted import AdaptedDecoder, block_weights
+
     decoder = drafter.runner.decoder
     model = AdaptedDecoder(decoder.config, config.path, decoder.device, min(RANK, decoder.config.hidden_size))
     return learning(drafter, block_weights(decoder), model, config)
@@ -123,6 +124,8 @@ def open_draft_model(
     options["kv_dtype"] = fit.kv_dtype
     runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, **options)
     if config.prefixes:
+        from parallel.runtime.nested_runner import NestedRunner
+
         depths, backend = (config.prefixes, config.prefix_confidence), runner.attention
         runner = NestedRunner(runner.decoder, runner.pool, *depths, backend=backend)
     if not config.keeps_all_rows:
@@ -140,6 +143,8 @@ def open_draft_model(
 
 def _policy_of(config: ModelDrafterConfig, runner: ModelRunner) -> PartialRows:
     """What keeps the rows of the draft model."""
+    from parallel.runtime.row_policies import ChunkRows, StreamingRows
+
     limits = config.row_limits
     if isinstance(limits, RowLimits):
         return StreamingRows(runner.decoder, runner.pool, limits)
@@ -150,7 +155,8 @@ def graph_list(config: ModelDrafterConfig, scheduler: SchedulerConfig, pipeline:
     """What this drafter captures at its start: passes behind the text, and chains, or the levels of its trees."""
     longest, sequences = config.num_draft_tokens, scheduler.max_num_seqs
     shapes = graph_shapes(sequences, 1 + longest, scheduler.max_num_batched_tokens)
-    if config.strategy is not Strategy.chain or config.length_rule is not LengthRule.ordered or pipeline in AHEAD:
+    is_ordered = config.strategy is Strategy.chain and config.length_rule is LengthRule.ordered
+    if not is_ordered or PipelineName(pipeline).works_ahead:
         return GraphList(shapes, of_last_rows=True)
     is_whole = config.parallel is not Parallel.layer and not config.prefixes and not config.tokenizer
     chains = chain_shapes(sequences, longest - 1) if is_whole else []
@@ -165,6 +171,8 @@ def _translated(runner: Runner, config: ModelDrafterConfig, head: HeadRows | Non
     """The runner as one of the target's tokens, if its own differ."""
     if not config.tokenizer or head is None:
         return runner
+    from actors.drafters.vocabulary.translated_runner import TranslatedRunner
+
     target, draft = _token_pieces(config)
     pairs = dict(zip(head.columns, head.rows, strict=True))
     return TranslatedRunner(runner, target, draft, pairs, head.width)
@@ -172,6 +180,8 @@ def _translated(runner: Runner, config: ModelDrafterConfig, head: HeadRows | Non
 
 def _token_pieces(config: ModelDrafterConfig) -> tuple[TokenPieces, TokenPieces]:
     """The tokens of the target and of the draft model as text."""
+    from actors.drafters.vocabulary.token_pieces import TokenPieces
+
     return TokenPieces(Path(config.tokenizer)), TokenPieces(Path(config.path))
 
 
@@ -187,9 +197,13 @@ def head_rows(config: ModelDrafterConfig) -> HeadRows | None:
             _token_pieces(config)
             return None
         width = read_config(resolve_checkpoint(config.tokenizer)).vocab_size
+        from actors.drafters.vocabulary.token_pieces import shared_tokens
+
         shared = shared_tokens(*_token_pieces(config))
         pairs = {token: draft for token, draft in shared if token < width and draft < size}
     if config.vocabulary:
+        from actors.drafters.vocabulary.token_list import read_token_list
+
         listed = read_token_list(Path(config.vocabulary))[: config.vocabulary_size or None]
         pairs = {token: token for token in listed if token < size} if pairs is None else pairs
         pairs = {token: pairs[token] for token in sorted(listed) if token in pairs}

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Context, FeatureRows
 from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.drafter import ModelDrafter
+from actors.options import PipelineName
 from parallel.kernels.products import has_products
 from parallel.model.checkpoint import holds_bfloat16, resolve_checkpoint
 from parallel.model.families.registry import read_config
@@ -127,7 +127,7 @@ def build_speculator_drafter(
     }
     drafter = (
         AheadSpeculatorDrafter(runner, config, setup.model_options, setup.pipeline)
-        if setup.pipeline in AHEAD
+        if PipelineName(setup.pipeline).works_ahead
         else SpeculatorDrafter(runner, config, setup.model_options)
     )
     return (_learning(drafter, config, target.path, place) if config.online else drafter), facts

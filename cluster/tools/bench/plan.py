@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def is_adaptive(self) -> bool:
-        return self.pipeline.adaptive and self.pipeline.name != PipelineName.plain and self.num_draft_tokens > 0
+        return self.pipeline.adaptive and self.pipeline.name.drafts and self.num_draft_tokens > 0
 
     @property
     def engine_key(self) -> str:

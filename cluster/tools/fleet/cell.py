@@ -20,7 +20,7 @@ from actors.protocol.membership import RoleBack, RoleLost
 from actors.protocol.messages import DraftBatch, Tokens, VerifyBatch
 from cluster.tools.fleet.description import Fleet
 from cluster.tools.fleet.layouts import Drafting
-from cluster.tools.simulation.clock import ALARM, ARRIVAL, LaneClock, RoleLane, VirtualClock
+from cluster.tools.simulation.clock import ARRIVAL, CoordinatorLane, LaneClock, RoleLane, VirtualClock
 from cluster.tools.simulation.roles import ScriptedRunner, ScriptedTarget, TextOf, draft_role
 
 MOST_POSITIONS = 1 << 20
@@ -54,37 +54,35 @@ class Cell:
         region: str,
     ) -> None:
         self.region = region
-        self.is_alive = True
         self._clock = clock
         self._clients = clients
         self._link_s = fleet.links.local_ms / 1e3
-        self._record_s = fleet.coordinator_ms / 1e3
-        self._free_at = clock.now
         pipeline = {Drafting.plain: "plain", Drafting.attached: "sync"}.get(drafting, fleet.pipeline)
         policy = make_policy(pipeline, 0, fleet.drafter.longest_draft, adaptive=fleet.adaptive)
         limits = SchedulerConfig(max_num_seqs=fleet.target.max_num_seqs, prefix_cache=False)
         port = open_port(policy, limits.prefill_chunk, drafts=drafting is not Drafting.plain)
         capacity = Capacity(fleet.target.kv_slots, MOST_POSITIONS)
-        self.coordinator = Coordinator(Scheduler(limits, capacity), policy, (), port, now=clock.now)
+        coordinator = Coordinator(Scheduler(limits, capacity), policy, (), port, now=clock.now)
+        self.lane = CoordinatorLane(coordinator, clock, self._send, fleet.coordinator_ms / 1e3)
         self._send_drafter: Callable[[DraftBatch], None] | None = None
         self._epoch = 0
         self.target = self._target_lane(fleet, drafting, clients.text_of)
         if drafting is Drafting.pools:
-            self.coordinator.on(RoleLost("draft"), clock.now)
+            self.lane.take(RoleLost("draft"))
 
     def _target_lane(self, fleet: Fleet, drafting: Drafting, text_of: TextOf) -> RoleLane:
         """Makes the target's lane; with attached drafts both roles share it: while one computes, the other waits."""
-        time = LaneClock()
+        time, send = LaneClock(), partial(self.lane.receive, delay_s=self._link_s)
         target = ScriptedTarget(text_of, time, fleet.target.passes)
         if drafting is not Drafting.attached:
-            return RoleLane(self._clock, time, target.answer, self._receive)
+            return RoleLane(self._clock, time, target.answer, send)
         runner = ScriptedRunner(text_of, time, fleet.drafter.attached_passes, MOST_POSITIONS)
         role = draft_role("sync", drafter_config(fleet), runner, time, adapts=False)
 
         def answer(record: VerifyBatch | DraftBatch) -> Iterator[Any]:
             return target.answer(record) if isinstance(record, VerifyBatch) else role.answer(record)
 
-        lane = RoleLane(self._clock, time, answer, self._receive)
+        lane = RoleLane(self._clock, time, answer, send)
         self._send_drafter = lambda batch: self._clock.at(
             self._clock.now + self._link_s, ARRIVAL, partial(lane.receive, batch)
         )
@@ -103,28 +101,12 @@ class Cell:
         """A drafter serves from now on; it knows no request."""
         self._send_drafter = send
         self._epoch += 1
-        self.take(RoleBack("draft", self._epoch))
+        self.lane.take(RoleBack("draft", self._epoch))
 
     def detach(self) -> None:
         """The drafter is lost."""
         self._send_drafter = None
-        self.take(RoleLost("draft"))
-
-    def _receive(self, record: Any, sent: float) -> None:
-        """A record of this cell's own ranks."""
-        self._clock.at(sent + self._link_s, ARRIVAL, lambda: self.queue(record))
-
-    def queue(self, record: Any) -> None:
-        """A record has arrived; the coordinator takes one after the other."""
-        if not self._record_s:
-            self.take(record)
-            return
-        self._free_at = max(self._free_at, self._clock.now) + self._record_s
-        self._clock.at(self._free_at, ARRIVAL, lambda: self.take(record))
-
-    def take(self, record: Any) -> None:
-        if self.is_alive:
-            self._send(self.coordinator.on(record, self._clock.now))
+        self.lane.take(RoleLost("draft"))
 
     def _send(self, answers: Iterable[Any]) -> None:
         now = self._clock.now
@@ -137,9 +119,3 @@ class Cell:
                 case Tokens():
                     assert answer.error is None, answer.error
                     self._clients.emit(self, answer)
-        if (ends := self.coordinator.wait_until) is not None:
-            self._clock.at(max(now, ends), ALARM, self._stop_waiting)
-
-    def _stop_waiting(self) -> None:
-        if self.is_alive:
-            self._send(self.coordinator.stop_waiting(self._clock.now))

@@ -119,7 +119,7 @@ class Leasing:
         role = draft_role(fleet.pipeline, drafter_config(fleet), runner, time, adapts=fleet.adaptive)
 
         def answer(record: Any, sent: float) -> None:
-            back.send(sent, lambda: cell.queue(record) if lease.is_live else None)
+            back.send(sent, lambda: cell.lane.queue(record) if lease.is_live else None)
 
         def order(record: Any) -> None:
             there.send(self._clock.now, lambda: lane.receive(lease.leased, record) if lease.is_live else None)

@@ -165,7 +165,7 @@ class _FleetSimulation:
         """Its coordinator and its rows are gone: clients notice, and a successor comes later, empty."""
         self._counters["targets_lost"] += 1
         self._cells.remove(cell)
-        cell.is_alive = False
+        cell.lane.is_alive = False
         self._leasing.forget(cell)
         self._keep_counters(cell)
         self._target_s += cell.busy_s if self._is_measured else 0.0
@@ -194,7 +194,7 @@ class _FleetSimulation:
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def _keep_counters(self, cell: Cell) -> None:
-        (report,) = cell.coordinator.on(ReportOrder(spans=False), self._clock.now)
+        (report,) = cell.lane.coordinator.on(ReportOrder(spans=False), self._clock.now)
         assert isinstance(report, Report)
         for name in ("num_spec_steps", "num_accepted_tokens", "num_preemptions", "num_tokens"):
             self._counters[name] += report.counters[name]

@@ -138,7 +138,7 @@ class Traffic:
         self._loads[cell] += 1
         sampling = SamplingParams(max_tokens=stream.num_output)
         request = Request(stream.number, stream.prompt, sampling, generated=tuple(stream.tokens))
-        self._clock.at(self._clock.now + self._delay_s(stream, cell), ARRIVAL, partial(cell.take, request))
+        self._clock.at(self._clock.now + self._delay_s(stream, cell), ARRIVAL, partial(cell.lane.take, request))
 
     def _choose(self, stream: Stream) -> Cell | None:
         """The cell with the fewest requests in the nearest region that has a place, else the one with the fewest."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from actors.drafters.config import NoDrafterConfig, Placement
-from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig
 from actors.drafters.model.loading import layer_partition
 from actors.options import Parallel, PipelineName
@@ -66,7 +65,8 @@ class Layout:
     @property
     def overlaps(self) -> bool:
         """Whether both roles compute at the same time."""
-        return self.pipeline in AHEAD or self.pipeline == PipelineName.pingpong
+        order = PipelineName(self.pipeline)
+        return order.works_ahead or order.alternates
 
     def describe(self) -> str:
         if self.shape is None:

@@ -12,12 +12,11 @@ from cluster.engine import Engine
 from cluster.io.prompts import Prompt
 from cluster.observability.report import decode_ms_per_token, figures
 from cluster.observability.results import Run
-from cluster.run_prompts import all_completed, serve_prompts
+from cluster.run_prompts import all_completed, serve_prompts, warming
 from cluster.tools.planning.layouts import Layout
 from cluster.tools.planning.prediction import Prediction
 from cluster.tools.planning.rounds import KnownText
 
-WARMUP_TOKENS = 16
 HOPS = 4
 """Messages of a synchronous round: order, proposal, batch, verdict."""
 
@@ -36,7 +35,7 @@ def probe(config: LaunchConfig, layout: Layout, prompts: Sequence[Prompt], progr
     longest = max(config.job.draft_lengths)
     with Engine(_at_length(layout, config, longest), progress=progress) as engine:
         sampling = config.sampling_params(engine.tokenizer)
-        _warm_up(engine, prompts, sampling, config.job.batch)
+        _serve(engine, prompts[: config.job.batch], warming(sampling), config.job.batch)
         run = _serve(engine, prompts, sampling, config.job.batch)
         texts = []
         for served in run.completed:
@@ -57,7 +56,7 @@ def try_out(prediction: Prediction, config: LaunchConfig, prompts: Sequence[Prom
     job = config.job
     with Engine(_at_length(prediction.layout, config, max(1, prediction.num_draft_tokens))) as engine:
         sampling = config.sampling_params(engine.tokenizer)
-        _warm_up(engine, prompts, sampling, job.batch)
+        _serve(engine, prompts[: job.batch], warming(sampling), job.batch)
         runs = [_serve(engine, prompts, sampling, job.batch) for _ in range(job.repeats)]
     ms_per_token = [decode_ms_per_token(run.completed) or 0.0 for run in runs]
     each = [figures(run) for run in runs]
@@ -90,11 +89,6 @@ def _at_length(layout: Layout, config: LaunchConfig, num_draft_tokens: int) -> L
     """The layout with drafts of exactly this length, as in a prediction."""
     placed = layout.configure(config, num_draft_tokens)
     return replace(placed, pipeline=replace(placed.pipeline, adaptive=False, min_draft_tokens=0))
-
-
-def _warm_up(engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams, batch: int) -> None:
-    short = replace(sampling, min_tokens=0, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
-    _serve(engine, prompts[:batch], short, batch)
 
 
 def _serve(engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams, batch: int) -> Run:

@@ -1,4 +1,4 @@
-"""Virtual time: an event queue, one lane per role that serves records as the real loop does, and shares of time.
+"""Virtual time: an event queue, lanes of roles and coordinator that serve records as real loops do, and shares of time.
 
 A lane's own time runs ahead of the event queue by the cost of its passes; records that arrive meanwhile are served
 after them. Lanes deliver records without reading them.
@@ -11,12 +11,14 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from actors.coordinator.state_machine import Coordinator
 from actors.roles.draft import DraftRole
 
 ARRIVAL, STEP, ALARM = 0, 1, 2
@@ -145,6 +147,45 @@ class RoleLane:
         self._num_pauses += 1
         pause = self._num_pauses
         self._clock.at(self._time.now + seconds, STEP, lambda: self._resume() if pause == self._num_pauses else None)
+
+
+@dataclass(slots=True)
+class CoordinatorLane:
+    """Serves the coordinator: one record after the other, each of which takes it `_record_s`, and the ends of its
+    waits. `_send` is given what it answers."""
+
+    coordinator: Coordinator
+    _clock: VirtualClock
+    _send: Callable[[Iterable[Any]], None]
+    _record_s: float = 0.0
+    is_alive: bool = True
+    """A dead one drops what arrives."""
+    _free_at: float = 0.0  # when it has handled every record that has arrived so far
+
+    def receive(self, record: Any, sent: float, delay_s: float = 0.0) -> None:
+        """The record arrives `delay_s` after it was sent."""
+        self._clock.at(sent + delay_s, ARRIVAL, partial(self.queue, record))
+
+    def queue(self, record: Any) -> None:
+        """The record has arrived, and waits for those before it."""
+        if not self._record_s:
+            self.take(record)
+            return
+        self._free_at = max(self._free_at, self._clock.now) + self._record_s
+        self._clock.at(self._free_at, ARRIVAL, partial(self.take, record))
+
+    def take(self, record: Any) -> None:
+        if self.is_alive:
+            self._answer(self.coordinator.on(record, self._clock.now))
+
+    def _stop_waiting(self) -> None:
+        if self.is_alive:
+            self._answer(self.coordinator.stop_waiting(self._clock.now))
+
+    def _answer(self, answers: Iterable[Any]) -> None:
+        self._send(answers)
+        if (ends := self.coordinator.wait_until) is not None:
+            self._clock.at(max(self._clock.now, ends), ALARM, self._stop_waiting)
 
 
 @dataclass(frozen=True, slots=True)

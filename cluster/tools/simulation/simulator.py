@@ -17,8 +17,8 @@ from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.coordinator.stats import TimelineSpan
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.options import SchedulerConfig
-from actors.policy.policy import PIPELINES, Policy, make_policy
+from actors.options import PipelineName, SchedulerConfig
+from actors.policy.policy import Policy, make_policy
 from actors.protocol.messages import (
     DraftBatch,
     Report,
@@ -26,13 +26,12 @@ from actors.protocol.messages import (
     Request,
     SamplingParams,
     Tokens,
-    VerdictBatch,
     VerifyBatch,
 )
 from cluster.tools.simulation.clock import (
-    ALARM,
     ARRIVAL,
     QUIET,
+    CoordinatorLane,
     Disturbances,
     LaneClock,
     RoleLane,
@@ -50,7 +49,7 @@ from parallel.ranges import OneOf, Range, Section, require
 class Scenario(Section):
     """Hardware, language and policy of one run. Times in seconds; links are one way."""
 
-    pipeline: Annotated[str, OneOf(tuple(PIPELINES))]
+    pipeline: Annotated[str, OneOf(tuple(PipelineName))]
     verify: PassCost
     draft: PassCost = field(default_factory=lambda: PassCost.flat(0.0))
     drafter: ModelDrafterConfig = field(default_factory=ModelDrafterConfig)
@@ -155,7 +154,6 @@ class _Simulation:
         self._scenario, self._policy = scenario, policy
         self._text_of = cache(scenario.text)
         self._clock = VirtualClock()
-        self._target, self._draft = self._target_lane(), self._draft_lane()
         limits = SchedulerConfig(max_num_seqs=scenario.num_requests)
         local = LocalDrafts("lookup", ScriptedLookup(self._text_of, scenario.local_acceptance))
         drafter = open_port(
@@ -165,7 +163,8 @@ class _Simulation:
             local_drafter=local if scenario.local_acceptance else "none",
         )
         self._coordinator = Coordinator(Scheduler(limits, Capacity(1 << 40, 1 << 40)), policy, (), drafter)
-        self._free_at = 0.0  # when the coordinator has handled every record received so far
+        self._lane = CoordinatorLane(self._coordinator, self._clock, self._send, scenario.coordinator_s)
+        self._target, self._draft = self._target_lane(), self._draft_lane()
         self._tokens: dict[int, list[int]] = {i: [] for i in range(scenario.num_requests)}
         self._num_verdicts = 0  # since the window opened
         self._opened: float | None = None  # the measured window
@@ -175,7 +174,7 @@ class _Simulation:
         scenario = self._scenario
         for request_id in range(scenario.num_requests):
             sampling = SamplingParams(max_tokens=scenario.max_tokens)
-            self._arrive(Request(request_id, scenario.prompt(request_id), sampling), 0.0)
+            self._lane.receive(Request(request_id, scenario.prompt(request_id), sampling), 0.0)
         self._clock.run()
         assert self._coordinator.num_requests == 0, "a request did not end"
         return self._summary()
@@ -185,12 +184,12 @@ class _Simulation:
     def _target_lane(self) -> RoleLane:
         scenario, time = self._scenario, LaneClock()
         role = ScriptedTarget(self._text_of, time, scenario.verify, self._slowdown, scenario.disturbances)
-        return RoleLane(self._clock, time, role.answer, partial(self._arrive, delay_s=scenario.target_link_s))
+        return RoleLane(self._clock, time, role.answer, partial(self._lane.receive, delay_s=scenario.target_link_s))
 
     def _slowdown(self) -> float:
         """Factor on the pass that begins: the drafter is taken to work as much beside it as beside the one before, but
         not where the policy has it draft in turn."""
-        stopped = PIPELINES[self._scenario.pipeline].works_ahead and not self._policy.works_ahead
+        stopped = PipelineName(self._scenario.pipeline).works_ahead and not self._policy.works_ahead
         if not self._scenario.interference or not self._target.busy or stopped:
             return 1.0
         start, end = self._target.busy[-1]
@@ -208,22 +207,8 @@ class _Simulation:
         seen = None if scenario.drafter.keeps_all_rows else scenario.drafter.row_limits.seen
         runner = ScriptedRunner(self._text_of, time, *costs, seen)
         role = draft_role(scenario.pipeline, scenario.drafter, runner, time, adapts=scenario.adaptive)
-        send = partial(self._arrive, delay_s=scenario.draft_link_s)
+        send = partial(self._lane.receive, delay_s=scenario.draft_link_s)
         return RoleLane(self._clock, time, role.answer, send, role)
-
-    def _arrive(self, record: Any, sent: float, delay_s: float = 0.0) -> None:
-        """Arrives at the coordinator, which serves one record after the other."""
-
-        def serve() -> None:
-            self._free_at = max(self._free_at, self._clock.now) + self._scenario.coordinator_s
-            self._clock.at(self._free_at, ARRIVAL, decide)
-
-        def decide() -> None:
-            if isinstance(record, VerdictBatch):
-                self._num_verdicts += len(record.verdicts)
-            self._send(self._coordinator.on(record, self._clock.now))
-
-        self._clock.at(sent + delay_s, ARRIVAL, serve)
 
     def _send(self, answers: Iterable[Any]) -> None:
         scenario, now = self._scenario, self._clock.now
@@ -237,9 +222,8 @@ class _Simulation:
                     assert answer.error is None, answer.error
                     assert position == len(self._tokens[request_id]), "tokens arrive once and in order"
                     self._tokens[request_id] += token_ids
+                    self._num_verdicts += 1  # of which each brings tokens
         self._update_window()
-        if (ends := self._coordinator.wait_until) is not None:
-            self._clock.at(max(now, ends), ALARM, lambda: self._send(self._coordinator.stop_waiting(self._clock.now)))
 
     # --- results ------------------------------------------------------------------------------------------------------
 

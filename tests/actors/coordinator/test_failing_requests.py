@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.options import SchedulerConfig
-from actors.policy.policy import PIPELINES, Policy, RoundObservation
+from actors.options import PipelineName, SchedulerConfig
+from actors.policy.policy import Policy, RoundObservation
 from actors.protocol.membership import PassFailed
 from actors.protocol.messages import Request, SamplingParams, VerifyBatch, VerifyItem
 from tests.actors.scripted_roles import World
@@ -71,7 +71,7 @@ def check(world: Fragile, requests: list[Request], culprits: set[int]) -> None:
 @settings(max_examples=examples(100), deadline=None)
 @given(
     choose=st.randoms(use_true_random=False),
-    pipeline=st.sampled_from(sorted(PIPELINES)),
+    pipeline=st.sampled_from(sorted(PipelineName)),
     limits=st.sampled_from(LIMITS),
     slots=st.sampled_from([40, 60, 400]),
     num_culprits=st.integers(1, 2),

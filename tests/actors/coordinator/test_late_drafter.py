@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from actors.options import PipelineName
 from actors.policy.draft_length import FIRST_LENGTH
 from actors.policy.draft_wait import HANG_S, JITTER_S, DraftWait
-from actors.policy.policy import PIPELINES, AdaptivePolicy, Policy
+from actors.policy.policy import AdaptivePolicy, Policy
 from actors.protocol.messages import (
     DraftBatch,
     ProposalBatch,
@@ -26,7 +27,7 @@ from tests.actors.scripted_roles import World
 from tests.actors.service_harness import Stage
 from tests.actors.small_language import oracle
 
-DRAFTING = sorted(set(PIPELINES) - {"plain"})
+DRAFTING = sorted(set(PipelineName) - {"plain"})
 REQUEST = Request(1, (3, 4), SamplingParams(max_tokens=30, ignore_eos=True))
 PLAIN = Request(2, (5, 6), SamplingParams(max_tokens=5, ignore_eos=True), drafter="none")
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.options import SchedulerConfig
+from actors.options import PipelineName, SchedulerConfig
 from actors.policy.decision import Mode
-from actors.policy.policy import PIPELINES, Policy
+from actors.policy.policy import Policy
 from actors.protocol.messages import Abort, DraftPreviewBatch, ReportOrder, Request, SamplingParams, VerifyBatch
 from tests.actors.scripted_policy import MoodyPolicy
 from tests.actors.scripted_roles import World
@@ -60,7 +60,7 @@ def corrupted(choose, answer):
 @settings(max_examples=examples(150, share=8), deadline=None)
 @given(
     choose=st.randoms(use_true_random=False),
-    pipeline=st.sampled_from(sorted(set(PIPELINES) - {"plain"})),
+    pipeline=st.sampled_from(sorted(set(PipelineName) - {"plain"})),
     limits=st.sampled_from(LIMITS),
     slots=st.sampled_from([40, 400]),
     splits=st.sampled_from([0.0, 0.5]),
@@ -76,7 +76,7 @@ def test_losses_at_any_moment_change_no_token(
 ):
     """Nor with `bridged`, which ends whenever a role does, what a drafter needs that reads hidden states; nor where
     several pools lend their drafters; nor with one that is never waited for."""
-    far = far and PIPELINES[pipeline].works_ahead and not bridged
+    far = far and pipeline.works_ahead and not bridged
     num_seats = 1 if bridged or far else num_seats
     policy = MoodyPolicy(choose, pipeline) if moody else None
     chances = {"duplicates": 0.3, "splits": splits, "previews": previews, "lateness": lateness}
@@ -101,7 +101,7 @@ def test_losses_at_any_moment_change_no_token(
 
 
 @settings(max_examples=examples(80, share=8), deadline=None)
-@given(choose=st.randoms(use_true_random=False), pipeline=st.sampled_from(sorted(PIPELINES)))
+@given(choose=st.randoms(use_true_random=False), pipeline=st.sampled_from(sorted(PipelineName)))
 def test_a_dead_coordinator_is_replaced_by_what_its_client_holds(choose, pipeline):
     """Every request is asked again, with the tokens its client got; the last of them may have been lost on the way."""
     requests = requests_of(choose, choose.randint(1, 5))
@@ -136,7 +136,7 @@ def steady(pipeline: str = "sync") -> tuple[World, Request]:
     return world, request
 
 
-@pytest.mark.parametrize("pipeline", sorted(set(PIPELINES) - {"plain"}))
+@pytest.mark.parametrize("pipeline", sorted(set(PipelineName) - {"plain"}))
 def test_without_a_drafter_the_target_goes_on_at_once(pipeline):
     world, request = steady(pipeline)
     while not world.answers["draft"]:
@@ -232,7 +232,7 @@ def test_losses_and_times_are_counted():
         world.deliver_one()
     assert coordinator.stats.num_role_losses == {"draft": 1}
     assert coordinator.stats.resume_s == {"draft": [world.clock - lost_at]}
-    assert coordinator.stats.fallback_s == world.clock - lost_at
+    assert coordinator.stats.no_drafter_s == world.clock - lost_at
     world.lose("target")
     world.clock += 100
     world.bring_back("target")
@@ -265,18 +265,18 @@ def test_decoding_falls_back_while_none_of_several_drafters_is_there():
     world.deliver_one()
     world.bring_back("draft")
     until_resumed(1)
-    assert [*stats.resume_s] == ["draft"] and stats.fallback_s == 0, "the other one drafts"
+    assert [*stats.resume_s] == ["draft"] and stats.no_drafter_s == 0, "the other one drafts"
     world.lose("draft@1")
     world.deliver_one()
     world.lose("draft")
     lost_at = world.clock
     world.deliver_one()
     world.bring_back("draft@1")
-    assert until_resumed(2) - lost_at == stats.fallback_s > 0, "from the second loss"
+    assert until_resumed(2) - lost_at == stats.no_drafter_s > 0, "from the second loss"
     world.bring_back("draft")
     world.settle()
     assert [len(stats.resume_s[role]) for role in ("draft", "draft@1")] == [2, 1]
-    assert stats.fallback_s < stats.resume_s["draft@1"][0]
+    assert stats.no_drafter_s < stats.resume_s["draft@1"][0]
 
 
 class Resting(Policy):
@@ -310,7 +310,7 @@ def test_of_a_drafter_that_is_back_and_not_asked_no_time_is_counted_twice():
     world.settle()
     assert world.clock > back_at + 3
     (resumed_s,) = stats.resume_s["draft"]
-    assert back_at - lost_at - 1 <= resumed_s <= back_at - lost_at and stats.fallback_s == resumed_s
+    assert back_at - lost_at - 1 <= resumed_s <= back_at - lost_at and stats.no_drafter_s == resumed_s
     assert resumed_s + stats.seconds_by_mode["rest"] <= world.clock
 
 

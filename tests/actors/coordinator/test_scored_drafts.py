@@ -160,7 +160,7 @@ def test_requests_that_leave_are_released_though_none_can_be_drafted_for():
     world.deliver(Request(2, (3, 5), SamplingParams(max_tokens=25, ignore_eos=True)))
     while 1 not in world.ends:
         world.deliver_one()
-    policy.scored_length = lambda remaining: 0
+    policy.longest_useful = lambda remaining: 0
     for _ in range(6):
         world.deliver_one()
     assert 1 not in world.drafter.knows.texts and 2 in world.drafter.knows.texts

@@ -10,7 +10,8 @@ import pytest
 
 from actors.coordinator.port import open_port
 from actors.coordinator.sequence import Sequence
-from actors.policy.policy import PIPELINES, Policy
+from actors.options import PipelineName
+from actors.policy.policy import Policy
 from actors.protocol.messages import (
     DraftBatch,
     Proposal,
@@ -43,7 +44,7 @@ def requests_of(num_requests: int, first: int = 0) -> list[Request]:
     return [Request(first + i, (3, 4), sampling) for i in range(num_requests)]
 
 
-@pytest.mark.parametrize("pipeline", sorted(set(PIPELINES) - {"plain"}))
+@pytest.mark.parametrize("pipeline", sorted(set(PipelineName) - {"plain"}))
 @pytest.mark.parametrize("seed", range(4))
 def test_the_top_tokens_of_every_pass_reach_the_drafter_once_and_in_order(pipeline, seed):
     """They leave with the first batch after their verdict; those of the last passes wait for a next one."""
@@ -60,7 +61,7 @@ def test_the_top_tokens_of_every_pass_reach_the_drafter_once_and_in_order(pipeli
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("pipeline", sorted(set(PIPELINES) - {"plain"}))
+@pytest.mark.parametrize("pipeline", sorted(set(PipelineName) - {"plain"}))
 @pytest.mark.parametrize("seed", range(8))
 def test_a_drafter_that_returns_learns_of_passes_from_then_on(pipeline, seed):
     world = Telling(random.Random(seed), pipeline)

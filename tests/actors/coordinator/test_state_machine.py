@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from actors.coordinator.outbox import Outbox
 from actors.coordinator.sequence import Sequence
-from actors.options import SchedulerConfig
-from actors.policy.policy import PIPELINES
+from actors.options import PipelineName, SchedulerConfig
 from actors.protocol.messages import (
     Abort,
     Commit,
@@ -36,7 +35,7 @@ LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3)
 @settings(max_examples=examples(120), deadline=None)
 @given(
     choose=st.randoms(use_true_random=False),
-    pipeline=st.sampled_from(sorted(PIPELINES)),
+    pipeline=st.sampled_from(sorted(PipelineName)),
     limits=st.sampled_from(LIMITS),
     slots=st.sampled_from([40, 60, 400]),
     duplicates=st.sampled_from([0.0, 0.3]),
@@ -77,7 +76,7 @@ def test_every_interleaving_gives_the_tokens_of_the_language(
         lateness=lateness,
         policy=policy,
         writes_blocks=writes_blocks,
-        far=far and PIPELINES[pipeline].works_ahead,
+        far=far and pipeline.works_ahead,
     )
     requests = requests_of(choose, choose.randint(1, 7), max_source_len)
     coming, aborted = list(requests), set()
@@ -152,7 +151,7 @@ class Crowded(World):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("pipeline", sorted(PIPELINES))
+@pytest.mark.parametrize("pipeline", sorted(PipelineName))
 def test_a_preempted_request_takes_no_memory_at_the_roles(pipeline):
     num_preemptions = 0
     for seed in range(12):
@@ -352,14 +351,14 @@ class TestOutbox:
 
     def test_a_stranger_has_no_commits_and_no_release(self):
         outbox = Outbox()
-        outbox.commit(self.commit())
+        outbox.add_commit(self.commit())
         outbox.release(1)
         assert outbox.flush() == ((), (), ()) and not outbox.is_due
 
     def test_who_came_and_went_between_two_batches_is_never_mentioned(self):
         outbox = Outbox()
         outbox.admit(self.sequence())
-        outbox.commit(self.commit())
+        outbox.add_commit(self.commit())
         outbox.release(1)
         assert outbox.flush() == ((), (), ())
 
@@ -367,7 +366,7 @@ class TestOutbox:
         outbox = Outbox()
         outbox.admit(self.sequence())
         outbox.flush()
-        outbox.commit(self.commit())
+        outbox.add_commit(self.commit())
         outbox.release(1)
         outbox.release(1)
         assert outbox.is_due and outbox.flush() == ((), (), (1,)) and outbox.flush() == ((), (), ())
@@ -376,9 +375,9 @@ class TestOutbox:
         outbox = Outbox()
         outbox.admit(self.sequence())
         outbox.flush()
-        outbox.commit(Commit(1, 0, 2, (1, 2), (5, 6, 7)))
+        outbox.add_commit(Commit(1, 0, 2, (1, 2), (5, 6, 7)))
         for i in range(500):
-            outbox.commit(Commit(1, 0, 5 + i, (), (i,)))
+            outbox.add_commit(Commit(1, 0, 5 + i, (), (i,)))
         assert outbox.flush() == ((), (Commit(1, 0, 2, (1, 2), (5, 6, 7, *range(500))),), ())
 
     def test_who_comes_back_is_released_first(self):

@@ -78,8 +78,8 @@ def test_draft_spans_count_tokens_and_tell_reading_from_proposing():
 
 def test_overhead_is_what_no_role_worked_and_never_negative():
     stats = CoordinatorStats()
-    stats.add_round(1.0, 0.5, 0.25)
-    stats.add_round(1.0, 1.5, 0.0)
+    stats.add_spec_round(1.0, 0.5, 0.25)
+    stats.add_spec_round(1.0, 1.5, 0.0)
     assert (stats.num_spec_rounds, stats.spec_round_s, stats.spec_round_overhead_s) == (2, 2.0, 0.25)
     assert (stats.wait_for_draft_s, stats.wait_for_messages_s) == (0.25, 0.25)
 

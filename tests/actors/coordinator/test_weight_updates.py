@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from actors.coordinator.membership import RoleRounds
 from actors.coordinator.sequence import Sequence
-from actors.options import SchedulerConfig
-from actors.policy.policy import PIPELINES, AdaptivePolicy
+from actors.options import PipelineName, SchedulerConfig
+from actors.policy.policy import AdaptivePolicy
 from actors.protocol.membership import Weights
 from actors.protocol.messages import Request, Tokens, UpdateWeights, VerdictBatch, VerifyBatch, WeightsUpdated
 from tests.actors.coordinator.test_lost_roles import Storm
@@ -84,7 +84,7 @@ class LoadingWorld(Storm):
 @settings(max_examples=examples(100), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
-    pipeline=st.sampled_from(sorted(PIPELINES)),
+    pipeline=st.sampled_from(sorted(PipelineName)),
     limits=st.sampled_from([SchedulerConfig(), SchedulerConfig(3, 20, 6)]),
     loses=st.sampled_from([0.0, 0.1]),
     previews=st.sampled_from([0.0, 0.7]),

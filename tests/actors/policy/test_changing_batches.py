@@ -62,7 +62,7 @@ class Batches:
             scored, scored_s = [], 0.0
             if drafts and policy.may_score:
                 policy.begin_scoring()
-                tested = [(i, policy.scored_length(left)) for i, left in running.items()]
+                tested = [(i, policy.longest_useful(left)) for i, left in running.items()]
                 scored = [DraftOutcome(i, n, range(1, (k := accepted(i, n)) + 1), k + 1) for i, n in tested if n]
                 scored_s = self.scored_s * len(tested)
             rows = len(running) + sum(lengths.values()) + PROMPT_ROWS / 2 * len(joining)

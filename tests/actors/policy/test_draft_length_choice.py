@@ -200,8 +200,8 @@ def test_a_trial_drafts_as_much_as_costs_hardly_more(exchange_s, informative):
     if not exchange_s:
         seconds = [0.001 + 0.010 * k for k in range(LONGEST + 1)]
     tradeoff, lengths = Tradeoff(tokens, seconds, 0.0015, 0.0), DraftLengths(0, LONGEST)
-    lengths.choose_for_all(tradeoff)
+    lengths.choose_for_all(tradeoff.best)
     assert lengths.of(1) == 1
-    lengths.choose_for_trial(tradeoff)
+    lengths.choose_for_all(tradeoff.informative())
     assert lengths.of(1) == lengths.longest_ordered == informative
     assert Tradeoff([1.0, 1.5, 2.0, 2.5], [1.0] * 4, 0.0, 0.0).informative() == 3, "never less than the best"

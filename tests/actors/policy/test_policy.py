@@ -9,21 +9,22 @@ from typing import Any
 
 import pytest
 
+from actors.options import PipelineName
 from actors.policy.acceptance import DraftOutcome
 from actors.policy.costs import LoadCosts
 from actors.policy.decision import Decoding, Mode
 from actors.policy.draft_length import DraftLengths
-from actors.policy.policy import LATE_ROUNDS, PIPELINES, AdaptivePolicy, Policy, RoundObservation, make_policy
+from actors.policy.policy import LATE_ROUNDS, AdaptivePolicy, Policy, RoundObservation, make_policy
 
 LONGEST = 6
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("pipeline", PipelineName)
 def test_orders_are_within_their_bounds(pipeline):
-    policy, order = Policy(pipeline, LONGEST), PIPELINES[pipeline]
+    policy = Policy(pipeline, LONGEST)
     lengths = [policy.draft_length(1, remaining) for remaining in range(10)]
-    assert lengths == [0] * 10 if not order.drafts else lengths == [0, 0, 1, 2, 3, 4, 5, 6, 6, 6]
-    halves = [0, 1, 1, 2, 2, 3] if order.alternates else range(6)
+    assert lengths == [0] * 10 if not pipeline.drafts else lengths == [0, 0, 1, 2, 3, 4, 5, 6, 6, 6]
+    halves = [0, 1, 1, 2, 2, 3] if pipeline.alternates else range(6)
     assert [policy.num_orders(num_running) for num_running in range(6)] == list(halves)
     assert policy.wait_s(1, 0, 1, has_first_part=False) > 0
     assert policy.mode is Mode.speculate and policy.findings() is None and not policy.may_end

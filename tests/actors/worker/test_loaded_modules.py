@@ -81,12 +81,13 @@ def rooms(modules):
 
 
 DRAFTERS = {
-    "ngram": (NgramDrafterConfig(), {"lookup"}),
-    "suffix": (SuffixDrafterConfig(), {"lookup", "scoped"}),
-    "jacobi": (JacobiDrafterConfig(), {"jacobi"}),
-    "recycling": (RecyclingDrafterConfig(), {"adjacency", "lookup", "scoped"}),
-    "model": (ModelDrafterConfig(), {"model", "online", "vocabulary"}),
+    "ngram": (NgramDrafterConfig(), {"lookup"}, 46),
+    "suffix": (SuffixDrafterConfig(), {"lookup", "scoped"}, 51),
+    "jacobi": (JacobiDrafterConfig(), {"jacobi"}, 56),
+    "recycling": (RecyclingDrafterConfig(), {"adjacency", "lookup", "scoped"}, 50),
+    "model": (ModelDrafterConfig(), {"model"}, 114),
 }
+"""Record, rooms of its own, and modules of its rank at most."""
 SHARED = {"config", "interface", "draft_ahead"}
 """The port of all drafters: records, the contract, how far ahead of a verdict to draft."""
 
@@ -97,10 +98,11 @@ SHARED = {"config", "interface", "draft_ahead"}
     [*(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "jacobi")), "suffix", "recycling", "model"],
 )
 def test_a_draft_rank_loads_no_other_method(loaded, spec, models, name):
-    drafter, own = DRAFTERS[name]
+    drafter, own, most = DRAFTERS[name]
     drafter = replace(drafter, path=str(models["drafter"])) if isinstance(drafter, ModelDrafterConfig) else drafter
     modules = loaded(BUILD, pickle.dumps(replace(spec, drafter=drafter, role="draft")))
     assert rooms(modules) <= SHARED | own
+    assert len(modules - WITHOUT_COMPILER) <= most
     assert not {one for one in modules if one.startswith("actors.roles.target")}
     if not drafter.models():
         assert not {one for one in modules if one.startswith(("parallel.model", "parallel.speculators"))}
@@ -128,16 +130,22 @@ def test_a_speculator_loads_no_other_familys_runner(loaded, spec, speculator):
 @pytest.mark.extended
 @pytest.mark.parametrize("name", [pytest.param("ngram", marks=pytest.mark.slow), "jacobi"])
 def test_an_engine_loads_the_record_of_its_drafter_alone(loaded, name):
-    _, own = DRAFTERS[name]
+    _, own, _ = DRAFTERS[name]
     found = rooms(loaded(DRIVER, name))
     assert found <= SHARED | own | {"registry", "vocabulary"}, "the tokenizer's file is everyone's"
 
 
+MOST_OF_A_LAUNCHER = {"ngram": 79, "model": 80, "cascade": 89}
+
+
 @pytest.mark.extended
-def test_a_launcher_of_actors_loads_no_coordinator(loaded):
+@pytest.mark.parametrize("name", [*MOST_OF_A_LAUNCHER])
+def test_a_launcher_of_actors_loads_neither_coordinator_nor_policy(loaded, name):
     """It sends its specification to another process."""
-    found = {module for module in loaded(LAUNCHER, "ngram") if module.startswith("actors.coordinator.")}
-    assert found == {"actors.coordinator.clients", "actors.coordinator.spec"}
+    modules = loaded(LAUNCHER, name)
+    found = {module for module in modules if module.startswith(("actors.coordinator.", "actors.policy"))}
+    assert found == {"actors.coordinator.spec"}
+    assert len(modules) <= MOST_OF_A_LAUNCHER[name]
 
 
 UNUSED = (
@@ -161,6 +169,7 @@ UNUSED = (
     "cluster.keys",
     "parallel.comm.rendezvous",
     "parallel.comm.symmetric",
+    "parallel.kernels.experts",
     "parallel.kernels.mixtures",
     "parallel.kernels.packed_products",
     "parallel.kernels.packing",
@@ -186,4 +195,4 @@ def test_a_run_of_a_lookup_loads_little(loaded):
     assert not found, found
     families = {name.rpartition(".")[2] for name in modules if name.startswith("parallel.model.families.")}
     assert families == {"registry", "fields", "llama"}
-    assert len(modules - fallback) <= 145
+    assert len(modules - fallback) <= 149

@@ -122,7 +122,7 @@ def test_what_is_derived(registry, show):
 
 
 def test_losses_are_counted_by_role(registry, show):
-    stats = CoordinatorStats(num_role_losses={"draft": 2, "target": 1}, num_refused={"draft": 3}, fallback_s=0.5)
+    stats = CoordinatorStats(num_role_losses={"draft": 2, "target": 1}, num_refused={"draft": 3}, no_drafter_s=0.5)
     stats.add_outage("draft", 0.5)
     stats.add_outage("target", 2.0)
     show(stats)
@@ -137,7 +137,7 @@ def test_what_the_guard_does_is_counted_as_the_report_counts_it(registry, show):
     stats = CoordinatorStats()
     for mode, seconds in ((Mode.speculate, 3.0), (Mode.rest, 2.0), (Mode.catch_up, 0.5), (Mode.trial, 1.0)):
         stats.add_mode(mode, seconds, [])
-    stats.fallback_s = 0.25
+    stats.no_drafter_s = 0.25
     show(stats)
     assert registry.values["guard_seconds_total", "", "speculate"] == 3.0
     report = figures(Run(counters=stats.report(1.0).counters))

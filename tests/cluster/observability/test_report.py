@@ -87,8 +87,9 @@ COUNTERS = {
     "wait_for_messages_s": 0.02,
     "orders_by_length": [5, 0, 0, 3, 1],
     "seconds_by_mode": {"speculate": 0.4, "rest": 0.75, "catch_up": 0.25},
+    "rested_s": 1.0,
     "num_by_mode": {"speculate": 2, "probe": 3, "trial": 1},
-    "fallback_s": 0.5,
+    "no_drafter_s": 0.5,
     "guard": {"mode": "rest", "plain_tokens_per_s": 90.0, "gain": 0.8},
 }
 

@@ -20,9 +20,11 @@ from actors.drafters.model.config import (
     Translation,
 )
 from actors.drafters.model.loading import graph_list, head_rows, open_draft_model
+from actors.drafters.vocabulary import token_list, token_pieces
 from actors.options import SchedulerConfig, TargetConfig
 from parallel.comm.group import SINGLE
 from parallel.model.config import HeadRows
+from parallel.runtime import nested_runner
 from parallel.runtime.graph_list import GraphList, chain_shapes, graph_shapes
 from parallel.runtime.kv_sizing import DeviceShare
 
@@ -85,7 +87,7 @@ def opened(monkeypatch):
     monkeypatch.setattr(loading, "filling_masks", lambda *given: ("masks", *given))
     monkeypatch.setattr(loading, "pace", lambda one, ms: setattr(seen, "pace", (one, ms)))
     monkeypatch.setattr(
-        loading,
+        nested_runner,
         "NestedRunner",
         lambda *place, **options: SimpleNamespace(decoder=runner.decoder, made_of=(place, options)),
     )
@@ -183,8 +185,8 @@ def tokens(monkeypatch):
     monkeypatch.setattr(loading, "resolve_checkpoint", lambda path: path)
     monkeypatch.setattr(loading, "read_config", lambda path: SimpleNamespace(vocab_size=sizes[path]))
     monkeypatch.setattr(loading, "_token_pieces", lambda config: ("ours", "theirs"))
-    monkeypatch.setattr(loading, "shared_tokens", lambda *_: [(0, 5), (3, 9), (4, 10), (19, 0), (20, 1)])
-    monkeypatch.setattr(loading, "read_token_list", lambda path: [19, 3, 9, 0, 10])
+    monkeypatch.setattr(token_pieces, "shared_tokens", lambda *_: [(0, 5), (3, 9), (4, 10), (19, 0), (20, 1)])
+    monkeypatch.setattr(token_list, "read_token_list", lambda path: [19, 3, 9, 0, 10])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from cluster.config.compose import load_config
 from cluster.io.prompts import Prompt
 from cluster.observability.results import Run, Served
+from cluster.run_prompts import WARMUP_TOKENS
 from cluster.tools.planning import trials
 from cluster.tools.planning.layouts import Layout, Shape
 from cluster.tools.planning.prediction import Prediction
@@ -57,7 +58,7 @@ def test_a_probe_keeps_the_answers_that_are_long_enough_and_the_time_of_a_messag
     assert first == KnownText((2, 9, *range(10)), 2), "a prompt is read by the engine's tokenizer"
     assert second == KnownText((5, 6, 7, *range(10)), 3), "unless it came as tokens"
     assert last == KnownText((5, 6, 7, *range(12)), 3), "nine tokens are too few for drafts of three"
-    assert served == [(2, trials.WARMUP_TOKENS, True, 2), (3, 100, True, 2)]
+    assert served == [(2, WARMUP_TOKENS, True, 2), (3, 100, True, 2)]
     assert run.hop_s == pytest.approx(8e-3 / trials.HOPS) and run.sampling.max_tokens == 100
     assert config.drafter.num_draft_tokens == 3 and progress is print
     assert not config.pipeline.adaptive and config.pipeline.name == "sync" and config.placement.name == "colocated"

@@ -9,6 +9,7 @@ import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig
 from cluster.config.compose import load_config
+from cluster.run_prompts import WARMUP_TOKENS
 from cluster.tools.planning import trials
 from cluster.tools.planning.layouts import Layout, Shape
 from cluster.tools.planning.prediction import Prediction
@@ -46,7 +47,7 @@ def test_a_trial_is_the_median_of_its_repeats_beside_its_prediction(monkeypatch,
     prediction = Prediction(layout, 5, 240.0, 33.0, 3.0, None, 0.5, 0.5, "target")
     config = load_config(["job=plan", "job.batch=2", "job.repeats=3", "sampling.max_tokens=100"])
     found = trials.try_out(prediction, config, ["a", "b", "c"])
-    assert served == [(2, trials.WARMUP_TOKENS, True, 2)] + [(3, 100, True, 2)] * 3
+    assert served == [(2, WARMUP_TOKENS, True, 2)] + [(3, 100, True, 2)] * 3
     (used,) = configured
     assert not used.pipeline.adaptive and used.pipeline.min_draft_tokens == 0
     if speculates:

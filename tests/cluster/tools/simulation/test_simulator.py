@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
-from actors.policy.policy import PIPELINES, Policy
+from actors.options import PipelineName
+from actors.policy.policy import Policy
 from cluster.observability.timeline import chrome_trace
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate, tuned
 from tests.matrices import in_turn
@@ -35,7 +36,7 @@ DRAFTERS = {"chain": CHAIN, "tree": TREE}
 
 @pytest.mark.parametrize(
     ("hardware", "pipeline", "drafter"),
-    list(in_turn(HARDWARE, PIPELINES, DRAFTERS, times=dict.fromkeys(HARDWARE, 3))),
+    list(in_turn(HARDWARE, PipelineName, DRAFTERS, times=dict.fromkeys(HARDWARE, 3))),
 )
 def test_the_text_is_the_languages_own(pipeline, drafter, hardware):
     case = replace(scenario(pipeline, DRAFTERS[drafter]), **HARDWARE[hardware])
