@@ -30,7 +30,8 @@ from cluster.observability.metrics import metric_labels
 from cluster.observability.prometheus import MetricsPage, RequestHistograms
 from cluster.observability.timeline import WORK, lanes_of, last_rounds
 from cluster.pocket import is_bundled
-from cluster.serving.call_forms import AddedTokens, CallForm, native_form
+from cluster.serving.added_tokens import AddedTokens
+from cluster.serving.call_forms import CallForm, native_form
 from cluster.serving.call_readers import ArgumentsReader, CallListReader, CallReader
 from cluster.serving.chat_template import ChatTemplate
 from cluster.serving.errors import ApiError, bad_request
