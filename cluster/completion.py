@@ -53,13 +53,14 @@ class Piece:
     """What a completion gained since the piece before it: tokens and visible text, each possibly nothing. The texts of
     all pieces make up `Completion.text`. `finish_reason` comes with the last one. `logprobs` are the tokens' entries of
     `Completion.logprobs`, if they are asked for; `position` is the
-    place of the first."""
+    place of the first, `version` that of the weights which made the newest so far, None before any."""
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None = None
     logprobs: tuple[dict[int, Logprob], ...] = ()
     position: int = 0
+    version: int | None = None
 
 
 class Completion:
@@ -222,7 +223,7 @@ class Completion:
         with self._changed:
             added, text = tuple(self.token_ids[num_tokens:]), "".join(self._texts[num_texts:])
             logprobs = tuple(self.logprobs[num_tokens:]) if self.logprobs is not None else ()
-            piece = Piece(added, text, self.finish_reason, logprobs, num_tokens)
+            piece = Piece(added, text, self.finish_reason, logprobs, num_tokens, self.version)
             return piece, len(self.token_ids), len(self._texts)
 
     def token_texts(self, piece: Piece) -> list[tuple[str, str | None]]:
