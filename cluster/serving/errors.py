@@ -25,6 +25,7 @@ _TYPES = {
 """`error.type` by status; others are an `invalid_request_error`."""
 _UNION = re.compile(r"str|int|list\[.*\]|tagged-union\[.*\]|literal\[.*\]|NamedTool|AllowedToolsChoice")
 """What pydantic adds to the place of an error in one of several types that a field may have."""
+_GROUP = re.compile(r"\bsampling\.(?=[a-z])")
 _SHOWN = 400
 """Characters of a message: it may quote the request."""
 
@@ -55,8 +56,9 @@ class ApiError(HTTPException):
 
 
 def bad_request(error: ValueError) -> ApiError:
-    """A refusal that begins with the field's name, as all lines of the engine do: `sampling.top_p=2: must be ...`."""
-    line = str(error).removeprefix("sampling.")
+    """A refusal that begins with the field's name, as all lines of the engine do: `sampling.top_p=2: must be ...`. A
+    request's fields have no group."""
+    line = _GROUP.sub("", str(error))
     field = line.partition(":")[0].partition("=")[0]
     return ApiError(400, line, param=field if field.replace("_", "").replace(".", "").isalnum() else None)
 
