@@ -85,7 +85,7 @@ def timed_out(seconds: float) -> ApiError:
 def invalid_fields(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first thing that pydantic found wrong with a body; where a field may be of several types, that of the type
     which came furthest."""
-    first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(_place(one)))
+    first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=_reach)
     name = ".".join(_place(first)) or None
     match first["type"]:
         case "extra_forbidden":
@@ -94,6 +94,11 @@ def invalid_fields(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         case "value_error":
             return bad_request(ValueError(f"{name}: {first['ctx']['error']}" if name else first["ctx"]["error"]))
     return ApiError(400, f"{name or 'the body'}: {first['msg'][0].lower()}{first['msg'][1:]}", param=name)
+
+
+def _reach(error: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """How far reading came: into how many fields, and to which entries of lists."""
+    return len(_place(error)), [part for part in error["loc"] if isinstance(part, int)]
 
 
 def _place(error: Mapping[str, Any]) -> list[str]:

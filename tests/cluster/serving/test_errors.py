@@ -125,6 +125,8 @@ def test_a_field_that_asks_for_nothing_is_none(server: RunningServer, field):
         ({"prompt": "a" * 600}, "prompt"),
         ({"prompt": "a" * 600_000}, "prompt"),
         ({"prompt": ["a", 3]}, "prompt.1"),
+        ({"prompt": [1, 2, "a"]}, "prompt.2"),
+        ({"prompt": [[1], [2, "a"]]}, "prompt.1.1"),
         ({"prompt": ["a"] * 9}, "n"),
     ],
     ids=lambda value: str(value)[:40],
