@@ -13,6 +13,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat, zip_longest
+from typing import ClassVar
+from weakref import WeakKeyDictionary, ref
 
 from tokenizers import Tokenizer
 
@@ -53,13 +55,14 @@ class Piece:
     """What a completion gained since the piece before it: tokens and visible text, each possibly nothing. The texts of
     all pieces make up `Completion.text`. `finish_reason` comes with the last one. `logprobs` are the tokens' entries of
     `Completion.logprobs`, if they are asked for; `position` is the
-    place of the first."""
+    place of the first, `version` that of the weights which made the newest so far, None before any."""
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None = None
     logprobs: tuple[dict[int, Logprob], ...] = ()
     position: int = 0
+    version: int | None = None
 
 
 class Completion:
@@ -113,7 +116,7 @@ class Completion:
         self._error: str | None = None
         self._abort = abort
         self._changed = threading.Condition()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._waiters: list[tuple[_LoopWaker, asyncio.Event]] = []
 
     @property
     def text(self) -> str:
@@ -222,7 +225,7 @@ class Completion:
         with self._changed:
             added, text = tuple(self.token_ids[num_tokens:]), "".join(self._texts[num_texts:])
             logprobs = tuple(self.logprobs[num_tokens:]) if self.logprobs is not None else ()
-            piece = Piece(added, text, self.finish_reason, logprobs, num_tokens)
+            piece = Piece(added, text, self.finish_reason, logprobs, num_tokens, self.version)
             return piece, len(self.token_ids), len(self._texts)
 
     def token_texts(self, piece: Piece) -> list[tuple[str, str | None]]:
@@ -240,14 +243,14 @@ class Completion:
         end = piece.position + len(piece.token_ids)
         return [(min(num, end), text) for num, (text, _) in enumerate(self.token_texts(piece), piece.position + 1)]
 
-    def add_waiter(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Event) -> None:
-        """Set `waiter` in `loop` whenever this completion grows or ends."""
+    def add_waiter(self, waiter: asyncio.Event) -> None:
+        """Set `waiter`, in the loop that runs here, whenever this completion grows or ends."""
         with self._changed:
-            self._waiters.append((loop, waiter))
+            self._waiters.append((_LoopWaker.of_this_loop(), waiter))
 
-    def remove_waiter(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Event) -> None:
+    def remove_waiter(self, waiter: asyncio.Event) -> None:
         with self._changed:
-            self._waiters.remove((loop, waiter))
+            self._waiters = [entry for entry in self._waiters if entry[1] is not waiter]
 
     def check(self) -> None:
         """Raise the EngineError of a request that failed."""
@@ -295,9 +298,46 @@ class Completion:
     def _wake(self) -> None:
         if self.finished:  # what threads wait for: to wake one for every token takes time from the passes
             self._changed.notify_all()
-        for loop, waiter in self._waiters:
-            with contextlib.suppress(RuntimeError):  # the loop was closed with an iterator left in it
-                loop.call_soon_threadsafe(waiter.set)
+        for waker, waiter in self._waiters:
+            waker.wake(waiter)
+
+
+class _LoopWaker:
+    """Sets events of one loop from other threads. A round brings tokens for many requests: one wake-up of the loop,
+    which is a write to a pipe and a read, is enough for all that are due when it comes."""
+
+    _known: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopWaker]] = WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)
+        self._due: list[asyncio.Event] = []
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def of_this_loop() -> _LoopWaker:
+        loop = asyncio.get_running_loop()
+        return _LoopWaker._known.setdefault(loop, _LoopWaker(loop))
+
+    def wake(self, waiter: asyncio.Event) -> None:
+        with self._lock:
+            self._due.append(waiter)
+            if len(self._due) > 1:
+                return
+        loop = self._loop()
+        try:
+            if loop is not None:
+                loop.call_soon_threadsafe(self._set_due)
+        except RuntimeError:
+            loop = None
+        if loop is None:  # it was closed with an iterator left in it
+            with self._lock:
+                self._due.clear()
+
+    def _set_due(self) -> None:
+        with self._lock:
+            due, self._due = self._due, []
+        for waiter in due:
+            waiter.set()
 
 
 async def follow(completions: Sequence[Completion]) -> AsyncGenerator[tuple[int, Piece]]:
@@ -305,10 +345,10 @@ async def follow(completions: Sequence[Completion]) -> AsyncGenerator[tuple[int,
 
     Raises the EngineError of the first that failed. Leaving early aborts those that still run.
     """
-    loop, waiter = asyncio.get_running_loop(), asyncio.Event()
+    waiter = asyncio.Event()
     seen: dict[int, tuple[int, int]] = dict.fromkeys(range(len(completions)), (0, 0))  # tokens and texts
     for completion in completions:
-        completion.add_waiter(loop, waiter)
+        completion.add_waiter(waiter)
     try:
         while seen:
             waiter.clear()
@@ -326,6 +366,6 @@ async def follow(completions: Sequence[Completion]) -> AsyncGenerator[tuple[int,
                 await waiter.wait()
     finally:
         for completion in completions:
-            completion.remove_waiter(loop, waiter)
+            completion.remove_waiter(waiter)
             if not completion.finished:
                 completion.abort()

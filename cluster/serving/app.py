@@ -301,12 +301,17 @@ class Api:
 
 
 async def _events(body: GenerationRequest, generation: Generation, writer: ReplyWriter) -> AsyncGenerator[bytes]:
-    """The chunks of a stream."""
+    """The chunks of a stream; a choice opens with its first piece, whose weights are known by then."""
     absent = None if body.includes_usage else UNSET
-    yield writer.opening(generation, usage_of(generation) if body.usage_everywhere else absent)
+    opened = set[int]()
     async with contextlib.aclosing(generation.pieces()) as pieces:
         async for choice, piece in pieces:
-            yield writer.chunk(choice, piece, usage_of(generation) if body.usage_everywhere else absent)
+            event = b""
+            if choice.index not in opened:
+                opened.add(choice.index)
+                before = usage_of(generation, len(piece.token_ids)) if body.usage_everywhere else absent
+                event = writer.opening(choice, piece, before)
+            yield event + writer.chunk(choice, piece, usage_of(generation) if body.usage_everywhere else absent)
     if body.includes_usage:
         yield writer.closing(generation)
     yield DONE

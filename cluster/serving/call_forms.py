@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from tokenizers import Tokenizer
-
 from actors.grammars.compiler import WHITESPACE
 from actors.protocol.grammar import Grammar
+from cluster.serving.added_tokens import AddedTokens
 from cluster.serving.call_readers import CallReader, JsonReplyReader, MarkedCallReader, TemplateReader
-from cluster.serving.grammars import json_grammar, quoted
-from cluster.serving.tools import ToolDefinition, call_schemas
+from cluster.serving.grammars import either, json_grammar, quoted, regular
+from cluster.serving.tools import Names, ToolDefinition, call_schemas
+from cluster.serving.xml_calls import FUNCTION, OPEN, XmlForm
 
 HERMES: dict[str, Any] = {
     "start_anchor": "<|im_start|>assistant\n",
@@ -43,10 +43,6 @@ _NAMED = f'''{_SPACE}[{{]{_SPACE}("type"{_SPACE}:{_SPACE}"function"{_SPACE},{_SP
 """A regular expression of a call up to its name."""
 
 
-Names = Collection[str] | None
-"""Those of the tools that may be called; None for all."""
-
-
 class CallForm(Protocol):
     """One checkpoint's form."""
 
@@ -57,26 +53,6 @@ class CallForm(Protocol):
     def grammar(self, tools: Sequence[ToolDefinition], *, is_parallel: bool) -> Grammar | None:
         """What replies follow that may call these tools; None if the form has no grammar."""
         ...
-
-
-class AddedTokens:
-    """The tokens that are no pieces of text, but for those that end texts."""
-
-    def __init__(self, tokenizer: Tokenizer, end_token_ids: Collection[int]) -> None:
-        added = {one: token for one, token in tokenizer.get_added_tokens_decoder().items() if one not in end_token_ids}
-        self._visible = {one for one, token in added.items() if not token.special}
-        self._all = {*added}
-        self._ids = {token.content: one for one, token in added.items()}
-
-    def one(self, text: str) -> str | None:
-        """A grammar's name of the token of a mark, if there is one."""
-        found = self._ids.get(text)
-        return None if found is None else f"<[{found}]>"
-
-    def any(self, *, but: str = "", visible: bool = False) -> str | None:
-        """A grammar's name of all of them, but that of a mark; those that are `visible` are part of a reply's text."""
-        found = (self._visible if visible else self._all) - {self._ids.get(but)}
-        return f"<[{','.join(map(str, sorted(found)))}]>" if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +78,11 @@ class MarkedForm:
         shown = self.tokens.any(but=self.marks[0], visible=True)
         pieces = [*(["call"] if is_parallel else []), *([f"FREE {shown}"] if shown else [])]
         calls, definitions = call_schemas(tools, "arguments")
-        head, close = _either("opens", opens and f"FREE {opens}"), _either(quoted(self.marks[1]), closes)
+        head, close = either("opens", opens and f"FREE {opens}"), either(quoted(self.marks[1]), closes)
         rules = [
-            f"start: {f'{_either(*pieces)}* ' if pieces else ''}{'FREE' if is_parallel else '(call | FREE)'}",
+            f"start: {f'{either(*pieces)}* ' if pieces else ''}{'FREE' if is_parallel else '(call | FREE)'}",
             f"call: {head} GAP @answer GAP {close}",
-            f"opens[lazy]: /(.|\\n)*{_literal(self.marks[0])}/",
+            f"opens[lazy]: /(.|\\n)*{regular(self.marks[0])}/",
             "FREE: /(.|\\n)*/",
             f"GAP: /{_SPACE}/",
         ]
@@ -129,18 +105,18 @@ class JsonReplyForm:
 
     def _begin(self, bracket: str) -> str:
         """A regular expression of a reply up to its first call's name."""
-        return f"{_SPACE}({_literal(self.mark)})?{_SPACE}{bracket}{_NAMED}"
+        return f"{_SPACE}({regular(self.mark)})?{_SPACE}{bracket}{_NAMED}"
 
     def grammar(self, tools: Sequence[ToolDefinition], *, is_parallel: bool) -> Grammar | None:
         """A text that begins otherwise is free. One that begins with a bracket has no tokens that are not shown: they
         could hide the beginning of a call."""
         mark, all_added, others = self.tokens.one(self.mark), self.tokens.any(), self.tokens.any(but=self.mark)
         free = f"OTHER ({all_added} FREE)*" if all_added else "OTHER"
-        started = _either(mark and f"{mark} called", "called", "(one | first) FREE", "BRACED", free)
+        started = either(mark and f"{mark} called", "called", "(one | first) FREE", "BRACED", free)
         rules = [
             f"start: {f'{others}* ' if others else ''}{started}",
             f"""called: (one call | first call{' (GAP "," NEXT call)*' if is_parallel else ""} GAP "]") GAP""",
-            f"call: {_either(*[f'name{place} between arguments{place} GAP CLOSES' for place in range(len(tools))])}",
+            f"call: {either(*[f'name{place} between arguments{place} GAP CLOSES' for place in range(len(tools))])}",
             f"one[lazy]: /{self._begin('')}/",
             f"first[lazy]: /{self._begin(_BRACKET)}/",
             f"NEXT: /{_NAMED}/",
@@ -160,22 +136,12 @@ class JsonReplyForm:
         return Grammar("lark", "\n".join(rules))
 
 
-def _either(*rules: str | None) -> str:
-    return f"({' | '.join([rule for rule in rules if rule])})"
-
-
-def _literal(text: str) -> str:
-    """A text in a regular expression of Lark."""
-    return re.escape(text).replace("/", "\\/")
-
-
 def native_form(
     chat_template: str, response_template: Mapping[str, Any] | None, tokens: AddedTokens
 ) -> CallForm | None:
     """That of a checkpoint, as its tokenizer says it or its chat template shows; None if none is known."""
-    if response_template is None and "<tool_call>" in chat_template:
-        is_xml = "<function=" in chat_template  # Qwen3-Coder's calls, which are none of these: nothing is prescribed
-        return MarkedForm(HERMES, None if is_xml else _marks(HERMES), tokens)
+    if response_template is None and OPEN in chat_template:
+        return XmlForm(tokens) if FUNCTION in chat_template else MarkedForm(HERMES, _marks(HERMES), tokens)
     if response_template is not None:
         return MarkedForm(response_template, _marks(response_template), tokens)
     for mark, key in (("[TOOL_CALLS]", "arguments"), ("<|python_tag|>", "parameters")):

@@ -132,7 +132,7 @@ class MarkedCallReader:
         return parts if self._num_calls or not self._space else [*parts, self._space]
 
     def _shown(self, text: str) -> list[Part]:
-        shown, self._space = _cut_space(self._space + text)
+        shown, self._space = cut_space(self._space + text)
         return [shown] if shown else []
 
 
@@ -264,7 +264,7 @@ class TemplateReader:
 
     def _shown(self, text: str) -> list[Part]:
         """Text without the white space at its end, which comes once more text follows."""
-        shown, self._space = _cut_space(self._space + text)
+        shown, self._space = cut_space(self._space + text)
         self._num_shown += len(shown)
         return [shown] if shown else []
 
@@ -311,7 +311,7 @@ def _written_calls(text: str) -> list[tuple[str, str]]:
     return calls if rest == ("]" if is_list else "") else []
 
 
-def _cut_space(text: str) -> tuple[str, str]:
+def cut_space(text: str) -> tuple[str, str]:
     """A text without the white space at its end, and that, which comes once more text follows."""
     shown = text.rstrip()
     return shown, text[len(shown) :]

@@ -25,6 +25,7 @@ _TYPES = {
 """`error.type` by status; others are an `invalid_request_error`."""
 _UNION = re.compile(r"str|int|list\[.*\]|tagged-union\[.*\]|literal\[.*\]|NamedTool|AllowedToolsChoice")
 """What pydantic adds to the place of an error in one of several types that a field may have."""
+_GROUP = re.compile(r"\bsampling\.(?=[a-z])")
 _SHOWN = 400
 """Characters of a message: it may quote the request."""
 
@@ -55,8 +56,9 @@ class ApiError(HTTPException):
 
 
 def bad_request(error: ValueError) -> ApiError:
-    """A refusal that begins with the field's name, as all lines of the engine do: `sampling.top_p=2: must be ...`."""
-    line = str(error).removeprefix("sampling.")
+    """A refusal that begins with the field's name, as all lines of the engine do: `sampling.top_p=2: must be ...`. A
+    request's fields have no group."""
+    line = _GROUP.sub("", str(error))
     field = line.partition(":")[0].partition("=")[0]
     return ApiError(400, line, param=field if field.replace("_", "").replace(".", "").isalnum() else None)
 
@@ -83,7 +85,7 @@ def timed_out(seconds: float) -> ApiError:
 def invalid_fields(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first thing that pydantic found wrong with a body; where a field may be of several types, that of the type
     which came furthest."""
-    first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(_place(one)))
+    first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=_reach)
     name = ".".join(_place(first)) or None
     match first["type"]:
         case "extra_forbidden":
@@ -92,6 +94,11 @@ def invalid_fields(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         case "value_error":
             return bad_request(ValueError(f"{name}: {first['ctx']['error']}" if name else first["ctx"]["error"]))
     return ApiError(400, f"{name or 'the body'}: {first['msg'][0].lower()}{first['msg'][1:]}", param=name)
+
+
+def _reach(error: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """How far reading came: into how many fields, and to which entries of lists."""
+    return len(_place(error)), [part for part in error["loc"] if isinstance(part, int)]
 
 
 def _place(error: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,8 @@ class WeightNames:
 
     def of(self, version: int | None) -> str:
         """The name of a version, by default of the latest one that is known of."""
-        self._latest = version = self._latest if version is None else version
+        version = self._latest if version is None else version
+        self._latest = max(self._latest, version)
         if self._named[0] != version:
             name = hashlib.sha256(f"{self._weights} {version}".encode()).hexdigest()
             self._named = version, f"fp_{name[:_LENGTH]}"

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from actors.grammars.compiler import TooBusyError
 from actors.protocol.grammar import Grammar
 from cluster.serving.errors import ApiError, too_many
-from cluster.serving.grammars import json_grammar
 from cluster.serving.reasoning import Beginning
 from cluster.serving.requests import ChatRequest
 from cluster.serving.served_model import ServedModel
@@ -73,7 +72,7 @@ class GrammarCheck:
         except ApiError as error:
             if error.status_code != 400 or all(strict):
                 raise
-        tools = await self._loosened(tools)
+        tools = await self._loosened(body, tools)
         try:
             return await self._compiled(body, tools, beginning)
         except ApiError as error:
@@ -81,19 +80,21 @@ class GrammarCheck:
                 raise
         return None
 
-    async def _loosened(self, tools: Sequence[ToolDefinition]) -> list[ToolDefinition]:
+    async def _loosened(self, body: ChatRequest, tools: Sequence[ToolDefinition]) -> list[ToolDefinition]:
         """Those that are strict or can be compiled by themselves as they are, and the others with any arguments. What
         that takes is bounded: of many, and once the time is over, none is tried."""
         clock = asyncio.get_running_loop().time
         end = clock() + _COMPILE_S if len(tools) <= _MOST_TRIED else 0.0
         return [
-            one if one.function.is_strict or (clock() < end and await self._can_follow(one)) else one.with_any_arguments
+            one
+            if one.function.is_strict or (clock() < end and await self._can_follow(body, one))
+            else one.with_any_arguments
             for one in tools
         ]
 
-    async def _can_follow(self, tool: ToolDefinition) -> bool:
+    async def _can_follow(self, body: ChatRequest, tool: ToolDefinition) -> bool:
         try:
-            await self.check(json_grammar(tool.function.schema_of_arguments), _TOOLS)
+            await self.check(self._model.native_grammar(body, [tool]), _TOOLS)
         except (ApiError, ValueError, RecursionError) as error:
             if isinstance(error, ApiError) and error.status_code != 400:
                 raise

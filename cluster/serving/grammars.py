@@ -7,6 +7,7 @@ says so.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -89,3 +90,13 @@ def json_grammar(schema: dict[str, Any] | str) -> Grammar:
 def quoted(text: str) -> str:
     """A text as Lark has it."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def regular(text: str) -> str:
+    """A text in a regular expression of Lark."""
+    return re.escape(text).replace("/", "\\/")
+
+
+def either(*rules: str | None) -> str:
+    """One of these rules of Lark, without those that are None."""
+    return f"({' | '.join([rule for rule in rules if rule])})"

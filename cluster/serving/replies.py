@@ -138,15 +138,16 @@ class ReplyWriter:
             if of_prompt is not None:
                 (made if isinstance(made, TextChoice) else reply).prompt_logprobs = of_prompt
 
-    def opening(self, generation: Generation, usage: TokenUsage | UnsetType | None) -> bytes:
-        """The chunks before the first token."""
-        openings = [self._form.opening(choice) for choice in generation.choices]
-        chunks = [self._reply(self._form.chunk, [one], usage) for one in openings if one is not None]
-        return b"".join(map(self._event, chunks))
+    def opening(self, choice: RequestedText, piece: Piece, usage: TokenUsage | UnsetType | None) -> bytes:
+        """The chunk before the first piece of a choice, if its form has one."""
+        opening = self._form.opening(choice)
+        if opening is None:
+            return b""
+        return self._event(self._reply(self._form.chunk, [opening], usage, version=piece.version))
 
     def chunk(self, choice: RequestedText, piece: Piece, usage: TokenUsage | UnsetType | None) -> bytes:
         part = self._form.part(choice, piece)
-        reply = self._reply(self._form.chunk, [part], usage, version=choice.completion.version)
+        reply = self._reply(self._form.chunk, [part], usage, version=piece.version)
         if piece.finish_reason is not None:
             part.stop_reason = choice.completion.stop_reason
         if self._includes_tokens:
@@ -198,9 +199,10 @@ class ReplyWriter:
         )
 
 
-def usage_of(generation: Generation) -> TokenUsage:
-    """Tokens so far; a prompt counts once, however many choices it has."""
-    prompt, completion, cached = generation.num_prompt_tokens, generation.num_tokens, generation.num_cached_tokens
+def usage_of(generation: Generation, num_later: int = 0) -> TokenUsage:
+    """Tokens so far, without the last `num_later`; a prompt counts once, however many choices it has."""
+    prompt, completion = generation.num_prompt_tokens, generation.num_tokens - num_later
+    cached = generation.num_cached_tokens
     usage = TokenUsage(prompt, completion, prompt + completion)
     if cached is not None:
         usage.prompt_tokens_details = PromptDetails(cached)

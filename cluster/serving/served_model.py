@@ -20,7 +20,7 @@ from tokenizers.normalizers import NFC
 from actors.drafters.config import NoDrafterConfig
 from actors.drafters.vocabulary.token_pieces import TokenPieces
 from actors.protocol.grammar import Grammar
-from actors.protocol.messages import SamplingParams, check_tokens
+from actors.protocol.messages import PLAIN_DECODING, SamplingParams, check_tokens
 from actors.protocol.sampling_params import MOST_BAD_WORD_TOKENS
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Client
@@ -29,7 +29,8 @@ from cluster.observability.metrics import metric_labels
 from cluster.observability.prometheus import MetricsPage, RequestHistograms
 from cluster.observability.timeline import WORK, lanes_of, last_rounds
 from cluster.pocket import is_bundled
-from cluster.serving.call_forms import AddedTokens, CallForm, native_form
+from cluster.serving.added_tokens import AddedTokens
+from cluster.serving.call_forms import CallForm, native_form
 from cluster.serving.call_readers import ArgumentsReader, CallListReader, CallReader
 from cluster.serving.chat_template import ChatTemplate
 from cluster.serving.errors import ApiError, bad_request
@@ -43,6 +44,7 @@ from cluster.serving.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    SpeculationOptions,
     TemplateFields,
     is_text,
 )
@@ -273,7 +275,7 @@ class ServedModel:
             raise self._too_long(f"prediction: {size} tokens", "prediction")
         sampling = [request.sampling(texts.bad_words, self._max_tokens(prompt, limit, field)) for prompt in prompts]
         options = request.speculative
-        self._check_draft_length(options.num_draft_tokens)
+        self._check_speculation(options)
         how: dict[str, Any] = {"drafter": options.chosen, "num_draft_tokens": options.num_draft_tokens}
         how |= {"reference": texts.prediction, "priority": request.priority, "grammar": grammar}
         how["cache_salt"], asked = request.cache_salt, request.asked_logprobs
@@ -287,12 +289,15 @@ class ServedModel:
                 choices.append(RequestedText(len(choices), completion, seed))
         return choices
 
-    def _check_draft_length(self, length: int | None) -> None:
-        if (length or 0) > self.num_spec_tokens:
+    def _check_speculation(self, options: SpeculationOptions) -> None:
+        if options.chosen not in (None, PLAIN_DECODING, *(drafters := self._client.drafters)):
+            field, known = "speculative.drafter", ", ".join([*drafters, PLAIN_DECODING])
+            line = f"{field}: this server has no {options.chosen!r:.40}; name one of {known}, or leave it out"
+            raise ApiError(400, line, param=field)
+        if (length := options.num_draft_tokens or 0) > self.num_spec_tokens:
             field = "speculative.num_draft_tokens"
-            raise ApiError(
-                400, f"{field}: {length} is more than this server drafts ({self.num_spec_tokens})", param=field
-            )
+            line = f"{field}: {length} is more than this server drafts ({self.num_spec_tokens})"
+            raise ApiError(400, line, param=field)
 
     def _max_tokens(self, prompt: Sequence[int], limit: int | None, field: str) -> int:
         self.check_tokens(prompt, field)

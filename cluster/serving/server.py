@@ -67,7 +67,8 @@ class HttpServer:
 def bind(host: str, port: int) -> socket.socket:
     """A socket at this address, which does not listen yet. Raises ValueError, one line, if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    # the protocol by its name, by which asyncio knows that small parts of replies are to be sent without delay
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))

@@ -18,6 +18,8 @@ from cluster.serving.fields import BodyPart, at_most
 from cluster.serving.grammars import json_grammar
 
 MOST_TOOLS = 1024
+Names = Collection[str] | None
+"""Those of the functions that may be called; None for all."""
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _OTHER_KINDS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """Keys by which a schema says without `type` what it describes."""
@@ -162,18 +164,18 @@ def call_schemas(tools: Sequence[ToolDefinition], key: str) -> tuple[list[dict[s
     belong to the root of the whole schema."""
     calls, definitions = [], {}
     for place, tool in enumerate(tools):
-        definitions[str(place)] = _moved(tool.function.schema_of_arguments, f"#/$defs/{place}")
+        definitions[str(place)] = moved(tool.function.schema_of_arguments, f"#/$defs/{place}")
         fields = {"name": {"const": tool.function.name}, key: {"$ref": f"#/$defs/{place}"}}
         calls.append({"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False})
     return calls, definitions
 
 
-def _moved(schema: Any, place: str) -> Any:
+def moved(schema: Any, place: str) -> Any:
     """A schema whose references to itself are right at another `place`."""
     if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
+        return [moved(one, place) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {name: _moved(value, place) for name, value in schema.items()}
+    copy = {name: moved(value, place) for name, value in schema.items()}
     reference = schema.get("$ref")
-    return moved | {"$ref": place + reference[1:]} if isinstance(reference, str) and reference[:1] == "#" else moved
+    return copy | {"$ref": place + reference[1:]} if isinstance(reference, str) and reference[:1] == "#" else copy

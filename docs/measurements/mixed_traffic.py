@@ -238,7 +238,9 @@ def main() -> None:
     command = [sys.executable, "-P", "-m", "cluster.launch", "job=serve", "server.port=0", *ON_RAY, *options.overrides]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    address = next(line.split()[3] for line in server.stdout if line.startswith("serving "))
+    address = next((line.split()[3] for line in server.stdout if line.startswith("serving ")), None)
+    if address is None:
+        sys.exit("the server did not start")
     port = int(address.rstrip(",").removesuffix("/v1").rpartition(":")[2])
     threading.Thread(target=server.stdout.read, daemon=True).start()
     seen = Seen()

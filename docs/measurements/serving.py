@@ -2,9 +2,9 @@
 
 Starts `job=serve` as a process for each mode of speculation, lets `--streams` clients at a time ask for one streamed
 completion after another, and appends a line for each setting. Modes: off (`speculative.enabled=false`), on (always, by
-`pipeline.adaptive=false`), auto (while it pays). `--api` also completes the prompts by `Engine.submit`, without a
-server; `--overload` sends three times as many clients as the server takes, which come again after each 429. `--table`
-prints what the file has, medians over starts.
+`pipeline.adaptive=false`), auto (while it pays). `--overload` sends three times as many clients as the server takes,
+which come again after each 429. `--table` prints what the file has, medians over starts. What the server costs beside
+the Python API is `http_overhead.py`'s.
 
 An inter-token latency is a mean over a request; the longest gap between two chunks is what a reader sees.
 """
@@ -24,12 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from actors.protocol.messages import SamplingParams
 from cluster import pocket
-from cluster.config import load_config
-from cluster.engine import Engine
 from cluster.io.prompts import Prompt, read_prompts
-from cluster.run_prompts import serve_prompts
 
 COMMON = ("cluster=inprocess",)
 CAPACITY, OVERLOAD = 16, 3
@@ -172,8 +168,6 @@ def measure(options: argparse.Namespace) -> None:
             with served([*COMMON, f"pipeline.adaptive={MODES[mode]}", *options.overrides]) as url:
                 for streams in options.streams:
                     _write(options, mode, streams, start, of_server(url, options, mode, prompts, streams, plain))
-        for streams in options.streams if options.api else ():
-            _write(options, "api", streams, start, of_engine(options, prompts, streams))
         for factor in (1, OVERLOAD) if options.overload else ():
             with served([*COMMON, *SMALL, *options.overrides]) as url:
                 found = of_server(url, options, "auto", prompts, factor * CAPACITY, plain)
@@ -198,18 +192,6 @@ def of_server(
     found = figures(answers, time.monotonic() - started)
     same = [one.text == plain.setdefault(one.prompt, one.text) for one in answers if one.status == 200]
     return found | {"texts_equal": all(same)}
-
-
-def of_engine(options: argparse.Namespace, prompts: Sequence[Prompt], streams: int) -> dict[str, Any]:
-    """The same completions by the Python API, with the engine's threads in this process."""
-    overrides = [*COMMON, "pipeline.adaptive=true", *options.overrides]
-    config = load_config(overrides)
-    sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
-    asked = [prompts[number % len(prompts)] for number in range(streams * options.each)]
-    with Engine(config) as engine:
-        engine.generate([prompts[0].text], sampling)
-        run = serve_prompts(engine, asked, sampling, speculate=True, concurrency=streams)
-    return {"tokens_per_s": run.num_tokens / run.wall_s}
 
 
 def table(file: Path) -> str:
@@ -251,7 +233,6 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=4, help="completions of each stream, one after the other")
     parser.add_argument("--prompts", default=str(pocket.PROMPTS))
     parser.add_argument("--limit", type=int, default=0, help="prompts of the file; 0: all")
-    parser.add_argument("--api", action="store_true", help="also without a server")
     parser.add_argument("--overload", action="store_true", help="also with more clients than a small server takes")
     parser.add_argument("--table", action="store_true", help="print what the file has")
     options = parser.parse_intermixed_args()

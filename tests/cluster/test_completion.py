@@ -200,6 +200,41 @@ def test_with_stop_strings_a_token_waits_for_its_successor(opened, tokenizer):
         assert aborted == [7], "leaving early aborts the request"
 
 
+def test_a_round_wakes_an_event_loop_once(opened, tokenizer, monkeypatch):
+    """However many requests it brings tokens for, and however many are followed."""
+
+    async def rounds():
+        loop, completions, calls = asyncio.get_running_loop(), [opened()[0] for _ in range(6)], []
+        call = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: calls.append(args) or call(*args))
+        followed = [follow(completions[:2]), *[follow([one]) for one in completions[2:]]]
+        for number, text in enumerate("cde"):
+            waiting = [asyncio.ensure_future(anext(one)) for one in followed]
+            await asyncio.sleep(0)
+            for completion in completions:
+                completion.append(Tokens(7, number, ids(tokenizer, text)))
+            found = [(await one)[1].text for one in waiting] + [(await anext(followed[0]))[1].text]
+            assert (found, len(calls)) == ([text] * 6, number + 1)
+        for one in followed:
+            await one.aclose()
+
+    asyncio.run(rounds())
+
+
+def test_a_loop_that_was_closed_is_forgotten(opened, tokenizer):
+    async def leave_one():
+        completion.add_waiter(asyncio.Event())
+
+    completion, _, _ = opened()
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(leave_one())
+    loop.close()
+    for number in range(3):
+        completion.append(Tokens(7, number, ids(tokenizer, "c")))
+    ((waker, _),) = completion._waiters
+    assert not waker._due and completion.token_ids == list(ids(tokenizer, "ccc"))
+
+
 def test_leaving_after_the_end_aborts_nothing(opened, tokenizer):
     async def one(completion):
         return await anext(aiter(completion))

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 
 from actors.grammars.compiler import GrammarCompiler
 from actors.protocol.grammar import Grammar
-from cluster.serving.call_forms import AddedTokens, CallForm, native_form
+from cluster.serving.added_tokens import AddedTokens
+from cluster.serving.call_forms import CallForm, native_form
 from cluster.serving.call_readers import CallPart, CallReader
 from cluster.serving.message_parts import PartReader
 from cluster.serving.reasoning import Beginning, ReasoningMarks, ReasoningReader
@@ -34,14 +35,38 @@ TOOLS = [
 ]
 SCHEMAS = {tool.function.name: tool.function.schema_of_arguments for tool in TOOLS}
 END = 0
-MARKS = {"hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS]",), "llama": ("<|python_tag|>",)}
-KEYS = {"hermes": "arguments", "mistral": "arguments", "llama": "parameters"}
+MARKS = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "xml": ("<tool_call>", "</tool_call>"),
+    "mistral": ("[TOOL_CALLS]",),
+    "llama": ("<|python_tag|>",),
+}
+SHOWN_BY = {family: marks[0] for family, marks in MARKS.items()} | {"xml": "<tool_call>\n<function="}
+"""Chat templates that have each form."""
+KEYS = {"hermes": "arguments", "xml": "", "mistral": "arguments", "llama": "parameters"}
 HIDDEN, SHOWN = "<|hidden|>", "<|shown|>"
 FREED = range(240, 256)  # bytes that no text here has
 
 GOOD = '{"name": "weather", "KEY": {"city": "Rom", "days": 2}}'
 BAD = '{"name": "weather", "KEY": {"city": "Rom", "days": 20}}'
+CITY, NO_DAYS = "<parameter=city>\nRom\n</parameter>\n", "<function=now>\n</function>\n"
+XML = f"<function=weather>\n{CITY}<parameter=days>\n2\n</parameter>\n</function>\n"
+BAD_XML = XML.replace("2", "20")
 ALLOWED = {
+    "xml": [
+        *(
+            "",
+            "only text",
+            "a <tool_ca",
+            "</tool_call>",
+            f"a {SHOWN} b <tool_call>\n{XML}</tool_call>",
+            "<function=sun>",
+        ),
+        f"a<tool_call>\n{XML}</tool_call>\n<tool_call>\n{XML}</tool_call> b",
+        *(f"<tool_call>\n{NO_DAYS}</tool_call>", f"{XML}</tool_call>", f"a\n{XML}</tool_call>\n{XML}</tool_call>"),
+        f"{XML.replace('Rom', '<a></parameter> <function=now>')}</tool_call>",
+        f"{XML.replace(CITY, '')}</tool_call>",
+    ],
     "hermes": [
         *("", "only text", "a <tool_ca", "</tool_call>", f"a {SHOWN} b <tool_call>{GOOD}</tool_call>"),
         f"a<tool_call>\n{GOOD}\n</tool_call>\n<tool_call>{GOOD}</tool_call> b",
@@ -58,6 +83,12 @@ ALLOWED = {
     ],
 }
 REFUSED = {
+    "xml": [
+        *("<tool_call> text", "<tool_call>\n<function=sun>", f"<tool_call>{XML}</tool_call>", f"<tool_call>\n{HIDDEN}"),
+        *(f"<tool_call>\n{BAD_XML}</tool_call>", f"{BAD_XML}</tool_call>", f"{XML}text", f"a {HIDDEN}", XML),
+        *(f"{XML.replace('days', 'hours')}</tool_call>", f"<function=now>\n{CITY}", f"{XML.replace('Rom', 'x' * 31)}"),
+        f"<function=weather>\n{CITY}</function>\n</tool_call>",
+    ],
     "hermes": [
         *("<tool_call> text", f"<tool_call>{BAD}</tool_call>", '<tool_call>{"name": "sun"', f"<tool_call>{HIDDEN}"),
         f"a {HIDDEN}",
@@ -78,7 +109,7 @@ def tokenizer_of(path, family: str, *, has_tokens: bool) -> Tokenizer:
     marks."""
     content = json.loads((path / "tokenizer.json").read_text())
     marks = MARKS[family] if has_tokens else ()
-    names = {HIDDEN: True, SHOWN: False, **dict.fromkeys(marks, family != "hermes")}
+    names = {HIDDEN: True, SHOWN: False, **dict.fromkeys(marks, len(marks) == 1)}
     places = dict(zip(FREED, names, strict=False))
     content["model"]["vocab"] = {text: one for text, one in content["model"]["vocab"].items() if one not in places}
     shared = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
@@ -89,7 +120,7 @@ def tokenizer_of(path, family: str, *, has_tokens: bool) -> Tokenizer:
 
 
 def form_of(family: str, tokenizer: Tokenizer) -> CallForm:
-    form = native_form(MARKS[family][0], None, AddedTokens(tokenizer, [END]))
+    form = native_form(SHOWN_BY[family], None, AddedTokens(tokenizer, [END]))
     assert form is not None
     return form
 
@@ -124,7 +155,7 @@ def test_text_is_free_and_calls_are_not(chat_checkpoint, family, has_tokens):
         if is_whole:
             calls = read(form.reader(TOOLS, None, is_followed=True), tokenizer.decode(tokens))
             is_text = text.startswith(("a {", "text", "a" + HIDDEN, '{"name": "sun"', '{"arg'))
-            assert len(calls) == (0 if is_text else text.count('"KEY"'))
+            assert len(calls) == (0 if is_text else text.count('"KEY"') + text.count("</function>"))
             check(calls)
 
 
@@ -135,6 +166,7 @@ def test_a_call_follows_its_mark_and_only_one_where_calls_are_not_parallel(chat_
     assert begun.deep_copy().try_consume_tokens(tokenizer.encode(MARKS[family][0] + "a").ids) == 1
     one = GOOD.replace("KEY", KEYS[family])
     texts = {"hermes": f"<tool_call>{one}</tool_call>", "mistral": f"[TOOL_CALLS][{one}", "llama": f"[{one}"}
+    texts["xml"] = f"a\n{XML}</tool_call>"
     for more, is_allowed in (("", True), ("a", False), (", " + one, False), ("<tool_call>", False)):
         tokens = tokenizer.encode(texts[family] + more).ids
         assert (begun.deep_copy().try_consume_tokens(tokens) == len(tokens)) == is_allowed, more
@@ -156,6 +188,10 @@ def test_whatever_is_written_its_calls_follow_their_schemas(
     parts = ["a ", *'<{["}] ', "\n", ", ", "<think>", "</think>", HIDDEN, SHOWN, "<tool_", "call>", "[TOOL_", "CALLS]"]
     parts += [*MARKS[family]] * 4 + [one.replace("KEY", KEYS[family]) for one in (GOOD, GOOD, GOOD, BAD, BAD)]
     parts += ['{"name": ', '"weather"', '{"name": "now", "arguments": {}}', '"arguments": {"days": 99}}']
+    if family == "xml":
+        parts = [part for part in parts if "name" not in part]
+        parts += ["<function=", "weather>", "now>\n", "<parameter=", "days>\n2", "\n</parameter>\n", "</function>\n"]
+        parts += [XML, XML, BAD_XML, f"\n{XML}", f"\n{NO_DAYS}", f"\n{CITY}"]
     num_calls = 0
     for _ in range(150):
         matcher, tokens = begun.deep_copy(), list[int]()

@@ -110,7 +110,7 @@ def test_a_field_that_asks_for_nothing_is_none(server: RunningServer, field):
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
-        ({"speculative": {"drafter": "no such"}}, "drafter"),
+        ({"speculative": {"drafter": "no such"}}, "speculative.drafter"),
         ({"speculative": {"depth": 3}}, "speculative.depth"),
         ({"speculative": {"enabled": False, "drafter": "x"}}, "speculative"),
         ({"speculative": {"num_draft_tokens": 0}}, "speculative.num_draft_tokens"),
@@ -125,6 +125,8 @@ def test_a_field_that_asks_for_nothing_is_none(server: RunningServer, field):
         ({"prompt": "a" * 600}, "prompt"),
         ({"prompt": "a" * 600_000}, "prompt"),
         ({"prompt": ["a", 3]}, "prompt.1"),
+        ({"prompt": [1, 2, "a"]}, "prompt.2"),
+        ({"prompt": [[1], [2, "a"]]}, "prompt.1.1"),
         ({"prompt": ["a"] * 9}, "n"),
     ],
     ids=lambda value: str(value)[:40],
@@ -133,6 +135,7 @@ def test_a_value_out_of_range_is_named(server: RunningServer, field, param):
     status, error = refused(server, COMPLETIONS, {"prompt": "a", **field})
     assert (status, error["param"]) == (400, param), error
     assert len(error["message"]) <= 400 and server.num_running() == 0
+    assert "sampling." not in error["message"], "a field of a request has no group"
 
 
 @pytest.mark.parametrize("value", [2**64, -(2**64), 1e308, "\ud800", [2**64], {"\ud800": 1}], ids=ascii)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
+from actors.protocol.messages import Request, SamplingParams, Tokens
+from cluster.completion import Completion
 from cluster.serving.fingerprint import WeightNames
+from cluster.serving.generation import RequestedText
+from cluster.serving.replies import CompletionForm, ReplyWriter
 from tests.cluster.serving.conftest import serving
 
 SETTINGS = ("float32", "auto")
@@ -48,6 +57,7 @@ def test_each_version_has_a_name_and_the_latest_is_that_of_what_has_no_tokens(ch
     names = WeightNames(chat_checkpoint, SETTINGS)
     assert len({names.of(version) for version in (0, 1, 2)}) == 3
     assert names.of(None) == names.of(2) == WeightNames(chat_checkpoint, SETTINGS).of(2)
+    assert names.of(1) != names.of(None) == names.of(2), "an older reply may end later"
 
 
 def test_replies_and_all_chunks_name_the_weights_that_made_them(chat_checkpoint, half_agreeing_drafter, tmp_path):
@@ -74,3 +84,45 @@ def test_replies_and_all_chunks_name_the_weights_that_made_them(chat_checkpoint,
         running.engine.update_weights(tmp_path / "next", 7)
         later = names()
         assert {*later} == {later[0]} and later[0] != first
+
+
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "echo"])
+def test_no_chunk_names_weights_that_are_gone_before_the_first_token(
+    chat_checkpoint, half_agreeing_drafter, tmp_path, is_chat
+):
+    """The stream waits for a seat while the weights change."""
+    shutil.copytree(chat_checkpoint, tmp_path / "next")
+    body = {"model": "tiny-chat", "stream": True, "extra_body": {"ignore_eos": True}}
+    with serving(chat_checkpoint, half_agreeing_drafter, pace_ms=20) as running, running.client() as client:
+        seats = [client.completions.create(prompt="a", max_tokens=400, **body) for _ in range(4)]
+        old = {next(iter(one)).system_fingerprint for one in seats}
+        with ThreadPoolExecutor(1) as pool:
+            if is_chat:
+                ask = partial(client.chat.completions.create, messages=[{"role": "user", "content": "q"}])
+            else:
+                ask = partial(client.completions.create, prompt="b")
+                body["extra_body"] = {"echo": True}
+            names = pool.submit(lambda: [one.system_fingerprint for one in ask(max_tokens=4, **body)])
+            while running.num_running() < 5:
+                time.sleep(0.01)
+            running.engine.update_weights(tmp_path / "next", 7)
+            for one in seats:
+                one.close()
+            found = names.result(60)
+        assert len(old) == len({*found}) == 1 and not old & {*found} and len(found) > 2
+
+
+def test_a_chunk_names_the_weights_of_its_own_tokens(chat_checkpoint: Path):
+    """Whatever has arrived until it is written."""
+    names = WeightNames(chat_checkpoint, SETTINGS)
+    request = Request(1, (65,), SamplingParams(max_tokens=8))
+    tokenizer = Tokenizer.from_file(str(chat_checkpoint / "tokenizer.json"))
+    completion = Completion(request, "a", tokenizer, lambda _: None)
+    choice, writer = RequestedText(0, completion, 0), ReplyWriter(CompletionForm(), "tiny-chat", "id", 0, names)
+    for place, version in ((0, 3), (2, 5)):
+        completion.append(Tokens(1, place, (66,), versions=((place, version),)))
+        piece, *_ = completion.piece_since(place, place)
+        completion.append(Tokens(1, place + 1, (67,), versions=((place + 1, version + 1),)))
+        chunk = json.loads(writer.chunk(choice, piece, None).removeprefix(b"data: "))
+        assert chunk["system_fingerprint"] == names.of(version)
+        assert completion.version == version + 1

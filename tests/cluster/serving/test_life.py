@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import socket
 import threading
@@ -206,3 +207,14 @@ def test_shutting_down_lets_running_requests_end(slow: RunningServer):
     with pytest.raises(OSError):
         slow.ask("/health")
     assert "http-server" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_small_parts_of_replies_are_sent_without_delay(server: RunningServer):
+    """On a connection that is kept, the system would hold a second part until the client acknowledges the first, 40 ms
+    later."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.http.port)
+    connection.request("GET", "/health")
+    assert connection.getresponse().read() == b""
+    sockets = [one.transport.get_extra_info("socket") for one in server.http._uvicorn.server_state.connections]
+    assert {one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets} == {1}
+    connection.close()

@@ -13,7 +13,8 @@ import jsonschema
 import pytest
 
 from actors.grammars.masks import TextMatcher
-from cluster.serving.call_forms import HERMES, AddedTokens, native_form
+from cluster.serving.added_tokens import AddedTokens
+from cluster.serving.call_forms import HERMES, native_form
 from tests.cluster.serving.conftest import TEMPLATE, RunningServer, serving
 from tests.cluster.serving.test_call_forms import MARKS, tokenizer_of
 from tests.cluster.serving.test_grammars import random_schema

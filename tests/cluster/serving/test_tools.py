@@ -14,7 +14,8 @@ import pytest
 from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
-from cluster.serving.call_forms import HERMES, AddedTokens, native_form
+from cluster.serving.added_tokens import AddedTokens
+from cluster.serving.call_forms import HERMES, native_form
 from cluster.serving.call_readers import (
     ArgumentsReader,
     CallListReader,
@@ -23,6 +24,7 @@ from cluster.serving.call_readers import (
     MarkedCallReader,
     TemplateReader,
 )
+from cluster.serving.xml_calls import XmlCallReader
 from tests.cluster.serving.conftest import RunningServer, serving
 from tests.matrices import in_turn
 
@@ -384,6 +386,6 @@ def test_the_form_of_a_checkpoint_is_that_of_its_tokenizer_or_of_a_family(chat_c
         return form and [type(form.reader([], None, is_followed=followed)) for followed in (False, True)]
 
     assert kinds("... <tool_call> ...") == [TemplateReader, MarkedCallReader] == kinds("", OWN)
-    assert kinds("... <tool_call>\n<function=name> ...") == [TemplateReader] * 2, "XML is no JSON to prescribe"
+    assert kinds("... <tool_call>\n<function=name> ...") == [XmlCallReader] * 2
     assert kinds("[TOOL_CALLS]") == kinds("<|python_tag|>") == [JsonReplyReader] * 2
     assert kinds("{{ messages }}") is None
