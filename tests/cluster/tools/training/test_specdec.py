@@ -156,7 +156,8 @@ def trained(tiny_checkpoint, tmp_path_factory) -> tuple[Path, Path]:
     target, run = tiny_checkpoint("Bart", seed=70), tmp_path_factory.mktemp("specdec")
     text = run / "pairs.jsonl"
     text.write_text("\n".join(json.dumps({"source": f"def f{i}(x): return {i}"}) for i in range(24)))
-    steps = dict(steps=8, batch_tokens=200, continuation_length=12, options={"block": 6, "mask_token": 2, "decoder_layers": 2})
+    options = {"block": 6, "mask_token": 2, "decoder_layers": 2}
+    steps = dict(steps=8, batch_tokens=200, continuation_length=12, options=options)
     config = TrainConfig(recipe="specdec", text=str(text), threads=1, **steps)
     from cluster.config.schema import LaunchConfig
 
