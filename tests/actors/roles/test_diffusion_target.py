@@ -17,6 +17,7 @@ from tests.actors.masked_diffusion import BLOCK, MaskedDiffusion
 from tests.matrices import in_turn
 
 PROMPTS = [[5, 9, 33], [7, 11, 4, 60], [8, 3, 90, 44, 21, 17, 2, 60, 5], [12]]
+EIGHT = [*PROMPTS, [33, 9], [60, 4, 11, 7, 50], [44, 2, 21], [1, 6, 6, 1, 30, 31]]
 NUM_TOKENS = 14
 
 
@@ -79,12 +80,15 @@ def test_it_writes_what_its_static_decoder_writes(target, num_states, backend):
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("num_states", "temperature", "threshold"), list(in_turn([1, 2, 4, 8], [0.0, 0.8], [0.0, 0.3]))
+    ("num_states", "temperature", "threshold"), list(in_turn(range(1, 9), [0.0, 0.8], [0.0, 0.3]))
 )
 def test_guessed_states_change_no_token(target, num_states, temperature, threshold):
+    """Eight requests in a pass, and each by itself."""
     sampling = {"temperature": temperature, "seed": 5}
-    expected = [target.decoded(prompt, NUM_TOKENS, threshold=threshold, **sampling) for prompt in PROMPTS]
-    assert served(target, sampling=sampling, num_states=num_states, threshold=threshold) == expected
+    expected = [target.decoded(prompt, NUM_TOKENS, threshold=threshold, **sampling) for prompt in EIGHT]
+    options = {"sampling": sampling, "num_states": num_states, "threshold": threshold}
+    assert served(target, EIGHT, **options) == expected
+    assert served(target, EIGHT[-1:], **options) == expected[-1:]
 
 
 @pytest.mark.extended
