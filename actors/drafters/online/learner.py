@@ -40,7 +40,7 @@ TESTED = 2
 """Every so many new windows are tested before they are learned."""
 WORSE = 0.02
 """Accepted share by which A_bar may fall below the shipped model."""
-STANDARD_ERRORS = 3.0
+STANDARD_ERRORS = 2.0
 """The fall counts from so many standard errors on: shares of a few windows differ by more than `WORSE` by chance, and a
 restart drops all that was learned."""
 FEWEST_TESTS = 6
