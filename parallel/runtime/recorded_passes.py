@@ -88,11 +88,11 @@ class RecordedPasses:
     ) -> Sequence[Tensor] | None:
         """What `layers` compute, which are the same ones for passes of one kind; None if there is no recording of it,
         or not yet."""
-        recording = None if plan.num_rows > MOST_ROWS else self._recording(kind, layers, plan, entering)
-        if recording is None:
+        if plan.num_rows > MOST_ROWS or not isinstance(plan.attention, RaggedPlan):  # a pass may be watched
+            return None
+        if (recording := self._recording(kind, layers, plan, entering)) is None:
             return None
         entering = [one.contiguous() for one in entering]
-        assert isinstance(plan.attention, RaggedPlan)
         tables = [table for rope in self._ropes for table in rope.table(plan.attention.last_position)]
         made = [_empty(plan.num_rows, one) for one in recording.results]
         tensors = *entering, plan.positions, *tables, *made
