@@ -12,7 +12,6 @@ the member which most prompts of that domain went to. Prints Markdown.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence

@@ -44,7 +44,10 @@ def test_what_was_learned_is_drafted_with():
     target, tokenizer = open_model(str(pocket.TARGET), num_slots=1024), load_tokenizer(pocket.TARGET)
     prompts = 4 * [tuple(tokenizer.encode("SELECT name FROM customers WHERE").ids)]
     found = {}
-    for name, changes in (("drafter=model", []), ("drafter=model", ["drafter.online=true", "drafter.online_rate=3e-3"])):
+    for name, changes in (
+        ("drafter=model", []),
+        ("drafter=model", ["drafter.online=true", "drafter.online_rate=3e-3"]),
+    ):
         config = load_config([name, *changes])
         drafter = routed.built(config, (0,))
         found[bool(changes)] = [*routed.serve(target, drafter, config, prompts, 48)]

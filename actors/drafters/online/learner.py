@@ -8,9 +8,9 @@ trains, an adapter is left out with probability `DROPPED` and the others are sca
 Every window is also a test before it is learned: the share of its positions at which a draft token of the shipped
 model, and of A_bar, would be accepted (greedy: their first choices agree; else the overlap of the distributions).
 Positions of a text are all tested, whatever was drafted for them, so that the two means compare the models without bias
-and without rounds drafted by the worse of them. Where A_bar falls below the shipped model, by more than chance, strength
-goes to 0: the shipped weights are served again, what was learned is dropped, and learning starts anew. Knows no
-requests and no clock.
+and without rounds drafted by the worse of them. Where A_bar falls below the shipped model, by more than chance,
+strength goes to 0: the shipped weights are served again, what was learned is dropped, and learning starts anew. Knows
+no requests and no clock.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def fitting(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_tokens: int, ma
 def of_length(
     prompts: Sequence[Prompt], length: int, tokenizer: Tokenizer, max_tokens: int, max_model_len: int
 ) -> list[Prompt]:
-    """One prompt of exactly `length` tokens per prompt: its own text, the texts that follow it in the file, then modules
-    of the standard library that no other prompt has. No text comes twice, since lookups would draft the second one."""
+    """One prompt of exactly `length` tokens per prompt: its own text, the texts that follow it in the file, then
+    modules of the standard library that no other prompt has. No text comes twice: lookups would draft the second."""
     if length + max_tokens > max_model_len:
         raise ValueError(
             f"job.contexts={length}: with sampling.max_tokens={max_tokens} it exceeds the context of {max_model_len}; "

@@ -79,9 +79,7 @@ def test_it_writes_what_its_static_decoder_writes(target, num_states, backend):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("num_states", "temperature", "threshold"), list(in_turn(range(1, 9), [0.0, 0.8], [0.0, 0.3]))
-)
+@pytest.mark.parametrize(("num_states", "temperature", "threshold"), list(in_turn(range(1, 9), [0.0, 0.8], [0.0, 0.3])))
 def test_guessed_states_change_no_token(target, num_states, temperature, threshold):
     """Eight requests in a pass, and each by itself."""
     sampling = {"temperature": temperature, "seed": 5}

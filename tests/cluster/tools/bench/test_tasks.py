@@ -53,10 +53,15 @@ def test_a_context_beyond_the_prompt_file_repeats_no_text(tokenizer, monkeypatch
     monkeypatch.setattr(tasks, "load_corpus", lambda seed: library("module zero", "module one", "module 2", "module 3"))
     prompts = [*PROMPTS, Prompt("abc")]
     made = of_length(prompts[:2], 31, tokenizer, max_tokens=4, max_model_len=64)
-    assert [one.text for one in made] == ["abc\n\ndefghi\n\nmodule zero\n\nmodul", "defghi\n\nabc\n\nmodule one\n\nmodule"]
+    assert [one.text for one in made] == [
+        "abc\n\ndefghi\n\nmodule zero\n\nmodul",
+        "defghi\n\nabc\n\nmodule one\n\nmodule",
+    ]
     (alike, *_) = of_length(prompts, 15, tokenizer, max_tokens=4, max_model_len=64)
     assert alike.text == "abc\n\ndefghi\n\nmo"
-    with pytest.raises(ValueError, match="job.contexts=60: a prompt with all texts that follow it has 34 tokens, and no"):
+    with pytest.raises(
+        ValueError, match="job.contexts=60: a prompt with all texts that follow it has 34 tokens, and no"
+    ):
         of_length(PROMPTS, 60, tokenizer, max_tokens=4, max_model_len=64)
 
 
