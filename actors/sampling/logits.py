@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
 from parallel.comm.group import Group
+from parallel.kernels.choice import Race, has_choice, largest_rows
 from parallel.kernels.triton_launch import has_triton
 from parallel.transfers import to_device, upload
 
@@ -108,17 +111,24 @@ def _truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     truncated = [row for row, one in enumerate(params) if truncates(one)]
     if not truncated:
         return scores
-    if _has_kernels(scores):
-        from actors.sampling import truncation_kernels
-
+    if _has_kernels(scores) or _has_host_kernels(scores):
         limits = to_device(_limits(params, scores.shape[1]), scores.device)
-        return truncation_kernels.truncate(scores, *limits)
+        return _truncation(scores).truncate(scores, *limits)
     if len(truncated) == len(scores):
         return scores.masked_fill(scores < _least_kept(scores, params), BANNED)
     where = upload(truncated, scores.device)
     asking = scores.index_select(0, where)
     asking.masked_fill_(asking < _least_kept(asking, [params[row] for row in truncated]), BANNED)
     return scores.index_copy(0, where, asking)
+
+
+def _truncation(scores: Tensor) -> ModuleType:
+    """The kernel for scores on a GPU or on the host."""
+    if scores.is_cpu:
+        from parallel.kernels import truncation
+    else:
+        from actors.sampling import truncation_kernels as truncation
+    return truncation
 
 
 _ALL = (1 << 31) - 1
@@ -257,7 +267,19 @@ def _race(
         keys = [noise_key(p.seed, NoiseStream.COUPLED, at) for p, at in zip(params, positions, strict=True)]
         spread, noisy = to_device([spread_keys(keys), sampled], scores.device)
         return noise_kernels.race(scores, spread, noisy, first, of_none)
+    if _has_host_kernels(scores):
+        return largest_rows(_race_of(params, positions), scores, first=first, none=of_none)
     return _winners(_with_noise(scores, params, positions, first), of_none, first)
+
+
+def _race_of(params: Sequence[SamplingParams], positions: Sequence[int]) -> Race:
+    """The noise of the rows that are sampled."""
+    sampled = [not is_greedy(one) for one in params]
+    if not any(sampled):
+        return Race()
+    rows = zip(params, positions, sampled, strict=True)
+    keys = [noise_key(one.seed, NoiseStream.COUPLED, at) if noisy else 0 for one, at, noisy in rows]
+    return Race(None, torch.from_numpy(spread_keys(keys))[None], torch.tensor(sampled))
 
 
 def _winners(raced: Tensor, of_none: int, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -289,6 +311,10 @@ def _has_kernels(scores: Tensor) -> bool:
     return scores.is_cuda and scores.dtype == torch.float32 and has_triton()
 
 
+def _has_host_kernels(scores: Tensor) -> bool:
+    return scores.is_cpu and scores.dtype == torch.float32 and has_choice()
+
+
 def choose_plain(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """`choose` from the logits of a model, where `is_unedited` holds for all `params`."""
     return choose(_truncate(_divide(logits, params), params), params, positions)
@@ -314,6 +340,14 @@ class ChoicesAhead:
         cls, params: Sequence[SamplingParams], positions: Sequence[int], num_steps: int, device: torch.device
     ) -> ChoicesAhead:
         """`positions` are those of the first step."""
+        if all(map(is_greedy, params)):
+            return _greedy_ahead(len(params), num_steps, device)
+        return cls._of(params, positions, num_steps, device)
+
+    @classmethod
+    def _of(
+        cls, params: Sequence[SamplingParams], positions: Sequence[int], num_steps: int, device: torch.device
+    ) -> ChoicesAhead:
         size = max(2, 1 << (len(params) - 1).bit_length())  # two at least, so that the keys of every step are aligned
         padding = [SamplingParams()] * (size - len(params))
         padded, at = [*params, *padding], [*positions, *(0 for _ in padding)]
@@ -334,6 +368,9 @@ class ChoicesAhead:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def race(self) -> Race:
+        return Race(self.temperatures, self.keys, self.sampled, self.limits) if self.is_noisy else Race()
 
     def part(self, start: int, stop: int) -> ChoicesAhead:
         return replace(self, keys=self.keys[start:stop])
@@ -364,9 +401,18 @@ class ChoicesAhead:
             if self.limits:
                 scores = truncation_kernels.truncate(scores, *[limit[: len(scores)] for limit in self.limits])
             return noise_kernels.race(scores, keys, sampled, 0, 0)[1]
+        logits = logits.float()
+        if _has_host_kernels(logits):
+            return largest_rows(Race(temperatures, self.keys[step : step + 1], sampled, self.limits), logits)[1]
         scores = _truncate(logits / temperatures[:, None], self.params[: len(logits)])
         noise = gumbel(keys, torch.arange(scores.shape[-1], device=scores.device))
         return _winners(torch.where(sampled[: len(logits), None], noise.add_(scores), scores), 0)[1]
+
+
+@lru_cache(64)
+def _greedy_ahead(count: int, num_steps: int, device: torch.device) -> ChoicesAhead:
+    """They read no position."""
+    return ChoicesAhead._of([SamplingParams()] * count, [0] * count, num_steps, device)
 
 
 def top_children(

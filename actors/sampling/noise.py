@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from parallel.kernels import noise as host_kernels
 from parallel.kernels.triton_launch import has_triton
 from parallel.transfers import to_device
 
@@ -101,5 +102,7 @@ def gumbel(keys: Sequence[int] | Tensor, token_ids: Tensor) -> Tensor:
         from actors.sampling import noise_kernels
 
         return noise_kernels.gumbel(_halves(keys, token_ids.device), token_ids)
+    if token_ids.is_cpu and host_kernels.has_noise():
+        return host_kernels.gumbel_rows(_halves(keys, token_ids.device), token_ids.to(torch.int64))
     u = noise_bits(keys, token_ids).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
     return u.neg_().log1p_().neg_().log_().neg_()

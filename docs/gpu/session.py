@@ -340,7 +340,7 @@ def _measured(
 
         def chain(tokens: torch.Tensor = tokens, count: int = count) -> tuple[float, float]:
             started = time.perf_counter()
-            runner.extend(range(count), tokens, choices(count, CHAIN)).tolist()
+            runner.extend([Span(index, 1) for index in range(count)], tokens, choices(count, CHAIN)).tolist()
             ended = time.perf_counter()
             for index in range(count):
                 runner.drop_pending(index)

@@ -83,4 +83,4 @@ def round_of_two(machine: Machine, shapes: Mapping[str, dict[str, Any]]) -> Iter
 
 def runner_chain(runner: Any, start: torch.Tensor, choice: Any) -> list[int]:
     """The tokens of one drafted chain."""
-    return runner.extend([0], start, choice).flatten().tolist()
+    return runner.extend([Span(0, 1)], start, choice).flatten().tolist()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p
+from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p, sizeof
 from functools import cache
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from parallel.kernels.library import library
 from parallel.kernels.steps import Kernel, room
 
 SPAN_FIELDS = ("first", "num_rows", "context", "num_pending", "run", "slots", "parents", "common")
+_FIRST, _NUM_ROWS = 0, 1
 CHAIN, READS = -1, -2
 """Instead of where a span's parents start: each row follows the one before; rows see the `context` rows of another
 table, and nothing is pending."""
@@ -152,3 +155,43 @@ class PassRows:
     def written(self) -> Tensor:
         """The slots of the rows that write, int64."""
         return torch.tensor(self._numbers[len(self._numbers) - self._num_written :])
+
+
+class ChainPass(NamedTuple):
+    """One of several passes in which each row follows the one before: the SPAN_FIELDS of every span, then of every row
+    the slot that it writes to and its position."""
+
+    spans: list[int]
+    written: list[int]
+    positions: list[int]
+
+
+class ChainRows:
+    """The rows of several passes, one after the other, over the same `slots` [any], int64."""
+
+    def __init__(self, passes: Sequence[ChainPass], slots: np.ndarray | None) -> None:
+        self._numbers = array("q", chain.from_iterable(chain.from_iterable(passes)))
+        self._slots = slots
+        self._records = (_PassRecord * len(passes))()
+        self.num_rows = [len(one.written) for one in passes]
+        """How many rows each pass has."""
+        self.positions: list[int] = []
+        """Addresses of the positions of each pass, int64."""
+        of_slots = None if slots is None else slots.__array_interface__["data"][0]
+        start, size = self._numbers.buffer_info()[0], self._numbers.itemsize
+        for i, one in enumerate(passes):
+            of_written = start + len(one.spans) * size
+            sizes = len(one.written), len(one.spans) // len(SPAN_FIELDS)
+            self._records[i] = _PassRecord(start, of_slots, None, of_written, *sizes)
+            self.positions.append(of_written + len(one.written) * size)
+            start = self.positions[-1] + len(one.positions) * size
+        first, step = addressof(self._records), sizeof(_PassRecord)
+        self.addresses = [first + i * step for i in range(len(passes))]
+        """Where the kernel finds the rows of each pass."""
+        firsts, sizes = (passes[0].spans[field :: len(SPAN_FIELDS)] for field in (_FIRST, _NUM_ROWS))
+        self._ends = array("q", [first + size - 1 for first, size in zip(firsts, sizes, strict=True)])
+        self.num_spans = len(firsts)
+        self.ends = self._ends.buffer_info()[0]
+        """Address of the last row of each span in the first pass, int64."""
+        self.last_position = max(passes[-1].positions)
+        """The largest of any row."""

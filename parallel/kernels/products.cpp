@@ -8,6 +8,7 @@
 // and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008.
 
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <type_traits>
 
@@ -386,5 +387,29 @@ void gather_rows(const void *panels, const float *scales, const int64_t *ids, vo
     with_type(stored, panels, inputs, [&](auto *from, int64_t steps, auto number) {
         gather(from, scales, ids, static_cast<decltype(number) *>(out), count, steps, outputs);
     });
+}
+
+// out [count, inputs]: the rows `ids` of a matrix that lies row by row, scaled, float32 or bfloat16; NaN for an id that it
+// does not have.
+void look_up_rows(const void *matrix, const float *scales, const int64_t *ids, void *out, int64_t count, int64_t inputs,
+                  int64_t outputs, int stored, int is_bfloat) {
+    const auto look_up = [&](const auto *rows, auto *to) {
+        for (int64_t k = 0; k < count; k++) {
+            const bool is_there = ids[k] >= 0 && ids[k] < outputs;
+            const float scale = is_there ? (scales ? scales[ids[k]] : 1.0f) : std::numeric_limits<float>::quiet_NaN();
+            const auto *row = rows + (is_there ? ids[k] : 0) * inputs;
+            for (int64_t i = 0; i < inputs; i += WIDTH)
+                store_some(to + k * inputs + i, load_some(row + i, inputs - i) * scale, inputs - i);
+        }
+    };
+    const auto look_up_as = [&](const auto *rows) {
+        if (is_bfloat) look_up(rows, static_cast<Bfloat *>(out));
+        else look_up(rows, static_cast<float *>(out));
+    };
+    switch (stored) {
+        case 0: return look_up_as(static_cast<const float *>(matrix));
+        case 1: return look_up_as(static_cast<const Bfloat *>(matrix));
+        case 2: return look_up_as(static_cast<const int8_t *>(matrix));
+    }
 }
 }

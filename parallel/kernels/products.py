@@ -155,6 +155,23 @@ class Panels:
         return out[:, : self.inputs].contiguous() if self._padding else out
 
 
+@cache
+def _look_up() -> Kernel:
+    return Kernel("look_up_rows", *[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 2, rows=4)
+
+
+def look_up_rows(matrix: Tensor, scales: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """ids [T] -> those rows of a contiguous matrix [outputs, inputs] that is not packed, times the factors of the
+    outputs, of type `dtype`: [T, inputs]."""
+    ids, out = ids.contiguous(), room(len(ids), matrix.shape[1], dtype)
+    at_scales = None if scales is None else scales.data_ptr()
+    kinds = _STORED[matrix.dtype], dtype == torch.bfloat16
+    _look_up()(
+        matrix.data_ptr(), at_scales, ids.data_ptr(), out.data_ptr(), len(ids), matrix.shape[1], len(matrix), *kinds
+    )
+    return out
+
+
 def multiply_rounded(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, largest: Tensor | None = None
 ) -> Tensor:

@@ -15,11 +15,14 @@ void normalize_layer(const void *x, const void *weight, const void *bias, void *
 void add_rows(const void *x, const void *added, void *out, int64_t num_rows, int64_t size, int is_bfloat);
 void gather_rows(const void *panels, const float *scales, const int64_t *ids, void *out, int64_t count, int64_t inputs,
                  int64_t outputs, int stored);
+void look_up_rows(const void *matrix, const float *scales, const int64_t *ids, void *out, int64_t count, int64_t inputs,
+                  int64_t outputs, int stored, int is_bfloat);
 void read_rows(const void *layer, const void *pass, const void *queries, void *out, int is_bfloat);
 void mix_rows(const void *mixture, const void *x, const void *scores, void *out, int64_t num_rows, int is_bfloat);
 void weigh_rows(const void *x, const void *weights, void *out, int64_t num_rows, int64_t size, int is_bfloat);
 void map_rows(const void *x, void *out, int64_t num_rows, int64_t size, float factor, int function, int is_gated,
               int is_bfloat);
+void choose_rows(const void *race, const float *logits, int64_t size);
 void attend_rows(const void *layer, const void *pass, void *heads, const void *cos, const void *sin, void *out,
                  int is_bfloat);
 }
@@ -74,8 +77,7 @@ void join_rows(const char *x, const char *other, char *out, int64_t count, int64
     }
 }
 
-// Makes `count` calls. `given` are the numbers in which runs of the same steps differ.
-void run_steps(const Step *steps, int64_t count, const int64_t *given) {
+static void run_once(const Step *steps, int64_t count, const int64_t *given) {
     for (const Step *step = steps; step < steps + count; step++) {
         int64_t arguments[MOST_ARGUMENTS];
         for (int i = 0; i < MOST_ARGUMENTS; i++) {
@@ -95,7 +97,14 @@ void run_steps(const Step *steps, int64_t count, const int64_t *given) {
             case 9: call(join_rows, arguments); break;
             case 10: call(mix_rows, arguments); break;
             case 11: call(weigh_rows, arguments); break;
+            case 12: call(choose_rows, arguments); break;
+            case 13: call(look_up_rows, arguments); break;
         }
     }
+}
+
+// Makes `count` calls, `times` times. `given` [times, width] are the numbers in which runs of the same steps differ.
+void run_steps(const Step *steps, int64_t count, const int64_t *given, int64_t width, int64_t times) {
+    for (int64_t k = 0; k < times; k++) run_once(steps, count, given + k * width);
 }
 }

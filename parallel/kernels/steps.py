@@ -11,10 +11,12 @@ from __future__ import annotations
 import struct
 import threading
 import weakref
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof, c_int64, c_void_p
 from functools import cache
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -26,6 +28,7 @@ from parallel.kernels.library import function
 _ORDER = (
     *("multiply_rows", "normalize_rms", "normalize_layer", "add_rows", "attend_rows"),
     *("gather_rows", "take_rows", "map_rows", "read_rows", "join_rows", "mix_rows", "weigh_rows"),
+    *("choose_rows", "look_up_rows"),
 )
 """The kernels that can be recorded, by their numbers in `steps.cpp`."""
 _MOST_ARGUMENTS = 12
@@ -195,7 +198,7 @@ class Steps:
     """Recorded calls. Others keep the tensors that were there before the recording, at their addresses."""
 
     def __init__(self, steps: Sequence[_Step], arena: Arena) -> None:
-        run = function("run_steps", c_void_p, c_int64, c_void_p)
+        run = function("run_steps", c_void_p, c_int64, c_void_p, c_int64, c_int64)
         assert run is not None
         self._run = run
         self._steps = (_Step * len(steps))(*steps)
@@ -205,10 +208,13 @@ class Steps:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def run(self, num_rows: int, given: Sequence[int]) -> None:
-        """Make the calls over the first `num_rows` rows of their tensors, with these addresses."""
-        numbers = (c_int64 * (1 + len(given)))(num_rows, *given)
-        self._run(self._address, len(self._steps), addressof(numbers))
+    def run(self, *times: Sequence[int]) -> None:
+        """Make the calls one or several times, each over the first rows of their tensors: their number, then the
+        addresses that are given."""
+        width = len(times[0])
+        numbers = array("q", chain.from_iterable(times))
+        assert len(numbers) == width * len(times)
+        self._run(self._address, len(self._steps), numbers.buffer_info()[0], width, len(times))
 
 
 def _bits(argument: float | None) -> int:

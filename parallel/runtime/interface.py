@@ -23,6 +23,7 @@ from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 
 if TYPE_CHECKING:
+    from parallel.kernels.choice import Race
     from parallel.model.decoder import Decoder
     from parallel.model.layers.embedding import VocabTable
 
@@ -60,6 +61,10 @@ class StepChoice(Protocol):
 
     def choose(self, logits: Tensor, step: int) -> Tensor:
         """logits [n, V] of any type -> tokens int64 [n]."""
+        ...
+
+    def race(self) -> Race:
+        """The same for a kernel on a CPU."""
         ...
 
 
@@ -178,15 +183,18 @@ class Runner(Protocol):
         ...
 
     @torch.inference_mode()
-    def extend(self, seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor:
-        """Feed each sequence its token, choose the next one from the logits, feed that, for all steps of `choice`: the
-        chosen tokens, [steps, sequences]. The host waits for none of them. The passes are fuzzy where there are such.
+    def extend(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice, *, fuzzy: bool = False
+    ) -> Tensor:
+        """Feed the tokens of all spans, choose each sequence's next one from the logits of its last row, feed that, for
+        all steps of `choice`: the chosen tokens, [steps, sequences]. The host waits for none of them. All passes but
+        the first one are fuzzy where there are such, and that one with `fuzzy`.
         """
-        spans = [Span(seq_id, 1) for seq_id in seq_ids]
         chosen: list[Tensor] = []
         for step in range(len(choice)):
-            token_ids = choice.choose(self.forward(spans, token_ids, fuzzy=True).logits, step)
+            token_ids = choice.choose(self.forward(spans, token_ids, fuzzy=fuzzy or step > 0).logits, step)
             chosen.append(token_ids[None])
+            spans = [Span(span.seq_id, 1) for span in spans]
         return torch.cat(chosen)
 
     def run_eagerly(self) -> None:

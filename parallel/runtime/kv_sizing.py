@@ -64,11 +64,11 @@ def choose_kv_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
     return FP8 if kv_dtype == "fp8" else dtype
 
 
-def choose_weights(weights: str, dtype: str, device: str, path: str = "") -> Stored:
-    """How the matrices of the checkpoint are stored."""
+def choose_weights(weights: str, dtype: str, device: str, path: str = "", *, rounds: bool = False) -> Stored:
+    """How the matrices of the checkpoint are stored (`weights_name`)."""
     is_packing = weights == "packed" or device.startswith("cuda")
     has_kernels = runs_on(torch.device(device)) if is_packing else has_products()
-    name = weights_name(weights, dtype_name(dtype, device), device, path, has_kernels=has_kernels)
+    name = weights_name(weights, dtype_name(dtype, device), device, path, has_kernels=has_kernels, rounds=rounds)
     return name if name in ("packed", "w8a8") else getattr(torch, name)
 
 
@@ -104,6 +104,7 @@ def fit_slots(
     stretch: int = 0,
     layout: LayerLayout | None = None,
     weights: str = "auto",
+    rounds: bool = False,
     kv_dtype: str = "auto",
     head: HeadRows | None = None,
     num_logit_rows: int = 0,
@@ -119,11 +120,12 @@ def fit_slots(
     others on the same device (`sharing`) a rank keeps to its part, in whatever order they allocate. `beside`: bytes
     that a drafter on the same ranks takes, and those that it takes for every slot.
 
-    The ranks share the model tensor-parallel, or layer-parallel by `layout`. ValueError if the weights or the given
+    The ranks share the model tensor-parallel, or layer-parallel by `layout`. `rounds`: whether `weights=auto` may round
+    the weights. ValueError if the weights or the given
     `num_slots`, which must be the same on all ranks, do not fit.
     """
     config = replace(read_config(resolve_checkpoint(path)).stretched(stretch), head=head)
-    chosen, stored = choose_dtype(dtype, device), choose_weights(weights, dtype, device, path)
+    chosen, stored = choose_dtype(dtype, device), choose_weights(weights, dtype, device, path, rounds=rounds)
     max_model_len = min(max_model_len or config.max_positions, config.max_positions)
     row_type = choose_kv_dtype(kv_dtype, chosen)
     held = weight_bytes(config, group.size, chosen.itemsize, layout, group.rank, weights=_name(stored), path=path)

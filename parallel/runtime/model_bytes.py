@@ -41,10 +41,13 @@ def dtype_name(name: str, device: str) -> str:
     return name
 
 
-def weights_name(weights: str, dtype: str, device: str, path: str = "", *, has_kernels: bool = True) -> str:
+def weights_name(
+    weights: str, dtype: str, device: str, path: str = "", *, has_kernels: bool = True, rounds: bool = False
+) -> str:
     """The type in which matrices are stored beside numbers of type `dtype`. `auto` is the same, but "packed" on a GPU
     if the checkpoint at `path` is quantised, and bfloat16 if it is, which on a CPU with kernels is read faster and
-    rounds nothing. `has_kernels`: whether the device has those for the matrices."""
+    rounds nothing; int8 there if it `rounds`, as of a drafter, whose bytes are half of its time. `has_kernels`: whether
+    the device has those for the matrices."""
     on_cuda, directory = device.startswith("cuda"), resolve_checkpoint(path) if path else None
     is_quantized = directory is not None and quantization_of(directory) is not None
     if weights == "packed":
@@ -59,7 +62,7 @@ def weights_name(weights: str, dtype: str, device: str, path: str = "", *, has_k
         if on_cuda:
             return "packed" if is_quantized else dtype
         keeps = device == "cpu" and dtype == "float32" and stores_bfloat16(directory, read_config(directory))
-        return "bfloat16" if keeps else dtype
+        return ("int8" if rounds else "bfloat16") if keeps else dtype
     dtypes = ("float32", "bfloat16") if weights == "w8a8" else ("float32", weights)
     if dtype not in dtypes or (on_cuda and weights != dtype):
         needed = "float32 or bfloat16" if weights == "w8a8" else "float32"

@@ -19,7 +19,7 @@ from parallel.kv.pool import KVPool, SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.decoder import Decoder
 from parallel.model.layer_plan import LayerPlan
-from parallel.runtime.interface import PassOutput
+from parallel.runtime.interface import PassOutput, Runner, StepChoice
 from parallel.runtime.runner import ModelRunner
 from parallel.transfers import upload
 
@@ -133,6 +133,12 @@ class NestedRunner(ModelRunner):
             hidden |= zip(places, output.hidden.split([span.num_tokens for span in chosen]), strict=True)
         order = range(len(spans))
         return PassOutput(torch.cat([logits[i] for i in order]), torch.cat([hidden[i] for i in order]), ())
+
+    def extend(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice, *, fuzzy: bool = False
+    ) -> Tensor:
+        """Pass by pass: each runs the layers that its sequences choose."""
+        return Runner.extend(self, spans, token_ids, choice, fuzzy=fuzzy)
 
     def _pass(
         self, depth: int, spans: Sequence[Span], token_ids: Tensor | Sequence[int], *, watched: bool

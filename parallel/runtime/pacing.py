@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from parallel.kv.pass_plan import Span
-from parallel.kv.pool import SeqId
 from parallel.pass_cost import PassCost
 from parallel.runtime.interface import PassOutput, Runner, StepChoice
 
@@ -36,9 +35,11 @@ def pace(runner: Runner, pace_ms: float | Mapping[int, float]) -> None:
         with _lasting(cost(len(token_ids))):
             return forward(spans, token_ids, *taps, **options)
 
-    def paced_extend(seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor:
-        with _lasting(len(choice) * cost(len(seq_ids))):  # a chain may be one graph
-            return extend(seq_ids, token_ids, choice)
+    def paced_extend(
+        spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice, **options: Any
+    ) -> Tensor:
+        with _lasting(cost(len(token_ids)) + (len(choice) - 1) * cost(len(spans))):  # a chain may be one call
+            return extend(spans, token_ids, choice, **options)
 
     for name, paced in (("forward", paced_forward), ("extend", paced_extend)):
         setattr(runner, name, paced)

@@ -13,13 +13,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from parallel.comm.group import Group
+from parallel.kernels.attention import ChainRows
+from parallel.kernels.choice import Race, Races, any_race, choose_rows
 from parallel.kernels.steps import Arena, NotRecordable, Recorder, Steps, take_rows
 from parallel.model.block import attention_heads
 from parallel.model.decoder import Decoder, run_pass, wanted_logits
@@ -39,6 +41,15 @@ MOST_KINDS = 16
 
 Compute = Callable[[Sequence[Tensor], Sequence[Rotation], PassPlan], Sequence[Tensor]]
 """Layers: what enters, with the pass's rows, a rotation for every rope, and the plan -> results with those rows."""
+
+
+class Chain(Protocol):
+    """Runs the passes of a chain: their rows, and for each of them the addresses of what enters and of what it
+    makes."""
+
+    def __call__(
+        self, rows: ChainRows, entering: Sequence[Sequence[int]], made: Sequence[Sequence[int]] | None = None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +99,54 @@ class RecordedPasses:
     ) -> Sequence[Tensor] | None:
         """What `layers` compute, which are the same ones for passes of one kind; None if there is no recording of it,
         or not yet."""
-        if plan.num_rows > MOST_ROWS or not isinstance(plan.attention, RaggedPlan):  # a pass may be watched
+        if plan.num_rows > MOST_ROWS or not isinstance(plan.attention, RaggedPlan):  # one that is watched
             return None
-        if (recording := self._recording(kind, layers, plan, entering)) is None:
+        recording = self._recording(kind, layers, plan, entering)
+        if recording is None:
             return None
         entering = [one.contiguous() for one in entering]
         tables = [table for rope in self._ropes for table in rope.table(plan.attention.last_position)]
         made = [_empty(plan.num_rows, one) for one in recording.results]
         tensors = *entering, plan.positions, *tables, *made
-        recording.steps.run(plan.num_rows, [*_addresses(plan), *map(Tensor.data_ptr, tensors)])
+        recording.steps.run([plan.num_rows, *_addresses(plan), *map(Tensor.data_ptr, tensors)])
         tensors = *entering, *made
         return [tensors[place] for place in recording.places]
 
+    def chain(self, kind: Hashable, layers: Compute, like: Sequence[Tensor], num_passes: int) -> Chain | None:
+        """Runs so many passes of a kind, one after the other in one call: what enters one may be what the pass before
+        it makes. None where they are not recorded. What enters are rows like these."""
+        if self._backend is None:
+            return None
+        plan = PassPlan(0, torch.empty(0), None, self._backend.any_plan(()))
+        recording = self._recording(kind, layers, plan, like, num_passes)
+        return None if recording is None else partial(self._run_chain, recording)
+
+    def _run_chain(
+        self,
+        recording: _Recording,
+        rows: ChainRows,
+        entering: Sequence[Sequence[int]],
+        made: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        tables = [table.data_ptr() for rope in self._ropes for table in rope.table(rows.last_position)]
+        made = [()] * len(entering) if made is None else made
+        assert all(len(one) == len(recording.results) for one in made)
+        passes = zip(rows.num_rows, rows.addresses, entering, rows.positions, made, strict=True)
+        recording.steps.run(*[(count, plan, *enters, at, *tables, *makes) for count, plan, enters, at, makes in passes])
+
     def _recording(
-        self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Tensor]
+        self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Tensor], num_passes: int = 1
     ) -> _Recording | None:
+        """What was recorded for so many passes more; None where nothing is, or not yet."""
         if self._backend is None:
             return None
         use = self._uses.setdefault(kind, _Use())
         self._uses.move_to_end(kind)
         if len(self._uses) > MOST_KINDS:
             self._uses.popitem(last=False)
-        use.num_passes += 1
-        if use.num_passes == WORTH_RECORDING:
+        is_worth_it = use.num_passes < WORTH_RECORDING <= use.num_passes + num_passes
+        use.num_passes += num_passes
+        if is_worth_it:
             use.recording = self._record(layers, self._backend, plan, entering)
         return use.recording
 
@@ -166,6 +202,9 @@ class _PassKind(NamedTuple):
     """Whether the head reads every row."""
 
 
+_CHAIN = _PassKind(None, (), enters=False, has_logits=True)
+
+
 class RecordedDecoder:
     """Runs passes of a decoder of one rank, whose attention is planned by `backend`."""
 
@@ -195,6 +234,27 @@ class RecordedDecoder:
         hidden, *others = made
         logits = others.pop() if kind.has_logits else wanted_logits(self._decoder, hidden, plan)
         return hidden, tuple(others), logits
+
+    def chain(self, num_steps: int) -> Callable[[Tensor, ChainRows, Race], Tensor] | None:
+        """Runs the passes of a chain of so many steps (`_run_chain`), if they are recorded."""
+        like = torch.empty(0, dtype=torch.int64), any_race()
+        run = self.passes.chain("chain", self._choose, like, num_steps)
+        return None if run is None else partial(self._run_chain, run)
+
+    def _run_chain(self, run: Chain, token_ids: Tensor, rows: ChainRows, race: Race) -> Tensor:
+        """Feed `token_ids`, the rows of the first pass, choose by the race from the logits of every sequence's last
+        one, feed what was chosen, and so on: the tokens that are chosen, [steps, sequences]."""
+        races = Races(race, len(rows.num_rows), rows.num_spans, rows=rows.ends)
+        entering = [token_ids.contiguous().data_ptr(), *races.places[:-1]]
+        run(rows, list(zip(entering, races.addresses, strict=True)))
+        return races.chosen
+
+    def _choose(self, entering: Sequence[Tensor], rotations: Sequence[Rotation], plan: PassPlan) -> list[Tensor]:
+        """The tokens behind a pass over the first tensor's, by the race in the second one."""
+        token_ids, race = entering
+        *_, logits = self._compute(_CHAIN, [token_ids], rotations, plan)
+        choose_rows(race.data_ptr(), logits)
+        return []
 
     def _compute(
         self, kind: _PassKind, entering: Sequence[Tensor], rotations: Sequence[Rotation], plan: PassPlan

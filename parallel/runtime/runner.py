@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.device import use_device
 from parallel.runtime.graph_list import ChainShape, GraphList, GraphShape, bucket, example_rows
 from parallel.runtime.interface import PassOutput, StepChoice
-from parallel.runtime.recorded_passes import RecordedDecoder
+from parallel.runtime.recorded_passes import MOST_ROWS, RecordedDecoder
 from parallel.transfers import upload
 
 if TYPE_CHECKING:
@@ -129,6 +129,9 @@ class ModelRunner(DecoderRunner):
             spans = [Span(seq_id, number, num_logits=number if every_row else 1) for seq_id, number in rows]
             self.forward(spans, [0] * sum(numbers), taps)
 
+        def feed_chain(start: Tensor, choice: StepChoice, seq_ids: Sequence[SeqId]) -> None:
+            self.extend([Span(seq_id, 1) for seq_id in seq_ids], start, choice)
+
         passes, chains = list[GraphShape](), list[ChainShape]()
         kinds = [kind for kind, is_wanted in ((True, graphs.of_every_row), (False, graphs.of_last_rows)) if is_wanted]
         self._passes.expect(len(graphs.passes) * len(kinds) + len(graphs.chains))
@@ -140,7 +143,8 @@ class ModelRunner(DecoderRunner):
             self._chain_lengths = sorted({steps for _, steps in graphs.chains}, reverse=True)
             for batch, steps in graphs.chains:
                 start = torch.zeros(batch, dtype=torch.int64, device=self.decoder.device)
-                if gives_graph([steps] * batch, partial(self.extend, token_ids=start, choice=choices(batch, steps))):
+                feed = partial(feed_chain, start, choices(batch, steps))
+                if gives_graph([steps] * batch, feed):
                     chains.append((batch, steps))
         return replace(graphs, passes=passes, chains=chains)
 
@@ -210,20 +214,43 @@ class ModelRunner(DecoderRunner):
         return PassOutput(logits.float(), hidden, features)
 
     @torch.inference_mode()
-    def extend(self, seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor:
-        """Replays a graph of the whole chain where chains are captured."""
+    def extend(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice, *, fuzzy: bool = False
+    ) -> Tensor:
+        """Passes in one call where they are recorded, and where chains are captured one graph for those behind the
+        text."""
+        if self._recorded is not None and self._policy is None and self.config.encoder is None:
+            chosen = self._extend_recorded(self._recorded, spans, token_ids, choice)
+            if chosen is not None:
+                return chosen
         if self._passes is None or not self._chain_lengths or self._is_invariant:  # steps of a chain share their ranges
-            return super().extend(seq_ids, token_ids, choice)
-        spans = [Span(seq_id, 1) for seq_id in seq_ids]
-        chosen: list[Tensor] = []
-        token_ids = F.pad(token_ids, (0, bucket(len(spans)) - len(spans)))
+            return super().extend(spans, token_ids, choice, fuzzy=fuzzy)
+        chosen = list[Tensor]()
+        if any(span.num_tokens > 1 for span in spans):
+            chosen.append(choice.choose(self.forward(spans, token_ids, fuzzy=fuzzy).logits, 0)[None])
+            token_ids = chosen[0][0]
+        last = upload(token_ids, self.decoder.device)
+        spans = [Span(span.seq_id, 1) for span in spans]
+        last = F.pad(last, (0, bucket(len(spans)) - len(spans)))
         while (done := sum(map(len, chosen))) < len(choice):
             # what is left in few graphs; the host lays out the next one while this one runs
             num_steps = next(length for length in self._chain_lengths if length <= len(choice) - done)
             plans = self._plan_chain(spans, num_steps)
-            chosen.append(self._passes.chain(token_ids, plans, choice.part(done, done + num_steps)))
-            token_ids = chosen[-1][-1]
-        return torch.cat(chosen)[:, : len(spans)]
+            chosen.append(self._passes.chain(last, plans, choice.part(done, done + num_steps)))
+            last = chosen[-1][-1]
+        return torch.cat([one[:, : len(spans)] for one in chosen])
+
+    def _extend_recorded(
+        self, recorded: RecordedDecoder, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice
+    ) -> Tensor | None:
+        """None where the passes of such a chain are not recorded."""
+        num_rows = sum(span.num_tokens for span in spans)
+        run = None if num_rows > MOST_ROWS else recorded.chain(len(choice))
+        if run is None:
+            return None
+        longer = [replace(span, num_tokens=span.num_tokens + len(choice) - 1) for span in spans]
+        rows = cast(RaggedBackend, self._backend).chain_rows(self.lay_out(longer), len(choice))
+        return run(upload(token_ids, self.decoder.device), rows, choice.race())
 
 
 def captured_facts(

@@ -10,3 +10,5 @@ def use_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for where in ("model.layers.weight.has_products", "model.layers.norm.has_norms", "kernels.norms.has_norms"):
         monkeypatch.setattr(f"parallel.{where}", lambda: False)
     monkeypatch.setattr("parallel.model.layers.activation.maps_rows", lambda _: False)
+    monkeypatch.setattr("parallel.kernels.noise.has_noise", lambda: False)
+    monkeypatch.setattr("actors.sampling.logits.has_choice", lambda: False)

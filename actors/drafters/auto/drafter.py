@@ -500,7 +500,7 @@ def _measure(member: Member, longest: int, unread: Sequence[int], seconds: float
         read_s = max(0.0, seconds - member.draft_s(longest, 0.0))
         member.read_s.update(read_s / sum(late), sum(late))
     else:
-        member.pass_s.update(sum(unread) / len(unread), seconds / longest)
+        member.drafted(longest, sum(unread) / len(unread), seconds)
 
 
 def _num_generated(context: Context) -> int:

@@ -34,12 +34,17 @@ SUMMED = ("weight_bytes", "kv_bytes", "corpus_tokens")
 """Facts of several drafters on one rank that are sums; others are those of the last drafter that has them."""
 _READ_STIFFNESS = 4.0
 """Variance of the tokens to read at which their measured cost and none weigh the same."""
+_LENGTH_STIFFNESS = 0.1
+"""Variance of draft lengths at which the measured cost of a token more and the one that is assumed weigh the same."""
+_ASSUMED_SHARE = 0.5
+"""What grows with the length of a draft's seconds, as long as lengths did not vary: all in a drafter that is bound by
+its passes, hardly any where what surrounds them takes longer."""
 
 
 @dataclass(slots=True)
 class Member:
-    """One of the drafters, and what it costs: seconds per drafting pass against the few tokens to read with it, and
-    seconds per token of longer text."""
+    """One of the drafters, and what it costs: seconds of a draft against its length and the few tokens to read with it,
+    and seconds per token of longer text."""
 
     name: str
     drafter: Drafter
@@ -47,7 +52,10 @@ class Member:
     is_shown: bool
     """It drafts in every round, before the choice."""
     is_chain: bool
-    pass_s: LinearFit = field(default_factory=LinearFit)
+    length_s: LinearFit = field(default_factory=LinearFit)
+    """Seconds of a draft with the mean number of tokens to read, against its length."""
+    unread_s: LinearFit = field(default_factory=LinearFit)
+    """Seconds of a draft of the mean length, against the tokens to read."""
     read_s: Ewma = field(default_factory=Ewma)
 
     @property
@@ -59,7 +67,26 @@ class Member:
         """Seconds of one call; none for what was drafted before the choice."""
         if self.is_shown:
             return 0.0
-        return longest * max(0.0, self.pass_s.at(unread, self.pass_s.slope(0.0, _READ_STIFFNESS)))
+        return max(0.0, self.length_s.mean_y + self._for_length(longest) + self._for_reading(unread))
+
+    def drafted(self, longest: int, unread: float, seconds: float) -> None:
+        """A call took so long."""
+        for_length, for_reading = self._for_length(longest), self._for_reading(unread)
+        self.length_s.update(longest, seconds - for_reading)
+        self.unread_s.update(unread, seconds - for_length)
+
+    def _for_length(self, longest: int) -> float:
+        """Seconds that a draft takes beyond one of the mean length."""
+        fit = self.length_s
+        if not fit.weight:
+            return 0.0
+        proportional = fit.mean_y / fit.mean_x
+        slope = min(fit.slope(_ASSUMED_SHARE * proportional, _LENGTH_STIFFNESS), proportional)
+        return slope * (longest - fit.mean_x)
+
+    def _for_reading(self, unread: float) -> float:
+        """Seconds that a draft takes beyond one with the mean number of tokens to read."""
+        return self.unread_s.slope(0.0, _READ_STIFFNESS) * (unread - self.unread_s.mean_x)
 
 
 class MembersFeatures:

@@ -180,7 +180,8 @@ class PassDrafterConfig(PlacedDrafterConfig):
     dtype: Annotated[str, OneOf(DTYPES)] = "auto"
     """float32, bfloat16, float16, or auto, as `target.dtype`."""
     weights: Annotated[str, OneOf(WEIGHTS)] = "auto"
-    """How matrices are stored, as `target.weights`."""
+    """How matrices are stored, as `target.weights`; auto is int8 on a CPU if the checkpoint is bfloat16 and does not
+    learn, since only acceptance depends on it."""
     attention: Annotated[str, OneOf(ATTENTION)] = "auto"
     """How attention is computed, as `target.attention`."""
     rows: DraftRows = DraftRows.full
@@ -560,7 +561,7 @@ class ModelDrafterConfig(LearningDrafterConfig):
         )
 
         dtype, shapes = dtype_name(self.dtype, device), read_config(self.path)
-        stored = weights_name(self.weights, dtype, device, self.path)
+        stored = weights_name(self.weights, dtype, device, self.path, rounds=not self.online)
         weights = weight_bytes(shapes, ranks, ITEM_BYTES[dtype], weights=stored, path=self.path)
         return weights, kv_bytes_per_slot(shapes, ranks, kv_item_bytes(self.kv_dtype, dtype))
 

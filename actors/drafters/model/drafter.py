@@ -45,7 +45,6 @@ from actors.sampling.logits import (
     ChoicesAhead,
     LogitRows,
     choose_batch,
-    choose_plain,
     is_greedy,
     is_plain,
     process_batch,
@@ -263,11 +262,6 @@ class ModelDrafter:
         chunk = self._options.prefill_chunk
         prefill(self.runner, context.request_id, context.token_ids, leave=leave, chunk=chunk)
 
-    def _feed_suffixes(self, contexts: Sequence[Context]) -> PassOutput:
-        """Feeds what is uncached; logits [B, V] at the root of every context."""
-        fed = [self._suffix(context) for context in contexts]
-        return self.runner.forward([span for span, _ in fed], [token for _, tokens in fed for token in tokens])
-
     def _suffix(self, context: Context) -> tuple[Span, list[int]]:
         """The rows of the text that is uncached, and its tokens; a draft begins with them."""
         tokens = context.token_ids[self.runner.cached_len(context.request_id) :]
@@ -286,24 +280,29 @@ class ModelDrafter:
         return self._is_chain and self._chain_rule is None and is_chosen
 
     def _chains(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
-        budgets = [min(budget, self._growth.depth) for budget in budgets]
-        logits = self._feed_suffixes(contexts).logits
+        budgets = [max(1, min(budget, self._growth.depth)) for budget in budgets]
         lengths, params = [len(context.token_ids) for context in contexts], [context.sampling for context in contexts]
-        live, depth, device = list(range(len(contexts))), 1, self.runner.decoder.device
-        columns: list[tuple[list[int], Tensor]] = [(live, choose_plain(logits, params, lengths))]
-        while going := [i for i in live if budgets[i] > depth]:
-            chosen = columns[-1][1]
-            if len(going) < len(live):
-                chosen = chosen.index_select(0, upload([live.index(i) for i in going], device))
-            live, num_steps = going, min(budgets[i] for i in going) - depth
+        fed = [self._suffix(context) for context in contexts]
+        spans, token_ids = [span for span, _ in fed], [token for _, tokens in fed for token in tokens]
+        live, depth, device = list(range(len(contexts))), 0, self.runner.decoder.device
+        chunks, last = list[tuple[list[int], Tensor]](), upload(token_ids, device)
+        while live:
+            num_steps = min(budgets[i] for i in live) - depth
             choices = ChoicesAhead.of([params[i] for i in live], [lengths[i] + depth for i in live], num_steps, device)
-            steps = self.runner.extend([contexts[i].request_id for i in live], chosen, choices)
-            columns += [(live, step) for step in steps]
+            steps = self.runner.extend(spans, last, choices, fuzzy=depth > 0)
+            chunks.append((live, steps))
             depth += num_steps
-        drawn = torch.cat([column for _, column in columns]).tolist()  # the one host sync of the draft
+            going = [i for i in live if budgets[i] > depth]
+            last, spans = steps[-1], [Span(contexts[i].request_id, 1) for i in going]
+            if 0 < len(going) < len(live):
+                last = last.index_select(0, upload([live.index(i) for i in going], device))
+            live = going
+        drawn = iter(torch.cat([steps.flatten() for _, steps in chunks]).tolist())  # the one host sync of the draft
         tokens: list[list[int]] = [[] for _ in contexts]
-        for i, token in zip((i for rows, _ in columns for i in rows), drawn, strict=True):
-            tokens[i].append(token)
+        for rows, steps in chunks:
+            for _ in range(len(steps)):
+                for i in rows:
+                    tokens[i].append(next(drawn))
         return {one.request_id: self._chain_of(one, draft) for one, draft in zip(contexts, tokens, strict=True)}
 
     def _chain_of(self, context: Context, token_ids: list[int]) -> Draft:

@@ -106,6 +106,7 @@ def open_draft_model(
         num_slots=config.kv_slots,
         layout=layout,
         weights=weights,
+        rounds=not config.online,
         kv_dtype=config.kv_dtype,
         head=head,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,

@@ -180,5 +180,5 @@ def _types(config: SpeculatorDrafterConfig, device: str) -> tuple[torch.dtype, S
     assert weights != "packed", "speculators are read unquantised"
     has_kernels = dtype == torch.float32 and device == "cpu" and has_products()
     if config.weights == "auto" and has_kernels and holds_bfloat16(Path(config.path)):
-        weights = torch.bfloat16
+        weights = torch.bfloat16 if config.online else torch.int8
     return dtype, weights

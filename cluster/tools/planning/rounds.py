@@ -34,7 +34,6 @@ from actors.verification.coupled import verify_coupled
 from cluster.tools.planning.ranks import AlternatingTurns
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
-from parallel.kv.pool import SeqId
 from parallel.runtime.interface import StepChoice
 from parallel.runtime.profiling import PassClock
 
@@ -120,12 +119,15 @@ class TimedRunner:
         self._starts.append((self._now(), len(token_ids), bool(options.get("fuzzy"))))
         return self.timed.forward(spans, token_ids, *taps, **options)
 
-    def extend(self, seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor:
-        """A chain may be one graph, so that each of its passes counts as an equal share of its time."""
+    def extend(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice, *, fuzzy: bool = False
+    ) -> Tensor:
+        """A chain may be one call, so that each of its passes counts as an equal share of its time."""
         begin = self._now()
-        chosen = self.timed.extend(seq_ids, token_ids, choice)
+        chosen = self.timed.extend(spans, token_ids, choice, fuzzy=fuzzy)
         step_s = (self._now() - begin) / len(choice)
-        self._starts += [(begin + step * step_s, len(seq_ids), True) for step in range(len(choice))]
+        self._starts.append((begin, len(token_ids), fuzzy))
+        self._starts += [(begin + step * step_s, len(spans), True) for step in range(1, len(choice))]
         return chosen
 
     @contextmanager

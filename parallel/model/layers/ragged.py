@@ -15,7 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.attention import CHAIN, FOREST, READS, LayerCall, PassRows, has_attention, takes_heads
+from parallel.kernels.attention import (
+    CHAIN,
+    FOREST,
+    READS,
+    ChainPass,
+    ChainRows,
+    LayerCall,
+    PassRows,
+    has_attention,
+    takes_heads,
+)
 from parallel.kv.pass_plan import RangedRows, SpanRows, TableRead
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
@@ -115,6 +125,30 @@ class RaggedBackend:
         # from arrays, not lists: that takes PyTorch three times as long
         logit_rows = None if len(wanted) == num_rows else torch.from_numpy(np.array(wanted, dtype=np.int64))
         return PassPlan(num_rows, torch.from_numpy(np.array(positions)), logit_rows, plan)
+
+    def chain_rows(self, laid_out: Sequence[SpanRows], num_steps: int) -> ChainRows:
+        """The rows of passes of a chain: the first one feeds those of `laid_out` but the last `num_steps` - 1 of each
+        sequence, of which every other one feeds the next."""
+        assert all(rows.pending.is_chain for rows in laid_out)
+        tables: list[np.ndarray] = []
+        num_slots, later = 0, num_steps - 1
+        passes = [ChainPass([], [], []) for _ in range(num_steps)]
+        for i, rows in enumerate(laid_out):
+            starts, size = (-1, num_slots), rows.num_rows - later
+            if rows.run is not None:
+                starts, slots = (rows.run.start, -1), range(rows.run.stop - rows.num_rows, rows.run.stop)
+            else:
+                num_slots += len(rows.slots)
+                tables.append(rows.slots)
+                slots = rows.written_slots.tolist()
+            positions, num_pending = rows.positions(), rows.num_pending - later
+            for step, one in enumerate(passes):
+                own = slice(size + step - 1, size + step) if step else slice(size)
+                first, num_own = (i, 1) if step else (len(one.written), size)
+                one.spans.extend((first, num_own, rows.context, num_pending + step, *starts, CHAIN, FOREST))
+                one.written.extend(slots[own])
+                one.positions.extend(positions[own])
+        return ChainRows(passes, np.concatenate(tables) if tables else None)
 
     def any_plan(self, layers: Iterable[Heads]) -> RaggedPlan:
         """A plan of no rows, to record the calls of these layers with."""

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels.products import LARGEST_CODE, Panels, has_products, multiply_rounded
+from parallel.kernels.products import LARGEST_CODE, Panels, has_products, look_up_rows, multiply_rounded
+from parallel.kernels.steps import recording
 from parallel.model.layers.activation import gated
 
 if TYPE_CHECKING:
@@ -275,6 +276,8 @@ class Weight(Layer):
         """ids [T] -> those rows of the matrix, [T, inputs]."""
         if self._panels is not None:
             return self._panels.rows(ids)
+        if recording() is not None and self._codes is None:
+            return look_up_rows(self.plain, self.scales, ids, self.dtype)
         return self._widened(F.embedding(ids, self.plain), None if self.scales is None else self.scales[ids])
 
     def _widened(self, rows: Tensor, scales: Tensor | None) -> Tensor:

@@ -10,14 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import Span
+from parallel.kernels.choice import Races, any_race, choose_rows
+from parallel.kv.pass_plan import Span, lay_out
+from parallel.kv.pool import SeqId
 from parallel.model.block import attention_heads
-from parallel.runtime.recorded_passes import RecordedPasses
+from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.ragged import RaggedBackend
+from parallel.model.layers.rope import Rotation
+from parallel.runtime.interface import StepChoice
+from parallel.runtime.recorded_passes import MOST_ROWS, RecordedPasses
 from parallel.speculators.eagle.layers import DraftLayers
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
@@ -57,6 +64,51 @@ class DraftLayerRunner(PooledRunner):
             for k, rows in zip(chosen, normed.split([part.span.num_logits for part in parts]), strict=True):
                 read[k].append(rows)
         return torch.cat([rows for parts in read for rows in parts])
+
+    @torch.inference_mode()
+    def extend(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice, *, fuzzy: bool = False
+    ) -> Tensor:
+        """The passes behind the first one in one call where they are recorded."""
+        first = choice.choose(self.forward(spans, token_ids, fuzzy=fuzzy).logits, 0)
+        if len(choice) == 1:
+            return first[None]
+        seq_ids, rest = [span.seq_id for span in spans], choice.part(1, len(choice))
+        chosen = self._extend_recorded(seq_ids, first, rest)
+        if chosen is None:
+            chosen = super().extend([Span(seq_id, 1) for seq_id in seq_ids], first, rest, fuzzy=True)
+        return torch.cat([first[None], chosen])
+
+    def _extend_recorded(self, seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor | None:
+        """None where the passes of such a chain are not recorded."""
+        num_steps, count = len(choice), len(seq_ids)
+        like = torch.empty(0, dtype=torch.int64), any_race(), self._outputs
+        run = self._passes.chain("chain", self._choose, like, num_steps) if count <= MOST_ROWS else None
+        if run is None:
+            return None
+        laid_out = lay_out(self.pool, self._pending, [Span(seq_id, num_steps) for seq_id in seq_ids])
+        rows = cast(RaggedBackend, self._backend).chain_rows(laid_out, num_steps)
+        slots = np.array([own.slots[-num_steps:] for own in laid_out])
+        before = [
+            own.slots[-num_steps - 1] if len(own.slots) > num_steps else self.pool.scratch_slot for own in laid_out
+        ]
+        features = self._outputs.index_select(0, torch.from_numpy(np.array(before)))
+        outputs = self._outputs.new_empty(num_steps, count, self._outputs.shape[1])
+        races = Races(choice.race(), num_steps, count)
+        made = [outputs.data_ptr() + step * outputs[0].nbytes for step in range(num_steps)]
+        fed, known = [token_ids.data_ptr(), *races.places[:-1]], [features.data_ptr(), *made[:-1]]
+        run(rows, list(zip(fed, races.addresses, known, strict=True)), [(one,) for one in made])
+        self._outputs.index_copy_(0, torch.from_numpy(slots.T.flatten()), outputs.flatten(0, 1))
+        self._is_fuzzy[slots] = True
+        return races.chosen
+
+    def _choose(self, entering: Sequence[Tensor], rotations: Sequence[Rotation], plan: PassPlan) -> list[Tensor]:
+        """The tokens behind a pass over the first tensor's, by the race in the second one, with what precedes each row
+        in the third; what rows after them read."""
+        token_ids, race, features = entering
+        normed, outputs = self.layers.rows((self.layers.embed(token_ids, self.decoder), features), rotations, plan)
+        choose_rows(race.data_ptr(), self.layers.head(normed, self.decoder))
+        return [outputs]
 
     def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002
         return self.layers.head(hidden, self.decoder)

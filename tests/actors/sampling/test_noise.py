@@ -8,6 +8,7 @@ import torch
 
 import actors.sampling.noise
 from actors.sampling.noise import NoiseStream, gumbel, noise_bits, noise_key, uniform
+from parallel.kernels.noise import has_noise
 
 MASK_32 = (1 << 32) - 1
 MASK_64 = (1 << 64) - 1
@@ -74,10 +75,46 @@ def test_a_row_does_not_depend_on_its_batch_or_on_other_tokens():
 
 def test_gumbel_is_finite_at_both_ends_of_the_uniform(monkeypatch):
     ends = torch.tensor([[0, MASK_32]])
+    monkeypatch.setattr("parallel.kernels.noise.has_noise", lambda: False)
     monkeypatch.setattr(actors.sampling.noise, "noise_bits", lambda keys, token_ids: ends.clone())
     best, worst = gumbel([0], torch.arange(2))[0].tolist()
     assert best == pytest.approx(33 * np.log(2), rel=1e-6)
     assert worst == pytest.approx(-np.log(24 * np.log(2)), rel=1e-6)
+
+
+@pytest.mark.skipif(not has_noise(), reason="no compiler")
+@pytest.mark.parametrize("size", [1, 15, 16, 1009, 20_000])
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_kernel_computes_the_same_noise(size, shared, monkeypatch):
+    keys = [noise_key(seed, NoiseStream.COUPLED, 11) for seed in range(7)]
+    token_ids = torch.arange(size) * 1013 % MASK_32
+    token_ids = token_ids if shared else token_ids + torch.arange(7)[:, None]
+    noise = gumbel(keys, token_ids)
+    monkeypatch.setattr("parallel.kernels.noise.has_noise", lambda: False)
+    torch.testing.assert_close(noise, gumbel(keys, token_ids), rtol=2e-6, atol=4e-7)
+
+
+@pytest.mark.skipif(not has_noise(), reason="no compiler")
+def test_the_kernel_is_exact_at_both_ends_of_the_uniform():
+    """The tokens of a key with given bits are found by inverting the mixer, which is a bijection."""
+    low, high = 0x1234567, 0x89ABCDE
+    bits = [0, 1, 2, 1 << 7, 1 << 16, 1 << 31, MASK_32 - 300, MASK_32]
+    tokens = torch.tensor([unscramble(unscramble(own) ^ low) ^ high for own in bits])
+    assert noise_bits([high << 32 | low], tokens).tolist() == [bits]
+    uniform_ = np.minimum(
+        (np.array(bits).astype(np.float32) + np.float32(0.5)).astype(np.float64) / 2**32, 1 - 2.0**-24
+    )
+    expected = -np.log(-np.log1p(-uniform_))
+    assert gumbel([high << 32 | low], tokens)[0].tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=2e-7)
+
+
+def unscramble(word: int) -> int:
+    """The inverse of one round of lowbias32."""
+    word ^= word >> 16
+    word = word * pow(0x846CA68B, -1, 1 << 32) & MASK_32
+    word ^= word >> 15 ^ word >> 30
+    word = word * pow(0x7FEB352D, -1, 1 << 32) & MASK_32
+    return word ^ word >> 16
 
 
 def test_gumbel_follows_its_law():

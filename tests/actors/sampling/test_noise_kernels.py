@@ -10,6 +10,7 @@ from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from actors.sampling import logits as sampling
 from actors.sampling.logits import LogitRows, choose, choose_batch, process_batch
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
+from tests.actors.sampling.test_noise import unscramble
 
 kernels = pytest.importorskip("actors.sampling.noise_kernels", reason="needs triton", exc_type=ImportError)
 
@@ -36,16 +37,6 @@ def test_the_noise_is_finite_at_both_ends_of_the_uniform(device):
     expected = gumbel([high << 32 | low], tokens.flatten()).flatten().tolist()
     assert noise == pytest.approx(expected, rel=1e-6)
     assert noise[0] > 22 and -3 < noise[1] < -2
-
-
-def unscramble(word: int) -> int:
-    """The inverse of one round of lowbias32."""
-    mask = (1 << 32) - 1
-    word ^= word >> 16
-    word = word * pow(0x846CA68B, -1, 1 << 32) & mask
-    word ^= word >> 15 ^ word >> 30
-    word = word * pow(0x7FEB352D, -1, 1 << 32) & mask
-    return word ^ word >> 16
 
 
 @pytest.mark.extended

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel.kernels import library, products
-from parallel.kernels.products import MOST_INPUTS, Panels, has_products, multiply_rounded
+from parallel.kernels.products import MOST_INPUTS, Panels, has_products, look_up_rows, multiply_rounded
 
 pytestmark = pytest.mark.skipif(not has_products(), reason="needs a C++ compiler; apt-get install g++")
 SHAPES = [(64, 32), (97, 33), (5, 7), (2, 300), (640, 192), (608, 40)]
@@ -201,3 +201,18 @@ def test_rows_are_read_back(shape):
     assert pairs.rows(torch.tensor([-1, shape[0]])).isnan().all()
     unknown = Panels(matrix).rows(torch.tensor([-1, shape[0]]))
     assert unknown.isnan().all(), "nothing outside of the matrix is read"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("inputs", [5, 16, 200])
+def test_rows_of_a_matrix_that_is_not_packed(inputs, stored, dtype):
+    draw = torch.Generator().manual_seed(inputs)
+    matrix, scales = (20 * torch.randn(30, inputs, generator=draw)).to(stored), None
+    if stored == torch.int8:
+        scales = torch.rand(30, generator=draw)
+    ids = torch.tensor([29, 0, 7, 7, 30, -1])
+    found = look_up_rows(matrix, scales, ids, dtype)
+    rows = matrix[ids[:4]] if scales is None else matrix[ids[:4]] * scales[ids[:4], None]
+    assert torch.equal(found[:4], rows.to(dtype))
+    assert found[4:].isnan().all()

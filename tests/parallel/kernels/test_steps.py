@@ -45,7 +45,7 @@ def test_recorded_calls_compute_what_the_calls_do(num_rows):
     assert len(steps) == 15
     ids, x = torch.arange(num_rows) * 5, drawn(num_rows, 32)
     result = torch.full((num_rows + 1, like.shape[1]), 7.0)
-    steps.run(num_rows, [ids.data_ptr(), x.data_ptr(), result.data_ptr()])
+    steps.run([num_rows, ids.data_ptr(), x.data_ptr(), result.data_ptr()])
     assert torch.equal(result[:-1], work(panels, ids, x))
     assert (result[-1] == 7).all(), "a row that is none of the run's was written"
 
@@ -55,7 +55,7 @@ def test_a_run_reads_what_a_matrix_holds_then():
     steps, like = recorded(panels)
     panels.assign(MATRIX.flip(0).contiguous())
     ids, x, result = torch.zeros(2, dtype=torch.int64), drawn(2, 32), torch.empty(2, like.shape[1])
-    steps.run(2, [ids.data_ptr(), x.data_ptr(), result.data_ptr()])
+    steps.run([2, ids.data_ptr(), x.data_ptr(), result.data_ptr()])
     assert torch.equal(result, work(panels, ids, x)) and not torch.equal(result, work(Panels(MATRIX), ids, x))
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from parallel.kernels.choice import Race
 from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.nested_runner import MEMORY, NestedRunner
@@ -134,3 +135,33 @@ def test_sequences_of_one_pass_run_their_own_layers(checkpoint):
     last = alone.forward([Span("old", len(TEXT) + 2)], [*TEXT, 5, 6]).logits
     torch.testing.assert_close(both.logits[:2], expected(checkpoint, 4)[1:3], atol=1e-4, rtol=0)
     torch.testing.assert_close(both.logits[2:], last, atol=1e-4, rtol=0)
+
+
+class Likeliest:
+    """Five steps of the likeliest token."""
+
+    def __len__(self):
+        return 5
+
+    def choose(self, logits, step):
+        return logits.argmax(-1)
+
+    def race(self):
+        return Race()
+
+
+@pytest.mark.parametrize(("depths", "layers"), [([2], 2), ([3, 1], 4)])
+def test_a_chain_runs_the_layers_of_its_draft(checkpoint, depths, layers):
+    """Two layers, or at first all four, which may be one call."""
+    runner = opened(checkpoint, depths)
+    for _ in range(3):
+        runner.open("a")
+        chain = runner.extend([Span("a", len(TEXT))], TEXT, Likeliest())[:, 0].tolist()
+        assert runner.depth_of("a") == layers
+        fed = [*TEXT, *chain]
+        runner.close("a")
+        model = open_model(checkpoint.path, num_slots=64)
+        model.open("x")
+        plan = model.plan([Span("x", len(fed), num_logits=5 + 1)])
+        plan.layers = LayerPlan.prefix(layers)
+        assert model.run(plan, fed).logits.argmax(-1).tolist()[:-1] == chain

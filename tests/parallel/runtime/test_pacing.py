@@ -62,11 +62,14 @@ class Likeliest:
     def choose(self, logits, step):
         return logits.argmax(-1)
 
+    def race(self):
+        return None
+
 
 def read(runner):
     """Logits of a text, and the tokens of a chain behind it, for each of two sequences."""
     logits = runner.forward([Span("a", 3, num_logits=1), Span("b", 2, num_logits=1)], TEXT).logits
-    return logits, runner.extend(["a", "b"], logits.argmax(-1), Likeliest())
+    return logits, runner.extend([Span("a", 1), Span("b", 1)], logits.argmax(-1), Likeliest())
 
 
 def test_passes_last_by_their_rows_and_compute_the_same(opened, clock):
@@ -79,7 +82,7 @@ def test_passes_last_by_their_rows_and_compute_the_same(opened, clock):
 def test_a_chain_that_is_one_graph_lasts_as_its_passes(opened, clock, monkeypatch):
     chain = read(opened())[1]
     runner = opened()
-    monkeypatch.setattr(runner, "extend", lambda *_: chain)
+    monkeypatch.setattr(runner, "extend", lambda *_, **__: chain)
     pace(runner, 7)
     read(runner)
     assert clock.sleeps == [0.007, 0.021]

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from parallel.kernels.attention import has_attention
+from parallel.kernels.choice import Race
+from parallel.kernels.noise import gumbel_rows
 from parallel.kernels.steps import Steps
 from parallel.kv.pass_plan import Span
 from parallel.kv.row_limits import ChunkLimits
@@ -41,12 +43,12 @@ PASSES = [
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The number of rows of every run of recorded steps."""
+    """The number of rows of every run of recorded steps; of chains the numbers of their passes."""
     seen, run = [], Steps.run
 
-    def counted(steps, num_rows, given):
-        seen.append(num_rows)
-        run(steps, num_rows, given)
+    def counted(steps, *times):
+        seen.append(times[0][0] if len(times) == 1 else tuple(given[0] for given in times))
+        run(steps, *times)
 
     monkeypatch.setattr(Steps, "run", counted)
     monkeypatch.setattr(recorded_passes, "WORTH_RECORDING", 1)
@@ -127,6 +129,15 @@ def test_every_way_to_keep_weights_and_every_tap(tiny_checkpoint, runs, way, tap
     assert_equal(found, outputs(opened(path, eager=True, **WAYS[way]), taps))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_embeddings_that_are_the_head_too_and_others(tiny_checkpoint, runs, way, tied):
+    path = tiny_checkpoint("Llama", tie_word_embeddings=tied)
+    found = outputs(opened(path, eager=False, **WAYS[way]))
+    assert len(runs) == 5
+    assert_equal(found, outputs(opened(path, eager=True, **WAYS[way])))
+
+
 @pytest.mark.parametrize("layers", [LayerPlan.prefix(2), LayerPlan.skipping(3, attention=[1], mlp=[0, 2])])
 @pytest.mark.parametrize("enters", [False, True])
 def test_some_sublayers_alone(tiny_checkpoint, runs, layers, enters):
@@ -189,3 +200,73 @@ def test_the_first_passes_of_a_kind_are_not_worth_a_recording(tiny_checkpoint, r
         model.commit("a", [])
         assert len(recorded) == (0 if num_passes < 3 else 1 + width % 2), "each kind is tried once"
     assert len(runs) == (0 if width % 2 else 3)
+
+
+class Drawn:
+    """Steps of the largest of logits / temperature + noise, where it is `noisy`, else of the logits."""
+
+    def __init__(self, num_steps: int, count: int, *, noisy: bool) -> None:
+        drawn = torch.Generator().manual_seed(num_steps)
+        keys = torch.randint(-(1 << 31), 1 << 31, (num_steps, count + 1, 2), dtype=torch.int32, generator=drawn)
+        self.num_steps, self.of_kernel = num_steps, Race(torch.full((count,), 0.7), keys) if noisy else Race()
+
+    def __len__(self):
+        return self.num_steps
+
+    def choose(self, logits, step):
+        temperatures, keys, *_ = self.of_kernel
+        if keys is not None:
+            noise = gumbel_rows(keys[step, : len(logits)], torch.arange(logits.shape[1]))
+            logits = logits / temperatures[:, None] + noise
+        return logits.argmax(-1)
+
+    def race(self):
+        return self.of_kernel
+
+
+CHAINS = [
+    [Span("a", 5), Span("b", 2)],
+    [Span("b", 1), Span("a", 3)],
+    [Span("a", MOST_ROWS - 1), Span("b", 1)],
+    [Span("b", MOST_ROWS + 1)],
+    [Span("a", 1)],
+]
+
+
+def chains(model: ModelRunner, *, noisy: bool) -> list[torch.Tensor]:
+    """The tokens of every chain, and the keys and values of its rows. Between them both texts go on, so that a third
+    sequence has its slots in between."""
+    model.open("c")
+    found = []
+    for spans in CHAINS:
+        for num_steps in (6, 1, 2):
+            choice = Drawn(num_steps, len(spans), noisy=noisy)
+            num_rows = sum(span.num_tokens for span in spans)
+            found.append(model.extend(spans, [7 * row % 97 for row in range(num_rows)], choice))
+            slots = [model.pool.slots(span.seq_id).copy() for span in spans]
+            found += [part[:, own] for own in slots for part in (model.pool.keys, model.pool.values)]
+            for span in spans:
+                model.commit(span.seq_id, range(min(span.num_tokens, 2)))
+        model.forward([Span("c", 1)], [1])
+        model.commit("c", [0])
+    return found
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chain_in_one_call_has_the_tokens_and_rows_of_its_passes(tiny_checkpoint, runs, family, dtype, noisy):
+    path = tiny_checkpoint(family, **FEW_EXPERTS.get(family, {}))
+    found = chains(opened(path, eager=False, dtype=dtype), noisy=noisy)
+    of_chains = [one for one in runs if isinstance(one, tuple)]
+    assert of_chains == [(7, *[2] * 5), (7, 2), (4, *[2] * 5), (4, 2), (64, *[2] * 5), (64, 2), (1,) * 6, (1, 1)]
+    expected = chains(opened(path, eager=True, dtype=dtype), noisy=noisy)
+    assert_equal(found, expected)
+    assert len({tuple(one.flatten().tolist()) for one in expected if one.dtype == torch.int64}) > 5
+
+
+def test_chains_that_cannot_be_recorded_run_pass_by_pass(tiny_checkpoint, runs):
+    path, bfloat16 = tiny_checkpoint("Llama", intermediate_size=41), {"dtype": torch.bfloat16}
+    found = chains(opened(path, eager=False, **bfloat16), noisy=True)
+    assert not runs
+    assert_equal(found, chains(opened(path, eager=True, **bfloat16), noisy=True))

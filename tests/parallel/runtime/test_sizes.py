@@ -137,6 +137,9 @@ def test_types_of_matrices(monkeypatch, asked, dtype, device, quantised, bf16, k
             weights_name(asked, dtype, device, "path", has_kernels=kernels)
         return
     assert weights_name(asked, dtype, device, "path", has_kernels=kernels) == expected
+    may_round = asked == "auto" and dtype == "float32" and expected == "bfloat16"
+    rounded = weights_name(asked, dtype, device, "path", has_kernels=kernels, rounds=True)
+    assert rounded == ("int8" if may_round else expected)
     if asked == "auto":
         assert weights_name(asked, dtype, device, "", has_kernels=kernels) == dtype, "of no checkpoint nothing is known"
 
@@ -161,7 +164,7 @@ def test_which_kernels_matter_depends_on_the_matrices(monkeypatch, weights, devi
     monkeypatch.setattr(kv_sizing, "runs_on", lambda one: triton)
     monkeypatch.setattr(kv_sizing, "has_products", lambda: cpp)
     monkeypatch.setattr(kv_sizing, "weights_name", name)
-    found = choose_weights(weights, "auto", device, "path")
+    found = choose_weights(weights, "auto", device, "path", rounds=True)
     assert found == ("packed" if weights == "packed" else torch.int8)
     dtype = "bfloat16" if device == "cuda:0" else "float32"
-    assert asked == [((weights, dtype, device, "path"), {"has_kernels": has_kernels})]
+    assert asked == [((weights, dtype, device, "path"), {"has_kernels": has_kernels, "rounds": True})]

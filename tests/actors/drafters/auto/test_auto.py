@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -221,7 +222,7 @@ def test_drafts_made_pass_by_pass_are_chosen_by_the_time_that_they_take(clock, o
     for _ in range(30):
         table.round()
     assert table.used[-10:].count(1 if not others_s else 0) >= 9
-    assert table.drafter.members[1].draft_s(1, 5) == pytest.approx(0.001 + others_s, rel=0.1)
+    assert table.drafter.members[1].draft_s(4, 5) == pytest.approx(4 * (0.001 + others_s), rel=0.1)
     assert (1, 2, 3, 4) in model.observed
 
 
@@ -542,7 +543,7 @@ def test_more_than_32_unread_tokens_have_a_price_of_their_own(clock, prompt_len,
         table.open(prompt_len)
         table.round()
     member = table.drafter.members[1]
-    assert bool(member.read_s.weight) == is_read_apart and (member.pass_s.weight > 2) != is_read_apart
+    assert bool(member.read_s.weight) == is_read_apart and (member.length_s.weight > 2) != is_read_apart
     (offer,) = [one for one in given[-1][0][0] if one.drafter == 1]
     assert (offer.read_s > 0) == is_read_apart
     if is_read_apart:
@@ -550,7 +551,7 @@ def test_more_than_32_unread_tokens_have_a_price_of_their_own(clock, prompt_len,
         assert offer.read_s == pytest.approx(prompt_len * 0.0005)
 
 
-def test_the_price_of_a_pass_is_that_of_its_mean_unread_text(clock):
+def test_the_price_of_a_draft_is_that_of_its_length_and_mean_unread_text(clock):
     """Two requests, 10 and 13 tokens that are not read yet, 4 passes of 6 ms in all."""
     table = Table(Scripted(clock, 1, 4), Scripted(clock, 4, 4, call_s=0.001), clock)
     one, two = opened(table, 1, 2)
@@ -558,8 +559,27 @@ def test_the_price_of_a_pass_is_that_of_its_mean_unread_text(clock):
     picks = [(1, 2), (1, 4)]
     table.drafter.choice.choose = lambda offers, times: replace_picks(picks)
     table.drafter.propose([one, two], [4, 4])
-    cost = table.drafter.members[1].pass_s
-    assert cost.mean_x == 11.5 and cost.mean_y == pytest.approx(0.006 / 4)
+    member = table.drafter.members[1]
+    assert (member.length_s.mean_x, member.unread_s.mean_x) == (4, 11.5)
+    assert member.draft_s(4, 11.5) == pytest.approx(0.006)
+
+
+@pytest.mark.parametrize("call_s", [0.0, 0.002])
+@pytest.mark.parametrize("read_s", [0.0, 0.0001])
+def test_a_draft_costs_a_call_its_tokens_and_what_it_reads(call_s, read_s):
+    member = Member("model", None, longest=8, is_shown=False, is_chain=True)
+    draw = random.Random(3)
+    for _ in range(200):
+        length, unread = draw.randint(1, 8), draw.randint(1, 9)
+        member.drafted(length, unread, call_s + 0.001 * length + read_s * unread)
+    for length, unread in ((1, 1), (4, 5), (8, 9)):
+        assert member.draft_s(length, unread) == pytest.approx(call_s + 0.001 * length + read_s * unread, abs=2e-4)
+
+
+def test_before_lengths_vary_half_of_a_draft_is_taken_for_its_tokens():
+    member = Member("model", None, longest=8, is_shown=False, is_chain=True)
+    member.drafted(4, 1, 0.004)
+    assert [member.draft_s(length, 1) for length in (2, 4, 8)] == pytest.approx([0.003, 0.004, 0.006])
 
 
 def test_reading_ahead_is_measured_per_token(clock):

@@ -67,6 +67,7 @@ def opened(drafter, request_id: int, length: int = 11) -> Context:
 def count_passes(drafter) -> list[int]:
     """Rows of each pass from now on."""
     passes: list[int] = []
+    drafter.runner.run_eagerly()  # a chain in one call makes its passes unseen
     forward = drafter.runner.forward
 
     def counted(spans, token_ids, *args, **options):

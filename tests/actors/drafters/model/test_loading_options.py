@@ -115,6 +115,7 @@ def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
             num_slots=9,
             layout=None,
             weights="int8",
+            rounds=True,
             kv_dtype="fp8",
             head=None,
             max_num_batched_tokens=40,
