@@ -97,13 +97,14 @@ def test_passes_that_choose_the_rows_of_later_ones_are_run_layer_by_layer(tiny_c
     found = []
     for eager in (False, True):
         model = opened(tiny_checkpoint("Llama"), eager=eager)
-        drafts = SelfDraftRunner(model, LayerPlan.whole(model.config.num_layers)) if of_target else model
+        own = SelfDraftRunner(model, LayerPlan.whole(model.config.num_layers)) if of_target else None
+        drafts = own or model
         drafts.keep_rows_by(ChunkRows(model.decoder, model.pool, ChunkLimits(4, 4, 10)))
         logits = []
         for i in range(60):
             logits.append(drafts.forward([Span("a", 1)], [7 * i % 97]).logits)
-            if of_target:
-                drafts.release_rows()
+            if own is not None:
+                own.release_rows()
                 model.forward([Span("a", 1)], [7 * i % 97])
             model.commit("a", [0])
         found.append(logits)

@@ -157,8 +157,8 @@ def trained(tiny_checkpoint, tmp_path_factory) -> tuple[Path, Path]:
     text = run / "pairs.jsonl"
     text.write_text("\n".join(json.dumps({"source": f"def f{i}(x): return {i}"}) for i in range(24)))
     options = {"block": 6, "mask_token": 2, "decoder_layers": 2}
-    steps = dict(steps=8, batch_tokens=200, continuation_length=12, options=options)
-    config = TrainConfig(recipe="specdec", text=str(text), threads=1, **steps)
+    steps = dict(steps=8, batch_tokens=200, continuation_length=12)
+    config = TrainConfig(recipe="specdec", text=str(text), threads=1, options=options, **steps)
     from cluster.config.schema import LaunchConfig
 
     report = train.run(replace(LaunchConfig(), target=TargetConfig(path=str(target)), job=config), run)
