@@ -88,7 +88,8 @@ class BenchConfig(PromptsJobConfig):
     parallels: list[str] = field(default_factory=list)
     """Axis: `drafter.parallel`; single takes one rank, the others `drafter.ranks`."""
     contexts: Annotated[list[int], Range(1)] = field(default_factory=list)
-    """Axis: prompt lengths in tokens, cut and joined from the prompts' texts; the prompts as they are if empty."""
+    """Axis: prompt lengths in tokens: each prompt, the texts that follow it in the file, then modules of Python's
+    library, cut to the length; no text comes twice. The prompts as they are if empty."""
     peers: list[str] = field(default_factory=list)
     """Other engines to time on the same prompts, plain and by their own speculation, in the number types they choose
     and in ours: transformers, openvino-genai, llama-cpp, vllm. All but the first are installed by the user, run on a

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from actors.drafters.adjacency.aded import AdedDrafter
 from actors.drafters.adjacency.config import AdedDrafterConfig, TreeConstruction
+from actors.drafters.interface import ReadsTopTokens
 from actors.protocol.messages import SamplingParams
 from actors.verification.random_source import RandomSource
 from actors.verification.top_tokens import TopTokensReader
@@ -33,13 +34,18 @@ NUM_SLOTS = 4096
 
 
 class TeachingVerifier(Verifier):
-    """Its verdicts bring the drafter what the target ranked highest."""
+    """Its verdicts bring a drafter the `k` tokens that the target ranked highest."""
 
     def __init__(
-        self, target: DecoderRunner, eos: tuple[int, ...], config: AdedDrafterConfig, drafter: AdedDrafter
+        self,
+        target: DecoderRunner,
+        eos: tuple[int, ...],
+        k: int,
+        drafter: ReadsTopTokens | None,
+        *,
+        reads_prompts: bool = False,
     ) -> None:
-        k = config.target_top_k
-        self._rows = TopTokensReader(k, reads_prompts=config.reads_prompts) if k else None
+        self._rows = TopTokensReader(k, reads_prompts=reads_prompts) if k else None
         super().__init__(target, "coupled", eos, top_tokens=self._rows)
         self._drafter = drafter
 
@@ -50,7 +56,7 @@ class TeachingVerifier(Verifier):
         make_random_source: Callable[[VerifyInput], RandomSource] | None = None,
     ) -> list[VerifyResult]:
         results = super().verify(inputs, logits, make_random_source)
-        if self._rows is not None and (top_tokens := self._rows.read()) is not None:
+        if self._rows is not None and self._drafter is not None and (top_tokens := self._rows.read()) is not None:
             self._drafter.read_top_tokens(top_tokens)
         return results
 
@@ -64,7 +70,7 @@ def rounds_of(
 ) -> list[CountedRound]:
     """All rounds of these prompts, one prompt after the other."""
     drafter, greedy = AdedDrafter(config), SamplingParams(temperature=0.0)
-    verifier = TeachingVerifier(target, eos, config, drafter)
+    verifier = TeachingVerifier(target, eos, config.target_top_k, drafter, reads_prompts=config.reads_prompts)
     rounds: list[CountedRound] = []
     with torch.inference_mode():
         for i, prompt in enumerate(prompts):

@@ -59,8 +59,10 @@ class MaskedDiffusion:
         temperature: float = 0.0,
         seed: int = 0,
         start: int = 0,
+        precision: int = 0,
     ) -> list[int]:
-        """What the static decoder writes; `start` is where the first block begins, 0 in the layout's alignment."""
+        """What the static decoder writes; `start` is where the first block begins, 0 in the layout's alignment. With a
+        `precision` confidences are multiples of one in so many."""
         text = list(prompt)
         while len(text) < len(prompt) + num_tokens:
             first = start + (len(text) - start) // self.block * self.block
@@ -75,7 +77,9 @@ class MaskedDiffusion:
                     key = noise_key(seed, NoiseStream.UNMASKING, first + i, self.block - len(masked))
                     noise = gumbel([key], torch.arange(rows.shape[1]))[0] if temperature else 0.0
                     token = int((rows[i] + noise).argmax())
-                    found.append((-float(rows[i].softmax(-1)[token]), i, token))
+                    confidence = float(rows[i].softmax(-1)[token])
+                    confidence = round(confidence * precision) / precision if precision else confidence
+                    found.append((-confidence, i, token))
                 found.sort()
                 sure = [one for one in found if threshold and -one[0] >= threshold] or found[:1]
                 for _, i, token in sure:

@@ -8,8 +8,9 @@ trains, an adapter is left out with probability `DROPPED` and the others are sca
 Every window is also a test before it is learned: the share of its positions at which a draft token of the shipped
 model, and of A_bar, would be accepted (greedy: their first choices agree; else the overlap of the distributions).
 Positions of a text are all tested, whatever was drafted for them, so that the two means compare the models without bias
-and without rounds drafted by the worse of them. Where A_bar falls below the shipped model, strength goes to 0: the
-shipped weights are served again, what was learned is dropped, and learning starts anew. Knows no requests and no clock.
+and without rounds drafted by the worse of them. Where A_bar falls below the shipped model, by more than chance,
+strength goes to 0: the shipped weights are served again, what was learned is dropped, and learning starts anew. Knows
+no requests and no clock.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ TESTED = 2
 """Every so many new windows are tested before they are learned."""
 WORSE = 0.02
 """Accepted share by which A_bar may fall below the shipped model."""
+STANDARD_ERRORS = 2.0
+"""The fall counts from so many standard errors on: shares of a few windows differ by more than `WORSE` by chance, and a
+restart drops all that was learned."""
 FEWEST_TESTS = 6
 """Tests before the two are compared."""
 _MOST_AVERAGED = 0.99
@@ -82,6 +86,7 @@ class OnlineLearner:
         self._num_gradients = 0
         self._num_tests = 0
         self.shipped_share, self.adapted_share = Ewma(_TEST_MEMORY), Ewma(_TEST_MEMORY)
+        self._squared_gain = Ewma(_TEST_MEMORY)
 
     @property
     def wants_step(self) -> bool:
@@ -118,14 +123,18 @@ class OnlineLearner:
     @property
     def is_worse(self) -> bool:
         """Whether what was learned drafts worse than the shipped model."""
-        known = self._num_tests >= FEWEST_TESTS
-        return known and self.adapted_share.mean < self.shipped_share.mean - WORSE
+        gain = self.adapted_share.mean - self.shipped_share.mean
+        variance = max(0.0, self._squared_gain.mean - gain**2)
+        num_averaged = min(self._num_tests, (1 + _TEST_MEMORY) / (1 - _TEST_MEMORY))
+        needed = max(WORSE, STANDARD_ERRORS * (variance / max(1, num_averaged)) ** 0.5)
+        return self._num_tests >= FEWEST_TESTS and gain < -needed
 
     def _test(self, window: TargetWindow) -> None:
         with torch.no_grad():
             shares = [self._accepted_share(window, adapters) for adapters in (None, self._average)]
         self.shipped_share.update(shares[0])
         self.adapted_share.update(shares[1])
+        self._squared_gain.update((shares[1] - shares[0]) ** 2)
         self._num_tests += 1
         if self.is_worse:
             self.roll_back()

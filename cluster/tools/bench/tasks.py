@@ -14,6 +14,7 @@ from cluster.io.prompts import Prompt
 from cluster.observability.results import Run
 from cluster.placement.ranks import RankPlacement
 from cluster.tools.bench.plan import Setting
+from cluster.tools.training.corpus import library_sources, load_corpus
 
 SPECULATIVE = "speculative"
 PLAIN = "plain"
@@ -87,18 +88,27 @@ def fitting(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_tokens: int, ma
 def of_length(
     prompts: Sequence[Prompt], length: int, tokenizer: Tokenizer, max_tokens: int, max_model_len: int
 ) -> list[Prompt]:
-    """One prompt of exactly `length` tokens per prompt: its own text, then the texts that follow it in the file."""
+    """One prompt of exactly `length` tokens per prompt: its own text, the texts that follow it in the file, then
+    modules of the standard library that no other prompt has. No text comes twice: lookups would draft the second."""
     if length + max_tokens > max_model_len:
         raise ValueError(
             f"job.contexts={length}: with sampling.max_tokens={max_tokens} it exceeds the context of {max_model_len}; "
             "lower one of them"
         )
-    made = []
+    made, modules = list[Prompt](), list[str]()
     for index, prompt in enumerate(prompts):
-        whole = "\n\n".join(other.text for other in (*prompts[index:], *prompts[:index]))
-        ids = tokenizer.encode(whole).ids
+        texts = [*dict.fromkeys(other.text for other in (*prompts[index:], *prompts[:index]))]
+        ids = tokenizer.encode("\n\n".join(texts)).ids
+        if len(ids) < length and not modules:
+            modules = [source.text for source in library_sources(load_corpus(0))]
+        further = iter(modules[index :: len(prompts)])
         while len(ids) < length:
-            whole += "\n\n" + whole
-            ids = tokenizer.encode(whole).ids
+            if (text := next(further, None)) is None:
+                raise ValueError(
+                    f"job.contexts={length}: a prompt with all texts that follow it has {len(ids)} tokens, and none is "
+                    "repeated; lower it or give longer prompts"
+                )
+            texts.append(text)
+            ids = tokenizer.encode("\n\n".join(texts)).ids
         made.append(replace(prompt, text=tokenizer.decode(ids[:length]), token_ids=tuple(ids[:length])))
     return made

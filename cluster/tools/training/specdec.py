@@ -48,6 +48,9 @@ class SpecDecOptions(TrainingOptions):
 
     start: str = "target"
     """Checkpoint with an encoder to go on from, with the target's tokenizer."""
+    decoder_layers: Annotated[int, Range(0)] = 0
+    """Decoder layers of the drafter, spread evenly over those of `start`, the first one among them; 0: all of them. A
+    draft costs these alone, but for the first one of a text, which waits for the encoder."""
     block: Annotated[int, Range(2, 256)] = 25
     """Tokens that a pass drafts."""
     mask_token: Annotated[int, Range(0)] = 1
@@ -171,6 +174,17 @@ def visible(cuts: Tensor, length: int, block: int) -> Tensor:
     return rows <= last[:, :, None]
 
 
+def keep_decoder_layers(model: Any, count: int) -> None:
+    """Drop decoder layers of a model of transformers but for so many. ValueError, one line, if it has fewer."""
+    decoder = model.get_decoder()
+    name = "block" if hasattr(decoder, "block") else "layers"  # T5's, whose first block has the bias of all
+    layers = getattr(decoder, name)
+    require(count <= len(layers), "job.options.decoder_layers", count, f"is more than the {len(layers)} that there are")
+    kept = [layers[place * (len(layers) - 1) // max(1, count - 1)] for place in range(count)]
+    setattr(decoder, name, nn.ModuleList(kept))
+    setattr(model.config, "num_decoder_layers" if name == "block" else "decoder_layers", count)
+
+
 def train(config: TrainConfig, target: Path, out: Path, work: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Train a drafter for the target; writes `drafter/` and returns what was reached. ValueError, one line, for options
     and text that cannot be used."""
@@ -188,6 +202,8 @@ def train(config: TrainConfig, target: Path, out: Path, work: Path, say: Callabl
     kept, training = tokens.part(places[:held_out]), tokens.part(places[held_out:])
     torch.manual_seed(config.seed)
     model = teacher if options.start == "target" else AutoModelForSeq2SeqLM.from_pretrained(options.start)
+    if options.decoder_layers:
+        keep_decoder_layers(model, options.decoder_layers)
     net = MaskedBlockDrafter(model.float().train().to(config.device), options)
     size = max(1, config.batch_tokens // (int(training.text_lens.max()) + options.block))
 

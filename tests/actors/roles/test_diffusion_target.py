@@ -17,6 +17,7 @@ from tests.actors.masked_diffusion import BLOCK, MaskedDiffusion
 from tests.matrices import in_turn
 
 PROMPTS = [[5, 9, 33], [7, 11, 4, 60], [8, 3, 90, 44, 21, 17, 2, 60, 5], [12]]
+EIGHT = [*PROMPTS, [33, 9], [60, 4, 11, 7, 50], [44, 2, 21], [1, 6, 6, 1, 30, 31]]
 NUM_TOKENS = 14
 
 
@@ -45,13 +46,13 @@ class Watched(BlockwiseTargetRole):
             yield answer
 
 
-def room_of(target, *, num_states=1, threshold=0.0, slots=512, limits=None, backend=None, max_rows=2048):
+def room_of(target, *, num_states=1, threshold=0.0, slots=512, limits=None, backend=None, max_rows=2048, role=Watched):
     """Its pool has as many slots beside `slots` as that of a rank."""
     limits = limits or SchedulerConfig(max_num_seqs=8)
     num_copied = min(limits.max_num_seqs * copied_rows(BLOCK, num_states), max_rows + limits.max_num_seqs * BLOCK)
     runner = open_model(target.path, num_slots=slots + num_copied, backend=backend)
     options = {"is_lead": True, "num_states": num_states, "threshold": threshold, "max_rows": max_rows}
-    return Room(Watched(runner, [EOS], **options), None, 0, limits, slots, "plain")
+    return Room(role(runner, [EOS], **options), None, 0, limits, slots, "plain")
 
 
 def requests_of(prompts, drafter=None, **sampling):
@@ -78,13 +79,14 @@ def test_it_writes_what_its_static_decoder_writes(target, num_states, backend):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("num_states", "temperature", "threshold"), list(in_turn([1, 2, 4, 8], [0.0, 0.8], [0.0, 0.3]))
-)
+@pytest.mark.parametrize(("num_states", "temperature", "threshold"), list(in_turn(range(1, 9), [0.0, 0.8], [0.0, 0.3])))
 def test_guessed_states_change_no_token(target, num_states, temperature, threshold):
+    """Eight requests in a pass, and each by itself."""
     sampling = {"temperature": temperature, "seed": 5}
-    expected = [target.decoded(prompt, NUM_TOKENS, threshold=threshold, **sampling) for prompt in PROMPTS]
-    assert served(target, sampling=sampling, num_states=num_states, threshold=threshold) == expected
+    expected = [target.decoded(prompt, NUM_TOKENS, threshold=threshold, **sampling) for prompt in EIGHT]
+    options = {"sampling": sampling, "num_states": num_states, "threshold": threshold}
+    assert served(target, EIGHT, **options) == expected
+    assert served(target, EIGHT[-1:], **options) == expected[-1:]
 
 
 @pytest.mark.extended
@@ -207,10 +209,24 @@ class TestWrongDecoders:
         yield
         assert served(target, prompts, **options) != expected
 
-    @pytest.mark.extended
     def test_blocks_aligned_to_the_end_of_the_prompt(self, target):
+        """As those of LLaDA and Dream are: another text, and rows of other blocks, which a pass refuses."""
+        expected = [target.decoded(prompt, NUM_TOKENS) for prompt in PROMPTS]
         wrong = [target.decoded(prompt, NUM_TOKENS, start=len(prompt) % BLOCK) for prompt in PROMPTS]
-        assert wrong != [target.decoded(prompt, NUM_TOKENS) for prompt in PROMPTS]
+        assert served(target) == expected != wrong
+
+        class Aligned(Watched):
+            def _rows(self, item):
+                self.offset = self.contexts[item.request_id].prompt_len % BLOCK
+                return super()._rows(item)
+
+            def _whole(self, length):
+                return max(0, super()._whole(length - self.offset) + self.offset)
+
+        whole = [prompt for prompt in PROMPTS if len(prompt) % BLOCK == 0]
+        assert served(target, whole, role=Aligned) == served(target, whole)
+        with pytest.raises(AssertionError, match="no blocks of"):
+            served(target, role=Aligned)
 
     @pytest.mark.extended
     def test_a_state_that_is_a_subset_of_the_next_one(self, target, monkeypatch):
@@ -229,16 +245,17 @@ class TestWrongDecoders:
         monkeypatch.setattr("actors.roles.diffusion_target.accepted", accepted)
         next(check, None)
 
-    def test_ties_without_an_order(self, target, monkeypatch):
-        """Confidences as bfloat16 has them, of which many are equal: another order is another text."""
-        texts = []
-        for sign in (1, -1):
+    @pytest.mark.parametrize("num_states", [1, 3])
+    def test_ties_in_another_order(self, target, monkeypatch, num_states):
+        """Confidences of few digits, as bfloat16 has them, are often equal: the earlier position comes first, and with
+        another order of equals it is another text."""
+        expected = [target.decoded(prompt, NUM_TOKENS, precision=8) for prompt in PROMPTS]
+        for later_first in (False, True):
 
-            def choices(*args, sign=sign, choices=unmasking._choices):
+            def choices(*args, later_first=later_first, choices=unmasking._choices):
                 tokens, confidences = choices(*args)
-                return tokens, [round(8 * one) / 8 + sign * 1e-9 * i for i, one in enumerate(confidences)]
+                return tokens, [round(8 * one) / 8 + 1e-9 * later_first * i for i, one in enumerate(confidences)]
 
             with monkeypatch.context() as patch:
                 patch.setattr(unmasking, "_choices", choices)
-                texts.append(served(target))
-        assert texts[0] != texts[1]
+                assert (served(target, num_states=num_states) != expected) == later_first

@@ -18,6 +18,7 @@ from tests.actors.whole_text_diffusion import BLOCK, DECODERS, WholeTextDiffusio
 from tests.matrices import in_turn
 
 PROMPTS = [[5, 9, 33], [7, 11, 4, 60], [8, 3, 90, 44, 21, 17, 2, 60, 5]]
+EIGHT = [*PROMPTS, [33, 9], [60, 4, 11, 7, 50], [44, 2, 21], [1, 6, 6, 1, 30, 31], [12]]
 NUM_TOKENS = 3 * BLOCK - 1
 LAYOUTS = ("llada", "dream")
 in_every_layout = pytest.mark.parametrize("target", LAYOUTS, indirect=True)
@@ -72,13 +73,16 @@ def test_the_decoders_are_different_functions(target):
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("decoder", "num_states", "temperature", "threshold"),
-    list(in_turn(DECODERS, [1, 2, 4, 8], [0.0, 0.8], [0.0, 0.3], times={next(iter(DECODERS)): 2})),
+    ("num_states", "decoder", "temperature", "threshold"),
+    list(in_turn(range(1, 9), DECODERS, [0.0, 0.8], [0.0, 0.3])),
 )
 def test_guessed_states_change_no_token(target, decoder, num_states, temperature, threshold):
+    """Eight requests at a time, and one."""
     sampling = {"temperature": temperature, "seed": 5}
-    expected = expected_of(target, decoder, threshold=threshold, **sampling)
-    assert served(target, decoder, sampling=sampling, num_states=num_states, threshold=threshold) == expected
+    expected = expected_of(target, decoder, EIGHT, threshold=threshold, **sampling)
+    options = {"sampling": sampling, "num_states": num_states, "threshold": threshold}
+    assert served(target, decoder, EIGHT, max_rows=2 * MAX_LEN, **options) == expected
+    assert served(target, decoder, EIGHT[-1:], **options) == expected[-1:]
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

@@ -111,6 +111,21 @@ def test_no_drafter_changes_a_token(open_engine, reference, name):
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(("num_draft_tokens", "family"), list(in_turn(range(1, 9), ENCODER_DECODERS)))
+def test_no_length_of_a_draft_changes_a_token(open_engine, reference, family, num_draft_tokens):
+    """Every draft is right, and so has its whole length: eight requests at a time, and one."""
+    path, expected = reference(family, "plain")
+    config = ModelDrafterConfig(path=str(path), device="cpu", num_draft_tokens=num_draft_tokens)
+    options = {"target": TargetConfig(path=str(path), device="cpu"), "pipeline": PipelineConfig(adaptive=False)}
+    with open_engine(config, scheduler=SchedulerConfig(max_num_seqs=8), **options) as engine:
+        assert tokens_of(engine) == expected
+        assert tokens_of(engine, SOURCES[:1]) == expected[:1]
+        counters = engine.report().counters
+    assert counters["num_accepted_tokens"] > 0.8 * counters["num_draft_tokens"]
+    assert len(counters["num_drafted_per_pos"]) == num_draft_tokens
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("name", list(in_turn(["copy", "itself"], times={"copy": 0})))
 def test_ranks_share_both_stacks_and_preempted_requests_read_their_source_again(open_engine, reference, name):
     path, expected = reference("Bart", "rules")

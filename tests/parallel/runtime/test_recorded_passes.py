@@ -10,11 +10,14 @@ from parallel.kernels.choice import Race
 from parallel.kernels.noise import gumbel_rows
 from parallel.kernels.steps import Steps
 from parallel.kv.pass_plan import Span
+from parallel.kv.row_limits import ChunkLimits
 from parallel.model.layer_plan import LayerPlan
 from parallel.runtime import recorded_passes
 from parallel.runtime.recorded_passes import MOST_ROWS
+from parallel.runtime.row_policies import ChunkRows
 from parallel.runtime.runner import ModelRunner, open_model
 from parallel.runtime.weight_update import update_weights
+from parallel.self_speculation.runner import SelfDraftRunner
 from tests.families import ENCODER_DECODERS, FAMILIES
 from tests.parallel.runtime.test_weight_update import FEW_EXPERTS
 
@@ -86,6 +89,27 @@ def test_every_family_has_the_bits_of_its_layers(tiny_checkpoint, runs, family, 
     found = outputs(opened(path, eager=False, dtype=dtype))
     assert runs == [5, 5, 5, MOST_ROWS, 1]
     assert_equal(found, outputs(opened(path, eager=True, dtype=dtype)))
+
+
+@pytest.mark.parametrize("of_target", [False, True])
+def test_passes_that_choose_the_rows_of_later_ones_are_run_layer_by_layer(tiny_checkpoint, runs, of_target):
+    """Of a draft model with `rows=chunks`, and of the target's own drafts; the others are recorded."""
+    found = []
+    for eager in (False, True):
+        model = opened(tiny_checkpoint("Llama"), eager=eager)
+        own = SelfDraftRunner(model, LayerPlan.whole(model.config.num_layers)) if of_target else None
+        drafts = own or model
+        drafts.keep_rows_by(ChunkRows(model.decoder, model.pool, ChunkLimits(4, 4, 10)))
+        logits = []
+        for i in range(60):
+            logits.append(drafts.forward([Span("a", 1)], [7 * i % 97]).logits)
+            if own is not None:
+                own.release_rows()
+                model.forward([Span("a", 1)], [7 * i % 97])
+            model.commit("a", [0])
+        found.append(logits)
+    assert_equal(*found)
+    assert len(runs) == 60 * (1 + of_target) - 5, "one in ten chooses, from the first row beyond 16 on"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -412,6 +413,19 @@ def test_it_falls_back_to_the_shipped_weights_where_it_drafts_worse(models, make
     assert learner.take_weights() is learner._model.weights
     assert not learner.serves
     assert all(not up.any() for up, _ in learner._average), "what was learned is kept"
+
+
+@pytest.mark.parametrize(("gain", "last"), [(0.02, 299), (-0.1, 20)])
+def test_what_was_learned_is_dropped_where_it_is_worse_and_not_by_chance(models, monkeypatch, gain, last):
+    """Shares of windows scatter as those of 32 positions do; the average is a little better, or worse."""
+    learner, source, number = learner_of(models), random.Random(2), 0
+    scripted = lambda _, adapters: 0.7 + (0.0 if adapters is None else source.gauss(gain, 0.06))  # noqa: E731
+    monkeypatch.setattr(learner, "_accepted_share", scripted)
+    (window,) = windows_from(models, count=1)
+    while not learner.num_rollbacks and number < 299:
+        learner._test(window)
+        number += 1
+    assert (number == last) if gain > 0 else (number < last)
 
 
 @pytest.fixture

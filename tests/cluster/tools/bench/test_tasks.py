@@ -6,7 +6,9 @@ import pytest
 
 from cluster.io.prompts import Prompt
 from cluster.io.text import load_tokenizer
+from cluster.tools.bench import tasks
 from cluster.tools.bench.tasks import fitting, of_length
+from cluster.tools.training.corpus import Corpus, Source
 
 PROMPTS = [Prompt("abc", category="x"), Prompt("defghi", category="y")]
 
@@ -40,3 +42,33 @@ def test_contexts_have_exactly_their_length_and_begin_with_their_prompt(tokenize
     assert short.text == "ab"
     with pytest.raises(ValueError, match="job.contexts=61: with sampling.max_tokens=4 it exceeds the context of 64"):
         of_length(PROMPTS, 61, tokenizer, max_tokens=4, max_model_len=64)
+
+
+def library(*texts):
+    return Corpus(tuple(Source(f"{i}.py", text) for i, text in enumerate(texts)), (Source("bisect.py", "held out"),))
+
+
+def test_a_context_beyond_the_prompt_file_repeats_no_text(tokenizer, monkeypatch):
+    """Prompts that are equal count once, and behind the file's texts each prompt has modules of its own."""
+    monkeypatch.setattr(tasks, "load_corpus", lambda seed: library("module zero", "module one", "module 2", "module 3"))
+    prompts = [*PROMPTS, Prompt("abc")]
+    made = of_length(prompts[:2], 31, tokenizer, max_tokens=4, max_model_len=64)
+    assert [one.text for one in made] == [
+        "abc\n\ndefghi\n\nmodule zero\n\nmodul",
+        "defghi\n\nabc\n\nmodule one\n\nmodule",
+    ]
+    (alike, *_) = of_length(prompts, 15, tokenizer, max_tokens=4, max_model_len=64)
+    assert alike.text == "abc\n\ndefghi\n\nmo"
+    with pytest.raises(
+        ValueError, match="job.contexts=60: a prompt with all texts that follow it has 34 tokens, and no"
+    ):
+        of_length(PROMPTS, 60, tokenizer, max_tokens=4, max_model_len=64)
+
+
+def test_a_long_context_does_not_begin_again(tokenizer):
+    """Of the real library: what a lookup finds there is what modules themselves repeat."""
+    made = of_length(PROMPTS, 20_000, tokenizer, max_tokens=4, max_model_len=32_768)
+    for one in made:
+        body = one.text[100:]
+        assert body.find(body[:200], 1) == -1
+    assert made[0].text[20:] != made[1].text[20:]

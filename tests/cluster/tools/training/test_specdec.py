@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from dataclasses import replace
@@ -17,8 +18,15 @@ from cluster.config.jobs import TrainConfig
 from cluster.jobs import train
 from cluster.tools.training.corpus import Source
 from cluster.tools.training.pairs import LENGTHS, corrupted, library_pairs, read_pairs
-from cluster.tools.training.specdec import MaskedBlockDrafter, SpecDecOptions, TokenPairs, visible
+from cluster.tools.training.specdec import (
+    MaskedBlockDrafter,
+    SpecDecOptions,
+    TokenPairs,
+    keep_decoder_layers,
+    visible,
+)
 from parallel.kv.pass_plan import Span
+from parallel.model.families.registry import read_config
 from parallel.runtime.runner import open_model
 from parallel.speculators.pard import PardRunner, filling_masks
 from tests.families import ENCODER_DECODERS, tiny_encoder_decoder
@@ -63,9 +71,14 @@ def test_masks_see_each_other_but_no_label_and_shown_tokens_change_the_others(ne
     torch.testing.assert_close(net.logits(changed, cuts, shown)[:, 0], logits[:, 0])
 
 
-def test_the_engine_drafts_what_was_trained(net, tmp_path):
-    """Logits at every depth, whatever was accepted of the drafts before."""
+@pytest.mark.parametrize("decoder_layers", [0, 2])
+def test_the_engine_drafts_what_was_trained(net, tmp_path, decoder_layers):
+    """Logits at every depth, whatever was accepted of the drafts before; also with fewer layers than the encoder."""
+    if decoder_layers:
+        net = copy.deepcopy(net)
+        keep_decoder_layers(net.model, decoder_layers)
     net.save(tmp_path)
+    assert read_config(tmp_path).num_layers == (decoder_layers or 3)
     runner = filling_masks(open_model(tmp_path), tmp_path)
     assert isinstance(runner, PardRunner) and runner.longest_draft == BLOCK
     text, choice = TEXTS[1], random.Random(0)
@@ -86,6 +99,20 @@ def test_the_engine_drafts_what_was_trained(net, tmp_path):
         runner.drop_fuzzy("a")
         text = [*text, *drafted[: min(accepted, BLOCK - 1)], choice.randrange(20, 90)]
     runner.close("a")
+
+
+def test_decoder_layers_are_kept_from_the_first_to_the_last(net):
+    def layers(model):
+        decoder = model.get_decoder()
+        return [layer.state_dict() for layer in (decoder.block if hasattr(decoder, "block") else decoder.layers)]
+
+    for count, places in ((1, [0]), (2, [0, 2]), (3, [0, 1, 2])):
+        model = copy.deepcopy(net.model)
+        keep_decoder_layers(model, count)
+        for kept, place in zip(layers(model), places, strict=True):
+            assert all(torch.equal(tensor, layers(net.model)[place][name]) for name, tensor in kept.items())
+    with pytest.raises(ValueError, match=r"job.options.decoder_layers=4: is more than the 3"):
+        keep_decoder_layers(net.model, 4)
 
 
 def test_glancing_shows_a_share_of_what_is_wrong_and_does_not_learn_it(net, monkeypatch):
@@ -129,8 +156,9 @@ def trained(tiny_checkpoint, tmp_path_factory) -> tuple[Path, Path]:
     target, run = tiny_checkpoint("Bart", seed=70), tmp_path_factory.mktemp("specdec")
     text = run / "pairs.jsonl"
     text.write_text("\n".join(json.dumps({"source": f"def f{i}(x): return {i}"}) for i in range(24)))
-    steps = dict(steps=8, batch_tokens=200, continuation_length=12, options={"block": 6, "mask_token": 2})
-    config = TrainConfig(recipe="specdec", text=str(text), threads=1, **steps)
+    options = {"block": 6, "mask_token": 2, "decoder_layers": 2}
+    steps = dict(steps=8, batch_tokens=200, continuation_length=12)
+    config = TrainConfig(recipe="specdec", text=str(text), threads=1, options=options, **steps)
     from cluster.config.schema import LaunchConfig
 
     report = train.run(replace(LaunchConfig(), target=TargetConfig(path=str(target)), job=config), run)
