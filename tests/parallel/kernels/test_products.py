@@ -201,3 +201,13 @@ def test_rows_are_read_back(shape):
     assert pairs.rows(torch.tensor([-1, shape[0]])).isnan().all()
     unknown = Panels(matrix).rows(torch.tensor([-1, shape[0]]))
     assert unknown.isnan().all(), "nothing outside of the matrix is read"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_zeros_that_fill_up_a_matrix_are_not_counted(shape):
+    """What models take is foretold from shapes, on machines without these kernels too."""
+    codes, scales = torch.zeros(shape, dtype=torch.int8), torch.ones(shape[0])
+    for panels in (Panels(codes, scales), Panels(codes, scales, rounds=True)):
+        assert panels.weights.nbytes == codes.nbytes
+    for rows in (torch.float32, torch.bfloat16):
+        assert Panels(codes.bfloat16(), rows=rows).weights.nbytes == 2 * codes.nbytes
