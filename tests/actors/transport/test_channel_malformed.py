@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import socket
+import termios
 import time
 
 import pytest
@@ -42,6 +44,12 @@ def num_waiting(hub, link):
     """Bytes of a client's link that have arrived and that the hub has not read, at most 1000 too few."""
     connection = hub._guard._of_link.get(link.identity)  # None while a busy machine has it open another
     return connection.num_waiting(connection.opened_at) if connection is not None else 0
+
+
+def is_taken(hub, link):
+    """Whether ZeroMQ has taken from the kernel what arrived over a client's link."""
+    connection = hub._guard._of_link.get(link.identity)
+    return connection is not None and not any(fcntl.ioctl(connection.wire, termios.FIONREAD, bytes(4)))
 
 
 def until(condition):
@@ -166,7 +174,8 @@ def test_a_peer_that_sends_without_pause_delays_no_other(hub, open_link):
     last = Request(1, (5,) * 3000)
     link.send(last)
     until(lambda: all(num_waiting(hub, one) > 1000 for one in (flood, link)))
-    time.sleep(0.2)  # what has reached this machine reaches ZeroMQ
+    until(lambda: is_taken(hub, link))
+    time.sleep(0.2)  # what ZeroMQ has taken is there to be received
     before = 0
     while hub.receive(5.0) != ("client:2", last):
         before += 1

@@ -15,6 +15,7 @@ from actors.transport.client_limits import wire_size
 from actors.transport.work_meter import WorkMeter
 from tests.actors.service_harness import KEYS, link_to
 from tests.actors.transport.test_channel import greet
+from tests.actors.transport.test_channel_malformed import until
 
 NAMES = ("client:1", "client:2", "target-0")
 
@@ -112,9 +113,11 @@ def test_a_key_whose_closed_connections_left_much_gets_no_further_one_until_it_i
     hub.limit_clients(12_000)
     links = [link_to(hub.client_address, f"client:1:{number}") for number in range(6)]
     greet(hub, *links)
+    (user_id,) = {connection.user_id for connection in hub._guard._connections.values()}
     for link in links:
         send_unread(link)
         link.close()
+    until(lambda: hub._guard._is_full(user_id))  # all has arrived, and it is known that they are closed
     further, other = open_link("client:1:further"), open_link("client:2")
     monitors = [link._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) for link in (further, other)]
     for link in (further, other):

@@ -73,14 +73,14 @@ def test_a_word_that_is_none_is_named(server: RunningServer, word):
 
 
 def longest_pause_s(work: Callable[[], object]) -> float:
-    """How long another thread did not run meanwhile."""
+    """For how much of the work another thread did not run: seconds of this process, not of others on its cores."""
     pauses, ended = [0.0], threading.Event()
 
     def tick() -> None:
-        last = time.monotonic()
+        last = time.process_time()
         while not ended.wait(0.001):
-            pauses.append(time.monotonic() - last)
-            last = time.monotonic()
+            pauses.append(time.process_time() - last)
+            last = time.process_time()
 
     ticking = threading.Thread(target=tick)
     ticking.start()
