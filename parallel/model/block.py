@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kernels.experts import Mixture
 from parallel.kernels.norms import add_rows, weigh_rows
 from parallel.model.config import Activation, DecoderConfig, NormPlacement
 from parallel.model.layers.activation import activated, gated, sigmoid
@@ -24,6 +23,9 @@ from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rotation
 from parallel.model.layers.weight import Layer, Shard, TensorOptions, join_weights
+
+if TYPE_CHECKING:
+    from parallel.kernels.experts import Mixture
 
 
 class Attention(Layer):
@@ -187,6 +189,8 @@ class Experts(Layer):
         gate_up, down = ([one.panels for one in part if one.panels is not None] for part in weights)
         is_plain = self.experts[0].gated and self.experts[0].gate_up.bias is None
         if is_plain and gate_up and down and not (gate_up[0].fills_rows or down[0].fills_rows):
+            from parallel.kernels.experts import Mixture  # for models with experts alone
+
             self._mixture = Mixture(
                 gate_up,
                 down,
