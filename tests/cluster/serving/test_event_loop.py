@@ -102,8 +102,8 @@ def test_a_long_text_lets_others_run(server: RunningServer):
     alone = tokenizer.encode(text).ids
     took = time.thread_time() - started
     found = model.encode(text)
-    # other processes keep the other thread waiting now and then, and a call that keeps it from running every time
-    assert any(longest_pause_s(lambda: model.encode(text)) < took / 2 for _ in range(50))
+    # a busy machine keeps the other thread waiting now and then, and a call that keeps it from running every time
+    assert any(longest_pause_s(lambda: model.encode(text)) < took / 4 for _ in range(50))
     assert found == alone and model.decode(found) == tokenizer.decode(alone) == text
 
 
