@@ -205,7 +205,7 @@ def test_rows_are_read_back(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_zeros_that_fill_up_a_matrix_are_not_counted(shape):
-    """What models take is foretold from shapes, on machines without these kernels too."""
+    """Bytes of models are computed from shapes, on machines without these kernels too."""
     codes, scales = torch.zeros(shape, dtype=torch.int8), torch.ones(shape[0])
     for panels in (Panels(codes, scales), Panels(codes, scales, rounds=True)):
         assert panels.weights.nbytes == codes.nbytes
