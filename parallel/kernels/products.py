@@ -63,8 +63,8 @@ class Panels:
     """A matrix [outputs, inputs] of float32, bfloat16, or int8 with a factor for every output, to multiply rows of
     float32 by; or of bfloat16, for rows of bfloat16; or of int8, for rows of either that it `rounds`.
 
-    `weights` holds it; its `nbytes` leaves out the zeros that fill up the last panel. `at` are the addresses of matrix
-    and factors and `stored` the type, as the kernel takes them.
+    `weights` holds it; its `nbytes` leaves out the zeros that fill up panels and steps. `at` are the addresses of it
+    and of the factors, and `stored` is the type, as the kernel takes them.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Panels:
         self._padding = -self.inputs % _PER_STEP.get(self.stored, 1)
         width = self.inputs + self._padding
         size = -(-self.outputs // PANEL) * PANEL * width
-        self.weights = pages.empty(size, matrix.dtype)[: self.outputs * width]
+        self.weights = pages.empty(size, matrix.dtype)[: matrix.numel()]
         self.scales = scales
         self.at = self.weights.data_ptr(), None if scales is None else scales.data_ptr()
         self.assign(matrix)

@@ -14,7 +14,7 @@ from actors.transport.channel import AnyLink, Hub, Link, open_link
 from actors.transport.keys import HubKeys, peer_of
 
 FACTS = {"kv_slots": 400, "max_model_len": 50, "vocab_size": 97}
-WAIT_S = 10.0
+WAIT_S = 30.0
 _RANKS = [f"{role}-{rank}" for role in ("target", "draft", "draft2") for rank in range(4)]
 KEYS = HubKeys(bytes(range(32)), (*_RANKS, "sender", "another", "client:1", "client:2", "client:other"))
 

@@ -173,8 +173,8 @@ def test_a_client_fails_after_the_same_time_without_a_heartbeat(engine, monkeypa
     monkeypatch.setattr(module, "_POLL_S", 0.01)
     with connect(engine.address, KEY.text, timeout_s=20.0) as client:
         assert client._silence_s == 20.0
-        engine.falls_silent, client._silence_s = True, 1.0
         completion = client.submit((3,))
+        engine.falls_silent, client._silence_s = True, 1.0
         with pytest.raises(EngineError, match=": no heartbeat of the engine for 1 s$"):
             completion.result(20)
 

@@ -62,7 +62,7 @@ hub = Hub("tcp://127.0.0.1:*", KEYS)
 line = Line(hub.client_address)
 link = link_to(line.address, "client:1")
 link.send(Hello())
-assert hub.receive(5.0)
+assert hub.receive(20.0)
 """
 TO_HUB = """
 line.holds = True

@@ -451,7 +451,7 @@ def test_a_hub_serves_threads_through_memory_and_others_through_the_network(near
 @pytest.mark.parametrize("secret", [bytes(32), KEYS.secret], ids=["another hub", "the key of another"])
 def test_a_thread_needs_a_key_too(near_hub, secret):
     link = open_link(near_hub.address, "target-0", HubKeys(secret).of("target-9"))
-    assert isinstance(link, Link) and link.is_refused(5.0)
+    assert isinstance(link, Link) and link.is_refused(20.0)
     link.send(Hello())
     assert near_hub.receive(0.05) is None
     link.close()

@@ -15,6 +15,7 @@ from actors.transport.client_limits import wire_size
 from actors.transport.work_meter import WorkMeter
 from tests.actors.service_harness import KEYS, link_to
 from tests.actors.transport.test_channel import greet
+from tests.actors.transport.test_channel_malformed import until
 
 NAMES = ("client:1", "client:2", "target-0")
 
@@ -40,7 +41,7 @@ def test_a_record_that_is_longer_than_any_request_is_refused_unread(hub, open_li
     for link in (client, rank):
         link.send(long)
         link.send(Hello())
-    arrived = [hub.receive(5.0) for _ in range(3)]
+    arrived = [hub.receive(20.0) for _ in range(3)]
     assert ("client:1", long) not in arrived and ("target-0", long) in arrived and hub.num_unreadable == 1
     assert sum(size > 1000 for size in decoded) == 1
 
@@ -112,9 +113,11 @@ def test_a_key_whose_closed_connections_left_much_gets_no_further_one_until_it_i
     hub.limit_clients(12_000)
     links = [link_to(hub.client_address, f"client:1:{number}") for number in range(6)]
     greet(hub, *links)
+    (user_id,) = {connection.user_id for connection in hub._guard._connections.values()}
     for link in links:
         send_unread(link)
         link.close()
+    until(lambda: hub._guard._is_full(user_id))  # all has arrived, and it is known that they are closed
     further, other = open_link("client:1:further"), open_link("client:2")
     monitors = [link._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) for link in (further, other)]
     for link in (further, other):
@@ -140,7 +143,7 @@ def test_what_messages_take_on_their_way_is_counted_to_the_byte(hub, open_link):
     for number in range(500):
         link.send(Request(number, tuple([70_000] * (number % 100))))
         if number % 20 == 0:
-            hub.receive(5.0)
+            hub.receive(20.0)
     drained(hub, 500 - 25)
     assert -client_limits_left <= connection.num_waiting(connection.opened_at) < client_limits_left
     for number in range(500):
@@ -185,7 +188,7 @@ def test_refused_records_cost_time_too_and_ranks_may_send_anything(hub, open_lin
         for _ in range(3):
             link._post(b"torn")
         link.send(Hello())
-    assert [hub.receive(5.0), hub.receive(0.3)] == [("target-0", Hello()), None]
+    assert [hub.receive(20.0), hub.receive(0.3)] == [("target-0", Hello()), None]
 
 
 def spend_all_on_the_first_record(monkeypatch) -> None:
@@ -215,7 +218,7 @@ def test_while_clients_have_had_their_time_the_others_are_read(hub_without_time)
         greet(hub, rank)
     assert hub.receive(0.3) is None and hub.num_unreadable == 0, "it waits, it is not lost"
     hub._meter = WorkMeter()
-    assert hub.receive(5.0) == ("client:2", Hello())
+    assert hub.receive(20.0) == ("client:2", Hello())
     for link in (one, other, rank):
         link.close()
 
@@ -252,7 +255,7 @@ def test_ranks_are_read_before_clients(hub, open_link):
     rank.send(Hello())
     assert hub._socket.poll(20_000)
     time.sleep(0.2)  # let what is read ahead arrive
-    assert hub.receive(5.0) == ("target-0", Hello())
+    assert hub.receive(20.0) == ("target-0", Hello())
 
 
 # --- towards the client ----------------------------------------------------------------------------------------------
@@ -269,7 +272,7 @@ def test_bytes_wait_for_a_client_that_reads_nothing_only_up_to_a_limit(hub, open
     for _ in range(count):
         hub.send([name], record)
     hub.send(["client:2"], Stop("arrived"))
-    assert other.receive(5.0) == Stop("arrived")
+    assert other.receive(20.0) == Stop("arrived")
     received, is_limited = 0, name == "client:1"
     while received < count and stopped.receive(0.5 if is_limited else 20.0) is not None:
         received += 1

@@ -116,7 +116,7 @@ def test_an_error_is_the_receivers_and_what_follows_waits_for_the_next_one_to_ha
     link.send(Abort(1))
     link.send(Abort(2))
     with pytest.raises(RuntimeError, match="about"):
-        hub.receive(5.0)
+        hub.receive(20.0)
     hub.serve_near(None)
     handled = []
     hub.serve_near(lambda _, record: handled.append(record))
@@ -153,7 +153,7 @@ def test_a_record_that_cannot_be_read_does_not_use_a_call_up(hub):
 def test_a_record_to_another_process_is_sent_while_a_thread_waits_for_one(hub):
     far = open_link(hub.address.replace("127.0.0.1", "localhost"), "target-1", KEYS.of("target-1"))
     far.send(Hello())
-    assert hub.receive(5.0) == ("target-1", Hello())
+    assert hub.receive(20.0) == ("target-1", Hello())
     thread = threading.Thread(target=lambda: hub.receive(60.0))
     thread.start()
     hub.send(["target-1"], Abort(7))
@@ -166,7 +166,7 @@ def test_a_record_to_another_process_is_sent_while_a_thread_waits_for_one(hub):
 def test_a_link_that_is_closed_or_replaced_has_nothing_any_more(hub):
     first, second = link_to(hub, "target-0"), link_to(hub, "target-0")
     second.send(Hello())
-    assert hub.receive(5.0) == ("target-0", Hello()) and hub.identities() == ["target-0"]
+    assert hub.receive(20.0) == ("target-0", Hello()) and hub.identities() == ["target-0"]
     first.close()
     hub.send(["target-0"], Abort(1))
     assert second.receive(0) == Abort(1) and first.receive(0) is None

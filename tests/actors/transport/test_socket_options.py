@@ -73,4 +73,4 @@ def test_the_longest_record_of_a_client_is_read_and_one_byte_more_is_not(hub, op
     link = open_link("client:1")
     for request in requests:
         link.send(request)
-    assert hub.receive(5.0) == ("client:1", requests[0]) and hub.receive(0.2) is None and hub.num_unreadable == 1
+    assert hub.receive(20.0) == ("client:1", requests[0]) and hub.receive(0.2) is None and hub.num_unreadable == 1

@@ -234,13 +234,14 @@ def test_a_recalled_role_keeps_its_weights_and_forgets_every_request(open_ranks,
 @pytest.mark.extended
 def test_ranks_called_to_a_coordinator_that_is_gone_come_back_and_follow_its_successor(open_ranks, spec, monkeypatch):
     """The coordinator died between `Join` and the forming of the group; the store, which it hosts, died with it."""
-    monkeypatch.setattr(factory, "MEETING_S", 0.5)
     ranks = open_ranks(*(replace(spec, rank=rank, size=2) for rank in range(2)))
     ranks.join()
+    monkeypatch.setattr(factory, "MEETING_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         unused_address = server.getsockname()
     ranks.send(Join(2, 7, unused_address))
     ranks.wait_for(2, epoch=2, waiting=True)
+    monkeypatch.setattr(factory, "MEETING_S", WAIT_S)
     readies = ranks.join(epoch=3, last_round=7)
     assert [ready.epoch for ready in readies] == [3, 3] and not ranks.errors
     ranks.send(replace(VERIFY, round=8, after=7))

@@ -185,7 +185,7 @@ WITHOUT_COMPILER = {"parallel.model.layers.sdpa", "parallel.model.layers.score_b
 """What a machine needs whose products and attention are PyTorch's."""
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_of_a_lookup_loads_little(loaded):
     """One row is loaded of each table of families, rules, ports and backends: what is imported without use shows in the
     count, which is that of an engine and its ranks, in one process, after a request."""

@@ -612,11 +612,12 @@ def pool_process(half_agreeing_drafter: Path, target: str, folder: Path, listen:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGCONT)
             process.terminate()
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
         process.wait()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_pool_that_freezes_and_one_that_is_killed(
     open_engine, plain_texts, half_agreeing_drafter, tmp_path, tiny_checkpoint
 ):
@@ -641,6 +642,7 @@ def test_a_pool_that_freezes_and_one_that_is_killed(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_one_of_two_pools_is_killed(
     open_engine, plain_texts, open_pool, half_agreeing_drafter, tmp_path, tiny_checkpoint
 ):

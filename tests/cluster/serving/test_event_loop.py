@@ -73,14 +73,14 @@ def test_a_word_that_is_none_is_named(server: RunningServer, word):
 
 
 def longest_pause_s(work: Callable[[], object]) -> float:
-    """How long another thread did not run meanwhile."""
+    """For how much of the work another thread did not run: seconds of this process, not of others on its cores."""
     pauses, ended = [0.0], threading.Event()
 
     def tick() -> None:
-        last = time.monotonic()
+        last = time.process_time()
         while not ended.wait(0.001):
-            pauses.append(time.monotonic() - last)
-            last = time.monotonic()
+            pauses.append(time.process_time() - last)
+            last = time.process_time()
 
     ticking = threading.Thread(target=tick)
     ticking.start()
@@ -102,8 +102,8 @@ def test_a_long_text_lets_others_run(server: RunningServer):
     alone = tokenizer.encode(text).ids
     took = time.thread_time() - started
     found = model.encode(text)
-    # other processes keep the other thread waiting now and then, and a call that keeps it from running every time
-    assert any(longest_pause_s(lambda: model.encode(text)) < took / 2 for _ in range(50))
+    # a busy machine keeps the other thread waiting now and then, and a call that keeps it from running every time
+    assert any(longest_pause_s(lambda: model.encode(text)) < took / 4 for _ in range(50))
     assert found == alone and model.decode(found) == tokenizer.decode(alone) == text
 
 

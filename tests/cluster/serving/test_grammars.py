@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
-import threading
+from concurrent.futures import Future
 from typing import Any
 
 import jsonschema
 import pytest
 
-from actors.grammars import compiler
-from actors.grammars.compiler import _source as source
 from actors.grammars.masks import TextMatcher
 from actors.protocol.grammar import Grammar
 from actors.protocol.messages import SamplingParams
 from cluster.serving import grammar_check
+from cluster.serving.served_model import ServedModel
 from tests.cluster.serving.conftest import RunningServer
 
 SCHEMA = {
@@ -155,22 +154,18 @@ def test_a_choice_of_thousands_is_followed(client):
 
 def test_grammars_that_wait_for_others_may_come_again(server: RunningServer, monkeypatch):
     """What takes long is a 400 of its own; what has not begun is no fault of the request."""
-    goes_on = threading.Event()
-    monkeypatch.setattr(grammar_check, "_COMPILE_S", 0.2)
-    monkeypatch.setattr(compiler, "_source", lambda grammar: goes_on.wait(60) and source(grammar))
-    answers = []
-
-    def ask(name: str) -> None:
-        answers.append(server.ask("/v1/completions", {"prompt": "a", "structured_outputs": {"choice": [name]}}))
-
-    threads = [threading.Thread(target=ask, args=(f"new {i}",)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    goes_on.set()
-    found = {status: (headers["retry-after"], reply["error"]["code"]) for status, headers, reply in answers}
-    assert found == {400: (None, None), 429: ("1", "rate_limit_exceeded")}
+    begun, waiting = Future[Any](), Future[Any]()
+    begun.set_running_or_notify_cancel()
+    compiling = [begun, waiting]
+    monkeypatch.setattr(grammar_check, "_COMPILE_S", 0.1)
+    monkeypatch.setattr(ServedModel, "compile_grammar", lambda *_: compiling.pop(0))
+    found = []
+    for _ in range(2):
+        body = {"prompt": "a", "structured_outputs": {"choice": ["new"]}}
+        status, headers, reply = server.ask("/v1/completions", body)
+        found.append((status, headers["retry-after"], reply["error"]["code"]))
+    assert found == [(400, None, None), (429, "1", "rate_limit_exceeded")]
+    assert waiting.cancelled() and not compiling
 
 
 def random_schema(choose: random.Random, depth: int) -> dict[str, Any]:

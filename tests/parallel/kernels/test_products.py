@@ -216,3 +216,13 @@ def test_rows_of_a_matrix_that_is_not_packed(inputs, stored, dtype):
     rows = matrix[ids[:4]] if scales is None else matrix[ids[:4]] * scales[ids[:4], None]
     assert torch.equal(found[:4], rows.to(dtype))
     assert found[4:].isnan().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_zeros_that_fill_up_a_matrix_are_not_counted(shape):
+    """Bytes of models are computed from shapes, on machines without these kernels too."""
+    codes, scales = torch.zeros(shape, dtype=torch.int8), torch.ones(shape[0])
+    for panels in (Panels(codes, scales), Panels(codes, scales, rounds=True)):
+        assert panels.weights.nbytes == codes.nbytes
+    for rows in (torch.float32, torch.bfloat16):
+        assert Panels(codes.bfloat16(), rows=rows).weights.nbytes == 2 * codes.nbytes
