@@ -309,7 +309,7 @@ async def _events(body: GenerationRequest, generation: Generation, writer: Reply
             event = b""
             if choice.index not in opened:
                 opened.add(choice.index)
-                before = usage_of(generation, len(piece.token_ids)) if body.usage_everywhere else absent
+                before = usage_of(generation, (choice, piece)) if body.usage_everywhere else absent
                 event = writer.opening(choice, piece, before)
             yield event + writer.chunk(choice, piece, usage_of(generation) if body.usage_everywhere else absent)
     if body.includes_usage:

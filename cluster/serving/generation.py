@@ -60,10 +60,12 @@ class Generation:
                     self._began()
                 yield self.choices[index], piece
 
-    @property
-    def num_reasoning_tokens(self) -> int | None:
-        """Tokens so far of the blocks of reasoning of all choices; None where the model has none."""
-        return None if self._reasoning is None else sum([count.num for count in self._reasoning])
+    def num_reasoning_tokens(self, without: RequestedText | None = None) -> int | None:
+        """Tokens so far of the blocks of reasoning of all choices, but one; None where the model has none."""
+        if self._reasoning is None:
+            return None
+        counts = zip(self.choices, self._reasoning, strict=True)
+        return sum([count.num for choice, count in counts if choice is not without])
 
     @property
     def version(self) -> int | None:

@@ -199,14 +199,16 @@ class ReplyWriter:
         )
 
 
-def usage_of(generation: Generation, num_later: int = 0) -> TokenUsage:
-    """Tokens so far, without the last `num_later`; a prompt counts once, however many choices it has."""
-    prompt, completion = generation.num_prompt_tokens, generation.num_tokens - num_later
+def usage_of(generation: Generation, before: tuple[RequestedText, Piece] | None = None) -> TokenUsage:
+    """Tokens so far, or `before` a choice had this first piece; a prompt counts once, however many choices it has."""
+    choice, piece = before or (None, None)
+    prompt, completion = generation.num_prompt_tokens, generation.num_tokens
+    completion -= 0 if piece is None else len(piece.token_ids)
     cached = generation.num_cached_tokens
     usage = TokenUsage(prompt, completion, prompt + completion)
     if cached is not None:
         usage.prompt_tokens_details = PromptDetails(cached)
-    if (reasoning := generation.num_reasoning_tokens) is not None:
+    if (reasoning := generation.num_reasoning_tokens(without=choice)) is not None:
         usage.completion_tokens_details = CompletionDetails(reasoning_tokens=reasoning)
     return usage
 
