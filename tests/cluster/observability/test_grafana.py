@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.options import PipelineConfig, SamplingConfig
+from actors.options import PipelineConfig, PipelineName, SamplingConfig
 from cluster.config.jobs import GenerateConfig
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.jobs import generate
@@ -142,7 +142,7 @@ def test_every_query_returns_data_and_counters_agree_with_the_report(
     config = tiny_launch(
         GenerateConfig(prompts=prompts, limit=0, concurrency=3, trace=False),
         drafter=ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=3, device="cpu"),
-        pipeline=PipelineConfig("branches", adaptive=False),
+        pipeline=PipelineConfig(PipelineName.branches, adaptive=False),
         cluster=CLUSTER,
         sampling=SamplingConfig(max_tokens=250, ignore_eos=True),
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from actors.options import PipelineConfig
+from actors.options import PipelineConfig, PipelineName
 from cluster.config.schema import ClusterConfig, ClusterName
 from tests.cluster.serving.conftest import RunningServer, serving
 
@@ -27,7 +27,7 @@ IGNORING = {"ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def server(chat_checkpoint, half_agreeing_drafter) -> Iterator[RunningServer]:
-    pipeline = PipelineConfig("branches", adaptive=False)  # the drafter has a process of its own
+    pipeline = PipelineConfig(PipelineName.branches, adaptive=False)  # the drafter has a process of its own
     with serving(chat_checkpoint, half_agreeing_drafter, pace_ms=10, cluster=ON_RAY, pipeline=pipeline) as running:
         running.service.warm_up()
         yield running
