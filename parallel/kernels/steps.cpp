@@ -77,6 +77,7 @@ void join_rows(const char *x, const char *other, char *out, int64_t count, int64
     }
 }
 
+// Makes each call once. `given` are the numbers in which runs of the same steps differ.
 static void run_once(const Step *steps, int64_t count, const int64_t *given) {
     for (const Step *step = steps; step < steps + count; step++) {
         int64_t arguments[MOST_ARGUMENTS];
@@ -103,7 +104,7 @@ static void run_once(const Step *steps, int64_t count, const int64_t *given) {
     }
 }
 
-// Makes `count` calls, `times` times. `given` [times, width] are the numbers in which runs of the same steps differ.
+// The same `times` times, one after the other, with `given` [times, width].
 void run_steps(const Step *steps, int64_t count, const int64_t *given, int64_t width, int64_t times) {
     for (int64_t k = 0; k < times; k++) run_once(steps, count, given + k * width);
 }

@@ -121,8 +121,7 @@ def fit_slots(
     that a drafter on the same ranks takes, and those that it takes for every slot.
 
     The ranks share the model tensor-parallel, or layer-parallel by `layout`. `rounds`: whether `weights=auto` may round
-    the weights. ValueError if the weights or the given
-    `num_slots`, which must be the same on all ranks, do not fit.
+    the weights. ValueError if the weights or the given `num_slots`, which must be the same on all ranks, do not fit.
     """
     config = replace(read_config(resolve_checkpoint(path)).stretched(stretch), head=head)
     chosen, stored = choose_dtype(dtype, device), choose_weights(weights, dtype, device, path, rounds=rounds)
