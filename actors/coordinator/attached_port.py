@@ -12,7 +12,7 @@ from actors.coordinator.scheduler import Demand
 from actors.coordinator.sequence import DraftState, Sequence
 from actors.policy.decision import Mode
 from actors.policy.policy import Policy
-from actors.protocol.messages import VerdictBatch
+from actors.protocol.messages import UNKNOWN_COSTS, VerdictBatch
 
 
 class AttachedPort(DrafterPort):
@@ -41,8 +41,8 @@ class AttachedPort(DrafterPort):
             reading = [*self._lengths]
         elif self._policy.mode in (Mode.speculate, Mode.probe):
             reading = [sequence.request_id for sequence, num_rows, _ in rows if num_rows < sequence.uncached_len]
-        least_chance = self._policy.least_chance
-        return PassOrders(self._lengths, reading, least_chance=least_chance, unverified=self._is_scoring)
+        costs = self._policy.costs() if self._lengths else UNKNOWN_COSTS
+        return PassOrders(self._lengths, reading, costs=costs, unverified=self._is_scoring)
 
     def _order(self, reached: list[Sequence]) -> dict[int, int]:
         """Draft tokens for these sequences, which get a verdict; none while a verdict may end speculation."""

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING
 from actors.coordinator.scheduler import Demand
 from actors.coordinator.scored_drafts import ScoredDrafts
 from actors.coordinator.sequence import DraftState, Sequence
-from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, Proposal, ProposalBatch, VerdictBatch
+from actors.protocol.messages import (
+    UNKNOWN_COSTS,
+    Commit,
+    DraftBatch,
+    DraftPreviewBatch,
+    MeasuredCosts,
+    Proposal,
+    ProposalBatch,
+    VerdictBatch,
+)
 
 if TYPE_CHECKING:
     from actors.coordinator.local_drafts import LocalDrafts
@@ -61,7 +70,7 @@ class PassOrders:
     """Requests whose text is read for drafts."""
     bridge: int = 0
     num_received: int = 0
-    least_chance: float = 0.0
+    costs: MeasuredCosts = UNKNOWN_COSTS
     unverified: bool = False
 
 

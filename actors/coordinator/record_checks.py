@@ -162,9 +162,8 @@ class RecordChecks:
         _check_finite(time for started, finished, _ in batch.ahead for time in (started, finished))
         for proposal in batch.proposals:
             proposal.check(self.vocab_size)
-            size, num_dropped = proposal.tree.num_draft_tokens, proposal.num_dropped
-            if num_dropped < 0 or size + num_dropped > self._num_draft_tokens:
-                raise ValueError(f"a proposal of {size} draft tokens, {num_dropped} dropped, was not ordered")
+            if (size := proposal.tree.num_draft_tokens) > self._num_draft_tokens:
+                raise ValueError(f"a proposal of {size} draft tokens was not ordered")
 
 
 def _check_finite(numbers: Iterable[float]) -> None:

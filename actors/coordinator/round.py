@@ -67,12 +67,11 @@ class Round:
     def add_outcome(self, commit: Commit, num_ordered: int, proposal: Proposal | None) -> None:
         """One sequence got its verdict; `num_ordered` draft tokens had been ordered for it."""
         num_tokens = len(commit.token_ids)
-        path, brought, num_dropped = (), 0, 0
-        if proposal is not None and not proposal.is_forced:  # what a grammar forced says nothing of the drafter
-            num_dropped = proposal.num_dropped
-            if proposal.tree.num_draft_tokens:
-                path, brought = commit.path, num_tokens
-        self.outcomes.append(DraftOutcome(commit.request_id, num_ordered, path, brought, num_dropped))
+        path, brought, num_missing = (), 0, 0
+        if proposal is not None and not proposal.is_forced and proposal.tree.num_draft_tokens:
+            path, brought = commit.path, num_tokens  # what a grammar forced says nothing of the drafter
+            num_missing = max(0, num_ordered - proposal.tree.num_draft_tokens)
+        self.outcomes.append(DraftOutcome(commit.request_id, num_ordered, path, brought, num_missing))
         self.num_tokens += num_tokens
 
     def observation(

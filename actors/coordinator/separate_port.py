@@ -225,7 +225,7 @@ class SeparatePort(DrafterPort):
             works_ahead=self._policy.works_ahead,
             top_tokens=tuple(self._top_tokens),
             exports=exports,
-            least_chance=self._policy.least_chance,
+            costs=self._policy.costs(),
         )
         self._top_tokens.clear()
         return batch

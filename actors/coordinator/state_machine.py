@@ -383,7 +383,7 @@ class Coordinator:
             may_draft=may_draft,
             bridge=orders.bridge,
             num_received=orders.num_received,
-            least_chance=orders.least_chance,
+            costs=orders.costs,
             unverified=orders.unverified,
         )
         return [batch]

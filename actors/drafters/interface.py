@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from actors.protocol.messages import (
     HASH_SEED,
+    UNKNOWN_COSTS,
     Admit,
     Commit,
     DraftPreview,
     LearningWork,
     LevelWork,
+    MeasuredCosts,
     SamplingKind,
     SamplingParams,
     SparseDistribution,
@@ -60,7 +62,7 @@ class Context:
     scope: int = 0  # of the client and its `cache_salt`; what is remembered of ended requests is kept apart by it
     reference: tuple[int, ...] = ()  # a text of the request that its output may follow
     source: tuple[int, ...] = ()  # what the target's encoder reads; empty where it has none
-    least_chance: float = 0.0  # draft tokens that are accepted less often are not worth a row of the target's pass
+    costs: MeasuredCosts = UNKNOWN_COSTS  # what its drafts are weighed against
     is_unverified: bool = False  # no pass verifies the next draft, and none is to be run for it
 
     @classmethod
@@ -157,7 +159,6 @@ class Draft:
     sampling_kinds: tuple[int, ...] = ()
     distributions: tuple[SparseDistribution | None, ...] = ()
     parts: tuple[tuple[str, int], ...] = ()
-    num_dropped: int = 0
 
     @staticmethod
     def nothing(context: Context) -> Draft:

@@ -26,15 +26,20 @@ class DraftOutcome:
     """Draft tokens that were ordered for a request in a round, and the nodes of its draft that were accepted.
 
     Tokens that were ordered and did not come, or not in time, count as not accepted: the order is what is chosen.
-    `num_tokens` is what the pass brought the request if it verified a draft, else 0. `num_dropped` of the ordered
-    tokens were not worth a row of it.
+    `num_tokens` is what the pass brought the request if it verified a draft, else 0; `num_missing` of the ordered
+    tokens had no row of it.
     """
 
     request_id: int
     num_ordered: int
     path: Sequence[int]
     num_tokens: int = 0
-    num_dropped: int = 0
+    num_missing: int = 0
+
+    @property
+    def num_verified(self) -> int:
+        """Draft tokens that had a row of the pass."""
+        return self.num_ordered - self.num_missing if self.num_tokens else 0
 
 
 class Survival:

@@ -56,6 +56,11 @@ class DraftWait:
         (self._rest_s if is_rest else self._first_s).append(seconds)
 
     @property
+    def verify_s(self) -> float:
+        """Seconds of a target pass that reads no prompt, lately; 0: not known."""
+        return self._verify_s.mean
+
+    @property
     def pass_s(self) -> float:
         """Seconds of a target pass, lately."""
         return self._verify_s.mean or self._prefill_s

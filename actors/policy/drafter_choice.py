@@ -23,7 +23,7 @@ from math import exp
 from actors.policy.acceptance import AVERAGE, RelativeAcceptance, Survival
 from actors.policy.costs import IDLE_DECAY
 from actors.policy.decision import EXPLORED_SHARE, MOST_BUDGET, Estimate
-from actors.policy.estimators import Ewma
+from actors.policy.estimators import BySize, Ewma
 
 NO_DRAFTER = -1
 """Stands for a request that gets no draft."""
@@ -80,31 +80,37 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Seconds of a round: `draft_s(drafter, longest draft)` of each drafter that is used, and the rest of the round by
-    the mean number of draft tokens of a request, a line."""
+    """Seconds of a round of `num_requests`: `draft_s(drafter, longest draft, requests that use it)` of each drafter
+    that is used, and the rest of the round by its draft tokens, a line."""
 
-    draft_s: Callable[[int, int], float]
+    draft_s: Callable[[int, int, int], float]
     rest_s: float
     per_row_s: float
+    num_requests: int = 1
 
     def seconds(self, picks: Sequence[tuple[int, int]]) -> float:
         longest: dict[int, int] = {}
+        users: dict[int, int] = {}
         num_rows = 0
         for drafter, length in picks:
             if length:
                 num_rows += length
+                users[drafter] = users.get(drafter, 0) + 1
                 if length > longest.get(drafter, 0):
                     longest[drafter] = length
-        drafting_s = sum([self.draft_s(*used) for used in longest.items()])
-        return self.rest_s + num_rows / len(picks) * self.per_row_s + drafting_s
+        drafting_s = sum([self.draft_s(drafter, length, users[drafter]) for drafter, length in longest.items()])
+        return self.rest_s + num_rows * self.per_row_s + drafting_s
 
-    def seconds_of_one(self, drafter: int, length: int) -> float:
-        """Seconds of a round of one request with such a draft."""
-        return self.rest_s + length * self.per_row_s + self.draft_s(drafter, length)
+    def seconds_of_all(self, drafter: int, length: int) -> float:
+        """Seconds of a round in which every request has such a draft."""
+        num_requests = self.num_requests
+        return self.rest_s + num_requests * length * self.per_row_s + self.draft_s(drafter, length, num_requests)
 
     def token_s(self, drafter: int) -> float:
         """What a draft token more costs a round in which all requests get one."""
-        return self.per_row_s + self.draft_s(drafter, 2) - self.draft_s(drafter, 1)
+        num_requests = self.num_requests
+        longer_s = self.draft_s(drafter, 2, num_requests) - self.draft_s(drafter, 1, num_requests)
+        return num_requests * self.per_row_s + longer_s
 
 
 def assign(offers: Sequence[Sequence[Offer]], times: RoundTimes) -> Assignment:
@@ -233,31 +239,42 @@ def _alone(offers: Sequence[Offer], times: RoundTimes) -> Assignment:
     pick, tokens, seconds = (NO_DRAFTER, 0), 1.0, times.rest_s
     for offer in offers:
         for length, expected in zip(offer.lengths, offer.expected, strict=True):
-            took = times.seconds_of_one(offer.drafter, length)
+            took = times.seconds_of_all(offer.drafter, length)
             if (1 + expected) * seconds > tokens * took:
                 pick, tokens, seconds = (offer.drafter, length), 1 + expected, took
     return Assignment([pick], tokens, seconds)
 
 
 class ReadingValue:
-    """What the drafts of one drafter save per generated token, had it read the text: of a request, and of all."""
+    """What the drafts of one drafter save per generated token, had it read the text: of a request, and of all.
+
+    Requests of another batch size save another time: a round that is shorter saves each of many requests little, and
+    draft tokens for many take longer.
+    """
 
     def __init__(self) -> None:
-        self._all = Ewma()
+        self._all = BySize(Ewma, _saved_among)
         self._requests: dict[int, Ewma] = {}
 
-    def update(self, request_id: int, seconds: float, num_tokens: float) -> None:
-        """A round that brings so many tokens for this request would be so many seconds shorter."""
-        self._all.update(seconds / num_tokens, num_tokens)
-        own = self._requests.setdefault(request_id, Ewma(mean=self._all.mean, weight=PRIOR_TOKENS))
-        own.update(seconds / num_tokens, num_tokens)
+    def update(self, request_id: int, num_requests: int, seconds: float, num_tokens: float) -> None:
+        """A round of so many requests that brings so many tokens for this one would be so many seconds shorter."""
+        of_all = self._all.of(num_requests)
+        of_all.update(seconds / num_requests / num_tokens, num_tokens)
+        own = self._requests.setdefault(request_id, Ewma(mean=of_all.mean, weight=PRIOR_TOKENS))
+        own.update(seconds / num_requests / num_tokens, num_tokens)
 
-    def saves_s(self, request_id: int, num_tokens: float) -> float:
-        """Seconds that are saved until so many tokens were generated."""
-        return num_tokens * self._requests.get(request_id, self._all).mean
+    def saves_s(self, request_id: int, num_requests: int, num_tokens: float) -> float:
+        """Seconds that are saved until so many tokens were generated in rounds of so many requests."""
+        own = self._requests.get(request_id)
+        return num_tokens * (own if own is not None else self._all.of(num_requests)).mean
 
     def release(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
+
+
+def _saved_among(known: Ewma, num_known: float, num_requests: float) -> Ewma:
+    """What a round saves each of other requests: its seconds are shared by more, or fewer."""
+    return Ewma(mean=known.mean * num_known / num_requests, weight=min(known.weight, 1.0))
 
 
 class RequestLengths:
@@ -289,10 +306,11 @@ class DrafterChoice:
         self._budget = CREDIT
         self._turn = 0
 
-    def should_read(self, drafter: int, request_id: int, num_generated: int, read_s: float) -> bool:
-        """Whether a drafter saves more with its drafts until the request ends than the seconds of reading its text."""
+    def should_read(self, drafter: int, request_id: int, num_requests: int, num_generated: int, read_s: float) -> bool:
+        """Whether a drafter saves one of so many requests more with its drafts, until it ends, than the seconds of
+        reading its text."""
         to_come = self.lengths.to_come(num_generated)
-        return self.reading[drafter].saves_s(request_id, to_come) > read_s
+        return self.reading[drafter].saves_s(request_id, num_requests, to_come) > read_s
 
     def weigh_reading(
         self,
@@ -306,7 +324,8 @@ class DrafterChoice:
         What a drafter saves is learned at requests that it has to read, and at one other of the batch. Drafters that
         have to read are compared with those that need not; a round that is shorter saves each request its part.
         """
-        self._turn = (self._turn + 1) % len(offers)
+        num_requests = len(offers)
+        self._turn = (self._turn + 1) % num_requests
         weighed = []
         for row, (request_id, request) in enumerate(zip(request_ids, offers, strict=True)):
             ready = [offer for offer in request if not offer.read_s]
@@ -314,14 +333,14 @@ class DrafterChoice:
                 if not self._shown[offer.drafter] and (offer.read_s or row == self._turn):
                     others = [one for one in ready if one is not offer]
                     seconds, num_tokens = saved_s(others, offer, times)
-                    self.reading[offer.drafter].update(request_id, seconds / len(offers), num_tokens)
+                    self.reading[offer.drafter].update(request_id, num_requests, seconds, num_tokens)
+            pays = [
+                offer.read_s > 0
+                and self.should_read(offer.drafter, request_id, num_requests, num_generated[row], offer.read_s)
+                for offer in request
+            ]
             weighed.append(
-                [
-                    replace(offer, read_s=0.0)
-                    if offer.read_s and self.should_read(offer.drafter, request_id, num_generated[row], offer.read_s)
-                    else offer
-                    for offer in request
-                ]
+                [replace(one, read_s=0.0) if reads else one for one, reads in zip(request, pays, strict=True)]
             )
         return weighed
 

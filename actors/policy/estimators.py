@@ -6,8 +6,12 @@ follow a text or a machine that changes, and hold a few numbers however long the
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from math import log2
+from typing import Generic, TypeVar
+
+_Estimate = TypeVar("_Estimate")
 
 MEMORY = 0.97
 """Default weight of the past per observation: about the last 30 observations count."""
@@ -112,3 +116,31 @@ class LinearFit:
     def at(self, x: float, slope: float) -> float:
         """y at `x` on the line of this `slope` through the means."""
         return self.mean_y + (x - self.mean_x) * slope
+
+
+def batch_class(num_requests: int) -> int:
+    """Class of batch sizes, in steps of a half more."""
+    return round(2 * log2(num_requests))
+
+
+class BySize(Generic[_Estimate]):
+    """An estimate for each class of batch sizes.
+
+    A class that was never seen begins with `borrow(known, num_known, num_requests)`: what the nearest class knows, and
+    the requests there and here.
+    """
+
+    def __init__(self, first: Callable[[], _Estimate], borrow: Callable[[_Estimate, float, float], _Estimate]) -> None:
+        self._first, self._borrow = first, borrow
+        self._by_class: dict[int, _Estimate] = {}
+
+    def of(self, num_requests: int) -> _Estimate:
+        size = batch_class(num_requests)
+        if size not in self._by_class:
+            nearest = min(self._by_class, key=lambda known: abs(known - size), default=None)
+            self._by_class[size] = (
+                self._first()
+                if nearest is None
+                else self._borrow(self._by_class[nearest], 2 ** (nearest / 2), 2 ** (size / 2))
+            )
+        return self._by_class[size]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log2
 
 from actors.options import PipelineName
 from actors.policy.acceptance import ACCEPTANCE_MEMORY, AcceptanceModel, DraftOutcome
@@ -32,7 +31,8 @@ from actors.policy.decision import (
 )
 from actors.policy.draft_length import DraftLengths, Tradeoff
 from actors.policy.draft_wait import DraftWait
-from actors.policy.estimators import Ewma
+from actors.policy.estimators import Ewma, batch_class
+from actors.protocol.messages import MeasuredCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,6 @@ class RoundObservation:
 class Policy:
     """Fixed draft lengths; the first part of an answer is always waited for."""
 
-    least_chance = 0.0
-    """How often a draft token must be accepted for it to be worth a row of the target's pass; 0: not known."""
     weighs_waiting = False
     """Whether drafts are waited for only while that costs less than they bring."""
     may_score = False
@@ -153,6 +151,10 @@ class Policy:
         """Seconds in which the target is expected not to work in a round with drafts; 0: not known."""
         return 0.0
 
+    def costs(self) -> MeasuredCosts:
+        """What a drafter may weigh its drafts against."""
+        return MeasuredCosts(self.wait.verify_s)
+
     def update(self, seen: RoundObservation) -> None:
         """A round ended."""
         self.wait.update_pass(seen.verify_s, reads_prompt=seen.num_prompt_rows > 0)
@@ -177,6 +179,9 @@ TRIAL_SHARE = 8
 """One of so many requests takes part in a trial, at least two."""
 LEAST_SAVED = 0.5
 """Rounds that a trial of all requests must save over one of a few."""
+NEW_ROUNDS = 3
+"""Rounds after requests joined from each of which is learned before the next: one over prompts, one that drafts what
+their texts may be unlike, and one for what it showed."""
 LATE_ROUNDS = 8
 """Rounds in a row without their drafts, which came late, that end speculation."""
 SCORE_EVERY = 8
@@ -230,8 +235,10 @@ class AdaptivePolicy(Policy):
         self._reads = Ewma(_PROMPT_MEMORY, weight=33.0)  # share of rounds that read prompts
         self._last_read_prompt = False
         self._num_late = 0
+        self._least_chance = 0.0  # how often a draft token must be accepted to be worth a row; 0: not known
         self._may_end = False  # found where rounds are learned from, beside a pass, since it takes a while
         self._num_running = 1
+        self._since_joined = 0  # rounds since requests did
         self._tries_all = False
         self._text_class: Hashable = None
         self._scores, self._runs_passes = scores, runs_passes
@@ -252,8 +259,9 @@ class AdaptivePolicy(Policy):
 
     @property
     def may_learn_later(self) -> bool:
-        """While a choice goes on that may go on for long. Of a trial or a probe, each round counts."""
-        return self.mode is Mode.speculate and self._decision.is_settled
+        """While a choice goes on that may go on for long. Of a trial or a probe each round counts, and where requests
+        have joined."""
+        return self.mode is Mode.speculate and self._decision.is_settled and self._since_joined >= NEW_ROUNDS
 
     def begin_scoring(self) -> None:
         self._until_scoring, self.may_score = SCORE_EVERY, False
@@ -289,8 +297,16 @@ class AdaptivePolicy(Policy):
             return 0.0
         return self._speed.factor * self._load.by_length(self._way).gap_of(self._lengths.longest_ordered)
 
+    def costs(self) -> MeasuredCosts:
+        lines, factor = self._load.by_length(self._way), self._speed.factor
+        round_s = self._without_prompts(self._load.plain.mean_s or lines.pass_of(0.0))
+        known_s = factor * round_s if self._load.plain.weight or self._load.by_choice[self._way].weight else 0.0
+        return MeasuredCosts(known_s, factor * lines.verify_s / self._num_running, self._least_chance)
+
     def expect_load(self, num_running: int, samples: bool) -> None:
-        before, self._load = self._load, self._loads.of((_batch_class(num_running), samples, 0), self._ways)
+        self._num_running = num_running
+        self._since_joined = 0
+        before, self._load = self._load, self._loads.of((batch_class(num_running), samples, 0), self._ways)
         if self._load is not before and self._load.by_choice[self._way].weight:
             self._lengths.choose_for_all(self._tradeoff(self._way, ()).best)  # drafts for few may cost much for many
 
@@ -310,6 +326,7 @@ class AdaptivePolicy(Policy):
         if not seen.outcomes:
             return
         self._num_running = seen.num_running
+        self._since_joined += 1
         drafted = any(outcome.num_ordered for outcome in seen.outcomes)
         shown = self._choose_load(seen)
         self._learn_acceptance(seen, drafted=drafted)
@@ -342,7 +359,7 @@ class AdaptivePolicy(Policy):
         Prompts have to be read whatever is chosen, so rounds without them decide, with what was measured in such.
         """
         self._reads.update(seen.num_prompt_rows > 0)
-        load = _batch_class(seen.num_running), seen.samples
+        load = batch_class(seen.num_running), seen.samples
         shown = without = self._loads.of((*load, 0), self._ways)
         if seen.num_prompt_rows:
             shown = self._loads.of((*load, seen.num_prompt_rows.bit_length()), self._ways)
@@ -373,7 +390,7 @@ class AdaptivePolicy(Policy):
         if not self._runs_passes or self._scored.mean > expected:
             self._acceptance.update(self._text_class, self._way, seen.scored, self._lengths.retried)
             num_ordered = sum([outcome.num_ordered for outcome in seen.scored])
-            num_found = sum([outcome.num_ordered for outcome in seen.scored if outcome.num_tokens])
+            num_found = sum([outcome.num_verified for outcome in seen.scored])
             self._load.by_choice[self._way].arrived.update(num_found / num_ordered)
         self._lengths.update([outcome for outcome in seen.scored if outcome.path], self._acceptance)
 
@@ -390,7 +407,7 @@ class AdaptivePolicy(Policy):
             self._loads.saw_plain_pass(num_rows, seen.verify_s / self._speed.factor)
         num_requests = len(seen.outcomes)
         longest = max([outcome.num_ordered for outcome in seen.outcomes])
-        verified = sum([one.num_ordered - one.num_dropped for one in seen.outcomes if one.num_tokens])  # that came
+        verified = sum([one.num_verified for one in seen.outcomes])
         arrived = 1.0  # of drafts that are late, the next pass may wait for all
         if drafted and not seen.skipped_drafts:
             arrived = verified / sum([outcome.num_ordered for outcome in seen.outcomes])
@@ -447,7 +464,7 @@ class AdaptivePolicy(Policy):
         """Choose for the next round, and the draft lengths if it has drafts."""
         drafted = self._decision.choice.drafts
         self._decision.decide(estimates)
-        way, self.least_chance = self._way, 0.0
+        way, self._least_chance = self._way, 0.0
         is_trial = self.mode in (Mode.catch_up, Mode.trial)
         if self.mode is not Mode.trial:  # of those that join a trial the texts would have to be read
             self._tries_all = is_trial and self._should_try_all(tradeoffs[way], estimates)
@@ -458,7 +475,7 @@ class AdaptivePolicy(Policy):
         chances = self._acceptance.of_class(self._text_class).chances
         if self.weighs_waiting and self.mode is Mode.speculate:  # in a trial all are verified, which shows more
             speed = tradeoffs[way].speeds[tradeoffs[way].best]
-            self.least_chance = speed * self._load.by_length(way).verify_s
+            self._least_chance = speed * self._load.by_length(way).verify_s
         self._lengths.choose(tradeoffs[way], request_ids, self._acceptance, chances, self._decision.spend)
         if is_trial:
             self._lengths.choose_for_all(tradeoffs[way].informative())
@@ -500,11 +517,6 @@ class AdaptivePolicy(Policy):
 def _num_tried(num_requests: int) -> int:
     """Requests of a trial."""
     return max(2, num_requests // TRIAL_SHARE)
-
-
-def _batch_class(num_running: int) -> int:
-    """Class of batch sizes, in steps of a half more."""
-    return round(2 * log2(num_running))
 
 
 def _text_class(seen: RoundObservation) -> Hashable:

@@ -114,6 +114,7 @@ class TenantLink(Mailbox):
         ordered = [order.request_id for order in batch.orders]
         if len(set(ordered)) < len(ordered):
             raise ValueError("orders: two are of one request")
+        batch.costs.check()
         releases = [self._release(name) for name in batch.releases]
         return replace(
             batch,

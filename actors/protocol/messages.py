@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
 from itertools import accumulate, groupby
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from actors.protocol.grammar import Grammar
@@ -138,8 +138,6 @@ class Proposal:
     """(Level, number of nodes that it drafted) of a cascade, in node order; empty without levels."""
     is_forced: bool = False
     """It was made of a grammar, so its path says nothing of the drafter."""
-    num_dropped: int = 0
-    """Ordered draft tokens that were not worth a row of the pass (`DraftBatch.least_chance`)."""
 
     def proposers(self, path: Sequence[int]) -> tuple[tuple[str, int], ...]:
         """The sources of the nodes of a path, as runs of (name, number of nodes): levels by their names, what a grammar
@@ -560,6 +558,27 @@ the verdicts that come until it hears of this one, and of the draft after them."
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """What the coordinator has measured of rounds, for a drafter to weigh its drafts against; 0: not known."""
+
+    round_s: float = 0.0
+    """Seconds of a round without drafts."""
+    row_s: float = 0.0
+    """What a row more, of a draft token, adds to the target's pass."""
+    least_chance: float = 0.0
+    """A draft token that is accepted less often is not worth a row of the target's pass."""
+
+    def check(self) -> None:
+        """Raise a ValueError unless all are finite and none is negative."""
+        for number in (self.round_s, self.row_s, self.least_chance):
+            if not 0 <= number < inf:
+                raise ValueError(f"costs: {number} is not a number of 0 or more")
+
+
+UNKNOWN_COSTS = MeasuredCosts()
+
+
+@dataclass(frozen=True, slots=True)
 class DraftOrder:
     """Draft for this request at most so many tokens; 0 only brings its KV up to date.
 
@@ -594,8 +613,7 @@ class DraftBatch:
     """The seat of the role that it is for, where several pools lend their drafters."""
     streams: bool = False
     """Whether the drafter shows what it has prepared all the time, for any later verdict."""
-    least_chance: float = 0.0
-    """A draft token that is accepted less often is not worth a row of the target's pass; 0: not known."""
+    costs: MeasuredCosts = UNKNOWN_COSTS
     unverified: bool = False
     """No pass verifies these drafts, which are compared with the tokens that follow: what takes a pass makes none."""
 
@@ -721,8 +739,8 @@ class VerifyBatch:
     """The bridge over which hidden states of requests that speculate are sent to the drafter; 0: none are."""
     num_received: int = 0
     """Tensors of this bridge that have arrived: the first ones."""
-    least_chance: float = 0.0
-    """The bound for an attached drafter, as in `DraftBatch`."""
+    costs: MeasuredCosts = UNKNOWN_COSTS
+    """Those for an attached drafter."""
     unverified: bool = False
     """Whether an attached drafter's drafts are, as in `DraftBatch`."""
     weights: Weights | None = None

@@ -95,7 +95,7 @@ class AttachedDrafter(AfterVerdicts):
             orders=tuple(orders),
             works_ahead=False,
             top_tokens=top_tokens,
-            least_chance=batch.least_chance,
+            costs=batch.costs,
             unverified=batch.unverified,
         )
         (drafts,) = self.role.answer(order, features)

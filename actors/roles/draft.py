@@ -191,7 +191,7 @@ class DraftRole:
         wanted = []
         for order in batch.orders:
             context = self.contexts[order.request_id]
-            context.least_chance, context.is_unverified = batch.least_chance, batch.unverified
+            context.costs, context.is_unverified = batch.costs, batch.unverified
             if order.prefetched is not None and self._capabilities.sends_previews is not None:
                 self._capabilities.sends_previews.prefetched(context, order.num_draft_tokens, order.prefetched)
                 if self._timing is not None:
@@ -256,7 +256,6 @@ class DraftRole:
                 distributions=draft.distributions,
                 prepared=prepared,
                 parts=draft.parts,
-                num_dropped=draft.num_dropped,
             )
             for context, draft in zip(contexts, drafts, strict=True)
         )

@@ -38,7 +38,7 @@ from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import LOCAL_DRAFTERS, Parallel, PipelineName, SchedulerConfig, VerifyRule
 from actors.policy.decision import Mode
 from actors.policy.policy import Policy
-from actors.protocol.messages import PLAIN_DECODING, SamplingParams, TokenTree
+from actors.protocol.messages import PLAIN_DECODING, MeasuredCosts, SamplingParams, TokenTree
 from actors.verification.compatibility import EXACT_FOR, is_exact
 from actors.verification.logprobs import LogprobReader
 from cluster.tools.training.speculators.recipes import RECIPES
@@ -360,8 +360,8 @@ def test_tokens_that_are_not_worth_a_row_are_dropped_and_no_token_changes(
     if ("few", sampling) not in plain_tokens:
         plain_tokens["few", sampling] = open_room(pipeline="plain").serve(requests).said
     (config, attached), rooms = PRICED[drafter], []
-    for least_chance in (0.0, 0.6):
-        monkeypatch.setattr(Policy, "least_chance", least_chance)
+    for costs in (MeasuredCosts(), MeasuredCosts(least_chance=0.6)):
+        monkeypatch.setattr(Policy, "costs", lambda _, costs=costs: costs)
         rooms.append(open_room(config, pipeline=pipeline, attached=attached).serve(requests))
         assert rooms[-1].said == plain_tokens["few", sampling]
     assert rooms[1].stats.num_draft_tokens < rooms[0].stats.num_draft_tokens

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from math import log2
 
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.auto.members import (
@@ -35,20 +34,17 @@ from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.width import Step
 from actors.drafters.interface import Context, Draft, DraftsByPass
 from actors.policy.drafter_choice import NO_DRAFTER, DrafterChoice, Offer, RoundTimes
-from actors.policy.estimators import LinearFit
 from actors.protocol.messages import MOST_READ_WITH_DRAFT, Commit, TokenTree
 
 Picks = list[tuple[int, int]]
 """The number of a drafter and draft tokens, for each request."""
 Orders = Sequence[tuple[Context, int]]
 """Requests, and the draft tokens that were ordered for each."""
-_ROW_STIFFNESS = 1.0
 _LONGEST_RUN = 7
 """Tokens in a row that a drafter was right about, beyond which a longer run predicts no more."""
-_LEAST_REST = 0.5
-"""Least time of a target's pass that is extrapolated to, in mean ones."""
 UNMEASURED = RoundTimes(lambda *_: 0.0, 1.0, 0.0)
-"""Stands for the times of rounds before one was measured, for which any drafts serve."""
+"""Stands for the times of rounds before one was measured, for which any drafts serve, and where no pass verifies
+drafts."""
 
 
 @dataclass(slots=True)
@@ -59,15 +55,6 @@ class _Shown:
     kind: tuple[int, int]
     tree: TokenTree
     start: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Drafts that left together: when, for how many requests, and their mean number of rows."""
-
-    sent_at: float
-    num_requests: int
-    num_rows: float
 
 
 @dataclass(slots=True)
@@ -95,10 +82,6 @@ class _Request:
     """Other drafters -> tokens of the text that they have read."""
     read_by_shown: int = 0
     """Tokens of the text that all shown drafters have read."""
-    num_verdicts: int = 0
-    """Since the last draft left."""
-    answer: _Answer | None = None
-    """The one that it left with; None where the time until the next order may be idle time."""
 
 
 class AutoDrafter(Members):
@@ -130,7 +113,6 @@ class AutoDrafter(Members):
         self._clock = clock
         self._requests: dict[int, _Request] = {}
         self._begun: dict[int, _Begun] = {}
-        self._rest_s: dict[int, LinearFit] = {}  # by batch size: seconds from one draft to the next order, by its rows
         self._reading_s = 0.0
 
     # --- the contract of drafters -------------------------------------------------------------------------------------
@@ -139,11 +121,9 @@ class AutoDrafter(Members):
         for one in self.members:
             one.drafter.open(context)
         self._requests[context.request_id] = _Request(context)
-        self._expect_idle_time()
 
     def prefill(self, contexts: Sequence[Context]) -> None:
         """Text is entered into lookups, and read by those models for which that is expected to pay."""
-        self._expect_idle_time()
         for i, one in enumerate(self.members):
             if (prefills := one.drafter.capabilities.prefills) is None:
                 continue
@@ -170,10 +150,6 @@ class AutoDrafter(Members):
         rest = [one for one, is_ready in zip(orders, is_prepared, strict=True) if not is_ready]
         drafts |= self._finished([context for context, _ in rest if context.request_id in self._begun])
         drafts |= self._chosen([one for one in rest if one[0].request_id not in drafts])
-        num_rows = sum(draft.tree.num_draft_tokens for draft in drafts.values()) / len(drafts)
-        answer = _Answer(self._clock(), len(contexts), num_rows)
-        for request in [self._requests[context.request_id] for context in contexts]:
-            request.answer, request.num_verdicts = answer, 0
         return [drafts[context.request_id] for context in contexts]
 
     def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
@@ -183,7 +159,6 @@ class AutoDrafter(Members):
         assert sends is not None
         sends.prefetched(context, min(budget, self.members[number].longest), tree)
         self._uses(context, number, tree)
-        self._requests[context.request_id].answer = None  # it left before
 
     def observe(self, context: Context, commit: Commit) -> None:
         request = self._requests[context.request_id]
@@ -192,7 +167,6 @@ class AutoDrafter(Members):
         if request.used != NO_DRAFTER:
             self._count_accepted(request.used, commit)
         request.used = NO_DRAFTER
-        request.num_verdicts += 1
         self._score(context, request, commit.token_ids)
 
     def release(self, request_id: int) -> None:
@@ -241,7 +215,7 @@ class AutoDrafter(Members):
     def _choose(self, orders: Orders) -> tuple[Picks, dict[int, list[Draft]]]:
         """The drafter and the length for each request, and the drafts of those that are shown."""
         contexts, budgets = [context for context, _ in orders], [budget for _, budget in orders]
-        times = self._times(contexts, self._clock())
+        times = self._times(contexts)
         shown = {i: self._draft(i, contexts, budgets) for i, one in enumerate(self.members) if one.is_shown}
         self._note_shown(contexts)
         return self._pick(contexts, budgets, shown, times), shown
@@ -320,11 +294,6 @@ class AutoDrafter(Members):
         for context in contexts:
             self._requests[context.request_id].read_by_shown = len(context.token_ids)
 
-    def _expect_idle_time(self) -> None:
-        """The time until the next order does not tell what a round takes."""
-        for request in self._requests.values():
-            request.answer = None
-
     def _unread(self, number: int, context: Context) -> int:
         """Tokens of the text that the drafter has yet to read."""
         if not self.members[number].reads_text:
@@ -346,7 +315,8 @@ class AutoDrafter(Members):
         if not one.read_s.weight or 0 < read < context.prompt_len:
             return True
         read_s = one.read_s.mean * (length - read)
-        return self.choice.should_read(number, context.request_id, _num_generated(context), read_s)
+        num_requests, num_generated = len(self._requests), _num_generated(context)
+        return self.choice.should_read(number, context.request_id, num_requests, num_generated, read_s)
 
     def _offers(self, context: Context, budget: int, shown: Mapping[int, Draft]) -> list[Offer]:
         """What every drafter could contribute; drafts that were shown are remembered, to be scored."""
@@ -376,36 +346,22 @@ class AutoDrafter(Members):
                 offers.append(Offer(i, (longest,), expected[-1:], read_s, error))
         return offers
 
-    def _times(self, contexts: Sequence[Context], now: float) -> RoundTimes:
-        """What rounds of so many requests cost; measures the one that ended."""
-        rest = self._rest_s_of(len(contexts))
-        requests = [self._requests[context.request_id] for context in contexts]
-        answer = requests[0].answer
-        is_shared = all(one.answer is answer and one.num_verdicts == 1 for one in requests)
-        if answer is not None and answer.num_requests == len(requests) and is_shared:
-            rest.update(answer.num_rows, now - answer.sent_at)
-        if not rest.weight:
+    def _times(self, contexts: Sequence[Context]) -> RoundTimes:
+        """What rounds of so many requests cost."""
+        costs = contexts[0].costs
+        if not costs.round_s or contexts[0].is_unverified:
             return UNMEASURED
-        slope = rest.slope(0.0, _ROW_STIFFNESS)
         unread = [
             [count for context in contexts if (count := self._unread(i, context)) <= MOST_READ_WITH_DRAFT]
             for i in range(len(self.members))
         ]
         means = [sum(counts) / len(counts) if counts else 0.0 for counts in unread]
         return RoundTimes(
-            lambda drafter, longest: self.members[drafter].draft_s(longest, means[drafter]),
-            max(_LEAST_REST * rest.mean_y, rest.at(0.0, slope)),
-            slope,
+            lambda drafter, longest, users: self.members[drafter].draft_s(longest, means[drafter], users),
+            costs.round_s,
+            costs.row_s,
+            len(contexts),
         )
-
-    def _rest_s_of(self, num_requests: int) -> LinearFit:
-        """The line of about this batch size; a size that was never seen begins with that of the nearest."""
-        size = round(2 * log2(num_requests))
-        if size not in self._rest_s:
-            nearest = min(self._rest_s, key=lambda known: abs(known - size), default=None)
-            known = LinearFit() if nearest is None else self._rest_s[nearest]
-            self._rest_s[size] = replace(known, weight=min(known.weight, 1.0))
-        return self._rest_s[size]
 
     # --- drafts that are made pass by pass ----------------------------------------------------------------------------
 
@@ -497,10 +453,10 @@ class AutoDrafter(Members):
 def _measure(member: Member, longest: int, unread: Sequence[int], seconds: float) -> None:
     """Drafts of at most `longest` tokens, behind so many tokens that were to be read, took so long."""
     if late := [count for count in unread if count > MOST_READ_WITH_DRAFT]:
-        read_s = max(0.0, seconds - member.draft_s(longest, 0.0))
+        read_s = max(0.0, seconds - member.draft_s(longest, 0.0, len(unread)))
         member.read_s.update(read_s / sum(late), sum(late))
     else:
-        member.drafted(longest, sum(unread) / len(unread), seconds)
+        member.drafted(longest, sum(unread) / len(unread), len(unread), seconds)
 
 
 def _num_generated(context: Context) -> int:

@@ -23,7 +23,7 @@ from actors.drafters.interface import (
     ReadsFeatures,
     SharesRows,
 )
-from actors.policy.estimators import Ewma, LinearFit
+from actors.policy.estimators import BySize, Ewma, LinearFit
 from actors.protocol.messages import Commit, DraftPreview, LevelWork, TokenTree, TopTokens
 from parallel.runtime.decoder_runner import DecoderRunner
 
@@ -43,8 +43,7 @@ its passes, hardly any where what surrounds them takes longer."""
 
 @dataclass(slots=True)
 class Member:
-    """One of the drafters, and what it costs: seconds of a draft against its length and the few tokens to read with it,
-    and seconds per token of longer text."""
+    """One of the drafters, and what it costs: seconds of drafts for so many requests, and per token of longer text."""
 
     name: str
     drafter: Drafter
@@ -52,10 +51,8 @@ class Member:
     is_shown: bool
     """It drafts in every round, before the choice."""
     is_chain: bool
-    length_s: LinearFit = field(default_factory=LinearFit)
-    """Seconds of a draft with the mean number of tokens to read, against its length."""
-    unread_s: LinearFit = field(default_factory=LinearFit)
-    """Seconds of a draft of the mean length, against the tokens to read."""
+    draft_times: BySize[DraftTimes] = field(default_factory=lambda: BySize(DraftTimes, DraftTimes.borrowed))
+    """What calls take, by the number of requests that it drafts for."""
     read_s: Ewma = field(default_factory=Ewma)
 
     @property
@@ -63,14 +60,33 @@ class Member:
         """Whether it has to read text before it can draft; the target's own layers do not."""
         return not self.is_shown and self.drafter.capabilities.shares_rows is None
 
-    def draft_s(self, longest: int, unread: float) -> float:
-        """Seconds of one call; none for what was drafted before the choice."""
-        if self.is_shown:
-            return 0.0
+    def draft_s(self, longest: int, unread: float, num_requests: int) -> float:
+        """Seconds of one call for so many requests; none for what was drafted before the choice."""
+        return 0.0 if self.is_shown else self.draft_times.of(num_requests).seconds(longest, unread)
+
+    def drafted(self, longest: int, unread: float, num_requests: int, seconds: float) -> None:
+        """A call took so long."""
+        self.draft_times.of(num_requests).update(longest, unread, seconds)
+
+
+@dataclass(slots=True)
+class DraftTimes:
+    """Seconds of a call of a drafter against the length of its drafts and the few tokens to read with them."""
+
+    length_s: LinearFit = field(default_factory=LinearFit)
+    """Seconds of a draft with the mean number of tokens to read, against its length."""
+    unread_s: LinearFit = field(default_factory=LinearFit)
+    """Seconds of a draft of the mean length, against the tokens to read."""
+
+    def borrowed(self, num_known: float, num_requests: float) -> DraftTimes:
+        """The same for another number of requests, to be corrected soon: passes of a small model are far from linear
+        in their rows."""
+        return DraftTimes(*[replace(one, weight=min(one.weight, 1.0)) for one in (self.length_s, self.unread_s)])
+
+    def seconds(self, longest: int, unread: float) -> float:
         return max(0.0, self.length_s.mean_y + self._for_length(longest) + self._for_reading(unread))
 
-    def drafted(self, longest: int, unread: float, seconds: float) -> None:
-        """A call took so long."""
+    def update(self, longest: int, unread: float, seconds: float) -> None:
         for_length, for_reading = self._for_length(longest), self._for_reading(unread)
         self.length_s.update(longest, seconds - for_reading)
         self.unread_s.update(unread, seconds - for_length)

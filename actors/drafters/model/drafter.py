@@ -359,7 +359,7 @@ class ModelDrafter:
 
     def _begun(self, context: Context, budget: int) -> _Growing:
         if self._chain_rule is not None:
-            samples, least_chance = not is_greedy(context.sampling), context.least_chance
+            samples, least_chance = not is_greedy(context.sampling), context.costs.least_chance
             self._chain_rule.begin(context.request_id, samples=samples, least_chance=least_chance)
         return _Growing.begun(context, budget)
 
@@ -500,14 +500,14 @@ class ModelDrafter:
     def _finish(
         self, context: Context, distributions: dict[int, SparseDistribution], grown: TokenTree, kept: list[int]
     ) -> Draft:
-        rows, num_dropped = self._rows[context.request_id], 0
+        rows = self._rows[context.request_id]
         if self._chain_rule is not None and (num_dropped := self._chain_rule.num_dropped(context.request_id)):
             kept = kept[:-num_dropped]
             grown = TokenTree(grown.token_ids[:-num_dropped], grown.parents[:-num_dropped])
         place = {node: i for i, node in enumerate(kept)}
         rows.of_node = {place[node]: row for node, row in rows.of_node.items() if node in place}
         if self._coupled:
-            return Draft(grown, num_dropped=num_dropped)
+            return Draft(grown)
         if not distributions:
             return Draft.chosen(grown)
         sampling_kinds = (SamplingKind.ROOT, *[self._kind] * grown.num_draft_tokens)

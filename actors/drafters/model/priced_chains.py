@@ -1,7 +1,7 @@
 """`length_rule=priced`: of the ordered chains of a batch only tokens that are worth a row of the pass are proposed.
 
 The coordinator knows what a row of the target's pass costs, and says with its orders how likely a token must be to be
-accepted for it (`DraftBatch.least_chance`); the drafter knows how likely each is. A chain's tokens are accepted with
+accepted for it (`MeasuredCosts.least_chance`); the drafter knows how likely each is. A chain's tokens are accepted with
 ever smaller chances, so one bound for all requests leaves the globally best beginnings of all chains, as many as pay:
 TETRIS (arXiv 2502.15197) with the budget of SmartSpec (2406.14066). A chain whose next token cannot be worth it is
 drafted no further. The token at which a chain ends is dropped, so this is for the coupled rule alone, which is exact

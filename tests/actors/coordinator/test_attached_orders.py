@@ -9,18 +9,22 @@ import pytest
 
 from actors.coordinator.attached_port import AttachedPort
 from actors.policy.decision import Mode
-from actors.protocol.messages import Proposal, ProposalBatch, TokenTree, VerdictBatch
+from actors.protocol.messages import MeasuredCosts, Proposal, ProposalBatch, TokenTree, VerdictBatch
+
+COSTS = MeasuredCosts(0.03, 0.001, 0.25)
 
 
 class Policy:
     """Orders three tokens for everybody it follows."""
 
-    least_chance = 0.25
     may_score = False
 
     def __init__(self, mode, *, may_end=False, num_followed=9, length=3):
         self.mode, self.may_end, self._num_followed, self._length = mode, may_end, num_followed, length
         self.num_caught_up = 0
+
+    def costs(self):
+        return COSTS
 
     def num_followed(self, num_able):
         return min(num_able, self._num_followed)
@@ -64,7 +68,7 @@ def test_each_mode_reads_what_its_drafts_need(mode, reading):
     )
     _, orders = begun(Policy(mode), *rows)
     assert orders.lengths == {1: 3, 4: 2} and list(orders.reading) == reading
-    assert orders.least_chance == 0.25
+    assert orders.costs == COSTS
 
 
 def test_where_no_request_speculates_nothing_is_ordered():

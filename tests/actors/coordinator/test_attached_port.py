@@ -9,18 +9,20 @@ import pytest
 from actors.coordinator.attached_port import AttachedPort
 from actors.coordinator.sequence import Sequence
 from actors.policy.decision import Mode
-from actors.protocol.messages import Request, SamplingParams
+from actors.protocol.messages import UNKNOWN_COSTS, Request, SamplingParams
 
 
 class Decided:
     """A policy that is in one mode, and follows some of the requests."""
 
     may_end = may_score = False
-    least_chance = 0.0
 
     def __init__(self, mode: Mode, num_followed: int = 2, length: int = 3) -> None:
         self.mode, self.length, self._num_followed = mode, length, num_followed
         self.num_caught_up = 0
+
+    def costs(self):
+        return UNKNOWN_COSTS
 
     def caught_up(self):
         self.num_caught_up += 1

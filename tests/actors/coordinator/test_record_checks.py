@@ -241,8 +241,6 @@ REFUSED = {
     "an empty tree": ("draft-0#0", proposals(proposal(TokenTree((), ())))),
     "a draft token beyond the vocabulary": ("draft-0#0", proposals(proposal(TokenTree.chain(4, [97])))),
     "more than was ordered": ("draft-0#0", proposals(proposal(LARGE))),
-    "more than was ordered, most of it dropped": ("draft-0#0", proposals(proposal(num_dropped=10**9))),
-    "fewer than no tokens dropped": ("draft-0#0", proposals(proposal(num_dropped=-1))),
     "sampling kinds of other nodes": ("draft-0#0", proposals(proposal(sampling_kinds=(0,)))),
     "a sampling kind that does not exist": ("draft-0#0", proposals(proposal(sampling_kinds=(0, 9)))),
     "a probability above one": ("draft-0#0", proposals(proposal(distributions=WIDE))),

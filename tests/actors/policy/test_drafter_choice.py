@@ -23,7 +23,8 @@ from actors.policy.drafter_choice import (
 
 LOOKUP, MODEL = 0, 1
 PASS_S, REST_S, ROW_S = 0.001, 0.010, 0.0002
-TIMES = RoundTimes(lambda drafter, longest: PASS_S * longest if drafter == MODEL else 0.0, REST_S, ROW_S)
+TIMES = RoundTimes(lambda drafter, longest, _: PASS_S * longest if drafter == MODEL else 0.0, REST_S, ROW_S)
+OF_THREE = replace(TIMES, per_row_s=ROW_S / 3, num_requests=3)
 
 
 def offer(drafter, chance, longest):
@@ -51,7 +52,7 @@ def best_by_trying(offers, times):
 def test_one_request_gets_the_best_of_all_drafters_and_lengths(seed):
     draw = random.Random(seed)
     costs = [0.0, *(draw.uniform(0, 0.004) for _ in range(2))]
-    times = RoundTimes(lambda drafter, longest: costs[drafter] * longest, REST_S, draw.choice([0.0, ROW_S, 0.002]))
+    times = RoundTimes(lambda drafter, longest, _: costs[drafter] * longest, REST_S, draw.choice([0.0, ROW_S, 0.002]))
     offers = [[offer(drafter, draw.random(), draw.randint(1, 6)) for drafter in range(3)]]
     assert assign(offers, times).speed == pytest.approx(best_by_trying(offers, times))
 
@@ -61,9 +62,20 @@ def test_a_batch_comes_close_to_the_best_of_all_assignments(seed):
     """A pass of a model is shared by the requests that use it, so choosing for each by itself would not be enough."""
     draw = random.Random(seed)
     offers = [[offer(LOOKUP, draw.choice([0.1, 0.9]), 3), offer(MODEL, 0.7, 3)] for _ in range(3)]
-    found = assign(offers, TIMES)
-    assert found.speed == pytest.approx(TIMES.seconds(found.picks) and found.tokens / TIMES.seconds(found.picks))
-    assert found.speed > 0.97 * best_by_trying(offers, TIMES)
+    found = assign(offers, OF_THREE)
+    assert found.speed == pytest.approx(found.tokens / OF_THREE.seconds(found.picks))
+    assert found.speed > 0.97 * best_by_trying(offers, OF_THREE)
+
+
+def test_a_drafter_that_is_dear_for_many_drafts_for_few():
+    """A token takes as long as there are requests to draft it for: only one of eight is worth that."""
+    times = RoundTimes(
+        lambda drafter, length, users: 0.0006 * length * users if drafter == MODEL else 0.0, REST_S, 0.0, 8
+    )
+    offers = [[offer(MODEL, 0.9 if row == 3 else 0.1, 4)] for row in range(8)]
+    found = assign(offers, times)
+    assert [drafter for drafter, _ in found.picks] == [MODEL if row == 3 else NO_DRAFTER for row in range(8)]
+    assert found.seconds == pytest.approx(REST_S + 0.0006 * found.picks[3][1])
 
 
 def test_lengths_that_bring_nothing_hide_no_longer_one():
@@ -81,7 +93,7 @@ def test_a_tree_is_taken_whole_or_not_at_all():
 
 
 def test_what_a_drafter_costs_decides():
-    dear = RoundTimes(lambda drafter, longest: 0.004 * longest if drafter == MODEL else 0.0, REST_S, 0.0)
+    dear = RoundTimes(lambda drafter, longest, _: 0.004 * longest if drafter == MODEL else 0.0, REST_S, 0.0)
     offers = [[offer(LOOKUP, 0.5, 8), offer(MODEL, 0.8, 8)]]
     assert assign(offers, TIMES).picks[0][0] == MODEL
     assert assign(offers, dear).picks[0][0] == LOOKUP
@@ -97,7 +109,7 @@ class World:
         self.draw = random.Random(seed)
         self.choice = DrafterChoice([6, 6], [True, False])
         self.lookup_chance, self.model_chance = lookup_chance, model_chance
-        self.times = RoundTimes(lambda drafter, longest: pass_s * longest if drafter == MODEL else 0.0, REST_S, 0.0)
+        self.times = RoundTimes(lambda drafter, longest, _: pass_s * longest if drafter == MODEL else 0.0, REST_S, 0.0)
         self.seconds, self.used = 0.0, []
 
     def accepted(self, chance, length):
@@ -190,8 +202,22 @@ def test_what_reading_saves_is_learned_by_request():
     offers = [[offer(LOOKUP, chance, 6), replace(offer(MODEL, 0.9, 6), read_s=0.1)] for chance in (0.95, 0.2)]
     for _ in range(20):
         choice.weigh_reading([0, 1], [0, 0], offers, TIMES)
-    good, bad, unknown = (choice.reading[MODEL].saves_s(i, 100) for i in (0, 1, 2))
+    good, bad, unknown = (choice.reading[MODEL].saves_s(i, 2, 100) for i in (0, 1, 2))
     assert good < unknown < bad
+
+
+def test_what_reading_saves_one_of_many_is_its_part_of_the_round():
+    """Learned of one request at a time: a text that is read for it is not read for each of 16, until their own rounds
+    tell otherwise."""
+    choice = DrafterChoice([6, 6], [True, False])
+    for request_id in range(20):
+        choice.weigh_reading([request_id], [0], unread_model(0.9, 0.1), TIMES)
+    read_s = 0.5 * choice.reading[MODEL].saves_s(99, 1, PRIOR_LENGTH)
+    assert choice.should_read(MODEL, 99, 1, 0, read_s) and not choice.should_read(MODEL, 99, 16, 0, read_s)
+    dear = replace(TIMES, rest_s=20 * REST_S, num_requests=16)
+    for _ in range(40):
+        choice.weigh_reading([*range(16)], [0] * 16, unread_model(0.9, 0.1) * 16, dear)
+    assert choice.should_read(MODEL, 99, 16, 0, read_s)
 
 
 @pytest.mark.parametrize("read_s", [0.0, 0.02, 0.2])

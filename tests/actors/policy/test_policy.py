@@ -15,6 +15,7 @@ from actors.policy.costs import LoadCosts
 from actors.policy.decision import Decoding, Mode
 from actors.policy.draft_length import DraftLengths
 from actors.policy.policy import LATE_ROUNDS, AdaptivePolicy, Policy, RoundObservation, make_policy
+from actors.protocol.messages import MeasuredCosts
 
 LONGEST = 6
 
@@ -381,7 +382,7 @@ def test_a_drafter_that_chooses_lengths_is_ordered_the_longest():
 def test_what_a_row_costs_is_learned_from_rows_that_were_verified_and_prices_the_others():
     """The drafter drops every other token of a batch of 16: a row costs 0.2 ms, whatever was ordered."""
     policy, draw, size, row_s = AdaptivePolicy("sync", 0, LONGEST), random.Random(0), 16, 2e-4
-    assert policy.least_chance == Policy("sync", LONGEST).least_chance == 0.0, "nothing is known of costs"
+    assert policy.costs() == Policy("sync", LONGEST).costs() == MeasuredCosts(), "nothing is known of costs"
     speeds = []
     for round_ in range(120):
         policy.caught_up()
@@ -397,9 +398,12 @@ def test_what_a_row_costs_is_learned_from_rows_that_were_verified_and_prices_the
         policy.update(RoundObservation(*seen))
         if round_ >= 60:
             speeds.append((sum(counts) + size) / (verify_s + draft_s))
-            assert (policy.least_chance > 0.0) is (policy.mode is Mode.speculate)
+            assert (policy.costs().least_chance > 0.0) is (policy.mode is Mode.speculate)
     assert policy.mode is Mode.speculate
-    assert policy.least_chance == pytest.approx(row_s * mean(speeds), rel=0.15)
+    costs = policy.costs()
+    assert costs.least_chance == pytest.approx(row_s * mean(speeds), rel=0.15)
+    assert costs.row_s == pytest.approx(row_s, rel=0.1)
+    assert costs.round_s == pytest.approx(0.01 + row_s * size, rel=0.05)
 
 
 def test_requests_that_join_find_the_lengths_of_their_load():

@@ -24,6 +24,7 @@ from actors.protocol.messages import (
     DraftPreview,
     DraftPreviewBatch,
     FeatureExport,
+    MeasuredCosts,
     Proposal,
     ProposalBatch,
     SamplingParams,
@@ -158,6 +159,13 @@ BAD = [
     ({"orders": DraftOrder(7, 1, TokenTree.chain(1, [2] * 257))}, "more than 256 draft tokens"),
     ({"exports": FeatureExport(1, 1, 4, "float32", ((7, 0, 1),))}, "no hidden states"),
 ]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_costs_that_are_none_are_refused(seconds):
+    tenant = link(replace(DraftBatch(1), costs=MeasuredCosts(round_s=seconds)))
+    with pytest.raises(ValueError, match="costs"):
+        tenant.receive(0)
 
 
 @pytest.mark.parametrize(("parts", "why"), BAD)

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from actors.drafters.auto.drafter import AutoDrafter
+from actors.drafters.auto.drafter import UNMEASURED, AutoDrafter
 from actors.drafters.auto.members import Member
 from actors.drafters.draft_ahead.width import Step
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.policy.drafter_choice import NO_DRAFTER
-from actors.policy.estimators import Ewma, LinearFit
 from actors.protocol.messages import (
     Admit,
     Commit,
     LevelWork,
+    MeasuredCosts,
     SamplingKind,
     SamplingParams,
     SparseDistribution,
@@ -159,6 +159,7 @@ class Table:
         return sum(self.model.ahead[num_before:])
 
     def round(self, budget=8):
+        self.context.costs = MeasuredCosts(self.pass_s)
         if (by_pass := self.drafter.capabilities.drafts_by_pass) is not None:
             by_pass.begin([self.context], [budget])
             while by_pass.is_drafting(0):
@@ -222,7 +223,7 @@ def test_drafts_made_pass_by_pass_are_chosen_by_the_time_that_they_take(clock, o
     for _ in range(30):
         table.round()
     assert table.used[-10:].count(1 if not others_s else 0) >= 9
-    assert table.drafter.members[1].draft_s(4, 5) == pytest.approx(4 * (0.001 + others_s), rel=0.1)
+    assert table.drafter.members[1].draft_s(4, 5, 1) == pytest.approx(4 * (0.001 + others_s), rel=0.1)
     assert (1, 2, 3, 4) in model.observed
 
 
@@ -302,7 +303,7 @@ def test_text_that_others_drafted_is_part_of_the_models_price(clock):
         if len(table.context.token_ids) > 280:
             break
     cost = table.drafter.members[1]
-    assert cost.draft_s(4, 14) - cost.draft_s(4, 5) == pytest.approx(9 * 0.001, rel=0.2)
+    assert cost.draft_s(4, 14, 1) - cost.draft_s(4, 5, 1) == pytest.approx(9 * 0.001, rel=0.2)
 
 
 def reading(clock, lookup_right, read_s):
@@ -351,10 +352,10 @@ def test_a_draft_that_reads_long_text_measures_reading_not_drafting(clock):
         table.round()
     table.drafter.release(0)
     table.open(500)
-    before = table.drafter.members[1].draft_s(4, 5)
+    before = table.drafter.members[1].draft_s(4, 5, 1)
     table.round()
     model = table.drafter.members[1]
-    assert model.read_s.mean == pytest.approx(0.0005, rel=0.05) and model.draft_s(4, 5) == before
+    assert model.read_s.mean == pytest.approx(0.0005, rel=0.05) and model.draft_s(4, 5, 1) == before
 
 
 def test_rank_0_decides(clock):
@@ -429,106 +430,41 @@ def opened(table, *request_ids):
     return contexts
 
 
-def batch_round(table, contexts, pass_s, budget=4):
-    """Drafts for all of them, and verdicts of one token each after `pass_s`."""
-    drafts = table.drafter.propose(contexts, [budget] * len(contexts))
-    table.clock.now += pass_s
-    for context in contexts:
-        table.drafter.observe(context, Commit(context.request_id, 0, len(context.token_ids), (), (7,)))
-        context.extend([7])
-    return drafts
-
-
 def lookups(clock, **options):
     return Table(Scripted(clock, 4, 8), Scripted(clock, 4, 8), clock, **options)
 
 
-def test_the_rest_of_a_round_is_a_line_by_its_rows(clock):
-    table = lookups(clock)
-    given = watched(table, (0, 2), (0, 6), (0, 2), (0, 1))
-    expected = LinearFit()
-    for rows, seconds in ((2, 0.012), (6, 0.016), (2, 0.013)):
-        table.pass_s = seconds
-        table.round()
-        expected.update(rows, seconds)
-    table.round()
-    (_, first), *_, (_, last) = given
-    assert (first.rest_s, first.per_row_s) == (1.0, 0.0), "no round was measured"
-    slope = expected.slope(0.0, 1.0)
-    assert slope > 0 and last.per_row_s == pytest.approx(slope) and last.rest_s == pytest.approx(expected.at(0, slope))
-
-
-def test_the_rest_of_a_round_is_at_least_half_of_a_mean_one(clock):
-    table = lookups(clock)
-    given = watched(table, (0, 2), (0, 8), (0, 2), (0, 1))
-    for seconds in (0.001, 0.031, 0.001, 0):
-        table.pass_s = seconds
-        table.round()
-    mean = LinearFit()
-    for rows, seconds in ((2, 0.001), (8, 0.031), (2, 0.001)):
-        mean.update(rows, seconds)
-    assert given[-1][1].rest_s == pytest.approx(0.5 * mean.mean_y)
-
-
-def idle(table, clock):
-    opened(table, 9)
-
-
-def read(table, clock):
-    table.drafter.prefill([table.context])
-
-
-def verified_twice(table, clock):
-    table.drafter.observe(table.context, Commit(0, 0, len(table.context.token_ids), (), (7,)))
-    table.context.extend([7])
-
-
-def untouched(table, clock):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("between", "is_measured"), [(untouched, True), (idle, False), (read, False), (verified_twice, False)]
-)
-def test_only_a_round_without_a_break_is_measured(clock, between, is_measured):
+def test_a_draft_is_weighed_against_what_the_coordinator_measured(clock):
     table = lookups(clock)
     given = watched(table, (0, 4))
-    table.round()
-    clock.now += 5.0
-    between(table, clock)
-    table.round()
-    assert given[1][1].rest_s == pytest.approx(5.010 if is_measured else 1.0)
+    table.context.costs = MeasuredCosts(0.040, 0.002, 0.3)
+    table.drafter.propose([table.context], [4])
+    ((_, times),) = given
+    assert (times.rest_s, times.per_row_s, times.num_requests) == (0.040, 0.002, 1)
 
 
-@pytest.mark.parametrize(("leaves", "comes"), [(True, False), (False, True)])
-def test_a_round_of_another_batch_is_not_measured(clock, leaves, comes):
+@pytest.mark.parametrize(("costs", "is_unverified"), [(MeasuredCosts(), False), (MeasuredCosts(0.040, 0.002), True)])
+def test_nothing_is_weighed_against_unknown_costs_or_where_no_pass_verifies_a_draft(clock, costs, is_unverified):
+    """Such a draft shows what the whole of it would bring."""
     table = lookups(clock)
     given = watched(table, (0, 4))
-    one, two = opened(table, 1, 2)
-    batch_round(table, [one, two] if leaves else [one], 5.0)
-    if leaves:
-        table.drafter.release(2)
-    batch_round(table, [one] if leaves else [one, two], 5.0)
-    assert given[1][1].rest_s == 1.0
+    table.context.costs, table.context.is_unverified = costs, is_unverified
+    table.drafter.propose([table.context], [4])
+    assert given[0][1] is UNMEASURED
 
 
-def test_a_batch_size_begins_with_what_is_known_of_the_nearest(clock):
-    """Sizes are counted in half powers of two: 3 is nearer to 4 than to 1. What is taken over weighs one round."""
-    table = lookups(clock)
-    given = watched(table, (0, 4))
-    contexts = opened(table, 1, 2, 3, 4)
-    for size, seconds in ((1, 0.010), (4, 0.040)):
-        for _ in range(4):
-            batch_round(table, contexts[:size], seconds)
-    for _ in range(2):
-        batch_round(table, contexts[:3], 0.050)
-    of_four = Ewma(mean=0.010, weight=1.0)
-    for _ in range(3):  # the first follows a batch of another size
-        of_four.update(0.040)
-    assert given[-2][1].rest_s == pytest.approx(of_four.mean)
-    of_three = Ewma(mean=of_four.mean, weight=1.0)
-    of_three.update(0.050)
-    assert given[-1][1].rest_s == pytest.approx(of_three.mean)
+def test_drafts_for_many_have_a_price_of_their_own(clock):
+    """A call for one takes 1 ms a token, one for eight eight times as long; four are nearer to eight."""
+    member = Member("model", None, longest=8, is_shown=False, is_chain=True)
+    for length in (2, 4, 6, 2, 4, 6):
+        member.drafted(length, 1, 1, 0.001 * length)
+        member.drafted(length, 1, 8, 0.008 * length)
+    assert [member.draft_s(4, 1, count) for count in (1, 8)] == pytest.approx([0.004, 0.032], rel=0.1)
+    assert member.draft_s(4, 1, 5) == member.draft_s(4, 1, 8), "what was never seen begins with the nearest"
+    for _ in range(3):
+        member.drafted(4, 1, 5, 0.020)
+    assert member.draft_s(4, 1, 5) == pytest.approx(0.023, rel=0.1)
+    assert member.draft_s(4, 1, 8) == pytest.approx(0.032, rel=0.1)
 
 
 @pytest.mark.parametrize(("prompt_len", "is_read_apart"), [(32, False), (33, True)])
@@ -543,7 +479,8 @@ def test_more_than_32_unread_tokens_have_a_price_of_their_own(clock, prompt_len,
         table.open(prompt_len)
         table.round()
     member = table.drafter.members[1]
-    assert bool(member.read_s.weight) == is_read_apart and (member.length_s.weight > 2) != is_read_apart
+    assert bool(member.read_s.weight) == is_read_apart
+    assert (member.draft_times.of(1).length_s.weight > 2) != is_read_apart
     (offer,) = [one for one in given[-1][0][0] if one.drafter == 1]
     assert (offer.read_s > 0) == is_read_apart
     if is_read_apart:
@@ -560,8 +497,9 @@ def test_the_price_of_a_draft_is_that_of_its_length_and_mean_unread_text(clock):
     table.drafter.choice.choose = lambda offers, times: replace_picks(picks)
     table.drafter.propose([one, two], [4, 4])
     member = table.drafter.members[1]
-    assert (member.length_s.mean_x, member.unread_s.mean_x) == (4, 11.5)
-    assert member.draft_s(4, 11.5) == pytest.approx(0.006)
+    times = member.draft_times.of(2)
+    assert (times.length_s.mean_x, times.unread_s.mean_x) == (4, 11.5)
+    assert member.draft_s(4, 11.5, 2) == pytest.approx(0.006)
 
 
 @pytest.mark.parametrize("call_s", [0.0, 0.002])
@@ -571,15 +509,15 @@ def test_a_draft_costs_a_call_its_tokens_and_what_it_reads(call_s, read_s):
     draw = random.Random(3)
     for _ in range(200):
         length, unread = draw.randint(1, 8), draw.randint(1, 9)
-        member.drafted(length, unread, call_s + 0.001 * length + read_s * unread)
+        member.drafted(length, unread, 1, call_s + 0.001 * length + read_s * unread)
     for length, unread in ((1, 1), (4, 5), (8, 9)):
-        assert member.draft_s(length, unread) == pytest.approx(call_s + 0.001 * length + read_s * unread, abs=2e-4)
+        assert member.draft_s(length, unread, 1) == pytest.approx(call_s + 0.001 * length + read_s * unread, abs=2e-4)
 
 
 def test_before_lengths_vary_half_of_a_draft_is_taken_for_its_tokens():
     member = Member("model", None, longest=8, is_shown=False, is_chain=True)
-    member.drafted(4, 1, 0.004)
-    assert [member.draft_s(length, 1) for length in (2, 4, 8)] == pytest.approx([0.003, 0.004, 0.006])
+    member.drafted(4, 1, 1, 0.004)
+    assert [member.draft_s(length, 1, 1) for length in (2, 4, 8)] == pytest.approx([0.003, 0.004, 0.006])
 
 
 def test_reading_ahead_is_measured_per_token(clock):
@@ -721,51 +659,3 @@ def test_a_draft_of_nothing_is_no_draft_in_the_counts_and_levels_are_passed_on(c
     lookup, below = table.drafter.level_stats()
     assert below is inner and (lookup.level, lookup.num_passes) == ("lookup", 1)
     assert (lookup.num_drafts, lookup.num_draft_tokens) == (0, 0)
-
-
-def test_halves_of_a_batch_that_take_turns_are_measured_each(clock):
-    """As `pingpong` orders them: half B's draft leaves while half A is verified."""
-    lookup = Scripted(clock, 1, 4)
-    auto = AutoDrafter([Member("lookup", lookup, 4, is_shown=True, is_chain=True)], clock=clock)
-    halves = []
-    for request_id in range(2):
-        context = Context.admitted(Admit(request_id, 0, tuple(TEXT[:PROMPT]), PROMPT, SamplingParams()), None)
-        auto.open(context)
-        halves.append(context)
-    for _ in range(6):
-        for context in halves:
-            auto.propose([context], [4])
-            clock.now += 0.005
-            other = halves[1 - context.request_id]
-            start = len(other.token_ids)
-            if auto._requests[other.request_id].answer is not None:
-                auto.observe(other, Commit(other.request_id, 0, start, (), (TEXT[start],)))
-                other.extend((TEXT[start],))
-    times = auto._times([halves[0]], clock.now)
-    assert times.rest_s == pytest.approx(0.010), "from one draft of a half to its next"
-
-
-def test_time_without_orders_is_no_part_of_a_round(clock):
-    table = Table(Scripted(clock, 1, 4), Scripted(clock, 4, 4, call_s=0.001), clock)
-    for _ in range(5):
-        table.round()
-    before = table.drafter._times([table.context], clock.now).rest_s
-    clock.now += 100.0
-    other = Context.admitted(Admit(1, 0, tuple(TEXT[:PROMPT]), PROMPT, SamplingParams()), None)
-    table.drafter.open(other)
-    table.round()
-    assert table.drafter._times([table.context], clock.now).rest_s == pytest.approx(before)
-
-
-def test_rounds_in_which_nothing_is_drafted_are_measured_too(clock):
-    """The target becomes slower while the lookup finds nothing."""
-    lookup = Scripted(clock, 0, 0)
-    table = Table(lookup, Scripted(clock, 0, 0, call_s=1.0), clock, pass_s=0.010)
-    for _ in range(4):
-        table.round()
-    before = table.drafter._times([table.context], clock.now).rest_s
-    table.pass_s = 0.030
-    for _ in range(20):
-        table.round()
-    assert table.used[-20:] == [NO_DRAFTER] * 20
-    assert before == pytest.approx(0.010) and table.drafter._times([table.context], clock.now).rest_s > 0.020
