@@ -71,5 +71,6 @@ def _outcome(request_id: int, draft: _Draft, text: list[int]) -> DraftOutcome | 
     path = tree.agreed_path(text)
     if len(path) == len(text) and (path[-1] if path else 0) in tree.parents:
         return None
-    size = tree.num_draft_tokens
-    return DraftOutcome(request_id, draft.num_ordered, path, len(path) + 1 if size else 0, draft.num_ordered - size)
+    if not (size := tree.num_draft_tokens):
+        return DraftOutcome(request_id, draft.num_ordered, ())
+    return DraftOutcome(request_id, draft.num_ordered, path, len(path) + 1, max(0, draft.num_ordered - size))

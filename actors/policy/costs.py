@@ -215,8 +215,8 @@ class LoadCosts:
         if costs is not plain:
             slope = costs.by_length(before_s).verify_s if costs.weight else costs.rows_s
             times = self._without_pause(costs, times, slope)
-            if Decoding.plain not in self._measured and times.verify_s < before_s:
-                plain.verify.add((times.verify_s - before_s) / (1 + plain.weight))  # it takes no longer than this
+            if not times.mean and Decoding.plain not in self._measured:  # no draft came: it takes what a plain one does
+                plain.verify.add((times.verify_s - before_s) / (1 + plain.weight))
                 before_s = 0.0
         costs.update(times, slope)
         if before_s:

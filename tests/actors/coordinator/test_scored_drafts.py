@@ -59,8 +59,10 @@ def test_a_draft_is_decided_as_soon_as_the_text_leaves_it_or_has_reached_its_end
     assert scored.take({1: sequence}) == [], "nothing was drafted yet"
     scored.answer([proposal(tree)], {1: sequence})
     sequence.token_ids += follows
-    num_tokens = 0 if path is None or not tree.num_draft_tokens else len(path) + 1
-    decided = [] if path is None else [DraftOutcome(1, 4, path, num_tokens)]
+    size = tree.num_draft_tokens
+    decided = (
+        [] if path is None else [DraftOutcome(1, 4, path, len(path) + 1, 4 - size) if size else DraftOutcome(1, 4, ())]
+    )
     assert scored.take({1: sequence}) == decided
     assert bool(scored.drafts) is (path is None) and scored.take({1: sequence}) == []
 
@@ -176,6 +178,6 @@ def test_a_drafter_on_the_targets_ranks_drafts_behind_a_pass_that_verifies_nothi
     assert port.end_pass(VerdictBatch(1, (), 0.0, 0.0, drafts=drafts), {1: sequence}) == 0
     assert sequence.draft.proposal is None
     sequence.token_ids += [7, 3]
-    assert port.scored.take({1: sequence}) == [DraftOutcome(1, 4, (1,), 2)]
+    assert port.scored.take({1: sequence}) == [DraftOutcome(1, 4, (1,), 2, 2)]
     sequence.draft.proposal, sequence.cached_len = proposal(CHAIN), sequence.prefix_len - 1
     assert not port.begin_pass([(sequence, 1, sequence.draft.proposal)], []).unverified, "a verdict is to come"
