@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import compress
 
 from actors.drafters.auto.config import AutoDrafterConfig
@@ -356,12 +357,12 @@ class AutoDrafter(Members):
             for i in range(len(self.members))
         ]
         means = [sum(counts) / len(counts) if counts else 0.0 for counts in unread]
-        return RoundTimes(
-            lambda drafter, longest, users: self.members[drafter].draft_s(longest, means[drafter], users),
-            costs.round_s,
-            costs.row_s,
-            len(contexts),
-        )
+
+        @cache  # asked for again and again in a round
+        def draft_s(drafter: int, longest: int, users: int) -> float:
+            return self.members[drafter].draft_s(longest, means[drafter], users)
+
+        return RoundTimes(draft_s, costs.round_s, costs.row_s, len(contexts))
 
     # --- drafts that are made pass by pass ----------------------------------------------------------------------------
 
