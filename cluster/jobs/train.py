@@ -26,6 +26,8 @@ def run(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
     from cluster.tools.training.speculators import run as training
 
     config: TrainConfig = launched.job
+    if config.ranks == 1:  # several may run elsewhere
+        _check_device(config.device)
     if config.threads > 0:
         torch.set_num_threads(config.threads)
     out = Path(config.out or run_dir).expanduser().absolute()
@@ -55,6 +57,14 @@ def run(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
     terminal.table("held-out acceptance", *table)
     terminal.line(f"written to {out}")
     return outcome
+
+
+def _check_device(device: str) -> None:
+    """Raise ValueError, one line, unless PyTorch has this device here."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:  # a build without the device asserts
+        raise ValueError(f"job.device={device}: PyTorch has no such device here; use cpu, or cuda with a GPU") from error
 
 
 def _acceptance_table(

@@ -259,6 +259,14 @@ def test_a_sweep_goes_on_behind_a_failed_launch_and_tells_in_the_end(launched):
         ),
         pytest.param(["+spare=1"], "error: spare: no such key; choose one of target, drafter", marks=pytest.mark.slow),
         (["target.tp=0"], "error: target.tp=0: must be at least 1"),
+        (
+            ["drafter=auto", "drafter.drafters=[ngram,{name: model, widht: 3}]"],
+            "error: drafter.drafters[1].widht: no such key; did you mean width?",
+        ),
+        (
+            ["drafter=auto", "drafter.drafters=[ngram,{name: model, width: two}]"],
+            "error: drafter.drafters[1].width: value 'two' of type 'str' could not be converted to Integer",
+        ),
         pytest.param(
             ["job.prompts=/no/such.jsonl"], "error: job.prompts=/no/such.jsonl: no such file", marks=pytest.mark.slow
         ),

@@ -57,6 +57,10 @@ UNFIT = [
         for address in ("tcp://h:0", "tcp://h:65536", "tcp://:9700", "h:9700")
     ),
     (
+        ["drafter=pool", "drafter.pools=[tcp://h:1]"],
+        "drafter.key_files=[]: give the file with the key of each pool, or one for all",
+    ),
+    (
         ["pipeline.local_drafter=ngram", "pipeline=tree", "drafter=model", "verify=kseq"],
         "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC; use ",
     ),
