@@ -62,7 +62,7 @@ UNFIT = [
     ),
     (
         ["pipeline.local_drafter=ngram", "pipeline=tree", "drafter=model", "verify=kseq"],
-        "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC; use ",
+        "verify.rule=kseq would bias the output of a drafter that chooses its tokens and draws none; use ",
     ),
     (["cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
     (["cluster=inprocess", "cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
