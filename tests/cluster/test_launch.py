@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -226,6 +227,26 @@ def test_a_character_that_the_locale_lacks_ends_no_run(launched, monkeypatch):
 @pytest.mark.extended
 def test_ctrl_c_is_code_130(launched):
     assert launched(raising(KeyboardInterrupt())) == (130, ["interrupted"])
+
+
+def test_ctrl_c_in_a_finalizer_ends_the_job_too(launched):
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def job(config: object, run_dir: Path) -> None:
+        Finalized()  # Python would print the interrupt and drop it
+        time.sleep(60)
+
+    assert launched(job) == (130, ["interrupted"])
+
+
+def test_ctrl_c_that_python_wraps_while_it_makes_a_class_is_no_failure(launched):
+    class Named:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    assert launched(lambda config, run_dir: type("Owner", (), {"named": Named()})) == (130, ["interrupted"])
 
 
 @pytest.mark.extended
