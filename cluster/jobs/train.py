@@ -16,6 +16,7 @@ from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal, figure
 from cluster.observability.report import write_json
 from cluster.tools.training.trainer import Ranks
+from parallel.whole_files import make_folder
 
 
 def run(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def run(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     out = Path(config.out or run_dir).expanduser().absolute()
     work = Path(config.work or run_dir / "work").expanduser().absolute()
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     terminal = Terminal()
     if config.recipe == SPECDEC:  # whose text is another, and whose loop has one rank
         from cluster.tools.training import specdec
@@ -64,7 +65,7 @@ def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (AssertionError, NotImplementedError, RuntimeError) as error:  # a build without the device asserts
-        raise ValueError(f"job.device={device}: PyTorch has no such device here; use cpu, or cuda with a GPU") from error
+        raise ValueError(f"job.device={device}: PyTorch has no such device here; use cpu") from error
 
 
 def _acceptance_table(
