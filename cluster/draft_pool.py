@@ -39,7 +39,7 @@ from cluster.placement.ranks import Devices, models_of, place_alone
 from cluster.runtime.backend import LOOPBACK, rank_spec
 from parallel.comm.group import SINGLE
 from parallel.runtime.device import use_device
-from parallel.whole_files import WriteError
+from parallel.whole_files import WriteError, make_folder
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ def _secret(job: PoolConfig) -> bytes:
         return secrets.token_bytes(SECRET_BYTES)
     file = Path(job.secret_file).expanduser()
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         write_privately(file, secrets.token_hex(SECRET_BYTES))
     remedy = "delete it for a new one"
     try:

@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from typing import Any, cast
 
 SUCCESS, FAILURE, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 INTERRUPTION = "interrupted"
+AGAIN_S = 0.05
 
 try:
     import hydra
@@ -63,6 +65,7 @@ def main() -> None:
     OmegaConf.register_new_resolver("config_help", _config_help, replace=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
+    sys.unraisablehook = _interrupt_again
     dump_stacks_on_signal()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that a locale lacks ends no run
@@ -123,6 +126,8 @@ def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
         with _claimed(run_dir):
             _run(config, run_dir)
     except Exception as error:
+        if _is_interrupt(error):
+            raise KeyboardInterrupt from error
         if shows_tracebacks:
             raise
         trace = run_dir / "traceback.txt"
@@ -172,6 +177,25 @@ def _interrupt(_number: int, _frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, lambda _number, _frame: signal.signal(signal.SIGINT, signal.SIG_DFL))
     raise KeyboardInterrupt
+
+
+def _interrupt_again(dropped: Any) -> None:
+    """Hook for exceptions that Python prints and drops, as those of finalizers: an interrupt that came in one comes
+    again."""
+    if dropped.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(dropped)
+        return
+    signal.signal(signal.SIGINT, _interrupt)
+    again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
+    again.daemon = True
+    again.start()
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether an interrupt caused the error, as Python raises RuntimeError from what ends a class body of an import."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error is not None
 
 
 def _fail(line: str, code: int) -> int:

@@ -32,7 +32,12 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced_whole(path: Path) -> Iterator[Path]:
-    """The place to write the file at; it takes the place of `path` at the end, unless something was raised."""
+    """The place to write the file at; it takes the place of `path` at the end, unless something was raised. A device or
+    a pipe is written to as it is: a file in its place would take it from every program."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        with naming(path):
+            yield path
+        return
     partial = path.with_name(f"{path.name}.part")
     try:
         with naming(path):
@@ -47,6 +52,12 @@ def write_text(path: Path, text: str) -> None:
     """Replace the file by this text in UTF-8."""
     with replaced_whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder and those it is in; `WriteError` if that cannot be."""
+    with naming(path):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def append_text(path: Path, text: str) -> None:

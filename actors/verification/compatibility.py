@@ -31,6 +31,13 @@ class DraftTrait(StrEnum):
 
 
 _KINDS = frozenset(SamplingKind) - {SamplingKind.ROOT}
+_IN_WORDS = {
+    SamplingKind.DETERMINISTIC: "chooses its tokens and draws none",
+    SamplingKind.COUPLED: "draws with the target's noise",
+    SamplingKind.IID: "draws siblings independently",
+    SamplingKind.WITHOUT_REPLACEMENT: "draws siblings without replacement",
+}
+"""Kind: what a drafter of it does, for error lines."""
 
 EXACT_FOR: Mapping[VerifyRule, tuple[frozenset[SamplingKind], frozenset[DraftTrait]]] = {
     VerifyRule.coupled: (_KINDS, frozenset(DraftTrait)),
@@ -58,7 +65,7 @@ def _wrong(rule: VerifyRule, kinds: frozenset[SamplingKind], traits: frozenset[D
     """What the rule is not exact for, in words; empty if nothing."""
     good_kinds, good_traits = EXACT_FOR[rule]
     if wrong := sorted(kinds - good_kinds - {SamplingKind.ROOT}):
-        return f"a drafter that draws {', '.join(SamplingKind(kind).name for kind in wrong)}"
+        return f"a drafter that {' and '.join(_IN_WORDS[SamplingKind(kind)] for kind in wrong)}"
     # A token that was not drawn at random is compared with the target's draw, which knows no draft: it may have any
     # trait. Only the shape remains: block verification has no second child to try.
     concerned = traits if kinds & RANDOM else traits & {DraftTrait.BRANCHES}

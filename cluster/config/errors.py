@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from shlex import quote
 from typing import Any
 
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -25,7 +25,9 @@ from cluster.config.schema import CHOICES, SamplingConfig, SchedulerConfig, Serv
 
 def describe(error: BaseException) -> str:
     """The error in one line."""
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+    cause: BaseException | None = error
+    if isinstance(error, HydraException):  # other errors with a cause are lines of ours already, with the whole key
+        cause = error.__cause__ or error.__context__
     line = _first_line(error)
     match error, cause:
         case MissingConfigException(), _:

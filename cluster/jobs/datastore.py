@@ -15,6 +15,7 @@ from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal
 from cluster.io.text import named_files
 from cluster.observability.report import write_json
+from parallel.whole_files import make_folder
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
@@ -22,7 +23,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     terminal, job, target = Terminal(), config.job, Path(config.target.path)
     out = Path(job.out).expanduser() if job.out else run_dir / "datastore"
     files = named_files(job.files)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     with terminal.starting() as progress:
         documents = []
         for file in files:

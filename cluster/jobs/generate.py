@@ -161,7 +161,8 @@ def _report(
 ) -> GenerateReport:
     """`plain_places` are the ranks of an engine of its own; none: plain decoding ran in this one."""
     job: GenerateConfig = engine.config.job
-    measured = figures(speculative, plain)
+    # Plain decoding that was cut short waited for the end of the engine too: its speed is none to compare with.
+    measured = figures(speculative, None if plain is not None and plain.interrupted else plain)
     return {
         "job": job.name,
         "concurrency": job.concurrency,

@@ -28,6 +28,7 @@ from cluster.tools.offline import OfflineTask, open_alone, read_task, setup_besi
 from cluster.tools.planning.layer_choice import Evaluation, LayerValues, search_masks, write_texts
 from cluster.tools.planning.plots import draw_searches
 from parallel.runtime.decoder_runner import DecoderRunner
+from parallel.whole_files import make_folder
 
 _RANDOM_SHARE = 6
 """One of so many evaluations is of a mask drawn at random, before the process proposes."""
@@ -58,7 +59,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     best = max((curve[-1] for curve in curves.values() if curve), key=lambda found: found.best)
     again = values.value(best.layers)  # the largest of many noisy measurements is too large
     out = Path(job.out).expanduser() if job.out else run_dir / "layers.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     skipped = names_of_skipped(target.config.num_layers, best.layers)
     about = {
         "expected_speedup": again.speedup,

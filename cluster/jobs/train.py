@@ -16,6 +16,7 @@ from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal, figure
 from cluster.observability.report import write_json
 from cluster.tools.training.trainer import Ranks
+from parallel.whole_files import make_folder
 
 
 def run(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
@@ -26,11 +27,13 @@ def run(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
     from cluster.tools.training.speculators import run as training
 
     config: TrainConfig = launched.job
+    if config.ranks == 1:  # several may run elsewhere
+        _check_device(config.device)
     if config.threads > 0:
         torch.set_num_threads(config.threads)
     out = Path(config.out or run_dir).expanduser().absolute()
     work = Path(config.work or run_dir / "work").expanduser().absolute()
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     terminal = Terminal()
     if config.recipe == SPECDEC:  # whose text is another, and whose loop has one rank
         from cluster.tools.training import specdec
@@ -55,6 +58,14 @@ def run(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
     terminal.table("held-out acceptance", *table)
     terminal.line(f"written to {out}")
     return outcome
+
+
+def _check_device(device: str) -> None:
+    """Raise ValueError, one line, unless PyTorch has this device here."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # a build without the device asserts
+        raise ValueError(f"job.device={device}: PyTorch has no such device here; use cpu") from error
 
 
 def _acceptance_table(

@@ -25,6 +25,7 @@ from cluster.tools.bench.rounds import CountedRound, acceptance_by_rank, complet
 from cluster.tools.offline import OfflineTask, open_alone, read_task, setup_beside
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.nested_runner import NestedRunner
+from parallel.whole_files import make_folder
 
 BATCH = 8
 """Prompts that are completed together."""
@@ -57,7 +58,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     acceptance = acceptance_by_rank(rounds, job.width)
     trees = best_trees(acceptance, job.nodes, min(job.depth, drafter.runner.longest_draft))
     out = Path(job.out).expanduser() if job.out else run_dir / "trees.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     about = {
         "acceptance": acceptance,
         "rounds": len(rounds),

@@ -21,6 +21,7 @@ from cluster.io.prompts import read_prompts
 from cluster.io.text import named_files, read_eos_token_ids
 from cluster.observability.report import write_json
 from cluster.run_prompts import all_completed, serve_prompts
+from parallel.whole_files import make_folder
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
@@ -32,7 +33,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     counts = count_tokens(texts)
     tokens = ranked_tokens(counts, read_eos_token_ids(target), job.size)
     total = counts.total()
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     write_token_list(out, tokens, counts, tokenizer_digest(target))
     covered = sum(counts[token] for token in tokens) / total if total else None
     about = {"texts": len(texts), "counted": total, "tokens": len(tokens), "covered": covered}

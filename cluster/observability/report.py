@@ -205,7 +205,7 @@ def figures(run: Run, plain: Run | None = None) -> RunFigures:
 
 
 def _levels(counted: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]] | None:
-    """Every level of a cascade: its passes, what a draft of it cost, and how the level above judged it."""
+    """Each level of a cascade, or drafter of several: its passes, what its drafts cost, and how they were judged."""
     return {
         name: {
             "num_passes": work["num_passes"],

@@ -6,6 +6,7 @@ It must not know routes.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 
@@ -65,7 +66,8 @@ class HttpServer:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at this address, which does not listen yet. Raises ValueError, one line, if it is taken."""
+    """A socket at this address, which does not listen yet. Raises ValueError, one line, if it is taken or if the host
+    is none of this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # the protocol by its name, by which asyncio knows that small parts of replies are to be sent without delay
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -74,6 +76,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            remedy = "give an address of this machine, as 127.0.0.1, or 0.0.0.0 for all of them"
+            raise ValueError(f"server.host={host}: {error.strerror}; {remedy}") from error
         remedy = "choose another port, or 0 for a free one"
         raise ValueError(f"server.port={port}: cannot be had on {host} ({error.strerror}); {remedy}") from error
     return listener

@@ -26,6 +26,10 @@ Split = Literal["heads", "kv_heads", "mlp", "whole"]
 """What tensor-parallel ranks divide a tensor by."""
 
 
+_Header = tuple[Shape, str]
+"""Shape and type of a tensor, the latter by safetensors' name of it."""
+
+
 class _Index(TypedDict):
     weight_map: dict[str, str]
 
@@ -131,7 +135,7 @@ def _norm(config: DecoderConfig, name: str) -> Iterator[tuple[str, Shape, Split]
 def find_tensors(directory: Path, wanted: Mapping[str, Shape]) -> dict[str, Path]:
     """Tensor -> the file that holds it whole, for all tensors in which those `wanted` are stored; ValueError, one line,
     for the first that is missing or does not fit."""
-    files, headers, found = _files(directory), dict[Path, Mapping[str, Shape]](), dict[str, Path]()
+    files, headers, found = _files(directory), dict[Path, dict[str, _Header]](), dict[str, Path]()
     for stored in stored_tensors(directory, wanted).values():
         for name, shapes in stored.items():
             if name not in files:
@@ -144,8 +148,11 @@ def find_tensors(directory: Path, wanted: Mapping[str, Shape]) -> dict[str, Path
                 raise ValueError(
                     f"{file}: tensor {name} is missing, though the index promises it; fetch the file again"
                 )
-            if header not in shapes:
-                raise ValueError(f"{file}: tensor {name} is {list(header)}, config.json asks {list(shapes[-1])}")
+            shape, kind = header
+            if shape not in shapes:
+                raise ValueError(f"{file}: tensor {name} is {list(shape)}, config.json asks {list(shapes[-1])}")
+            if len(stored) == 1 and name.endswith((".weight", ".bias")) and not kind.upper().startswith(("F", "BF")):
+                raise ValueError(f"{file}: tensor {name} is of type {kind}, no floating-point one; fetch it again")
     return found
 
 
@@ -178,7 +185,7 @@ def tensor_headers(directory: Path) -> dict[str, Shape]:
     """Every tensor of the checkpoint and its shape."""
     headers: dict[str, Shape] = {}
     for file in set(_files(directory).values()):
-        headers |= _read_header(file)
+        headers |= {name: shape for name, (shape, _) in _read_header(file).items()}
     return headers
 
 
@@ -233,12 +240,13 @@ def _indexed(index: Path) -> dict[str, Path]:
     return {name: index.parent / file for name, file in names.items()}
 
 
-def _read_header(file: Path) -> dict[str, Shape]:
-    """Name and shape of every tensor in the file, whose length is compared with its header."""
+def _read_header(file: Path) -> dict[str, _Header]:
+    """Name, shape and type of every tensor in the file, whose length is compared with its header."""
     if not file.exists():
         raise ValueError(f"{file}: no such file, though the index names it; fetch it")
     try:
         with open_tensors(file, "np") as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a whole safetensors file ({error}); fetch it again") from None

@@ -31,6 +31,7 @@ def entered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setenv(launch.FULL_ERROR, "0")
         monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back in the end
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         GlobalHydra.instance().clear()
         try:

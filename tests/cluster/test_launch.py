@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -228,6 +229,26 @@ def test_ctrl_c_is_code_130(launched):
     assert launched(raising(KeyboardInterrupt())) == (130, ["interrupted"])
 
 
+def test_ctrl_c_in_a_finalizer_ends_the_job_too(launched):
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def job(config: object, run_dir: Path) -> None:
+        Finalized()  # Python would print the interrupt and drop it
+        time.sleep(60)
+
+    assert launched(job) == (130, ["interrupted"])
+
+
+def test_ctrl_c_that_python_wraps_while_it_makes_a_class_is_no_failure(launched):
+    class Named:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    assert launched(lambda config, run_dir: type("Owner", (), {"named": Named()})) == (130, ["interrupted"])
+
+
 @pytest.mark.extended
 def test_a_sweep_goes_on_behind_a_failed_launch_and_tells_in_the_end(launched):
     limits: list[int] = []
@@ -259,6 +280,14 @@ def test_a_sweep_goes_on_behind_a_failed_launch_and_tells_in_the_end(launched):
         ),
         pytest.param(["+spare=1"], "error: spare: no such key; choose one of target, drafter", marks=pytest.mark.slow),
         (["target.tp=0"], "error: target.tp=0: must be at least 1"),
+        (
+            ["drafter=auto", "drafter.drafters=[ngram,{name: model, widht: 3}]"],
+            "error: drafter.drafters[1].widht: no such key; did you mean width?",
+        ),
+        (
+            ["drafter=auto", "drafter.drafters=[ngram,{name: model, width: two}]"],
+            "error: drafter.drafters[1].width: value 'two' of type 'str' could not be converted to Integer",
+        ),
         pytest.param(
             ["job.prompts=/no/such.jsonl"], "error: job.prompts=/no/such.jsonl: no such file", marks=pytest.mark.slow
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parallel.whole_files import WriteError, append_text, naming, replaced_whole, write_text
+from parallel.whole_files import WriteError, append_text, make_folder, naming, replaced_whole, write_text
 from tests.full_disk import full_disk
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,18 @@ def test_a_device_without_space_and_a_missing_folder_are_named(tmp_path):
         append_text(Path("/dev/full"), "line\n")
     with pytest.raises(WriteError, match=r"/none/file: cannot be written \(No such file or directory\)"):
         write_text(tmp_path / "none" / "file", "text")
+    with pytest.raises(WriteError, match=r"/proc/none: cannot be written \(No such file or directory\); free space"):
+        make_folder(Path("/proc/none"))
+
+
+def test_what_is_no_file_is_written_to_and_stays_what_it_is(tmp_path):
+    """A run of root would replace a device for all programs."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "text")
+    assert os.read(end, 9) == b"text" and pipe.is_fifo() and [*tmp_path.iterdir()] == [pipe]
+    os.close(end)
 
 
 def interrupted_write(path):

@@ -192,7 +192,7 @@ class AutoDrafter(Members):
                 continue
             budgets = [min(budget, one.longest) for _, budget in own]
             found = one.drafter.propose([context for context, _ in own], budgets)
-            self._count(i, found, 0.0)
+            self._count_call(i, 0.0)
             for (context, _), draft in zip(own, found, strict=True):
                 drafts[context.request_id] = self._taken(context, i, draft)
         return drafts
@@ -247,6 +247,7 @@ class AutoDrafter(Members):
         """This draft of this drafter goes to the target."""
         request = self._requests[context.request_id]
         request.used = number
+        self._count_used(number, tree)
         if not self.members[number].is_shown:  # those were noted as they were shown
             self._remember(context, number, (0, 0), tree)
             request.read[number] = len(context.token_ids)
@@ -265,7 +266,7 @@ class AutoDrafter(Members):
         if not one.is_shown:
             _measure(one, max(budgets), unread, seconds)
         seconds += read_s
-        self._count(number, drafts, seconds)
+        self._count_call(number, seconds)
         return drafts
 
     def _read_missed(self, number: int, contexts: Sequence[Context]) -> float:
@@ -421,7 +422,7 @@ class AutoDrafter(Members):
                 one = self.members[begun.member]
                 (draft,) = one.drafter.propose([context], [begun.length])
                 _measure(one, begun.length, [begun.num_unread], begun.seconds)
-                self._count(begun.member, [draft], begun.seconds)
+                self._count_call(begun.member, begun.seconds)
             drafts[context.request_id] = (
                 draft if begun.member == NO_DRAFTER else self._taken(context, begun.member, draft)
             )

@@ -229,15 +229,16 @@ class Members(ABC):
         levels = [level for one in inner if one is not None for level in one.level_stats()]
         return (*(one for one in work if one.num_passes or one.num_accepted_tokens), *levels)
 
-    def _count(self, number: int, drafts: Sequence[Draft], seconds: float) -> None:
-        """One call of this member."""
-        work, sizes = self._work[number], [draft.tree.num_draft_tokens for draft in drafts]
+    def _count_call(self, number: int, seconds: float) -> None:
+        """One call of this member, whose drafts may be used or not."""
+        work = self._work[number]
+        self._work[number] = replace(work, num_passes=work.num_passes + 1, busy_s=work.busy_s + seconds)
+
+    def _count_used(self, number: int, tree: TokenTree) -> None:
+        """A draft of this member goes to the target. Only these are counted: the verdict is on them."""
+        work, size = self._work[number], tree.num_draft_tokens
         self._work[number] = replace(
-            work,
-            num_passes=work.num_passes + 1,
-            busy_s=work.busy_s + seconds,
-            num_drafts=work.num_drafts + sum(size > 0 for size in sizes),
-            num_draft_tokens=work.num_draft_tokens + sum(sizes),
+            work, num_drafts=work.num_drafts + (size > 0), num_draft_tokens=work.num_draft_tokens + size
         )
 
     def _count_accepted(self, number: int, commit: Commit) -> None:

@@ -40,7 +40,7 @@ class PoolDrafterConfig(DrafterConfig):
         remedy = "give at most the number of pools"
         require(self.at_once <= len(self.pools), f"{where}.at_once", self.at_once, remedy)
         remedy = "give the file with the key of each pool, or one for all"
-        require(len(self.key_files) in (1, len(self.pools)), f"{where}.key_files", len(self.key_files), remedy)
+        require(len(self.key_files) in (1, len(self.pools)), f"{where}.key_files", self.key_files, remedy)
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         remedy = "a pool's drafts are verified by verify=coupled; use that"

@@ -59,7 +59,9 @@ class RoutedDrafter(Members):
             asked = [min(budgets[row], one.longest) for row in rows]
             started = time.monotonic()
             found = one.drafter.propose([contexts[row] for row in rows], asked)
-            self._count(number, found, time.monotonic() - started)
+            self._count_call(number, time.monotonic() - started)
+            for draft in found:
+                self._count_used(number, draft.tree)
             drafts |= {row: named_parts(one.name, draft) for row, draft in zip(rows, found, strict=True)}
         return [drafts.get(row) or Draft.nothing(context) for row, context in enumerate(contexts)]
 
@@ -76,9 +78,11 @@ class RoutedDrafter(Members):
     # --- what members can do besides ----------------------------------------------------------------------------------
 
     def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
-        sends = self.members[self._member_of[context.request_id]].drafter.capabilities.sends_previews
+        number = self._member_of[context.request_id]
+        sends = self.members[number].drafter.capabilities.sends_previews
         assert sends is not None, "a preview is of something prepared"
         sends.prefetched(context, budget, tree)
+        self._count_used(number, tree)
 
     def _by_member(self, contexts: Sequence[Context]) -> Iterable[tuple[int, list[int]]]:
         """(member, indices of its requests), of those whose prompts are there."""

@@ -23,7 +23,7 @@ from cluster.io.console import RareLines
 from parallel.training.checkpoints import save_whole
 from parallel.training.muon import Muon
 from parallel.training.precision import fast_passes
-from parallel.whole_files import append_text, write_text
+from parallel.whole_files import append_text, make_folder, write_text
 
 STATE = "state.pt"
 """File of a run's folder that it goes on from."""
@@ -290,7 +290,7 @@ def fit(
     the loss is not finite, ValueError for a state of another training.
     """
     is_first = ranks.rank == 0
-    work.mkdir(parents=True, exist_ok=True)
+    make_folder(work)
     run = _Run(model, recipe, budget, work, sources)
     if resume:
         run.resume(is_first)

@@ -21,8 +21,8 @@ CAPTURED = ("triton", "padded")
 TAKE_BIAS = ("ragged", "sdpa")
 """Backends that add a bias to the scores."""
 _NEEDS = {
-    "triton": "a CUDA device, Triton and a C compiler; use 'padded' or 'sdpa'",
-    "ragged": "float32 or bfloat16, KV rows too, a CPU and a C++ compiler; use 'sdpa'",
+    "triton": "a CUDA device, Triton and a C compiler; use padded or sdpa",
+    "ragged": "float32 or bfloat16, KV rows too, a CPU and a C++ compiler; use sdpa",
 }
 
 
@@ -63,13 +63,13 @@ def make_backend(
     """The attention backend of this name; ValueError if it is unknown or cannot serve the pool. With "triton" the norms
     and the gates of `layers` use Triton's kernels too."""
     if shape.bias is not None and name not in TAKE_BIAS:
-        raise ValueError(f"backend={name!r}: this model adds a bias to its scores, which it does not take; use 'auto'")
+        raise ValueError(f"attention={name}: this model adds a bias to its scores, which it does not take; use auto")
     if name not in BACKENDS:
         known = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"attention backend {name!r} is not known; known are {known}")
     kind = _type_of(name)
     if name in _NEEDS and not kind.runs(pool):
-        raise ValueError(f"backend={name!r} needs {_NEEDS[name]}")
+        raise ValueError(f"attention={name}: needs {_NEEDS[name]}")
     if name == "triton":
         for part in () if layers is None else layers.walk():
             if isinstance(part, TritonLayer):

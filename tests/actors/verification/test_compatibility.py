@@ -146,7 +146,9 @@ FORBIDDEN_TRAITS = [
 @pytest.mark.parametrize("rule, kind", FORBIDDEN_KINDS)
 def test_a_kind_that_the_table_forbids_is_biased(rule, kind):
     """Alone, or behind a token of a kind that it allows."""
-    with pytest.raises(ValueError, match=f"verify.rule={rule} would bias .* draws {kind.name}; use coupled"):
+    does = {DET: "chooses its tokens and draws none", WOR: "draws siblings without replacement"}
+    does |= {COUPLED: "draws with the target's noise", IID: "draws siblings independently"}
+    with pytest.raises(ValueError, match=f"verify.rule={rule} would bias .* drafter that {does[kind]}; use coupled"):
         check_scheme(rule, {kind})
     mixtures = [(kind,), *((other, kind) for other in sorted(EXACT_FOR[VerifyRule(rule)][0] & RANDOM))]
     assert any(distance(rule, kinds, frozenset({BRANCHES}), seed) > BIASED for kinds in mixtures for seed in range(4))
@@ -176,7 +178,7 @@ def test_tokens_without_randomness_of_their_own_may_have_any_trait(rule, trait):
 
 
 def test_a_refusal_names_the_draws_and_the_rules_that_fit():
-    with pytest.raises(ValueError, match="draws WITHOUT_REPLACEMENT; use coupled, rejection, block, traversal$"):
+    with pytest.raises(ValueError, match="siblings without replacement; use coupled, rejection, block, traversal$"):
         check_scheme("kseq", [WOR, IID])
     with pytest.raises(ValueError, match="drafts that lose or re-sort tokens after the draw; use coupled$"):
         check_scheme("traversal", [WOR], [BRANCHES, EDITED])

@@ -126,7 +126,7 @@ def test_its_models_get_ranks_and_memory():
             ["drafter.drafters=[speculator,{name: speculator, num_draft_tokens: 2}]", "pipeline=branches"],
             "hidden states are sent to one drafter only, and several read them",
         ),
-        (["verify=kseq"], "would bias the output of a drafter that draws DETERMINISTIC"),
+        (["verify=kseq"], "would bias the output of a drafter that chooses its tokens and draws none"),
         (
             ["drafter.drafters=[{name: cascade, levels: [ngram,model], lengths: auto}]"],
             "drafter.drafters[0].lengths=auto: measures rounds that other drafters take part in",

@@ -614,7 +614,7 @@ NONSENSE = [
     (["verify.law_size=0"], "verify.law_size=0: must be at least 1"),
     (
         ["verify=kseq", "drafter=ngram"],
-        "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC",
+        "verify.rule=kseq would bias the output of a drafter that chooses its tokens and draws none",
     ),
     (["drafter=model", "verify=kseq", "drafter.strategy=best_first"], "verify.rule=kseq would bias the output"),
     *(

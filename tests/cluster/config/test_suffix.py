@@ -22,7 +22,7 @@ from tests.cluster.config.quick_loading import load_quickly
         ("drafter.width=0", "drafter.width=0: must be at least 1"),
         ("drafter.shared_tokens=-1", "drafter.shared_tokens=-1: must be 0 (requests share nothing) or above"),
         ("drafter.corpus=/no/such.txt", "drafter.corpus=/no/such.txt: no such file; give a text file"),
-        ("verify=kseq", "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC"),
+        ("verify=kseq", "verify.rule=kseq would bias the output of a drafter that chooses its tokens and draws none"),
     ],
 )
 def test_what_makes_no_sense_is_refused(override, line):

@@ -57,8 +57,12 @@ UNFIT = [
         for address in ("tcp://h:0", "tcp://h:65536", "tcp://:9700", "h:9700")
     ),
     (
+        ["drafter=pool", "drafter.pools=[tcp://h:1]"],
+        "drafter.key_files=[]: give the file with the key of each pool, or one for all",
+    ),
+    (
         ["pipeline.local_drafter=ngram", "pipeline=tree", "drafter=model", "verify=kseq"],
-        "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC; use ",
+        "verify.rule=kseq would bias the output of a drafter that chooses its tokens and draws none; use ",
     ),
     (["cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
     (["cluster=inprocess", "cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),

@@ -208,6 +208,25 @@ def test_an_interrupt_leaves_a_report_of_what_there_is(tiny_launch, write_prompt
     assert report["interrupted"] is True and report["tokens"] >= 26 and report["plain_tokens_per_s"] is None
 
 
+def test_plain_decoding_that_was_interrupted_is_compared_with_nothing(
+    tiny_launch, write_prompts, tmp_path, monkeypatch
+):
+    serve = generate.serve_prompts
+
+    def cut(*args, phase, **how):
+        run = serve(*args, phase=phase, **how)
+        run.interrupted = phase == "plain"
+        return run
+
+    monkeypatch.setattr(generate, "serve_prompts", cut)
+    prompts = write_prompts({"prompt": "a prompt"})
+    with pytest.raises(KeyboardInterrupt):
+        generate.run(tiny_launch(GenerateConfig(prompts=prompts, trace=False), drafter=SuffixDrafterConfig()), tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["interrupted"] is True and report["plain"]["tokens"] > 0
+    assert report["plain_tokens_per_s"] is None and report["speedup_vs_ar"] is None
+
+
 def test_bad_prompts_are_refused_before_an_engine_starts(tiny_launch, write_prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "Engine", None)  # starting it would fail otherwise than in words
     with pytest.raises(ValueError, match="line 1 has an empty prompt"):

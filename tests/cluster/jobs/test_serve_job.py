@@ -19,6 +19,7 @@ from actors.options import PipelineConfig, PipelineName
 from cluster.config.schema import ServerConfig
 from cluster.io.console import Terminal
 from cluster.jobs.serve import _describe, first_signal, read_keys
+from cluster.serving.server import bind
 
 ROOT = Path(__file__).parents[3]
 
@@ -128,6 +129,12 @@ def test_a_port_that_is_taken_is_one_line(entered, tiny_checkpoint):
             "job=serve", "cluster=inprocess", f"server.port={port}", f"target.path={path}", "drafter=ngram"
         )
     assert code == 2 and err.startswith(f"error: server.port={port}: cannot be had on 127.0.0.1")
+
+
+@pytest.mark.parametrize("host", ["no host", "203.0.113.7"])
+def test_an_address_of_another_machine_is_said_of_the_host(host):
+    with pytest.raises(ValueError, match=rf"^server.host={host}: .*; give an address of this machine"):
+        bind(host, 0)
 
 
 def test_it_names_no_drafter_where_none_drafts(open_engine, capsys):

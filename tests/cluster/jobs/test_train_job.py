@@ -78,3 +78,11 @@ def test_acceptance_is_shown_by_depth_and_temperature_before_and_after():
         ["", "tokens per round", "depth 1", "depth 2"],
         TABLE,
     )
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "abacus"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(tmp_path, device):
+    launched: Any = SimpleNamespace(job=TrainConfig(device=device, out=str(tmp_path / "out")))
+    with pytest.raises(ValueError, match=rf"^job.device={device}: PyTorch has no such device here; use cpu"):
+        train.run(launched, tmp_path)
+    assert not (tmp_path / "out").exists()

@@ -258,5 +258,5 @@ def test_arguments_of_kernels_are_aligned_for_any_number_of_rows(make_checkpoint
 
 def test_triton_is_refused_where_it_cannot_run(llama, monkeypatch):
     monkeypatch.setattr(triton_launch, "INTERPRETS", False)
-    with pytest.raises(ValueError, match="'triton' needs a CUDA device"):
+    with pytest.raises(ValueError, match="attention=triton: needs a CUDA device"):
         open_model(llama.path, backend="triton")

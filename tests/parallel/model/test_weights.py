@@ -141,6 +141,12 @@ def of_another_size(path):
     (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
 
 
+def of_whole_numbers(path):
+    shard = first_shard(path)
+    weights = load_file(shard)
+    save_file({name: tensor.to(torch.int64) for name, tensor in weights.items()}, shard, metadata={"format": "pt"})
+
+
 DAMAGES = {
     "no weights": (without_weights, "copy: holds neither model.safetensors nor model.safetensors.index.json; "),
     "an empty file": (lambda path: cut_short(path, 0), "not a whole safetensors file"),
@@ -158,6 +164,7 @@ DAMAGES = {
     "an index that lies": (lambda path: edit_index(path, names_another_file), "is missing, though the index promises"),
     "an index of another form": (lambda path: edit_index(path, lambda _: []), "holds no JSON object"),
     "another shape": (of_another_size, r"tensor model\.layers\.\d\.mlp.* is \[.*\], config.json asks \[.*64.*\]"),
+    "another type": (of_whole_numbers, r"tensor .*\.weight is of type I64, no floating-point one; fetch it again"),
 }
 
 

@@ -403,7 +403,9 @@ def test_work_and_acceptance_are_counted_by_drafter(clock):
         table.round()
     work = {one.level: one for one in table.drafter.level_stats()}
     assert work["model"].num_accepted_tokens == 9 and work["lookup"].num_accepted_tokens == 0
-    assert work["lookup"].num_drafts == 3 and work["model"].busy_s == pytest.approx(0.012)
+    assert work["model"].num_drafts == 3 and work["model"].busy_s == pytest.approx(0.012)
+    lookup = work["lookup"]
+    assert (lookup.num_passes, lookup.num_drafts, lookup.num_draft_tokens) == (3, 0, 0), "shown, and not used"
     assert table.drafter.level_stats() == ()
 
 

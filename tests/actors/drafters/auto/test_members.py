@@ -115,7 +115,7 @@ def test_a_draft_that_was_read_off_a_preview_is_its_drafters():
     assert prepared.calls == [("prefetched", 4, (7, 1, 2)), ("observed", (1, 2))], "ordered at most its longest"
     assert other.calls == [("observed", ())]
     (work,) = auto.level_stats()
-    assert (work.level, work.num_accepted_tokens) == ("1-model", 2)
+    assert (work.level, work.num_drafts, work.num_draft_tokens, work.num_accepted_tokens) == ("1-model", 1, 2, 2)
 
 
 @dataclass
