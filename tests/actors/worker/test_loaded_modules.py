@@ -85,7 +85,7 @@ DRAFTERS = {
     "suffix": (SuffixDrafterConfig(), {"lookup", "scoped"}, 51),
     "jacobi": (JacobiDrafterConfig(), {"jacobi"}, 56),
     "recycling": (RecyclingDrafterConfig(), {"adjacency", "lookup", "scoped"}, 50),
-    "model": (ModelDrafterConfig(), {"model"}, 114),
+    "model": (ModelDrafterConfig(), {"model"}, 113),
 }
 """Record, rooms of its own, and modules of its rank at most."""
 SHARED = {"config", "interface", "draft_ahead"}
