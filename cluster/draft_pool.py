@@ -1,4 +1,4 @@
-"""A draft pool from its configuration: the drafter, its passes, and the door at which engines order leases.
+"""A draft pool from its configuration: the drafter, its passes, and the address at which engines order leases.
 
 The Python side of `job=pool`; the engine's side is `cluster/runtime/pool_leases.py`.
 """
@@ -139,11 +139,11 @@ def check_lendable(config: LaunchConfig) -> None:
 def _open_metrics(job: PoolConfig, snapshot: Callable[[], PoolSnapshot | None]) -> Callable[[], None]:
     """Returns what closes them."""
     try:
-        from cluster.observability.pool_metrics import MetricsDoor
+        from cluster.observability.pool_metrics import MetricsListener
     except ModuleNotFoundError as error:
         line = f"job.metrics_port={job.metrics_port}: needs {error.name}; install it with pip install specdec[serve]"
         raise ValueError(line) from error
-    return MetricsDoor(job.metrics_host, job.metrics_port, snapshot).close
+    return MetricsListener(job.metrics_host, job.metrics_port, snapshot).close
 
 
 def _open(

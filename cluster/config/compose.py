@@ -45,7 +45,7 @@ from parallel.typed_json import as_type
 
 T = TypeVar("T")
 
-ONE_MODEL = ("plan", "tree", "lengths")
+ONE_MODEL = ("plan", "tree")
 """Jobs that measure one model that drafts, which may be that of `drafter=auto`."""
 
 

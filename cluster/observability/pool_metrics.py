@@ -20,7 +20,7 @@ _LEASE_LABELS = ("client", "engine", "lease")
 POOL_COUNTERS: tuple[tuple[str, str, Callable[[PoolSnapshot], float]], ...] = (
     ("leases", "Leases that began", lambda pool: pool.num_begun),
     ("refused_leases", "Orders of leases that were refused", lambda pool: pool.num_refused_leases),
-    ("refused_records", "Records of engines that were refused at the pool's door", lambda pool: pool.num_refused),
+    ("refused_records", "Records of engines that were refused", lambda pool: pool.num_refused),
     ("passes", "Passes for drafts, or calls of a drafter without them", lambda pool: pool.merged.num_proposals),
     ("orders", "Orders of drafts that those passes were for", lambda pool: pool.merged.num_orders),
     ("left_out_orders", "Orders left out for the sake of other engines", lambda pool: pool.merged.num_left_out),
@@ -85,7 +85,7 @@ class PoolMetrics:
                 yield family
 
 
-class MetricsDoor:
+class MetricsListener:
     """Answers `GET /metrics` from construction to `close`. Raises ValueError for an address that is taken."""
 
     def __init__(self, host: str, port: int, snapshot: Callable[[], PoolSnapshot | None]) -> None:

@@ -4,6 +4,8 @@ prints a Markdown table of means, with the least and the most).
 
 Rounds near by are those of `tests/actors/policy/test_noisy_machine.py`, requests one after the other, and those of
 `test_changing_batches.py` there; the far drafter is that of `far_drafters.py`, one text, from a cold start and warm.
+Where a lookup and a draft model are chosen from, rounds are those of `test_drafter_choice.py` there, one request of
+`CHOSEN_ROUNDS` at the start of a process. `--only TEXT` runs the rows whose names have it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from actors.policy.policy import AdaptivePolicy
 from cluster.tools.simulation import simulate
 from docs.measurements import far_drafters
 from tests.actors.policy.test_changing_batches import Batches
+from tests.actors.policy.test_drafter_choice import World, unlucky_start
 from tests.actors.policy.test_noisy_machine import LONGEST, Machine
 
 NEAR = {
@@ -30,6 +33,15 @@ NEAR = {
 }
 BATCHES = {"64 requests, 16 at once, that hardly pay": Batches(0.3, 16, 64)}
 FAR_DELAYS_MS = (10, 20, 50)
+CHOSEN_ROUNDS = 60
+POOR = {
+    "of two drafters, the model's first 2 drafts poor": (2, 0),
+    "of two drafters, 12 poor ones of a request before": (0, 12),
+}
+"""Drafts of the model of which nothing is accepted: at the start of the request, and before it."""
+CHOICES = [*product((0.001, 0.003), (0.2, 0.5), (0.2, 0.8, 0.95))]
+"""Seconds of a draft token of the model beside rounds of 10 ms, and how often tokens of the lookup and of the model are
+accepted."""
 Case = Callable[[], float]
 """Runs the decision; tokens per second."""
 
@@ -58,7 +70,16 @@ def cases(num_seeds: int) -> dict[str, list[Case]]:
     for pipeline, is_warm in product(far_drafters.PIPELINES, (False, True)):
         name = f"far, `{pipeline}`, {'warm' if is_warm else 'cold'}"
         found[name] = [partial(_far, pipeline, *place, is_warm=is_warm) for place in places]
+    for name, poor in POOR.items():
+        seeds = range(max(2, num_seeds // 2))
+        found[name] = [partial(_chosen, *poor, *choice, seed) for choice, seed in product(CHOICES, seeds)]
     return found
+
+
+def _chosen(num_first: int, num_before: int, pass_s: float, lookup: float, model: float, seed: int) -> float:
+    world = World(seed, lookup, lambda round_: 0.0 if round_ < num_first else model, pass_s)
+    unlucky_start(world, num_before).run(CHOSEN_ROUNDS)
+    return world.tokens / world.seconds
 
 
 def _near(machine: Machine, seed: int) -> float:
@@ -85,10 +106,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="+", metavar="FILE.NAME=NUMBER")
     parser.add_argument("--seeds", type=int, default=16)
+    parser.add_argument("--only", metavar="TEXT", default="", help="rows whose names have this text")
     given = parser.parse_args()
     print("| rounds |", " | ".join(f"`{setting}`" for setting in given.settings), "|")
     print("|---" * (1 + len(given.settings)) + "|")
     for name, runs in cases(given.seeds).items():
+        if given.only not in name:
+            continue
         before = [run() for run in runs]
         print(f"| {name} |", " | ".join(ratios(runs, before, setting) for setting in given.settings), "|", flush=True)
 

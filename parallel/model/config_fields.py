@@ -180,6 +180,10 @@ class DecoderFields(TypedDict, total=False):
     pard_steps: Annotated[int, Meta(ge=1, le=64)]
 
 
+MASK_FIELD = "pard_token"
+"""The token of the masks that a draft model is trained to fill; other models have no such field."""
+
+
 def read_config_file(path: Path, fields: type = DecoderFields) -> dict[str, Any]:
     """The content of the config.json at `path` or in that directory; ValueError, one line, if it is damaged or a field
     of it is."""

@@ -98,6 +98,11 @@ class SpeculatorConfig:
         """Whether one pass drafts all depths, behind committed text alone."""
         return False
 
+    @property
+    def has_early_logits(self) -> bool:
+        """Whether the target's passes can give up unlikely nodes before its last layers (`StreamingRunner`)."""
+        return False
+
     def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:  # noqa: ARG002
         """Bytes of one token in what one of the ranks keeps of every sequence."""
         return 0

@@ -29,13 +29,13 @@ from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig
-from parallel.model.config_fields import read_config_file
+from parallel.model.config_fields import MASK_FIELD, read_config_file
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.interface import PassOutput, Runner
 from parallel.transfers import upload
 
-MASK_FIELD, DEPTH_FIELD, MUTUAL_FIELD, STEPS_FIELD = "pard_token", "pard_depth", "pard_mutual", "pard_steps"
-"""Fields of config.json. The last three are ours: a published checkpoint leaves the depth to the engine."""
+DEPTH_FIELD, MUTUAL_FIELD, STEPS_FIELD = "pard_depth", "pard_mutual", "pard_steps"
+"""Fields of config.json beside `MASK_FIELD`. They are ours: a published checkpoint leaves the depth to the engine."""
 DEPTH = 8
 """That of published checkpoints."""
 
@@ -263,14 +263,10 @@ class PardRunner(Runner):
         return added
 
 
-def filling_masks(
-    runner: DecoderRunner, path: str | Path, num_steps: int = 0, num_drafts: int = 1
-) -> DecoderRunner | PardRunner:
-    """The runner of the checkpoint at `path`, as one that fills masks if its config.json says that it is trained to; in
-    so many steps, 0 for what the file says, and of so many drafts."""
+def filling_masks(runner: DecoderRunner, path: str | Path, num_steps: int = 0, num_drafts: int = 1) -> PardRunner:
+    """The runner of the checkpoint at `path`, which is trained to fill masks (`fills_masks`), as one that fills them;
+    in so many steps, 0 for what its config.json says, and of so many drafts."""
     hf = read_config_file(resolve_checkpoint(str(path)))
-    if MASK_FIELD not in hf:
-        return runner
     is_mutual, depth = bool(hf.get(MUTUAL_FIELD)), int(hf.get(DEPTH_FIELD, DEPTH))
     num_steps = num_steps or max(int(hf.get(STEPS_FIELD, 1)), 1 + (num_drafts > 1))
     options = {"is_mutual": is_mutual, "num_steps": num_steps, "num_drafts": num_drafts}

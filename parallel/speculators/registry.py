@@ -1,16 +1,17 @@
-"""The layouts of speculators' checkpoints: which config.json is whose, and how it is opened. A row for each."""
+"""Checkpoints of speculators: which layout one has, its record, and what it opens. The module of a layout is loaded for
+its checkpoints alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from parallel.comm.group import SINGLE, Group
-from parallel.model.checkpoint import Shape, find_tensors, resolve_checkpoint
+from parallel.model.checkpoint import find_tensors, resolve_checkpoint
 from parallel.model.config import DecoderConfig
 from parallel.model.config_fields import read_config_file
 from parallel.model.decoder import Decoder
@@ -20,88 +21,25 @@ from parallel.model.layers.weight import Stored
 from parallel.model.weights import load_weights
 from parallel.ranges import errors_of
 from parallel.runtime.decoder_runner import DecoderRunner
-from parallel.speculators.block import layouts as block
-from parallel.speculators.chimera import runner as chimera
 from parallel.speculators.config import STREAMS, TARGET_LAYERS, SpeculatorConfig, method_of
 from parallel.speculators.config_fields import ParamsFields, SpeculatorFields
-from parallel.speculators.eagle import layouts as eagle
-from parallel.speculators.eagle.config import METHODS as DRAFT_LAYERS
-from parallel.speculators.eagle.config import read_own
-from parallel.speculators.exits import runner as exits
 from parallel.speculators.fusing import TapFuser
-from parallel.speculators.glide import runner as glide
-from parallel.speculators.gloeckle import layouts as gloeckle
-from parallel.speculators.heads import layouts as heads
+from parallel.speculators.layout import CheckpointLayout
 from parallel.speculators.place import SpeculatorPlace, fill
+from parallel.speculators.published import PUBLISHED
 from parallel.speculators.runner import SpeculatorRunner
-from parallel.speculators.streams import runner as streams
-from parallel.speculators.streams.layers import StreamsConfig, open_stream_layers
-from parallel.speculators.streams.target_pass import StreamingRunner
 
-
-@dataclass(frozen=True, slots=True)
-class CheckpointLayout:
-    """One layout of checkpoints: `recognises` its config.json, `read` it, `open` the runner from its directory; all its
-    `tensors`, with their shapes, beside a target."""
-
-    recognises: Callable[[HfConfig], bool]
-    read: Callable[[HfConfig], Any]
-    open: Callable[[Path, Any, SpeculatorPlace], SpeculatorRunner]
-    tensors: Callable[[Path, Any, DecoderConfig], Mapping[str, Shape]] = lambda _directory, config, _target: (
-        config.tensor_shapes()
-    )
-
-
-def _heads(
-    recognises: Callable[[HfConfig], bool], read: Callable[[HfConfig], Any], names: heads.SourcesOf
-) -> CheckpointLayout:
-    """A layout of heads with its names for their tensors."""
-    return CheckpointLayout(
-        recognises,
-        read,
-        lambda directory, config, place: heads.open_heads(names, directory, config, place),
-        lambda directory, config, _target: heads.tensor_shapes(names, directory, config),
-    )
-
-
-def _own(methods: Collection[str]) -> Callable[[HfConfig], bool]:
-    """Whether a config.json is our own of one of these methods."""
-    return lambda hf: method_of(hf) in methods
-
-
-LAYOUTS: dict[str, CheckpointLayout] = {
-    "draft layers": CheckpointLayout(_own(DRAFT_LAYERS.keys() - {"p_eagle"}), read_own, eagle.open_draft_layer),
-    "P-EAGLE": CheckpointLayout(_own(["p_eagle"]), read_own, eagle.open_parallel_eagle),
-    "chimera": CheckpointLayout(_own(["chimera"]), chimera.read_own, chimera.open_chimera),
-    "glide": CheckpointLayout(_own(["glide", glide.LONGSPEC]), glide.read_own, glide.open_glide),
-    "LongSpec": CheckpointLayout(glide.is_longspec, glide.read_longspec, glide.open_glide),
-    "gloeckle": CheckpointLayout(_own([gloeckle.METHOD]), gloeckle.read_own, gloeckle.open_heads),
-    "multi-token prediction of Gloeckle et al.": CheckpointLayout(
-        gloeckle.is_published, gloeckle.read_published, gloeckle.open_heads
-    ),
-    "exits": CheckpointLayout(_own(exits.METHODS), exits.read_own, exits.open_exit),
-    "block": CheckpointLayout(_own(block.METHODS), block.read_own, block.open_block),
-    "dflash": CheckpointLayout(block.is_dflash, block.read_dflash, block.open_block),
-    "dspark": CheckpointLayout(block.is_dspark, block.read_dspark, block.open_block),
-    "domino": CheckpointLayout(block.is_domino, block.read_domino, block.open_block),
-    "EAGLE-3": CheckpointLayout(eagle.is_eagle3, eagle.read_eagle3, eagle.open_draft_layer),
-    "P-EAGLE of SpecForge and speculators": CheckpointLayout(
-        eagle.is_p_eagle, eagle.read_p_eagle, eagle.open_parallel_eagle
-    ),
-    "EAGLE-3 of speculators": CheckpointLayout(eagle.is_vllm_eagle3, eagle.read_vllm_eagle3, eagle.open_draft_layer),
-    "MTP of speculators": CheckpointLayout(eagle.is_vllm_mtp, eagle.read_vllm_mtp, eagle.open_draft_layer),
-    "MTP of MiMo": CheckpointLayout(eagle.is_native_mtp, eagle.read_native_mtp, eagle.open_draft_layer),
-    "EAGLE-1": CheckpointLayout(eagle.is_eagle, eagle.read_eagle, eagle.open_draft_layer),
-    "streams": CheckpointLayout(
-        _own(streams.METHODS),
-        streams.read_own,
-        streams.open_streams,
-        lambda _directory, config, target: streams.tensor_shapes(config, target),
-    ),
-    "heads": _heads(_own(heads.CELLS), heads.read_own, heads.own_names),
-    **{name: _heads(*functions) for name, functions in heads.PUBLISHED.items()},
+OWN = {
+    **dict.fromkeys(("eagle", "eagle3", "eagle3.1", "mtp", "p_eagle"), "eagle.layouts"),
+    "chimera": "chimera.runner",
+    **dict.fromkeys(("glide", "longspec"), "glide.runner"),
+    "gloeckle": "gloeckle.layouts",
+    **dict.fromkeys(("kangaroo", "eesd"), "exits.runner"),
+    **dict.fromkeys(("dflash", "dspark", "dflash2", "domino"), "block.layouts"),
+    **dict.fromkeys(("streaming", "mask_lora", "s3d"), "streams.runner"),
+    **dict.fromkeys(("medusa", "blockwise", "hydra", "rnn", "mlp", "lstm"), "heads.layouts"),
 }
-"""Name -> layout; the first that recognises a config.json reads it."""
+"""Method that our own config.json names -> the module here whose `OWN` is the layout of its checkpoints."""
 
 
 def read_speculator(path: str | Path, target_layers: int = 0) -> SpeculatorConfig:
@@ -153,6 +91,9 @@ def with_streams(path: str | Path, target: DecoderRunner, prune_below: float = 0
     config = read_speculator(path, target.config.num_layers - target.config.stretch)
     if STREAMS not in config.taps:
         return target
+    from parallel.speculators.streams.layers import StreamsConfig, open_stream_layers  # for such speculators alone
+    from parallel.speculators.streams.target_pass import StreamingRunner
+
     assert isinstance(config, StreamsConfig)
     directory = resolve_checkpoint(str(path))
     _check_target(directory, config, target.config)
@@ -199,12 +140,15 @@ def _read_fields(directory: Path) -> dict[str, Any]:
 
 
 def _layout_of(hf: HfConfig) -> CheckpointLayout:
-    for layout in LAYOUTS.values():
-        if layout.recognises(hf):
-            return layout
-    is_model = not FAMILIES.keys().isdisjoint(hf.get("architectures") or ())
-    remedy = "use drafter=model for a whole model; " if is_model else ""
-    raise ValueError(f"is of no known speculator; {remedy}known are {', '.join(LAYOUTS)}")
+    found = next((place for recognises, place in PUBLISHED.values() if recognises(hf)), None)
+    if (method := method_of(hf)) in OWN:
+        found = OWN[method], "OWN"
+    if found is None:
+        is_model = not FAMILIES.keys().isdisjoint(hf.get("architectures") or ())
+        remedy = "use drafter=model for a whole model; " if is_model else ""
+        raise ValueError(f"is of no known speculator; {remedy}known are {', '.join((*OWN, *PUBLISHED))}")
+    module, name = found
+    return getattr(import_module(f"parallel.speculators.{module}"), name)
 
 
 def _check_target(directory: Path, config: SpeculatorConfig, target: DecoderConfig) -> None:

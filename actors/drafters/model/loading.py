@@ -2,7 +2,7 @@
 
 Decides which layers of a draft model run side by side, so that a launch refuses an impossible choice before it starts.
 What only some records ask for is imported where it is built: pipelines that work ahead, other tokenizers, learning,
-prefixes of layers, and KV rows that are dropped.
+prefixes of layers, KV rows that are dropped, and checkpoints that fill masks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from parallel.comm.group import Group
 from parallel.kv.row_limits import RowLimits
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig, HeadRows
+from parallel.model.config_fields import MASK_FIELD, read_config_file
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
 from parallel.ranges import errors_of
@@ -42,7 +43,6 @@ from parallel.runtime.model_bytes import dtype_name
 from parallel.runtime.pacing import pace
 from parallel.runtime.profiling import faster_mlp
 from parallel.runtime.runner import ModelRunner, captured_facts, open_model
-from parallel.speculators.pard import PardRunner, filling_masks
 
 if TYPE_CHECKING:
     from actors.drafters.online.drafter import OnlineDrafter
@@ -132,13 +132,20 @@ def open_draft_model(
         runner.keep_rows_by(_policy_of(config, runner))
     facts |= captured_facts(runner, graphs, choices=partial(_sampled_chains, runner.decoder.device))
     facts["pass_bytes"] = runner.decoder.pass_bytes()
-    is_whole = layout is None and not config.prefixes
-    reads_text = filling_masks(runner, config.path, config.mask_steps, config.mask_drafts) if is_whole else runner
-    if isinstance(reads_text, PardRunner):
+    reads_text: Runner = runner
+    if layout is None and not config.prefixes and _fills_masks(config):
+        from parallel.speculators.pard import filling_masks
+
+        reads_text = filling_masks(runner, config.path, config.mask_steps, config.mask_drafts)
         facts["passes_per_draft"] = reads_text.num_steps
     runner = _translated(reads_text, config, head)
     pace(runner, config.pace_ms)
     return runner, facts
+
+
+def _fills_masks(config: ModelDrafterConfig) -> bool:
+    """Whether the draft model is trained to."""
+    return MASK_FIELD in read_config_file(resolve_checkpoint(config.path))
 
 
 def _policy_of(config: ModelDrafterConfig, runner: ModelRunner) -> PartialRows:

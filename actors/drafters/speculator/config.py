@@ -113,7 +113,6 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
     def _check_record(self, target: str, where: str) -> None:
         from parallel.model.families.registry import read_config
         from parallel.speculators.registry import read_speculator
-        from parallel.speculators.streams.layers import StreamsConfig
 
         shape = read_config(target)
         with errors_of(f"{where}.path"):
@@ -124,9 +123,8 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
         remedy = f"{record.method} drafts blocks, which begin behind the target's features; use every or mismatch"
         calibrates = not record.drafts_blocks or policy is not CalibrationPolicy.never
         require(calibrates, f"{where}.calibration_policy", policy, remedy)
-        prunes = isinstance(record, StreamsConfig) and record.prune_rank > 0
         remedy = "its checkpoint has no early logits; train with job.options={prune_rank: 32}, or drop it"
-        require(prunes or not self.prune_below, f"{where}.prune_below", self.prune_below, remedy)
+        require(record.has_early_logits or not self.prune_below, f"{where}.prune_below", self.prune_below, remedy)
 
     def _check_learnable(self, record: SpeculatorConfig, where: str) -> None:
         if not self.online:

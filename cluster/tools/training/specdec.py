@@ -29,8 +29,9 @@ from cluster.tools.training.corpus import library_sources, load_corpus
 from cluster.tools.training.models import copy_tokenizer
 from cluster.tools.training.pairs import Pair, library_pairs, read_pairs
 from cluster.tools.training.trainer import Recipe, StepOutcome, TrainingBudget, fit
+from parallel.model.config_fields import MASK_FIELD
 from parallel.ranges import Range, require
-from parallel.speculators.pard import DEPTH_FIELD, MASK_FIELD, MUTUAL_FIELD
+from parallel.speculators.pard import DEPTH_FIELD, MUTUAL_FIELD
 from parallel.training.interface import TrainingOptions, depth_metrics
 from parallel.whole_files import naming, write_text
 

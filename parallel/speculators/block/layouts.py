@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.model.config import CheckpointNames
-from parallel.model.families.fields import HfConfig, refuse, require
+from parallel.model.families.fields import HfConfig, architecture_of, refuse, require
 from parallel.model.families.registry import read_config
 from parallel.speculators.block.config import BlockConfig
 from parallel.speculators.config import beside, record_of
-from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.layout import CheckpointLayout
 
 if TYPE_CHECKING:
     from parallel.speculators.block.runner import BlockRunner
+    from parallel.speculators.place import SpeculatorPlace
 
-METHODS = ("dflash", "dspark", "dflash2", "domino")
-"""The methods of our own layout."""
 _NAMES = CheckpointNames(blocks="layers", final_norm="norm")
 
 
@@ -46,7 +45,7 @@ def read_dflash(hf: HfConfig) -> BlockConfig:
         "logit_scale": float(given.get("output_multiplier", 1.0)),
         "logit_softcap": given.get("final_logit_softcapping") or None,
     }
-    if _architecture(hf) == "DFlash2DraftModel":
+    if architecture_of(hf) == "DFlash2DraftModel":
         require(given, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         fields |= {"method": "dflash2", "conv_taps": given["conv_kernel_size"], "conv_group": given["conv_group_size"]}
         fields |= {"corrector": "selector", "corrector_rank": given["selector_rank"], "top_k": given["selector_top_k"]}
@@ -111,17 +110,7 @@ def _read(hf: HfConfig, /, **fields: Any) -> BlockConfig:
     return record_of(BlockConfig, fields | beside(layers) | {"layers": replace(layers, names=_NAMES)})
 
 
-def is_dflash(hf: HfConfig) -> bool:
-    return _architecture(hf) in ("DFlashDraftModel", "DFlash2DraftModel") and "dflash_config" in hf
-
-
-def is_dspark(hf: HfConfig) -> bool:
-    return _architecture(hf) in ("Qwen3DSparkModel", "DSparkDraftModel")
-
-
-def is_domino(hf: HfConfig) -> bool:
-    return _architecture(hf) == "DominoDraftModel"
-
-
-def _architecture(hf: HfConfig) -> str:
-    return (hf.get("architectures") or [""])[0]
+OWN = CheckpointLayout(read_own, open_block)
+DFLASH = CheckpointLayout(read_dflash, open_block)
+DSPARK = CheckpointLayout(read_dspark, open_block)
+DOMINO = CheckpointLayout(read_domino, open_block)

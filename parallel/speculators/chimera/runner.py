@@ -35,6 +35,7 @@ from parallel.model.layers.weight import Layer, Shard, TensorOptions
 from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import FINAL, SpeculatorConfig, beside
 from parallel.speculators.fusing import WholeRowsLinear
+from parallel.speculators.layout import CheckpointLayout
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 from parallel.transfers import upload
@@ -192,3 +193,6 @@ def open_chimera(directory: Path, config: ChimeraConfig, place: SpeculatorPlace)
     layers = ChimeraLayers(config, place.group, **place.options)
     place.load(layers, config.tensor_shapes(), directory)
     return ChimeraRunner(config, layers, place)
+
+
+OWN = CheckpointLayout(read_own, open_chimera)

@@ -6,38 +6,27 @@ by their inputs, so tap = id, and its number of layers is the stream before the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel.model.checkpoint import Shape, tensor_headers
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.speculators.config import FINAL, TARGET_LAYERS
-from parallel.speculators.eagle.config import LISTED, DraftLayerConfig, DraftLayerNames, draft_layer
-from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.eagle.config import LISTED, DraftLayerConfig, DraftLayerNames, draft_layer, read_own
+from parallel.speculators.layout import CheckpointLayout, stored_tensors
 
 if TYPE_CHECKING:
-    from parallel.speculators.eagle.layers import DraftLayers
-    from parallel.speculators.eagle.parallel import ParallelEagleRunner
-    from parallel.speculators.eagle.runner import DraftLayerRunner
+    from parallel.speculators.place import SpeculatorPlace
+    from parallel.speculators.runner import SpeculatorRunner
 
 _ARCHITECTURE_OF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_EAGLE3_NAMES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM"}
-_EAGLE_NAMES = {"EagleLlamaForCausalLM", "LlamaForCausalLM"}
-
-
-def is_eagle3(hf: HfConfig) -> bool:
-    """Its authors' config.json is that of a Llama of one layer, as EAGLE-1's is, with `draft_vocab_size` in most."""
-    named = set(hf.get("architectures") or ())
-    return bool(_EAGLE3_NAMES & named) or (_is_llama_layer(hf) and ("draft_vocab_size" in hf or _norms_features(hf)))
 
 
 def read_eagle3(hf: HfConfig) -> DraftLayerConfig:
     """EAGLE-3 and 3.1 as SpecForge, SGLang and the authors write them: one layer, called `midlayer` or in a list."""
-    stored = _stored(hf)
+    stored = stored_tensors(hf)
     head_rows = hf.get("draft_vocab_size") or stored.get("lm_head.weight", (hf["vocab_size"],))[0]
     names = LISTED if "layers.0.hidden_norm.weight" in stored else DraftLayerNames()
     return _eagle3({**hf, "draft_vocab_size": head_rows}, _llama_block(hf), _aux_taps(hf), names)
@@ -62,10 +51,6 @@ def _taps(hf: HfConfig, named: tuple[int, ...] | None, lacks: str, usual: str) -
     return named
 
 
-def is_vllm_eagle3(hf: HfConfig) -> bool:
-    return hf.get("speculators_model_type") == "eagle3"
-
-
 def read_vllm_eagle3(hf: HfConfig) -> DraftLayerConfig:
     """EAGLE-3 as vLLM's speculators library writes it: layers in a list, their fields in a record of their own."""
     config = _eagle3(hf, _block(hf["transformer_layer_config"], hf), _vllm_taps(hf), LISTED)
@@ -77,10 +62,6 @@ def _vllm_taps(hf: HfConfig) -> tuple[int, ...]:
     ids = hf.get(key)
     taps = None if ids is None else tuple(ids)
     return _taps(hf, taps, f"{key}, the layers whose inputs it reads", "[2, L // 2, L - 3]")
-
-
-def is_p_eagle(hf: HfConfig) -> bool:
-    return "PEagleDraftModel" in (hf.get("architectures") or ()) or hf.get("speculators_model_type") == "peagle"
 
 
 def read_p_eagle(hf: HfConfig) -> DraftLayerConfig:
@@ -102,37 +83,10 @@ def _proposed(hf: HfConfig) -> int:
     return proposals[0].get("speculative_tokens", 0)
 
 
-def is_eagle(hf: HfConfig) -> bool:
-    """Its authors' config.json is that of a Llama of one layer, which a whole model may be too."""
-    return _is_llama_layer(hf) and not is_eagle3(hf) and "model.norm.weight" not in _stored(hf)
-
-
-def _is_llama_layer(hf: HfConfig) -> bool:
-    marked = {"speculator", "speculators_model_type", "medusa_num_heads"} & set(hf)
-    return not marked and bool(_EAGLE_NAMES & set(hf.get("architectures") or ())) and hf.get("num_hidden_layers") == 1
-
-
-def _norms_features(hf: HfConfig) -> bool:
-    """Whether the layer has a norm for what it reads of the target, which of the two EAGLE-3's alone has."""
-    return any(name.endswith("hidden_norm.weight") for name in _stored(hf))
-
-
-def _stored(hf: HfConfig) -> Mapping[str, Shape]:
-    """Tensors of the checkpoint; none where its files cannot be read, which is reported when they are loaded."""
-    try:
-        return tensor_headers(Path(hf["_name_or_path"]))
-    except ValueError:
-        return {}
-
-
 def read_eagle(hf: HfConfig) -> DraftLayerConfig:
     """EAGLE-1 and EAGLE-2, whose checkpoints do not differ: `fc` over the pair, one layer without an input norm."""
     names = replace(LISTED, join="fc")
     return draft_layer("eagle", _llama_block(hf), (FINAL,), join_bias=bool(hf.get("bias", True)), names=names)
-
-
-def is_vllm_mtp(hf: HfConfig) -> bool:
-    return hf.get("speculators_model_type") == "mtp"
 
 
 def read_vllm_mtp(hf: HfConfig) -> DraftLayerConfig:
@@ -150,10 +104,6 @@ def _mtp_names(modules: str) -> DraftLayerNames:
         layers=f"{modules}.{{i}}",
         final_norm=f"{modules}.0.final_layernorm",
     )
-
-
-def is_native_mtp(hf: HfConfig) -> bool:
-    return "MiMoForCausalLM" in (hf.get("architectures") or ()) and hf.get("num_nextn_predict_layers", 0) > 0
 
 
 def read_native_mtp(hf: HfConfig) -> DraftLayerConfig:
@@ -183,7 +133,7 @@ def _llama_block(hf: HfConfig) -> DecoderConfig:
     """The layers where they are Llama's whatever `model_type` says, as in the code of EAGLE's authors and SpecForge;
     which projections have biases the tensors say, or `qkv_bias`, which they write for Qwen 2."""
     block = _block({**hf, "model_type": "llama", "attention_bias": False}, hf)
-    stored = _stored(hf)
+    stored = stored_tensors(hf)
     has_bias = {kind: any(name.endswith(f"self_attn.{kind}_proj.bias") for name in stored) for kind in "qo"}
     return replace(block, qkv_bias=has_bias["q"] or bool(hf.get("qkv_bias")), o_bias=has_bias["o"])
 
@@ -203,25 +153,27 @@ def _block(fields: HfConfig, hf: HfConfig) -> DecoderConfig:
 # --- opening; what runs is loaded for what is opened alone ------------------------------------------------------------
 
 
-def open_draft_layer(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayerRunner:
-    """Load draft layers beside their target."""
-    from parallel.speculators.eagle.runner import DraftLayerRunner
-
-    return DraftLayerRunner(load_draft_layers(directory, config, place), place)
-
-
-def open_parallel_eagle(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> ParallelEagleRunner:
-    """Load P-EAGLE's layers beside their target."""
-    from parallel.speculators.eagle.parallel import ParallelEagleRunner
-
-    return ParallelEagleRunner(load_draft_layers(directory, config, place), place)
-
-
-def load_draft_layers(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayers:
-    """ValueError, one line, if the checkpoint does not fit its target or its own config.json."""
+def open_draft_layers(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> SpeculatorRunner:
+    """Load the layers beside their target. ValueError, one line, if the checkpoint does not fit it or its own
+    config.json."""
     from parallel.speculators.eagle.layers import DraftLayers
 
     layers = DraftLayers(config, place.group, reads_fused=place.reads_fused, **place.options)
     place.load(layers, config.tensor_shapes(), directory)
     layers.load_vocabulary(directory)
-    return layers
+    if config.drafts_blocks:
+        from parallel.speculators.eagle.parallel import ParallelEagleRunner
+
+        return ParallelEagleRunner(layers, place)
+    from parallel.speculators.eagle.runner import DraftLayerRunner
+
+    return DraftLayerRunner(layers, place)
+
+
+OWN = CheckpointLayout(read_own, open_draft_layers)
+EAGLE = CheckpointLayout(read_eagle, open_draft_layers)
+EAGLE3 = CheckpointLayout(read_eagle3, open_draft_layers)
+VLLM_EAGLE3 = CheckpointLayout(read_vllm_eagle3, open_draft_layers)
+P_EAGLE = CheckpointLayout(read_p_eagle, open_draft_layers)
+VLLM_MTP = CheckpointLayout(read_vllm_mtp, open_draft_layers)
+NATIVE_MTP = CheckpointLayout(read_native_mtp, open_draft_layers)

@@ -32,6 +32,7 @@ from parallel.model.layers.weight import Layer, Shard, TensorOptions
 from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.config import SpeculatorConfig, beside
+from parallel.speculators.layout import CheckpointLayout
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 
@@ -189,3 +190,6 @@ def open_exit(directory: Path, config: ExitConfig, place: SpeculatorPlace) -> Ex
     place.load(layers, config.tensor_shapes(), directory)
     target = SelfDraftRunner(of_target, LayerPlan.prefix(config.exit_layer), resumes=True)
     return ExitRunner(config, layers, place, target)
+
+
+OWN = CheckpointLayout(read_own, open_exit)

@@ -37,6 +37,7 @@ from parallel.model.layers.rope import Rope, rotate
 from parallel.model.layers.weight import Layer, Shard, TensorOptions
 from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import TARGET_LAYERS, SpeculatorConfig, beside, kv_tap, method_of
+from parallel.speculators.layout import CheckpointLayout
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 from parallel.transfers import upload
@@ -46,7 +47,6 @@ _OWN, _TARGETS = 0, 1
 LONGSPEC = "longspec"
 PUBLISHED_WINDOW = 513
 """Keys of LongSpec's own attention: flash attention with a window of 512 to the left sees the row itself too."""
-_ARCHITECTURE = "GlideDecoderLayer"
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
@@ -262,11 +262,6 @@ def _reads_in_place(config: GlideConfig, place: SpeculatorPlace) -> bool:
     return (own.group, own.scale, own.softcap) == (theirs.group, theirs.scale, theirs.softcap)
 
 
-def is_longspec(hf: HfConfig) -> bool:
-    """The release saves the layer alone, with the config.json of its target."""
-    return any(str(name).endswith(_ARCHITECTURE) for name in hf.get("architectures") or ())
-
-
 def read_longspec(hf: HfConfig) -> GlideConfig:
     """LongSpec as its authors publish it: the keys and values of its second attention are in the file, and unused."""
     family = _FAMILIES.get(model_type := hf.get("model_type", ""))
@@ -303,3 +298,7 @@ def open_glide(directory: Path, config: GlideConfig, place: SpeculatorPlace) -> 
     layers = GlideLayers(config, place.group, **place.options)
     place.load(layers, config.tensor_shapes(), directory)
     return GlideRunner(config, layers, place)
+
+
+OWN = CheckpointLayout(read_own, open_glide)
+LONGSPEC_LAYOUT = CheckpointLayout(read_longspec, open_glide)

@@ -13,14 +13,15 @@ from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import SpeculatorConfig, beside
-from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.layout import CheckpointLayout
 
 if TYPE_CHECKING:
     from parallel.speculators.gloeckle.runner import GloeckleRunner
+    from parallel.speculators.place import SpeculatorPlace
 
 METHOD = "gloeckle"
 _OWN_HEADS = "heads"
-_PUBLISHED = CheckpointNames(
+_PUBLISHED_NAMES = CheckpointNames(
     blocks="extra_heads",
     attention_norm="attention_norm",
     mlp_norm="ffn_norm",
@@ -88,14 +89,9 @@ def read_own(hf: HfConfig) -> GloeckleConfig:
     return GloeckleConfig(method=METHOD, **beside(block), taps=tuple(hf["speculator"]["taps"]), block=block)
 
 
-def is_published(hf: HfConfig) -> bool:
-    """Whether it is `params.json` of a model with several heads (`facebook/multi-token-prediction`)."""
-    return "n_future_tokens" in hf
-
-
 def read_published(hf: HfConfig) -> GloeckleConfig:
-    """The record of a file of the authors: the trunk, the next token's layer and the further heads of one model, of
-    which only the last are read here; the rest is the target's."""
+    """The record of the authors' `params.json`: the trunk, the next token's layer and the further heads of one model,
+    of which only the last are read here; the rest is the target's."""
     dim, num_heads, num_extra = hf["dim"], hf["n_heads"], hf["n_future_tokens"] - 1
     if not 0 < num_extra < hf["n_layers"] or dim % num_heads:
         raise ValueError(f"n_future_tokens={num_extra + 1}, n_layers={hf['n_layers']}: has no further heads")
@@ -117,6 +113,10 @@ def read_published(hf: HfConfig) -> GloeckleConfig:
         "rope_theta": hf.get("rope_theta") or 10000.0,
         "hidden_act": "silu",
     }
-    block = replace(read_config(fields), names=_PUBLISHED)
+    block = replace(read_config(fields), names=_PUBLISHED_NAMES)
     taps = (hf["n_layers"] - num_extra - 1,)
     return GloeckleConfig(method=METHOD, **beside(block), taps=taps, block=block, interleaved=True)
+
+
+OWN = CheckpointLayout(read_own, open_heads)
+PUBLISHED = CheckpointLayout(read_published, open_heads)

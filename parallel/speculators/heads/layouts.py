@@ -1,9 +1,5 @@
-"""Checkpoints of heads: our own and the published layouts, read to one record and loaded by name.
-
-Published ones are recognised by their fields: Medusa as its authors save it (`medusa_num_heads`) and as vLLM does
-(`MedusaModel`), ReDrafter (`recurrent_drafting_drafter`), IBM's MLP speculator (`MLPSpeculatorPreTrainedModel`) and
-Snowflake's MLP and LSTM ones (`ArcticMLPSpeculatorPreTrainedModel`, `ArcticLSTMSpeculatorPreTrainedModel`).
-"""
+"""Checkpoints of heads, read to one record and loaded by name: our own, Medusa as its authors and as vLLM save it,
+ReDrafter, IBM's MLP speculator, and Snowflake's MLP and LSTM ones."""
 
 from __future__ import annotations
 
@@ -13,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.model.checkpoint import Shape, tensor_headers
-from parallel.model.families.fields import HfConfig, architecture_of, refuse, require
+from parallel.model.families.fields import HfConfig, refuse, require
 from parallel.model.weights import load_shards
 from parallel.speculators.config import FINAL, record_of
 from parallel.speculators.heads.cells import CELLS, HEAD_CHOICES, HeadsConfig
 from parallel.speculators.heads.tensors import LoadedTensors, Sources, as_named, stored_shapes
-from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.layout import CheckpointLayout
 
 if TYPE_CHECKING:
     from parallel.speculators.heads.runner import HeadsRunner
+    from parallel.speculators.place import SpeculatorPlace
 
 ANY_LENGTH = 2**20
 """Positions of a published module: it has none."""
@@ -74,11 +71,6 @@ def write_heads(config: HeadsConfig) -> dict[str, Any]:
 # --- published --------------------------------------------------------------------------------------------------------
 
 
-def _is_medusa(hf: HfConfig) -> bool:
-    """Whether it is as the authors save it; the file says nothing of the target's shape."""
-    return "medusa_num_heads" in hf
-
-
 def _read_medusa(hf: HfConfig) -> HeadsConfig:
     require(hf, "medusa_num_heads", "medusa_num_layers")
     blocks, directory = hf["medusa_num_layers"], Path(hf["_name_or_path"])
@@ -100,10 +92,6 @@ def _medusa_names(directory: Path) -> Sources:
     return sources
 
 
-def _is_vllm_medusa(hf: HfConfig) -> bool:
-    return hf.get("architectures") == ["MedusaModel"]
-
-
 def _read_vllm_medusa(hf: HfConfig) -> HeadsConfig:
     require(hf, "hidden_size", "vocab_size", "num_heads", "num_hidden_layers")
     vocab_size, hidden = hf["vocab_size"], hf["hidden_size"]
@@ -121,18 +109,10 @@ def _vllm_medusa_names(_directory: Path) -> Sources:
     return sources
 
 
-def _is_redrafter(hf: HfConfig) -> bool:
-    return hf.get("model_type") == "recurrent_drafting_drafter"
-
-
 def _read_redrafter(hf: HfConfig) -> HeadsConfig:
     require(hf, "vocab_size", "hidden_size", "exit_dim", "num_draft_layers")
     sizes = hf["vocab_size"], hf["hidden_size"], 0, hf["exit_dim"]
     return _heads("rnn", *sizes, num_blocks=hf["num_draft_layers"], head="shared", recurrent=bool(hf.get("rnn", False)))
-
-
-def _is_mlp_speculator(hf: HfConfig) -> bool:
-    return architecture_of(hf) in ("MLPSpeculatorPreTrainedModel", "ArcticMLPSpeculatorPreTrainedModel")
 
 
 def _read_mlp_speculator(hf: HfConfig) -> HeadsConfig:
@@ -142,10 +122,6 @@ def _read_mlp_speculator(hf: HfConfig) -> HeadsConfig:
     tied = bool(hf.get("tie_weights"))
     head, scaled = "shared" if tied else "own", bool(hf.get("scale_input"))
     return _heads("mlp", *sizes, own_embedding=True, tied=tied, scale_input=scaled, head=head)
-
-
-def _is_lstm_speculator(hf: HfConfig) -> bool:
-    return architecture_of(hf) in ("ArcticLSTMSpeculatorPreTrainedModel", "MLPVariantSpeculatorPreTrainedModel")
 
 
 def _read_lstm_speculator(hf: HfConfig) -> HeadsConfig:
@@ -180,16 +156,6 @@ def _token_sums_names(directory: Path) -> Sources:
     return sources
 
 
-PUBLISHED: dict[str, tuple[Callable[[HfConfig], bool], Callable[[HfConfig], HeadsConfig], SourcesOf]] = {
-    "Medusa": (_is_medusa, _read_medusa, _medusa_names),
-    "MedusaModel": (_is_vllm_medusa, _read_vllm_medusa, _vllm_medusa_names),
-    "ReDrafter": (_is_redrafter, _read_redrafter, own_names),
-    "MLP speculator": (_is_mlp_speculator, _read_mlp_speculator, _token_sums_names),
-    "LSTM speculator": (_is_lstm_speculator, _read_lstm_speculator, _token_sums_names),
-}
-"""Layout -> whether a config.json is of it, its record, and the names of its tensors."""
-
-
 def _heads(method: str, vocab_size: int, hidden: int, num_heads: int, inner: int, **others: Any) -> HeadsConfig:
     return HeadsConfig(
         method=method,
@@ -201,3 +167,20 @@ def _heads(method: str, vocab_size: int, hidden: int, num_heads: int, inner: int
         inner=inner,
         **others,
     )
+
+
+def _layout(read: Callable[[HfConfig], HeadsConfig], names: SourcesOf) -> CheckpointLayout:
+    """A layout with these names for its tensors."""
+    return CheckpointLayout(
+        read,
+        lambda directory, config, place: open_heads(names, directory, config, place),
+        lambda directory, config, _target: tensor_shapes(names, directory, config),
+    )
+
+
+OWN = _layout(read_own, own_names)
+MEDUSA = _layout(_read_medusa, _medusa_names)
+VLLM_MEDUSA = _layout(_read_vllm_medusa, _vllm_medusa_names)
+REDRAFTER = _layout(_read_redrafter, own_names)
+MLP_SPECULATOR = _layout(_read_mlp_speculator, _token_sums_names)
+LSTM_SPECULATOR = _layout(_read_lstm_speculator, _token_sums_names)

@@ -73,6 +73,10 @@ class StreamsConfig(HeadsConfig):
         return self.reads_root
 
     @property
+    def has_early_logits(self) -> bool:
+        return self.prune_rank > 0
+
+    @property
     def num_embeddings(self) -> int:
         """Learned rows."""
         return self.num_heads - self.reads_root

@@ -26,11 +26,10 @@ from parallel.speculators.config import record_of
 from parallel.speculators.heads.cells import TARGET_TABLE, HeadCell, HeadShapes, MatrixShape, Tensors
 from parallel.speculators.heads.runner import HeadsRunner, RootRows
 from parallel.speculators.heads.tensors import LoadedTensors, stored_shapes
+from parallel.speculators.layout import CheckpointLayout
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.streams.layers import StreamLayers, StreamsConfig, open_stream_layers, stream_shapes
 from parallel.transfers import upload
-
-METHODS = "streaming", "mask_lora", "s3d"
 
 
 class StreamsCell(HeadCell):
@@ -127,3 +126,6 @@ def open_streams(directory: Path, config: StreamsConfig, place: SpeculatorPlace)
         return HeadsRunner(cell, tensors, place.tables)
     target = place.its_target(directory, "s3d")
     return StreamsDraftRunner(cell, tensors, open_stream_layers(directory, config, target.decoder), target)
+
+
+OWN = CheckpointLayout(read_own, open_streams, tensors=lambda _directory, config, target: tensor_shapes(config, target))

@@ -25,7 +25,7 @@ from parallel.ranges import OneOf, Range
 from parallel.speculators.config import FINAL
 from parallel.speculators.heads.training import HeadLossOptions, HeadsNet
 from parallel.speculators.streams.layers import StreamLayers, StreamsConfig, stream_shapes, tap_of
-from parallel.speculators.streams.runner import METHODS, StreamsCell
+from parallel.speculators.streams.runner import StreamsCell
 from parallel.training.interface import TargetBatch, TargetShape
 from parallel.training.layers import AnchoredAttention, TextAttention, load_parameters, use_gradients
 from parallel.training.losses import divergences
@@ -35,7 +35,7 @@ from parallel.training.losses import divergences
 class StreamsOptions(HeadLossOptions):
     """Settings of streams; `heads` is how many a node has."""
 
-    method: Annotated[str, OneOf(METHODS)] = "streaming"
+    method: Annotated[str, OneOf(("streaming", "mask_lora", "s3d"))] = "streaming"
     """streaming, mask_lora: rows of the verifying pass; s3d: of a draft pass, of which the newest token's is one."""
     layers: Annotated[int, Range(0, zero="all")] = 0
     """streaming, mask_lora: the target's last layers that streams run through."""

@@ -110,7 +110,7 @@ class World:
         self.choice = DrafterChoice([6, 6], [True, False])
         self.lookup_chance, self.model_chance = lookup_chance, model_chance
         self.times = RoundTimes(lambda drafter, longest, _: pass_s * longest if drafter == MODEL else 0.0, REST_S, 0.0)
-        self.seconds, self.used = 0.0, []
+        self.seconds, self.tokens, self.used = 0.0, 0, []
 
     def accepted(self, chance, length):
         count = 0
@@ -131,16 +131,19 @@ class World:
             found = self.choice.choose(offers, self.times)
             ((drafter, length),) = found.picks
             acceptance[LOOKUP].update(0, (0, 0), 6, lookup)
+            taken = min(lookup, length)
             if drafter == MODEL:
-                acceptance[MODEL].update(0, (0, 0), length, self.accepted(self.model_chance(round_), length))
+                taken = self.accepted(self.model_chance(round_), length)
+                acceptance[MODEL].update(0, (0, 0), length, taken)
+            self.tokens += 1 + taken
             self.seconds += self.times.seconds(found.picks)
             self.used.append(drafter)
         return self
 
 
-def unlucky_start(world):
+def unlucky_start(world, num_drafts=12):
     """The model's first drafts were rejected, as those of a hard beginning."""
-    for _ in range(12):
+    for _ in range(num_drafts):
         world.choice.acceptance[MODEL].update(0, (0, 0), 6, 0)
     world.choice.acceptance[MODEL].release(0)
     return world

@@ -85,7 +85,7 @@ DRAFTERS = {
     "suffix": (SuffixDrafterConfig(), {"lookup", "scoped"}, 51),
     "jacobi": (JacobiDrafterConfig(), {"jacobi"}, 56),
     "recycling": (RecyclingDrafterConfig(), {"adjacency", "lookup", "scoped"}, 50),
-    "model": (ModelDrafterConfig(), {"model"}, 114),
+    "model": (ModelDrafterConfig(), {"model"}, 113),
 }
 """Record, rooms of its own, and modules of its rank at most."""
 SHARED = {"config", "interface", "draft_ahead"}
@@ -106,6 +106,7 @@ def test_a_draft_rank_loads_no_other_method(loaded, spec, models, name):
     assert not {one for one in modules if one.startswith("actors.roles.target")}
     if not drafter.models():
         assert not {one for one in modules if one.startswith(("parallel.model", "parallel.speculators"))}
+    assert "parallel.speculators.pard" not in modules, "of this checkpoint none is trained to fill masks"
 
 
 def test_a_target_rank_loads_no_method(loaded, spec):
@@ -118,12 +119,16 @@ def test_a_target_rank_loads_no_method(loaded, spec):
     assert not {one for one in modules if one.startswith("parallel.speculators")}
 
 
+SPECULATORS = {"pard"} | {file.parent.name for file in ROOT.glob("parallel/speculators/*/__init__.py")}
+
+
 @pytest.mark.extended
 def test_a_speculator_loads_no_other_familys_runner(loaded, spec, speculator):
     drafter = SpeculatorDrafterConfig(path=str(speculator("medusa")))
     modules = loaded(BUILD, pickle.dumps(replace(spec, drafter=drafter, role="draft")))
-    others = {f"parallel.speculators.{family}.runner" for family in ("block", "eagle")}
-    assert "parallel.speculators.heads.runner" in modules and not others & modules
+    folders = {module.split(".")[2] for module in modules if module.startswith("parallel.speculators.")}
+    assert "parallel.speculators.heads.runner" in modules
+    assert not folders & (SPECULATORS - {"heads"}), "of the layouts of checkpoints one is loaded"
     assert rooms(modules) <= SHARED | {"speculator", "model", "vocabulary", "online"}
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from cluster.tools.training.speculators.distill import DistilledDrafter, DistillOptions, start_model
+from parallel.model.config_fields import MASK_FIELD
 from parallel.ranges import Range
 from parallel.speculators.config import FINAL
-from parallel.speculators.pard import DEPTH_FIELD, MASK_FIELD
+from parallel.speculators.pard import DEPTH_FIELD
 from parallel.training.interface import TargetBatch, TargetShape, depth_metrics
 from parallel.training.losses import acceptance, masked_mean
 

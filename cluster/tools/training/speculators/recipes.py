@@ -41,10 +41,10 @@ class SpeculatorRecipe:
         return getattr(import_module(self.module), self.record)(**self.settings)
 
 
-def _method(drawer: str, record: str, method: str = "", **settings: Any) -> SpeculatorRecipe:
-    """A recipe of a drawer of `parallel.speculators`; with `method`, one of several of the same modules."""
+def _method(folder: str, record: str, method: str = "", **settings: Any) -> SpeculatorRecipe:
+    """A recipe of a folder of `parallel.speculators`; with `method`, one of several of the same modules."""
     named = {"method": method} if method else {}
-    return SpeculatorRecipe(f"parallel.speculators.{drawer}.training", record, named | settings)
+    return SpeculatorRecipe(f"parallel.speculators.{folder}.training", record, named | settings)
 
 
 def _whole(module: str, record: str, rates: tuple[float, float], writes: str = "drafter", **settings: Any) -> Any:

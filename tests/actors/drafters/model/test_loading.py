@@ -17,11 +17,12 @@ from actors.drafters.model.loading import layer_layout, layer_partition, open_dr
 from actors.options import Parallel, SchedulerConfig, VerifyConfig
 from parallel.comm.group import SINGLE
 from parallel.model.config import DecoderConfig
+from parallel.model.config_fields import MASK_FIELD
 from parallel.model.families.registry import read_config
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner
 from parallel.runtime.nested_runner import NestedRunner
 from parallel.runtime.runner import ModelRunner
-from parallel.speculators.pard import MASK_FIELD, PardRunner
+from parallel.speculators.pard import PardRunner
 
 
 def config_of(**choices) -> ModelDrafterConfig:

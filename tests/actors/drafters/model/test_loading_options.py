@@ -27,6 +27,7 @@ from parallel.model.config import HeadRows
 from parallel.runtime import nested_runner
 from parallel.runtime.graph_list import GraphList, chain_shapes, graph_shapes
 from parallel.runtime.kv_sizing import DeviceShare
+from parallel.speculators import pard
 
 LIMITS = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=40)
 MODEL = ModelDrafterConfig(path="draft", num_draft_tokens=5)
@@ -84,7 +85,8 @@ def opened(monkeypatch):
     monkeypatch.setattr(loading, "open_model", open_model)
     monkeypatch.setattr(loading, "captured_facts", captured_facts)
     monkeypatch.setattr(loading, "head_rows", lambda config: seen.head)
-    monkeypatch.setattr(loading, "filling_masks", lambda *given: ("masks", *given))
+    monkeypatch.setattr(loading, "_fills_masks", lambda config: config.mask_drafts > 1)
+    monkeypatch.setattr(pard, "filling_masks", lambda *given: SimpleNamespace(made_of=given, num_steps=given[2]))
     monkeypatch.setattr(loading, "pace", lambda one, ms: setattr(seen, "pace", (one, ms)))
     monkeypatch.setattr(
         nested_runner,
@@ -134,8 +136,9 @@ def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
     }
     assert opened.model == (("draft", SINGLE, "cpu", torch.float16, 77), options)
     assert opened.captured == (opened.runner, CHAINS, ["choices"])
-    assert runner == ("masks", opened.runner, "draft", 3, 2) and opened.pace == (runner, [2.0, 0.5])
-    assert facts == {"kv_slots": 77, "graphs": "some", "pass_bytes": 33}
+    filling: Any = runner
+    assert filling.made_of == (opened.runner, "draft", 3, 2) and opened.pace == (runner, [2.0, 0.5])
+    assert facts == {"kv_slots": 77, "graphs": "some", "pass_bytes": 33, "passes_per_draft": 3}
 
 
 def test_a_window_of_rows_is_all_that_the_pool_is_sized_for(models):

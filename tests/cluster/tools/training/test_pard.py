@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.model.loading import open_draft_model
+from actors.options import SchedulerConfig
 from cluster.tools.training.models import drafter_config, initialised
 from cluster.tools.training.speculators.pard import MaskRows, PardDrafter, PardOptions, dropped_rows
 from docs.measurements.pocket.models import save_model
+from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
-from parallel.runtime.runner import open_model
+from parallel.runtime.runner import ModelRunner, open_model
 from parallel.speculators.pard import PardRunner, filling_masks
 
 DEPTH, LENGTH, MASK = 4, 10, 7
@@ -97,5 +101,5 @@ def test_the_engine_drafts_what_was_trained_in_the_order_of_any_verdicts(net: Pa
 
 def test_a_checkpoint_without_masks_drafts_one_token_a_pass(tmp_path: Path):
     save_model(initialised(drafter_config(64), 0, "cpu"), tmp_path)
-    plain = open_model(tmp_path)
-    assert filling_masks(plain, tmp_path) is plain
+    runner, facts = open_draft_model(ModelDrafterConfig(path=str(tmp_path)), SchedulerConfig(), SINGLE, "cpu")
+    assert isinstance(runner, ModelRunner) and "passes_per_draft" not in facts

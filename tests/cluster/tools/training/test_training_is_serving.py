@@ -29,6 +29,7 @@ from cluster.tools.training.speculators.specdiff import SpecdiffOptions
 from docs.measurements.pocket.models import save_model
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
+from parallel.model.config_fields import MASK_FIELD, read_config_file
 from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.runner import open_model
 from parallel.self_speculation.runner import SelfDraftRunner
@@ -115,7 +116,8 @@ class Alone:
     """A draft model, which reads nothing of the target."""
 
     def __init__(self, target: Path, speculator: Path) -> None:
-        self.drafter = filling_masks(open_model(speculator, num_slots=SLOTS), speculator)
+        runner = open_model(speculator, num_slots=SLOTS)
+        self.drafter = filling_masks(runner, speculator) if MASK_FIELD in read_config_file(speculator) else runner
 
     def draft(self, tokens: list[int], length: int, steps: int) -> Tensor:
         return draft_chain(self.drafter, tokens, None, length, steps)
