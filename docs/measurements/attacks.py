@@ -103,8 +103,9 @@ def elsewhere(work: Callable[..., Iterator[None]], *place: str) -> Iterator[Call
     is_ready, may_begin = spawn.Event(), spawn.Event()
     process = spawn.Process(target=begin_when_asked, args=(work, place, is_ready, may_begin), daemon=True)
     process.start()
-    if not is_ready.wait(WAIT_S):
-        raise RuntimeError(f"the process of {work.__name__} ended before it began")
+    while not is_ready.wait(1.0):
+        if not process.is_alive():
+            raise RuntimeError(f"the process of {work.__name__} ended before it began")
     yield may_begin.set
     process.terminate()
     process.join()
