@@ -143,7 +143,7 @@ def cost(folder: Path, name: str, num_rounds: int) -> str:
     """A line about one attack."""
     save_checkpoint(folder, "Llama", 0, {})
     overrides = (*LAUNCH, *DRAFTER, f"target.path={folder}", f"drafter.path={folder}")
-    with Engine(load_config([*overrides])) as engine:
+    with Engine(load_config(overrides)) as engine:
         rounds = Rounds(engine, num_rounds)
         alone, attacked = rounds.beside(attack_again_and_again, name)
         others = {"no attack": alone}
