@@ -542,13 +542,12 @@ LIKE_OTHERS = {
     "three-pearl",
 }
 """Cases whose drafter, rule and pipeline other cases have, in another combination."""
-NUM_HISTORIES = 6
 
 
 def histories():
     """A case and a seed; by default one seed, of cases that are not like others."""
     for name in CASES:
-        for seed in range(NUM_HISTORIES):
+        for seed in range(20):
             yield pytest.param(name, seed, marks=[pytest.mark.slow] if seed or name in LIKE_OTHERS else [])
 
 
