@@ -206,13 +206,13 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     def make(family: str = "Llama", *, seed: int = 0, **overrides: Any) -> Path:
         key = json.dumps([family, seed, overrides], sort_keys=True)
         if key not in made:
-            made[key] = _save_checkpoint(tmp_path_factory.mktemp("checkpoint"), family, seed, overrides)
+            made[key] = save_checkpoint(tmp_path_factory.mktemp("checkpoint"), family, seed, overrides)
         return made[key]
 
     return make
 
 
-def _save_checkpoint(path: Path, family: str, seed: int, overrides: dict[str, Any]) -> Path:
+def save_checkpoint(path: Path, family: str, seed: int, overrides: dict[str, Any]) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from tests.families import ENCODER_DECODERS, tiny_model

@@ -1,4 +1,4 @@
-"""Parameters of tests that are a matrix: all of it under `-m slow`, and by default a covering selection."""
+"""Parameters of tests that are a matrix: under `-m slow` every pair of values, and by default a covering selection."""
 
 from __future__ import annotations
 
@@ -21,32 +21,53 @@ def in_turn(
     times: Mapping[Any, int] | None = None,
     exists: Callable[..., object] = lambda *values: True,
 ) -> Iterator[Any]:
-    """Each of `first` with all combinations of the others; by default with one of them.
+    """Each of `first` beside every value of the others; by default with one combination of them.
 
     That is the combination whose values were chosen least often beside this one and, of equals, beside one another. So
     every value comes, and every pair of values of the others as long as there are rows for it. `times` names those of
     `first` that come more often, each time beside other values, or with 0 not at all, because another row or test runs
     the same code. A value that is a tuple is several parameters; one of the others that is a `pytest.param` with marks
     never comes by default. A combination for which `exists(*parameters)` is false is left out altogether.
+
+    The rows beside these are `slow`. They are chosen in the same way, until each of `first` has come beside every value
+    of the others: all combinations of two columns, but not of more. What depends on three values belongs into `first`.
     """
-    seen, columns = Counter[Any](), [list(other) for other in others]
+    firsts, columns, seen = [*first], [list(other) for other in others], Counter[Any]()
     usual = [[value for value in column if not isinstance(value, _MARKED)] for column in columns]
     every = [[value.values[0] if isinstance(value, _MARKED) else value for value in column] for column in columns]
+
+    def rows_of(one: Any, columns: list[list[Any]]) -> list[tuple[Any, ...]]:
+        return [row for row in product([one], *columns) if exists(*_flat(row))]
 
     def cost(row: tuple[Any, ...]) -> tuple[int, ...]:
         """How often pairs with a value of `first`, pairs of the others, and single values were chosen."""
         own, beside = _cells(0, row[0]), [cell for i, one in enumerate(row[1:], 1) for cell in _cells(i, one)]
         return tuple(sum(seen[one] for one in some) for some in (product(own, beside), combinations(beside, 2), beside))
 
-    for one in first:
-        rows, left = ([row for row in product([one], *of) if exists(*_flat(row))] for of in (every, usual))
-        chosen: list[tuple[Any, ...]] = []
-        for _ in range(min(times.get(one, 1) if times else 1, len(left))):
-            chosen.append(min((row for row in left if row not in chosen), key=cost))
-            cells = [cell for i, value in enumerate(chosen[-1]) for cell in _cells(i, value)]
-            seen.update([*cells, *combinations(cells, 2)])
-        for row in rows if is_whole else [row for row in rows if row in chosen]:
-            yield pytest.param(*_flat(row), marks=[] if row in chosen else pytest.mark.slow)
+    def choose(rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+        row = min(rows, key=cost)
+        cells = [cell for i, value in enumerate(row) for cell in _cells(i, value)]
+        seen.update([*cells, *combinations(cells, 2)])
+        return row
+
+    chosen: list[list[tuple[Any, ...]]] = []
+    for one in firsts:
+        rows, some = rows_of(one, usual), list[tuple[Any, ...]]()
+        for _ in range(min(times.get(one, 1) if times else 1, len(rows))):
+            some.append(choose([row for row in rows if row not in some]))
+        chosen.append(some)
+    for one, some in zip(firsts, chosen, strict=True):
+        slow, rows = list[tuple[Any, ...]](), rows_of(one, every if is_whole else [])
+        left = {value for row in rows for value in _values(row)}.difference(*map(_values, some))
+        while left:
+            slow.append(choose([row for row in rows if left & _values(row)]))
+            left -= _values(slow[-1])
+        for row in [*some, *slow]:
+            yield pytest.param(*_flat(row), marks=pytest.mark.slow if row in slow else [])
+
+
+def _values(row: tuple[Any, ...]) -> set[tuple[int, str]]:
+    return {(column, repr(value)) for column, value in enumerate(row)}
 
 
 def _flat(row: tuple[Any, ...]) -> list[Any]:

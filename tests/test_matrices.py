@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,27 @@ def usual(matrix):
     return [param.values for param in matrix if not param.marks]
 
 
-def test_all_combinations_are_there_once():
-    rows = [param.values for param in in_turn("abc", [1, 2], [True, False])]
-    assert sorted(rows) == sorted(product("abc", [1, 2], [True, False]))
+def test_all_combinations_of_two_columns_are_there_once():
+    for times in (None, {"a": 0, "b": 2}):
+        rows = [param.values for param in in_turn("abc", [1, 2, 3], times=times)]
+        assert sorted(rows) == sorted(product("abc", [1, 2, 3]))
+
+
+@pytest.mark.parametrize("times", [None, {"a": 0, "b": 9}])
+def test_of_more_columns_each_pair_is_there_in_few_rows(times):
+    columns = "abcdef", range(5), [1, 2, 3], [True, False]
+    rows = [param.values for param in in_turn(*columns, times=times)]
+    assert len({*rows}) == len(rows) == 6 * 5 + 4 * ("b" in (times or {}))
+    for i, j in combinations(range(4), 2):
+        assert {(row[i], row[j]) for row in rows} == {*product(columns[i], columns[j])}
+
+
+def test_each_pair_that_exists_is_there():
+    rows = [
+        param.values for param in in_turn("ab", range(3), "xy", exists=lambda a, n, c: n == 0 or (a, c) == ("a", "x"))
+    ]
+    assert {row[:2] for row in rows} == {("a", 0), ("a", 1), ("a", 2), ("b", 0)}
+    assert {row[::2] for row in rows} == {*product("ab", "xy")}
 
 
 @pytest.mark.parametrize("num_rows", [15, 20, 36])

@@ -135,4 +135,4 @@ def test_a_number_met_twice_biases_block_verification_and_is_found(reuse):
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 @pytest.mark.parametrize("kind, widths", [(IID, (1, 1, 1)), (WOR, (2, 1, 1))])
 def test_many_rounds_emit_the_target_s_joint_law(rule, kind, widths):
-    assert abs(excess(emitted(RULES[rule], kind, widths, P3, Q3, 60_000), P3)) < 4
+    assert abs(excess(emitted(RULES[rule], kind, widths, P3, Q3, 20_000), P3)) < 4

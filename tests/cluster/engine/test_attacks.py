@@ -1,24 +1,16 @@
 """What a client with valid credentials can try against an engine, while others decode: a table of attacks.
 
 Each runs beside the owner and another client. The engine and its roles stay, the tokens of the others are those of
-plain decoding, and all of their requests end. How much slower they are is printed by the slow test, not asserted.
-
-An attack of records that are refused or dropped is compared with none: it should change nothing. One of requests that
-a client may submit is compared with an ordinary client in its place, which has as many requests in flight, up to a
-share of the batch: with whom one shares an engine one shares its time, and what matters is that no request takes more.
+plain decoding, and all of their requests end. How much slower they are `docs/measurements/attacks.py` measures.
 """
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from math import nan
-from statistics import median
 from typing import Any
 
 import pytest
@@ -30,8 +22,6 @@ from actors.protocol.messages import Abort, Outputs, ReportOrder, Request, Sampl
 from actors.protocol.sampling_params import MOST_ALLOWED, MOST_BAD_WORDS, MOST_BIASES
 from actors.transport.channel import CODEC, Link
 from actors.transport.keys import LinkKey
-from cluster.client import connect
-from cluster.completion import Completion
 from tests.cluster.engine.test_clients import connect_with_own_key
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
@@ -212,16 +202,6 @@ ATTACKS: dict[str, tuple[Callable[[Attacker], None], tuple[str, ...]]] = {
     )
 }
 """Each attack, and the rules under which it is tried."""
-ORDINARY = {
-    impossible_distributions.__name__: 6,
-    thousands_of_biases.__name__: 8,
-    the_numbers_of_others.__name__: 21,
-    more_requests_than_its_quota.__name__: 21,
-    requests_over_many_connections.__name__: 21,
-    never_reading.__name__: 21,
-}
-"""Requests in flight of the ordinary client that such an attack is compared with: its own number, or a third of the 64
-places of the batch, which it shares with two others."""
 
 
 LIKE_OTHERS = {
@@ -312,84 +292,3 @@ def test_the_end_of_the_engine_is_noticed(open_engine):
     with connect_with_own_key(engine) as other, pytest.raises(Exception, match="engine was closed"):
         for _ in rounds_beside(lambda _: engine.close(), engine, other, plain, least=2):
             pass
-
-
-def attack_again_and_again(address: str, secret: str, name: str) -> Iterator[None]:
-    """An attack whose records are not read, as it sent too many, fails here."""
-    while True:
-        yield
-        attacker = Attacker(address, secret)
-        with suppress(AssertionError):
-            ATTACKS[name][0](attacker)
-        attacker.close()
-
-
-def ask_as_others_do(address: str, secret: str, name: str) -> Iterator[None]:
-    """The ordinary client that the attack is compared with."""
-    with connect(address, secret) as client:
-        live: deque[Completion] = deque()
-        for prompt in itertools.cycle(PROMPTS):
-            yield
-            live.append(client.submit(prompt, GREEDY))
-            if len(live) >= ORDINARY[name]:
-                live.popleft().result(WAIT_S)
-
-
-def begin_when_asked(work: Callable[..., Iterator[None]], place: tuple[str, ...], is_ready, may_begin) -> None:
-    """The main function of a process, which works without pause."""
-    steps = work(*place)
-    next(steps)
-    is_ready.set()
-    may_begin.wait()
-    deque(steps, maxlen=0)
-
-
-@contextmanager
-def elsewhere(work: Callable[..., Iterator[None]], *place: str) -> Iterator[Callable[[], None]]:
-    """Work in a process of its own, which is ready and begins when what this gives is called."""
-    spawn = multiprocessing.get_context("spawn")
-    is_ready, may_begin = spawn.Event(), spawn.Event()
-    process = spawn.Process(target=begin_when_asked, args=(work, place, is_ready, may_begin), daemon=True)
-    process.start()
-    assert is_ready.wait(WAIT_S), "it ended before it began"
-    yield may_begin.set
-    process.terminate()
-    process.join()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ATTACKS)
-def test_what_attacks_cost_the_others(open_engine, capsys, name):
-    """The attacker is a process of its own. A round beside the attack over one without, or beside the ordinary client
-    in its place, each the median, in seconds and in seconds of this process's CPU, which other work on the machine
-    changes less. With the limits as they are by default."""
-    engine = open_engine(verify=VerifyConfig(VerifyRule.coupled))
-    plain = tokens_of(engine.generate(PROMPTS, GREEDY, drafter="none"))
-    place = engine.address, engine.secret, name
-    with connect_with_own_key(engine) as other:
-
-        def time_round() -> tuple[float, float]:
-            wall_s, cpu_s = time.monotonic(), time.process_time()
-            serve_round(engine, other, plain)
-            return time.monotonic() - wall_s, time.process_time() - cpu_s
-
-        def medians() -> list[float]:
-            return [median(times) for times in zip(*[time_round() for _ in range(20)], strict=True)]
-
-        def beside(work: Callable[..., Iterator[None]]) -> tuple[list[float], list[float]]:
-            with elsewhere(work, *place) as begin:
-                before = medians()
-                begin()
-                return before, medians()
-
-        def compare(what: str, now: list[float], before: list[float]) -> str:
-            wall, cpu = [one / other for one, other in zip(now, before, strict=True)]
-            return f"{wall:.2f} times the time and {cpu:.2f} times the CPU of {what}"
-
-        alone, attacked = beside(attack_again_and_again)
-        lines = [compare("no attack", attacked, alone)]
-        if name in ORDINARY:
-            lines.append(compare("an ordinary client", attacked, beside(ask_as_others_do)[1]))
-    with capsys.disabled():
-        print(f"{name}: {'; '.join(lines)}")
-    check_nothing_was_lost(engine)
