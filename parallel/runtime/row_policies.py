@@ -132,7 +132,7 @@ class ChunkRows(PartialRows):
         self._limits = limits
         self._chosen: dict[SeqId, _ChosenChunks] = {}
         self._drafted: dict[SeqId, _Drafted] = {}
-        self._due: list[SpanRows] = []
+        self._due: list[tuple[SpanRows, int]] = []
         self._watched: AttentionWeights | None = None
 
     def narrowed(self, rows: SpanRows, span: Span) -> SpanRows:
@@ -143,7 +143,7 @@ class ChunkRows(PartialRows):
         # rows of drafts may have been taken back since
         is_stale = chosen is None or abs(rows.context - chosen.context) >= self._limits.every or self._is_due(rows)
         if is_stale and not rows.first_pending:
-            self._due.append(rows)
+            self._due.append((rows, span.num_text - 1))  # rows behind it are of drafts, which may be wrong
             return rows
         if chosen is None:
             return rows
@@ -161,7 +161,8 @@ class ChunkRows(PartialRows):
         if self._due:
             due, self._due = self._due, []
             shape = self._decoder.attention_shape()
-            self._watched = AttentionWeights(plan.attention, self._pool, shape, due)
+            rows, newest = zip(*due, strict=True)
+            self._watched = AttentionWeights(plan.attention, self._pool, shape, rows, newest)
             plan.attention = self._watched
 
     def forget(self, seq_id: SeqId) -> None:
@@ -204,13 +205,14 @@ class ChunkRows(PartialRows):
 
 @dataclass(slots=True)
 class AttentionWeights:
-    """An attention plan that also sums up, over heads and layers, the weights of the last row of each of `rows` on its
-    sequence's committed rows, float32 [context] each."""
+    """An attention plan that also sums up, over heads and layers, the weights of one row of each of `rows`, the
+    `asking`-th that it feeds, on its sequence's committed rows, float32 [context] each."""
 
     plan: AttentionPlan
     pool: KVPool
     shape: AttentionShape
     rows: Sequence[SpanRows]
+    asking: Sequence[int]
     bucketed: bool = False  # no captured pass
     sums: list[Tensor] = field(default_factory=list)
 
@@ -223,9 +225,10 @@ class AttentionWeights:
         self.plan.prepare()
 
     def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
-        last = upload([rows.first + rows.num_rows - 1 for rows in self.rows], projected.device)
-        turned = rotation and (rotation[0].index_select(0, last), rotation[1].index_select(0, last))
-        queries, _, _ = heads.split(projected.index_select(0, last), turned)
+        places = [rows.first + asking for rows, asking in zip(self.rows, self.asking, strict=True)]
+        asking = upload(places, projected.device)
+        turned = rotation and (rotation[0].index_select(0, asking), rotation[1].index_select(0, asking))
+        queries, _, _ = heads.split(projected.index_select(0, asking), turned)
         result = self.plan.attend(heads, projected, rotation)
         for i, rows in enumerate(self.rows):
             keys, _ = self.pool.read(heads.layer, upload(rows.slots[: rows.context], projected.device))

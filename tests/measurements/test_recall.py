@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from docs.measurements import recall_pair
 from docs.measurements.recall import ASKED, GIVEN, differing, recall_text, table, tokens_a_pass
-from docs.measurements.recall_pair import answer_loss, constructed, llama, save, with_a_layer_more
-from docs.measurements.recall_texts import SEPARATOR, Words, block_of, training_row
+from docs.measurements.recall_pair import HEAD_DIM, constructed, constructed_longspec, save
+from docs.measurements.recall_texts import SEPARATOR, Words, block_of
+from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.kv.row_limits import ChunkLimits, RowLimits
 from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.row_policies import ChunkRows, PartialRows, RecentRows, StreamingRows
 from parallel.runtime.runner import ModelRunner, open_model
 from parallel.self_speculation.runner import SelfDraftRunner
+from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.registry import open_speculator
 
 LENGTH, NEAR, FAR = 700, 12, 400
 LIMITS, CHUNKS = RowLimits(2, 256), ChunkLimits(4, 64, 64)
@@ -95,21 +97,6 @@ def test_records_tell_of_each_token_of_their_question_the_next():
         Words(random.Random(0)).block("span", 2000)
 
 
-@pytest.mark.parametrize("length", [64, 512])
-def test_answers_of_a_row_can_be_told_from_what_stands_before(length: int):
-    seen = 0
-    for seed in range(20):
-        tokens, positions, answers = training_row(seed, length, 32_768)
-        assert tokens.shape == (length + 1,) and positions.shape == answers.shape == (length,)
-        assert (positions.diff() > 0).all() and positions[0] >= 0 and positions[-1] < 32_768
-        values = tokens.tolist()
-        for place in answers.nonzero().flatten().tolist():
-            pair = values[place : place + 2]
-            assert pair in [values[i : i + 2] for i in range(place - 1)]
-        seen += int(answers.sum())
-    assert seen > 2 * length, "questions are rare"
-
-
 # --- the pair ---------------------------------------------------------------------------------------------------------
 
 
@@ -122,15 +109,24 @@ def test_the_constructed_target_answers_from_afar(path: Path, kind: str):
     assert logits[:-1].argmax(-1).tolist() == answer
 
 
-def test_a_layer_more_changes_nothing_and_can_be_trained():
-    torch.manual_seed(0)
-    model = recall_pair.LlamaForCausalLM(llama(32, 1, 2, 16, 32, 1e6, tied=True))
-    larger = with_a_layer_more(model)
-    tokens = torch.arange(6)[None]
-    torch.testing.assert_close(larger(tokens).logits, model(tokens).logits)
-    loss, _ = answer_loss(larger, range(2), 64)
-    loss.backward()
-    assert larger.model.layers[-1].self_attn.o_proj.weight.grad.abs().max() > 0
+@pytest.mark.parametrize("kind", ["span", "records"])
+def test_the_constructed_layer_of_longspec_asks_what_the_target_asks(path: Path, tmp_path: Path, kind: str):
+    """In place, behind a text that is longer than the window of its own rows."""
+    constructed_longspec(constructed(48, 0)).save(tmp_path)
+    target = opened(path)
+    drafter = open_speculator(
+        tmp_path, SpeculatorPlace(target.decoder, SINGLE, "cpu", torch.float32, 2048, target=target)
+    )
+    known, answer = asked(kind, FAR)
+    for runner in (target, drafter):
+        runner.open("a")
+    target.forward([Span("a", len(known) - 1, num_logits=0)], known[:-1])
+    target.commit("a", range(len(known) - 1))
+    drafter.read_features("a", 0, torch.zeros(len(known) - 1, 2 * HEAD_DIM))
+    logits = drafter.forward(
+        [Span("a", len(known) + DRAFTED, num_logits=DRAFTED + 1)], [*known, *answer[:DRAFTED]]
+    ).logits
+    assert logits.argmax(-1).tolist() == answer[: DRAFTED + 1]
 
 
 # --- what drafts see --------------------------------------------------------------------------------------------------

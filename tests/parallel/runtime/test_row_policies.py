@@ -278,6 +278,25 @@ def test_the_first_and_the_newest_chunks_bring_no_others() -> None:
     assert best({0: 9.0, 10: 1.0, 39: 9.0}) == best({10: 1.0})
 
 
+def test_rows_of_drafts_choose_nothing(llama: Checkpoint) -> None:
+    """A pass that verifies drafts of another model: what is behind the text's last token may be wrong."""
+    found = []
+    for behind in ([], [3, 4, 5], [6]):
+        target = opened(llama)
+        target.open("a")
+        target.forward([Span("a", 40, num_logits=0)], TEXT[:40])
+        target.commit("a", range(40))
+        drafts = SelfDraftRunner(target, LayerPlan.whole(target.config.num_layers))
+        policy = ChunkRows(target.decoder, target.pool, CHUNKS)
+        drafts.keep_rows_by(policy)
+        drafts.forward([Span("a", 2 + len(behind), num_logits=1 + len(behind))], [*TEXT[40:42], *behind])
+        drafts.forward([Span("a", 1)], [7], fuzzy=True)
+        (chosen,) = policy._chosen.values()
+        found.append(chosen.sums)
+    for sums in found[1:]:
+        np.testing.assert_allclose(sums, found[0], rtol=1e-4)
+
+
 def test_earlier_choices_count_half_as_much(llama: Checkpoint) -> None:
     target = opened(llama)
     target.open("a")
