@@ -58,6 +58,11 @@ class ChunkLimits:
         """Rows of a long text that a pass reads, on average, but for those passes that choose."""
         return self.size * self.num_chunks + self.every // 2
 
+    @property
+    def reach(self) -> int:
+        """Chunks on either side of one that a choice counts too: as many as are read until the next choice."""
+        return max(1, self.every // self.size)
+
 
 def check_partial(config: DecoderConfig, limits: RowLimits | None = None) -> None:
     """ValueError, a clause, for a model whose rows cannot be moved to the places that `limits` leaves them or, without

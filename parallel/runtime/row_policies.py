@@ -5,7 +5,8 @@ position beyond its window (StreamingLLM, arXiv 2309.17453; TriForce, arXiv 2404
 rotated already, and rotations add up: one multiplication moves it. `RecentRows` and `ChunkRows` free nothing:
 passes see a part of the rows, at the positions of the text. Chunks are those that the newest row attends to most, over
 all heads and layers (TriForce, section 4.1, scores the mean key of each chunk, for each head; the sum of attention
-weights does not blur a single key among others). Knows no drafts and no tokens.
+weights does not blur a single key among others), and those around them: a text that repeats what stands far before it
+needs the rows behind these next. Knows no draft tokens.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class PartialRows(RowPolicy):
 
     def after_commit(self, seq_id: SeqId) -> None:
         """Keep all rows."""
+
+    def began(self, seq_id: SeqId, context: int) -> None:
+        """The first pass of a draft behind so many rows is about to be laid out."""
 
     def watch(self, plan: PassPlan) -> None:
         """Observe a pass that is about to run."""
@@ -93,16 +97,33 @@ class RecentRows(PartialRows):
 
 @dataclass(slots=True)
 class _ChosenChunks:
-    """Indices of the rows that were chosen when there were `context` rows."""
+    """Indices of the rows that were chosen when there were `context` rows, and the sum of each chunk's weights; sums of
+    the choice before count half."""
 
     context: int
     rows: np.ndarray
+    sums: np.ndarray
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """Where a sequence's newest draft began, and how many in a row had no token accepted."""
+
+    context: int
+    failures: int = 0
+    is_due: bool = False
+
+    def begin(self, context: int) -> None:
+        self.failures = self.failures + 1 if context == self.context + 1 else 0
+        self.context = context
+        self.is_due = self.failures.bit_count() == 1  # the first, second, fourth and so on
 
 
 class ChunkRows(PartialRows):
     """Passes that ask for logits see the chosen chunks and the rows since; once in a while one sees all, and chooses.
 
-    All ranks choose the same: weights are summed over them.
+    Where the runner says where drafts begin, one sees all sooner if no token of the draft before was accepted, the
+    more seldom the more of them failed. All ranks choose the same: weights are summed over them.
     """
 
     def __init__(self, decoder: Decoder, pool: KVPool, limits: ChunkLimits) -> None:
@@ -110,7 +131,8 @@ class ChunkRows(PartialRows):
         self._pool = pool
         self._limits = limits
         self._chosen: dict[SeqId, _ChosenChunks] = {}
-        self._due: list[SpanRows] = []
+        self._drafted: dict[SeqId, _Drafted] = {}
+        self._due: list[tuple[SpanRows, int]] = []
         self._watched: AttentionWeights | None = None
 
     def narrowed(self, rows: SpanRows, span: Span) -> SpanRows:
@@ -119,25 +141,34 @@ class ChunkRows(PartialRows):
             return rows
         chosen = self._chosen.get(rows.seq_id)
         # rows of drafts may have been taken back since
-        is_stale = chosen is None or abs(rows.context - chosen.context) >= self._limits.every
+        is_stale = chosen is None or abs(rows.context - chosen.context) >= self._limits.every or self._is_due(rows)
         if is_stale and not rows.first_pending:
-            self._due.append(rows)
+            self._due.append((rows, span.num_text - 1))  # rows behind it are of drafts, which may be wrong
             return rows
         if chosen is None:
             return rows
         before = chosen.rows[chosen.rows < rows.context]
         return rows.seeing(np.concatenate((before, np.arange(chosen.context, rows.context))))
 
+    def began(self, seq_id: SeqId, context: int) -> None:
+        self._drafted.setdefault(seq_id, _Drafted(context)).begin(context)
+
+    def _is_due(self, rows: SpanRows) -> bool:
+        drafted = self._drafted.get(rows.seq_id)
+        return drafted is not None and drafted.is_due and drafted.context == rows.context
+
     def watch(self, plan: PassPlan) -> None:
         if self._due:
             due, self._due = self._due, []
             shape = self._decoder.attention_shape()
-            self._watched = AttentionWeights(plan.attention, self._pool, shape, due)
+            rows, newest = zip(*due, strict=True)
+            self._watched = AttentionWeights(plan.attention, self._pool, shape, rows, newest)
             plan.attention = self._watched
 
     def forget(self, seq_id: SeqId) -> None:
         self._choose()
         self._chosen.pop(seq_id, None)
+        self._drafted.pop(seq_id, None)
 
     def _choose(self) -> None:
         """Chooses by the weights of the pass that was watched last."""
@@ -146,29 +177,42 @@ class ChunkRows(PartialRows):
         for rows, weights in zip(self._watched.rows, self._watched.sums, strict=True):
             group = self._decoder.group
             summed = group.all_reduce(weights) if group.size > 1 else weights
-            self._chosen[rows.seq_id] = _ChosenChunks(rows.context, self._best(summed.cpu().numpy()))
+            sums = np.add.reduceat(summed.cpu().numpy(), np.arange(0, rows.context, self._limits.size))
+            if rows.seq_id in self._chosen:
+                before = self._chosen[rows.seq_id].sums[: len(sums)]  # of text that may have been taken back since
+                sums[: len(before)] += before / 2
+            self._chosen[rows.seq_id] = _ChosenChunks(rows.context, self._best(sums, rows.context), sums)
         self._watched = None
 
-    def _best(self, weights: np.ndarray) -> np.ndarray:
-        """Indices of the rows of the first chunk, of the newest ones, and of those with the largest sums of weights."""
+    def _best(self, sums: np.ndarray, context: int) -> np.ndarray:
+        """Indices of the rows of the first chunk, of the newest ones, and of those with the largest sums of weights, in
+        which a sum counts for the chunks around it too, half as much for each chunk between."""
         size, num_chunks = self._limits.size, self._limits.num_chunks
-        sums = np.add.reduceat(weights, np.arange(0, len(weights), size))
-        sums[0] = np.inf
-        sums[len(sums) - max(1, num_chunks // RECENT) :] = np.inf
-        chunks = np.sort(np.argsort(-sums, kind="stable")[:num_chunks])
+        newest = len(sums) - max(1, num_chunks // RECENT)
+        around = sums.copy()
+        around[0] = 0.0  # what all attend to says nothing of the chunks beside it
+        around[newest:] = 0.0
+        for _ in range(self._limits.reach):
+            inner = around.copy()
+            around[1:] = np.maximum(around[1:], inner[:-1] / 2)
+            around[:-1] = np.maximum(around[:-1], inner[1:] / 2)
+        around[0] = np.inf
+        around[newest:] = np.inf
+        chunks = np.sort(np.argsort(-around, kind="stable")[:num_chunks])
         rows = (chunks[:, None] * size + np.arange(size)).reshape(-1)
-        return rows[rows < len(weights)]
+        return rows[rows < context]
 
 
 @dataclass(slots=True)
 class AttentionWeights:
-    """An attention plan that also sums up, over heads and layers, the weights of the last row of each of `rows` on its
-    sequence's committed rows, float32 [context] each."""
+    """An attention plan that also sums up, over heads and layers, the weights of one row of each of `rows`, the
+    `asking`-th that it feeds, on its sequence's committed rows, float32 [context] each."""
 
     plan: AttentionPlan
     pool: KVPool
     shape: AttentionShape
     rows: Sequence[SpanRows]
+    asking: Sequence[int]
     bucketed: bool = False  # no captured pass
     sums: list[Tensor] = field(default_factory=list)
 
@@ -181,9 +225,10 @@ class AttentionWeights:
         self.plan.prepare()
 
     def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
-        last = upload([rows.first + rows.num_rows - 1 for rows in self.rows], projected.device)
-        turned = rotation and (rotation[0].index_select(0, last), rotation[1].index_select(0, last))
-        queries, _, _ = heads.split(projected.index_select(0, last), turned)
+        places = [rows.first + asking for rows, asking in zip(self.rows, self.asking, strict=True)]
+        asking = upload(places, projected.device)
+        turned = rotation and (rotation[0].index_select(0, asking), rotation[1].index_select(0, asking))
+        queries, _, _ = heads.split(projected.index_select(0, asking), turned)
         result = self.plan.attend(heads, projected, rotation)
         for i, rows in enumerate(self.rows):
             keys, _ = self.pool.read(heads.layer, upload(rows.slots[: rows.context], projected.device))

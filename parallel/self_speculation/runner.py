@@ -125,6 +125,8 @@ class SelfDraftRunner(BorrowedPasses):
         for span, draft in zip(spans, drafts, strict=True):
             if draft.seq_id not in self._drafts:
                 self.sequences.borrow(draft.seq_id, span.seq_id)
+                if self._policy is not None:
+                    self._policy.began(draft.seq_id, self.pool.cached_len(draft.seq_id))
         plan = super().plan(drafts)
         plan.layers = self.layers
         return plan

@@ -187,7 +187,8 @@ class PassDrafterConfig(PlacedDrafterConfig):
     """Which KV rows of the text drafts attend to. full: all; streaming: the first `sinks` and the newest `window` ones,
     so that a draft model takes the same memory and time behind any text; its positions are counted from the first kept
     row, so a text may be longer than the model can read (StreamingLLM, TriForce); chunks: all are kept, and drafts
-    attend to those `num_chunks` chunks of the text that the newest token attends to most (TriForce, SpecExtend).
+    attend to those `num_chunks` chunks of the text that the newest token attends to most, or that stand around these
+    (TriForce, SpecExtend).
     drafter=self: drafts attend to so many of the target's rows, and no layer need be left out (MagicDec)."""
     sinks: Annotated[int, Range(1)] = 4
     """rows=streaming: first rows of the text."""
@@ -199,7 +200,7 @@ class PassDrafterConfig(PlacedDrafterConfig):
     """rows=chunks: chunks that drafts attend to, the first one and the newest eighth of them included."""
     choose_every: Annotated[int, Range(1)] = 64
     """rows=chunks: tokens after which chunks are chosen again, by a pass that reads all rows; until then drafts attend
-    to the newer tokens too."""
+    to the newer tokens too. drafter=self: sooner after drafts of which no token was accepted."""
     pace_ms: Any = 0.0
     """Milliseconds that every pass of this drafter's model takes at least, as `target.pace_ms`; 0 = off."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -222,13 +223,17 @@ def test_chunks_are_those_that_the_newest_row_attends_to(llama: Checkpoint, back
     target.pool.check()
 
 
-@torch.no_grad()
 def masked_until(checkpoint: Checkpoint, length: int) -> tuple[Tensor, Tensor]:
     """As `masked`, of the first tokens, where every row sees all before it."""
+    output = attentions_until(checkpoint, length)
+    return output.logits[0], _weights(output)
+
+
+@torch.no_grad()
+def attentions_until(checkpoint: Checkpoint, length: int) -> Any:
     model: Any = checkpoint.model
     model.set_attn_implementation("eager")
-    output = model(torch.tensor([TEXT[:length]]), output_attentions=True)
-    return output.logits[0], _weights(output)
+    return model(torch.tensor([TEXT[:length]]), output_attentions=True)
 
 
 def test_chunks_for_the_whole_text_are_the_whole_text(llama: Checkpoint) -> None:
@@ -250,6 +255,101 @@ def test_chunks_are_chosen_again(llama: Checkpoint) -> None:
     target.commit("a", [0])
     target.forward([Span("a", 1)], [3])
     assert policy._chosen["a"].context == 20, "chunks of text that was taken back are not seen"
+
+
+def best(sums: dict[int, float], every: int = 8, num_chunks: int = 8) -> list[int]:
+    """The chunks of 2 rows that are chosen of 40 with these sums; the others have 0.01."""
+    policy = ChunkRows(None, None, ChunkLimits(2, num_chunks, every))  # type: ignore[arg-type]  # ranks alone
+    values = np.array([sums.get(chunk, 0.01) for chunk in range(40)])
+    rows = policy._best(values, 79)
+    assert rows.tolist() == [row for chunk in rows[::2] // 2 for row in (2 * chunk, 2 * chunk + 1) if row < 79]
+    return (rows[::2] // 2).tolist()
+
+
+def test_chunks_around_those_that_are_attended_to_are_chosen_with_them() -> None:
+    """As far as is read until the next choice, and half as much for each chunk between."""
+    assert best({10: 1.0}) == [0, 7, 8, 9, 10, 11, 12, 39]
+    assert best({10: 1.0}, every=4) == [0, 1, 8, 9, 10, 11, 12, 39]
+    assert best({10: 1.0, 20: 0.3}) == [0, 8, 9, 10, 11, 12, 20, 39]
+    assert best({10: 1.0, **dict.fromkeys(range(20, 25), 0.6)}) == [0, 10, 20, 21, 22, 23, 24, 39]
+
+
+def test_the_first_and_the_newest_chunks_bring_no_others() -> None:
+    assert best({0: 9.0, 10: 1.0, 39: 9.0}) == best({10: 1.0})
+
+
+def test_rows_of_drafts_choose_nothing(llama: Checkpoint) -> None:
+    """A pass that verifies drafts of another model: what is behind the text's last token may be wrong."""
+    found = []
+    for behind in ([], [3, 4, 5], [6]):
+        target = opened(llama)
+        target.open("a")
+        target.forward([Span("a", 40, num_logits=0)], TEXT[:40])
+        target.commit("a", range(40))
+        drafts = SelfDraftRunner(target, LayerPlan.whole(target.config.num_layers))
+        policy = ChunkRows(target.decoder, target.pool, CHUNKS)
+        drafts.keep_rows_by(policy)
+        drafts.forward([Span("a", 2 + len(behind), num_logits=1 + len(behind))], [*TEXT[40:42], *behind])
+        drafts.forward([Span("a", 1)], [7], fuzzy=True)
+        (chosen,) = policy._chosen.values()
+        found.append(chosen.sums)
+    for sums in found[1:]:
+        np.testing.assert_allclose(sums, found[0], rtol=1e-4)
+
+
+def test_earlier_choices_count_half_as_much(llama: Checkpoint) -> None:
+    target = opened(llama)
+    target.open("a")
+    drafts = SelfDraftRunner(target, LayerPlan.whole(target.config.num_layers))
+    policy = ChunkRows(target.decoder, target.pool, CHUNKS)
+    drafts.keep_rows_by(policy)
+    expected, fed = np.zeros(0), 0
+    for context in (30, 45):
+        target.forward([Span("a", context - fed, num_logits=0)], TEXT[fed:context])
+        target.commit("a", range(context - fed))
+        fed = context
+        for i in range(2):
+            drafts.forward([Span("a", 1)], [TEXT[context]], fuzzy=i > 0)
+        drafts.release_rows()
+        shares = [layer[0, :, -1, :-1] for layer in attentions_until(llama, context + 1).attentions]
+        weights = torch.stack([(share / share.sum(-1, keepdim=True)).sum(0) for share in shares]).sum(0)
+        sums = np.add.reduceat(weights.numpy(), np.arange(0, context, CHUNKS.size))
+        sums[: len(expected)] += expected / 2
+        expected = sums
+        (chosen,) = policy._chosen.values()
+        np.testing.assert_allclose(chosen.sums, expected, rtol=1e-3)
+    target.truncate("a", 24)
+    for i in range(2):
+        drafts.forward([Span("a", 1)], [3], fuzzy=i > 0)
+    (chosen,) = policy._chosen.values()
+    assert chosen.context == 24 and len(chosen.sums) == 6, "chunks of text that was taken back count no more"
+
+
+@pytest.mark.parametrize(("accepted", "chosen"), [(0, [0, 1, 2, 4, 8]), (1, [0, 5]), (9, [0, 1, 2, 3])])
+def test_a_draft_without_an_accepted_token_brings_a_new_choice(
+    llama: Checkpoint, accepted: int, chosen: list[int]
+) -> None:
+    """The first, second, fourth and so on in a row; otherwise one after `every` tokens."""
+    target = opened(llama)
+    target.open("a")
+    target.forward([Span("a", 20, num_logits=0)], TEXT[:20])
+    target.commit("a", range(20))
+    drafts = SelfDraftRunner(target, LayerPlan.whole(target.config.num_layers))
+    policy = ChunkRows(target.decoder, target.pool, CHUNKS)
+    drafts.keep_rows_by(policy)
+    found, context = list[int](), 20
+    while context + accepted < len(TEXT) and len(found) < 10:
+        for i in range(2):
+            drafts.forward([Span("a", 1)], [TEXT[context]], fuzzy=i > 0)
+        drafts.forward([Span("a", 1)], [3], fuzzy=True)
+        (one,) = policy._chosen.values()
+        found.append(one.context)
+        drafts.release_rows()
+        new = TEXT[context : context + accepted + 1]
+        target.forward([Span("a", len(new), num_logits=0)], new)
+        target.commit("a", range(len(new)))
+        context += len(new)
+    assert [i for i, one in enumerate(found) if i == 0 or one != found[i - 1]] == [i for i in chosen if i < len(found)]
 
 
 def test_ranks_choose_the_same_chunks(

@@ -1,0 +1,159 @@
+"""Tokens a target pass by the distance of what is needed: `python docs/measurements/recall.py OUT.jsonl --pair DIR`.
+
+DIR is what `recall_pair.py` made. A text of `recall_texts.py` has a span and records at each of `--distances` that it
+has room for, counted from their end to the question (records: 48 tokens further); each is asked once behind the same
+text, and the answer has 46 tokens. Each setting of `SETTINGS`, or of `--settings`, starts an engine and is asked
+everything at all of `--lengths`, in `--texts` texts of each. One line for each question: passes and accepted draft
+tokens, bytes of the drafter's KV rows, whether the answer was right, and a digest of the tokens, which has to be the
+same in all settings. `--longspec DIR` is a layer for the target. `--table` prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.protocol.messages import SamplingParams
+from cluster.config import load_config
+from cluster.engine import Engine
+from cluster.observability.report import drafter_bytes
+from docs.measurements.recall_texts import Block, Words
+
+SETTINGS = {
+    "plain": ["drafter=none"],
+    "model": ["drafter=model"],
+    "model, streaming": ["drafter=model", "drafter.rows=streaming"],
+    "model, chunks": ["drafter=model", "drafter.rows=chunks"],
+    "self, chunks": ["drafter=self", "drafter.rows=chunks"],
+    "self, streaming": ["drafter=self", "drafter.rows=streaming"],
+    "TriForce": [
+        "drafter=cascade",
+        "drafter.levels=[{name: model, rows: streaming, num_draft_tokens: 2},"
+        "{name: self, rows: chunks, num_draft_tokens: 5}]",
+    ],
+    "LongSpec": ["drafter=speculator"],
+    "suffix": ["drafter=suffix", "drafter.shared_tokens=0"],
+}
+COMMON = ("cluster=inprocess", "placement=colocated", "cluster.dashboard=false", "pipeline.adaptive=false")
+KINDS = ("span", "records")
+ASKED = 48
+"""Tokens of a question with its answer."""
+ROOM = ASKED + 3 * (ASKED - 1)
+"""Tokens of a span and of records."""
+GIVEN = 2
+"""Tokens of it that are in the prompt."""
+
+
+def recall_text(seed: int, length: int, distances: Sequence[int]) -> tuple[list[int], list[tuple[int, Block]]]:
+    """So many tokens, and what stands in them at which distance; a distance without room is left out."""
+    choose = random.Random(f"{seed} {length}")
+    words, placed, end = Words(choose), list[tuple[int, Block]](), list[int]()
+    for distance in sorted(distances):
+        if not len(end) <= distance <= length - ROOM:
+            continue
+        end = [*words.noise(distance - len(end)), *end]
+        for kind in KINDS:
+            block = words.block(kind, ASKED)
+            end = [*block.tokens, *end]
+            placed.append((distance, block))
+    return [*words.noise(length - len(end)), *end], placed
+
+
+def measure(options: argparse.Namespace, name: str) -> None:
+    """One setting, all questions."""
+    words = [f"target.path={options.pair / 'target'}", f"target.kv_slots={max(options.lengths) + 2048}"]
+    words += [*COMMON, "scheduler.max_num_seqs=1", *SETTINGS[name], *options.override]
+    drafter = str(options.pair / "drafter")
+    if name == "LongSpec":
+        words.append(f"drafter.path={options.longspec}")
+    elif name == "TriForce":
+        words = [word.replace("{name: model,", f"{{name: model, path: {drafter},") for word in words]
+    elif "model" in name:
+        words.append(f"drafter.path={drafter}")
+    sampling = SamplingParams(max_tokens=ASKED - GIVEN, ignore_eos=True)
+    with Engine(load_config(words)) as engine:
+        kv_bytes = drafter_bytes(engine.ready)["kv"]
+        for length in options.lengths:
+            for seed in range(options.texts):
+                text, placed = recall_text(seed, length, options.distances)
+                for distance, block in placed:
+                    completion = engine.submit([*text, *block.question[:GIVEN]], sampling)
+                    tokens, stats = completion.result().token_ids, completion.stats
+                    line = {
+                        "setting": name + options.label,
+                        "length": length,
+                        "text": seed,
+                        "kind": block.kind,
+                        "distance": distance,
+                        "passes": stats.num_spec_steps,
+                        "accepted": stats.num_accepted_tokens,
+                        "right": tokens == block.question[GIVEN:],
+                        "digest": hashlib.sha256(repr(tokens).encode()).hexdigest()[:8],
+                        "kv_bytes": kv_bytes,
+                    }
+                    with options.file.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(line) + "\n")
+                    sys.stderr.write(f"{line}\n")
+
+
+def tokens_a_pass(lines: Sequence[dict[str, Any]]) -> float:
+    passes = sum(line["passes"] for line in lines)
+    return 1 + sum(line["accepted"] for line in lines) / passes if passes else 1.0
+
+
+def differing(lines: Sequence[dict[str, Any]]) -> int:
+    """Questions to which not all settings gave one answer."""
+    answers = dict[tuple[Any, ...], set[str]]()
+    for line in lines:
+        question = tuple(line[key] for key in ("length", "text", "kind", "distance"))
+        answers.setdefault(question, set()).add(line["digest"])
+    return sum(len(found) > 1 for found in answers.values())
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """For each kind and setting tokens a pass by length and distance, and MiB of the drafter's KV rows."""
+    columns = sorted({(line["length"], line["distance"]) for line in lines})
+    text = ""
+    for kind in dict.fromkeys(line["kind"] for line in lines):
+        own = [line for line in lines if line["kind"] == kind]
+        head = [kind, *(f"{length:,}: {distance:,}" for length, distance in columns), "draft rows, MiB"]
+        text += "| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|\n"
+        for name in dict.fromkeys(line["setting"] for line in own):
+            rows = [line for line in own if line["setting"] == name]
+            cells = [[line for line in rows if (line["length"], line["distance"]) == at] for at in columns]
+            shown = [f"{tokens_a_pass(cell):.1f}" if cell else "" for cell in cells]
+            text += f"| {name} | " + " | ".join(shown) + f" | {rows[0]['kv_bytes'] / 2**20:.1f} |\n"
+        text += "\n"
+    right = sum(line["right"] for line in lines)
+    return text + f"{right} of {len(lines)} answers right; {differing(lines)} questions answered differently\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--pair", type=Path)
+    parser.add_argument("--longspec", type=Path)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16_384, 32_768])
+    parser.add_argument("--distances", nargs="+", type=int, default=[64, 512, 2048, 8192, 30_000])
+    parser.add_argument("--texts", type=int, default=1)
+    parser.add_argument("--override", nargs="+", default=[], help="further settings of the engine")
+    parser.add_argument("--label", default="", help="what the setting's name ends with in the table")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.table:
+        print(table([json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()]))
+        return
+    for name in options.settings:
+        if name != "LongSpec" or options.longspec is not None:
+            measure(options, name)
+
+
+if __name__ == "__main__":
+    main()
