@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from actors.grammars.masks import GrammarMasks
     from actors.roles.after_verdicts import AfterVerdicts
     from actors.roles.bridge import FeatureSender
+    from actors.roles.run_ahead import RunAhead
     from actors.verification.features import FeatureReader
     from actors.verification.top_tokens import TopTokensReader
     from parallel.runtime.decoder_runner import DecoderRunner
@@ -77,6 +78,11 @@ def build_target(spec: RankSpec, group: Group, bridge: FeatureSender | None) -> 
         if bridge is not None:
             after = bridge
             bridge.fuser = spec.drafter.open_fuser(num_layers, spec.device)
+    ahead: RunAhead | None = None
+    if is_attached and spec.size == 1 and not spec.is_thread:
+        from actors.roles.run_ahead import RunAhead  # for ranks that draft, and wait for records, alone
+
+        ahead = RunAhead(spec.eos_token_ids, memory.max_model_len)
     if config.all_reduce == "symmetric":
         sizes["all_reduce"] = "nccl" if group.is_abortable else "symmetric"
     role = TargetRole(
@@ -89,6 +95,7 @@ def build_target(spec: RankSpec, group: Group, bridge: FeatureSender | None) -> 
         drafter=after,
         grammars=partial(_grammars, spec) if is_lead else None,
         weights=spec.served,
+        ahead=ahead,
     )
     head, taps = runner.decoder.lm_head, () if features is None else features.streams
     with head.ungathered() if role.splits_choice else nullcontext():

@@ -31,6 +31,7 @@ from actors.protocol.messages import DraftBatch, Request, SamplingParams, Verify
 from actors.roles.attached import AttachedDrafter
 from actors.roles.bridge import FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
+from actors.roles.run_ahead import RunAhead
 from actors.roles.target import TargetRole
 from actors.transport.channel import Hub, is_client
 from actors.verification.features import FeatureReader
@@ -388,6 +389,7 @@ def open_room(models, speculator, open_bridge):
             top_tokens=reader,
             features=features,
             drafter=on_target or (bridge and bridge[0]),
+            ahead=RunAhead((EOS,), MAX_LEN, price=0) if attached else None,
             grammars=lambda: GrammarMasks(GrammarCompiler(lambda: byte_level_tokenizer(models["target"]), (EOS,))),
         )
         num_draft_tokens = config.num_draft_tokens if config else 0
