@@ -61,7 +61,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PassAhead:
-    """One that was made for a foretold batch."""
+    """One that was made for a predicted batch."""
 
     batch: VerifyBatch
     made: _Pass
@@ -284,26 +284,26 @@ class TargetRole:
     # --- ahead of the batch -------------------------------------------------------------------------------------------
 
     def _run_ahead(self, ahead: RunAhead, batch: VerifyBatch, answer: VerdictBatch) -> None:
-        """Make the pass of the batch that is foretold, if there is room for its rows. What it raises is kept until that
-        batch is here, to which the coordinator puts it down."""
-        foretold = ahead.foretell(batch, answer, lambda request_id: self.contexts[request_id].admit)
-        if foretold is None or not ahead.pays:
+        """Make the pass of the batch that is predicted, if there is room for its rows. What it raises is kept until the
+        batch is here to which the coordinator puts it down."""
+        predicted = ahead.predict(batch, answer, lambda request_id: self.contexts[request_id].admit)
+        if predicted is None or not ahead.pays:
             return
-        proposals = [item.proposal for item in foretold.items]
+        proposals = [item.proposal for item in predicted.items]
         if not self.runner.can_reserve(sum([1 if one is None else len(one.tree.token_ids) for one in proposals])):
             return
         started = time.monotonic()
         try:
-            self._update(foretold)
-            made = self._make_pass(foretold)
+            self._update(predicted)
+            made = self._make_pass(predicted)
             wait_for(made.logits.device)
-            self._pass_ahead = _PassAhead(foretold, made, time.monotonic() - started)
+            self._pass_ahead = _PassAhead(predicted, made, time.monotonic() - started)
         except Exception as error:
             self._pass_ahead = error
 
     def _take_ahead(self, batch: VerifyBatch) -> tuple[_PassAhead | None, float]:
         """The pass of this batch, if it is made, and the seconds of one for another batch, which is taken back."""
-        is_true = self._ahead is not None and self._ahead.comes_true(batch)
+        is_true = self._ahead is not None and self._ahead.matches(batch)
         ahead, self._pass_ahead = self._pass_ahead, None
         if isinstance(ahead, Exception):
             raise ahead

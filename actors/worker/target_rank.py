@@ -78,11 +78,6 @@ def build_target(spec: RankSpec, group: Group, bridge: FeatureSender | None) -> 
         if bridge is not None:
             after = bridge
             bridge.fuser = spec.drafter.open_fuser(num_layers, spec.device)
-    ahead: RunAhead | None = None
-    if is_attached and spec.size == 1 and not spec.is_thread:
-        from actors.roles.run_ahead import RunAhead  # for ranks that draft, and wait for records, alone
-
-        ahead = RunAhead(spec.eos_token_ids, memory.max_model_len)
     if config.all_reduce == "symmetric":
         sizes["all_reduce"] = "nccl" if group.is_abortable else "symmetric"
     role = TargetRole(
@@ -95,7 +90,7 @@ def build_target(spec: RankSpec, group: Group, bridge: FeatureSender | None) -> 
         drafter=after,
         grammars=partial(_grammars, spec) if is_lead else None,
         weights=spec.served,
-        ahead=ahead,
+        ahead=_open_ahead(spec, memory, features),
     )
     head, taps = runner.decoder.lm_head, () if features is None else features.streams
     with head.ungathered() if role.splits_choice else nullcontext():
@@ -183,6 +178,17 @@ def _grammars(spec: RankSpec) -> GrammarMasks:
 
     checkpoint = Path(spec.target.path)
     return GrammarMasks(GrammarCompiler(lambda: open_tokenizer(checkpoint).to_str(), spec.eos_token_ids))
+
+
+def _open_ahead(spec: RankSpec, memory: ModelMemory, features: FeatureReader | None) -> RunAhead | None:
+    """For a rank that drafts and waits for records of another process. Several would have to agree on what they
+    predict, and a thread of the coordinator's process has its next batch as soon as it has sent an answer."""
+    if not spec.drafter.is_attached(spec.pipeline) or spec.size > 1 or spec.is_thread:
+        return None
+    from actors.roles.run_ahead import RunAhead
+
+    has_streams = features is not None and features.has_streams
+    return RunAhead(spec.eos_token_ids, memory.max_model_len, has_streams=has_streams)
 
 
 def _kept_bytes(spec: RankSpec) -> int:

@@ -381,6 +381,10 @@ def open_room(models, speculator, open_bridge):
                 if config.reads_features:
                     bridge, features = open_bridge(), FeatureReader(config.taps(2), pool)
                     bridge[0].fuser = config.open_fuser(2, "cpu")
+        ahead = None
+        if attached:
+            has_streams = features is not None and features.has_streams
+            ahead = RunAhead((EOS,), MAX_LEN, price=0, has_streams=has_streams)
         target = TargetRole(
             runner,
             rule,
@@ -389,7 +393,7 @@ def open_room(models, speculator, open_bridge):
             top_tokens=reader,
             features=features,
             drafter=on_target or (bridge and bridge[0]),
-            ahead=RunAhead((EOS,), MAX_LEN, price=0) if attached else None,
+            ahead=ahead,
             grammars=lambda: GrammarMasks(GrammarCompiler(lambda: byte_level_tokenizer(models["target"]), (EOS,))),
         )
         num_draft_tokens = config.num_draft_tokens if config else 0

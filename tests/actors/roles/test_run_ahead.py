@@ -1,4 +1,4 @@
-"""A target that runs ahead: which batch it foretells, and that a pass made for another than came leaves no trace."""
+"""A target that runs ahead: which batch it predicts, and that a pass made for another than came leaves no trace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROPOSAL = Proposal(1, 6, 2, 11, TREE)
 NEXT = Proposal(1, 6, 4, 12, TokenTree((9, 3), (-1, 0)))
 BATCH = VerifyBatch(3, items=(VerifyItem(1, 1, PROPOSAL, 4, reads_text=True),), after=2)
 VERDICT = Verdict(1, 6, 2, (1,), (9,))
-FORETOLD = VerifyBatch(
+PREDICTED = VerifyBatch(
     4, commits=(Commit(1, 6, 2, (1,), (7, 9)),), items=(VerifyItem(1, 1, NEXT, 4, reads_text=True),), after=3
 )
 
@@ -45,25 +45,25 @@ def answer_of(*verdicts, proposals=(NEXT,)):
     return VerdictBatch(3, verdicts, 0.0, 1.0, drafts=ProposalBatch(3, proposals, 1.0, 2.0))
 
 
-def foretold(verdict=VERDICT, batch=BATCH, *, proposals=(NEXT,), longest=LONGEST, **sampling):
+def predicted(verdict=VERDICT, batch=BATCH, *, proposals=(NEXT,), longest=LONGEST, **sampling):
     asked = SamplingParams(**{"max_tokens": 20, "stop_token_ids": (STOP,)} | sampling)
     ahead = RunAhead([EOS], longest)
-    return ahead.foretell(batch, answer_of(verdict, proposals=proposals), lambda _: Admit(1, 6, (3, 4), 2, asked))
+    return ahead.predict(batch, answer_of(verdict, proposals=proposals), lambda _: Admit(1, 6, (3, 4), 2, asked))
 
 
 def test_the_next_batch_of_a_request_that_goes_on():
-    assert foretold() == FORETOLD
-    assert foretold(proposals=()) == replace(FORETOLD, items=(VerifyItem(1, 1, None, 4, reads_text=True),))
+    assert predicted() == PREDICTED
+    assert predicted(proposals=()) == replace(PREDICTED, items=(VerifyItem(1, 1, None, 4, reads_text=True),))
 
 
 def test_a_draft_that_no_pass_verifies_is_not_in_it():
-    assert foretold(batch=replace(BATCH, unverified=True)).items[0].proposal is None
+    assert predicted(batch=replace(BATCH, unverified=True)).items[0].proposal is None
 
 
 def test_plain_decoding_goes_on_plainly():
     plain = replace(BATCH, items=(VerifyItem(1, 1),), may_draft=False)
     expected = VerifyBatch(4, commits=(Commit(1, 6, 2, (), (9,)),), items=(VerifyItem(1, 1),), after=3, may_draft=False)
-    assert foretold(Verdict(1, 6, 2, (), (9,)), plain, proposals=()) == expected
+    assert predicted(Verdict(1, 6, 2, (), (9,)), plain, proposals=()) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,101 +79,105 @@ def test_plain_decoding_goes_on_plainly():
         (replace(VERDICT, forced=(6,)), {}),  # which is the draft then
     ],
 )
-def test_nothing_is_foretold_where_a_request_ends_or_changes(verdict, options):
-    assert foretold(verdict, **options) is None
+def test_nothing_is_predicted_where_a_request_ends_or_changes(verdict, options):
+    assert predicted(verdict, **options) is None
 
 
 @pytest.mark.parametrize("options", [dict(max_tokens=3), dict(longest=5)])
 def test_a_request_that_may_get_one_token_more_goes_on(options):
-    assert foretold(**options) == FORETOLD
+    assert predicted(**options) == PREDICTED
 
 
 def test_an_end_token_that_is_ignored_ends_nothing():
-    assert foretold(replace(VERDICT, token_ids=(EOS,)), ignore_eos=True).commits[0].token_ids == (7, EOS)
+    assert predicted(replace(VERDICT, token_ids=(EOS,)), ignore_eos=True).commits[0].token_ids == (7, EOS)
 
 
-def test_nothing_is_foretold_while_a_text_is_read():
+def test_nothing_is_predicted_while_a_text_is_read():
     reading = replace(BATCH, items=(*BATCH.items, VerifyItem(2, 8)))
-    assert foretold(batch=reading) is None
+    assert predicted(batch=reading) is None
     ahead = RunAhead([EOS], LONGEST)
     assert (
-        ahead.foretell(replace(BATCH, items=()), answer_of(), lambda _: Admit(1, 6, (3, 4), 2, SamplingParams()))
-        is None
+        ahead.predict(replace(BATCH, items=()), answer_of(), lambda _: Admit(1, 6, (3, 4), 2, SamplingParams())) is None
     )
 
 
-def compared(batch, *, times=1, then=None):
-    """Whether a batch is the foretold one, and whether it pays to run ahead, after so many of them and another."""
-    ahead = RunAhead([EOS], LONGEST)
+def compared(batch, *, times=1, then=None, **options):
+    """Whether a batch is the predicted one, and whether it pays to run ahead, after so many of them and another."""
+    ahead = RunAhead([EOS], LONGEST, **options)
     found = None
     for one in [batch] * times + ([] if then is None else [then]):
-        ahead.foretell(BATCH, answer_of(VERDICT), lambda _: Admit(1, 6, (3, 4), 2, SamplingParams()))
-        found = ahead.comes_true(one)
+        ahead.predict(BATCH, answer_of(VERDICT), lambda _: Admit(1, 6, (3, 4), 2, SamplingParams()))
+        found = ahead.matches(one)
     return found, ahead.pays
 
 
 def item(**changes):
-    return replace(FORETOLD, items=(replace(FORETOLD.items[0], **changes),))
+    return replace(PREDICTED, items=(replace(PREDICTED.items[0], **changes),))
 
 
-def test_the_foretold_batch_comes_true_by_whatever_way_it_came():
-    assert compared(FORETOLD) == (True, True)
-    assert compared(CODEC.decode(CODEC.encode(FORETOLD))) == (True, True)
+def test_the_predicted_batch_matches_by_whatever_way_it_came():
+    assert compared(PREDICTED) == (True, True)
+    assert compared(CODEC.decode(CODEC.encode(PREDICTED))) == (True, True)
 
 
 @pytest.mark.parametrize(
     "batch",
     [
-        replace(FORETOLD, round=9, after=7),
-        replace(FORETOLD, least_chance=0.25, unverified=True),
+        replace(PREDICTED, round=9, after=7),
+        replace(PREDICTED, least_chance=0.25, unverified=True),
         item(num_draft_tokens=1, reads_text=False),
+        item(num_draft_tokens=0),
     ],
 )
 def test_what_is_drafted_behind_the_verdicts_may_differ(batch):
     assert compared(batch)[0]
 
 
+@pytest.mark.parametrize(("num_draft_tokens", "is_it"), [(1, True), (0, False)])
+def test_streams_of_drafts_begin_in_the_pass_before_them(num_draft_tokens, is_it):
+    assert compared(item(num_draft_tokens=num_draft_tokens), has_streams=True) == (is_it, is_it)
+
+
 @pytest.mark.parametrize(
     "batch",
     [
-        replace(FORETOLD, admits=(Admit(2, 0, (3,), 1, SamplingParams()),)),
-        replace(FORETOLD, releases=(1,)),
-        replace(FORETOLD, commits=()),
-        replace(FORETOLD, commits=(replace(FORETOLD.commits[0], token_ids=(7,)),)),
-        replace(FORETOLD, commits=(replace(FORETOLD.commits[0], epoch=7),)),
-        replace(FORETOLD, may_draft=False),
-        replace(FORETOLD, bridge=1),
-        replace(FORETOLD, items=()),
-        replace(FORETOLD, items=(*FORETOLD.items, VerifyItem(2, 8))),
+        replace(PREDICTED, admits=(Admit(2, 0, (3,), 1, SamplingParams()),)),
+        replace(PREDICTED, releases=(1,)),
+        replace(PREDICTED, commits=()),
+        replace(PREDICTED, commits=(replace(PREDICTED.commits[0], token_ids=(7,)),)),
+        replace(PREDICTED, commits=(replace(PREDICTED.commits[0], epoch=7),)),
+        replace(PREDICTED, may_draft=False),
+        replace(PREDICTED, bridge=1),
+        replace(PREDICTED, items=()),
+        replace(PREDICTED, items=(*PREDICTED.items, VerifyItem(2, 8))),
         VerifyBatch(4, weights=Weights("elsewhere", 2)),
         item(proposal=None),
         item(proposal=replace(NEXT, tree=TokenTree((9, 2), (-1, 0)))),
         item(num_tokens=2),
-        item(num_draft_tokens=0),
         item(request_id=2),
     ],
 )
-def test_a_batch_of_other_rows_is_not_the_foretold_one(batch):
+def test_a_batch_of_other_rows_is_not_the_predicted_one(batch):
     assert compared(batch) == (False, False)
 
 
 def test_a_batch_that_came_otherwise_is_made_up_for_by_many():
-    assert compared(FORETOLD, times=PRICE, then=BATCH) == (False, True)
-    assert compared(FORETOLD, times=PRICE - 1, then=BATCH) == (False, False)
-    assert compared(FORETOLD, times=100, then=BATCH)[1], "what is saved up is bounded"
+    assert compared(PREDICTED, times=PRICE, then=BATCH) == (False, True)
+    assert compared(PREDICTED, times=PRICE - 1, then=BATCH) == (False, False)
+    assert compared(PREDICTED, times=100, then=BATCH)[1], "what is saved up is bounded"
     ahead = RunAhead([EOS], LONGEST)
-    for is_last, batch in [(False, BATCH)] * 50 + [(False, FORETOLD)] * (MOST_CREDIT - 1) + [(True, FORETOLD)]:
-        ahead.foretell(BATCH, answer_of(VERDICT), lambda _: Admit(1, 6, (3, 4), 2, SamplingParams()))
-        ahead.comes_true(batch)
+    for is_last, batch in [(False, BATCH)] * 50 + [(False, PREDICTED)] * (MOST_CREDIT - 1) + [(True, PREDICTED)]:
+        ahead.predict(BATCH, answer_of(VERDICT), lambda _: Admit(1, 6, (3, 4), 2, SamplingParams()))
+        ahead.matches(batch)
         assert ahead.pays is is_last, "and so is what is owed"
 
 
-def test_nothing_comes_true_that_was_not_foretold():
+def test_nothing_matches_that_was_not_predicted():
     ahead = RunAhead([EOS], LONGEST)
-    assert not ahead.comes_true(FORETOLD) and ahead.pays
-    ahead.foretell(BATCH, answer_of(VERDICT), lambda _: Admit(1, 6, (3, 4), 2, SamplingParams()))
+    assert not ahead.matches(PREDICTED) and ahead.pays
+    ahead.predict(BATCH, answer_of(VERDICT), lambda _: Admit(1, 6, (3, 4), 2, SamplingParams()))
     ahead.forget()
-    assert not ahead.comes_true(FORETOLD) and ahead.pays
+    assert not ahead.matches(PREDICTED) and ahead.pays
 
 
 # --- the target -------------------------------------------------------------------------------------------------------
@@ -227,7 +231,7 @@ def text_of(batches):
     return [*PROMPT, *(token for batch in batches for one in batch.commits for token in one.token_ids)]
 
 
-def as_foretold(batch, _):
+def as_predicted(batch, _):
     return batch
 
 
@@ -262,7 +266,7 @@ def once_another_took_its_place(batch, _):
 
 
 CHANGES = [
-    as_foretold,
+    as_predicted,
     without_its_draft,
     with_a_shorter_draft,
     beside_another_request,
@@ -276,9 +280,9 @@ def _prefix(proposal):
 
 
 def served(role, change, *, rounds=3, **sampling):
-    """Answers without their times, and the state after each: the third batch is another one than is foretold."""
+    """Answers without their times, and the state after each: the third batch is another one than is predicted."""
     batch, found, sent, answers = opening(**sampling), [], [], []
-    teller = RunAhead([EOS], LONGEST)
+    predictor = RunAhead([EOS], LONGEST)
     for number in range(1, rounds + 1):
         sent.append(batch)
         (answer,) = role.answer(batch)
@@ -287,7 +291,7 @@ def served(role, change, *, rounds=3, **sampling):
         drafts = answer.drafts.proposals if answer.drafts is not None else ()
         found.append((answer.verdicts, drafts, answer.hits, answer.num_tokens, rows))
         role.runner.pool.check()
-        batch = teller.foretell(batch, answer, lambda request_id: role.contexts[request_id].admit)
+        batch = predictor.predict(batch, answer, lambda request_id: role.contexts[request_id].admit)
         if number == 2:
             batch = change(batch, [*text_of(sent), *batch.commits[0].token_ids])
     return found, answers
@@ -300,12 +304,12 @@ def test_what_follows_is_what_a_target_answers_that_waits(open_role, change):
     assert found == expected
     assert sum(len(verdict.path) for answer in answers for verdict in answer.verdicts) > 3, "drafts are accepted"
     ahead = [answer.ran_ahead for answer in answers]
-    assert ahead == [False, True, change is as_foretold, True, True, True]
-    assert [answer.dropped_s > 0 for answer in answers] == [False, False, change is not as_foretold] + [False] * 3
+    assert ahead == [False, True, change is as_predicted, True, True, True]
+    assert [answer.dropped_s > 0 for answer in answers] == [False, False, change is not as_predicted] + [False] * 3
 
 
 def test_nothing_is_computed_ahead_while_it_does_not_pay(open_role):
-    """One batch that came otherwise is made up for by so many that came as foretold."""
+    """One batch that came otherwise is made up for by so many that came as predicted."""
     _, answers = served(open_role(price=3), without_its_draft, rounds=8)
     assert [answer.ran_ahead for answer in answers] == [False, True, False, False, False, True, True, True]
     assert [answer.dropped_s > 0 for answer in answers] == [False, False, True] + [False] * 5
@@ -323,11 +327,11 @@ def test_a_pass_made_ahead_takes_the_time_that_it_took(open_role, monkeypatch):
         return found
 
     monkeypatch.setattr(role.runner, "forward", timed)
-    batch, teller = opening(), RunAhead([EOS], LONGEST)
+    batch, predictor = opening(), RunAhead([EOS], LONGEST)
     (answer,) = role.answer(batch)
     made = time.monotonic()
     time.sleep(WAITED_S)
-    batch = teller.foretell(batch, answer, lambda request_id: role.contexts[request_id].admit)
+    batch = predictor.predict(batch, answer, lambda request_id: role.contexts[request_id].admit)
     came = time.monotonic()
     (after,) = role.answer(batch)
     assert after.ran_ahead and answer.left_at < after.started < after.finished
@@ -349,7 +353,7 @@ def test_what_a_pass_made_ahead_raises_is_raised_once_its_batch_is_here(open_rol
     monkeypatch.setattr(role.runner, "forward", failing)
     (answer,) = role.answer(opening())
     assert answer.verdicts, "the answer had left"
-    batch = RunAhead([EOS], LONGEST).foretell(opening(), answer, lambda _: admission(1, PROMPT))
+    batch = RunAhead([EOS], LONGEST).predict(opening(), answer, lambda _: admission(1, PROMPT))
     with pytest.raises(RuntimeError, match="no memory"):
         next(role.answer(batch))
 
@@ -362,7 +366,7 @@ def test_no_pass_is_made_ahead_without_room_for_it(open_role, room, num_pending)
     assert answer.drafts.proposals[0].tree.num_draft_tokens == 3 and role.runner.cached_len(1) == len(PROMPT)
     assert role.runner.pool.pending_len(1) == num_pending
     role.runner.pool.check()
-    batch = RunAhead([EOS], LONGEST).foretell(opening(), answer, lambda _: admission(1, PROMPT))
+    batch = RunAhead([EOS], LONGEST).predict(opening(), answer, lambda _: admission(1, PROMPT))
     (answer,) = role.answer(without_its_draft(batch, ()))
     assert len(answer.verdicts) == 1, "with fewer rows it goes on"
 
