@@ -181,8 +181,8 @@ def _grammars(spec: RankSpec) -> GrammarMasks:
 
 
 def _open_ahead(spec: RankSpec, memory: ModelMemory, features: FeatureReader | None) -> RunAhead | None:
-    """For a rank that drafts and waits for records of another process. Several would have to agree on what they
-    predict, and a thread of the coordinator's process has its next batch as soon as it has sent an answer."""
+    """None but for a rank that drafts and waits for records of another process. Several would have to agree on what
+    they predict, and a thread of the coordinator's process has its next batch as soon as it has sent an answer."""
     if not spec.drafter.is_attached(spec.pipeline) or spec.size > 1 or spec.is_thread:
         return None
     from actors.roles.run_ahead import RunAhead
