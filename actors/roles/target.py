@@ -112,9 +112,8 @@ class TargetRole:
         started = time.monotonic()
         ahead, dropped_s = self._take_ahead(batch)
         if ahead is None:
-            hits, committed = self._update(batch), time.monotonic()
-            times = dict(committed=committed, dropped_s=dropped_s)
-            answer = VerdictBatch(batch.round, (), started, committed, **times, hits=hits)
+            hits, kept = self._update(batch), time.monotonic()
+            answer = VerdictBatch(batch.round, (), started, kept, committed=kept, hits=hits, dropped_s=dropped_s)
         else:  # as if it had begun when the batch had just come
             began = started - ahead.seconds
             answer = VerdictBatch(batch.round, (), began, started, committed=began, ran_ahead=True)
