@@ -66,16 +66,18 @@ class RoleRounds:
 
     def answered(self, answer: VerdictBatch | ProposalBatch, now: float) -> float | None:
         """Returns the seconds for which batch and answer were on their way, if that is known: from the first answer to
-        a batch, unless this had to wait for a pass of draft-ahead."""
+        a batch, unless this had to wait for a pass of draft-ahead, or the target's pass was made ahead of it."""
         (round_, sent_at), self._sent = self._sent, (0, 0.0)
         if self._loads:
             self._loads, self._rows = False, 0
         if self._rows:
             self.longest_s = max(self.longest_s, answer.finished - answer.started)
             self.most_rows, self._rows = max(self.most_rows, self._rows), 0
-        is_verdict = isinstance(answer, VerdictBatch)
-        ahead, left_at = ((), answer.left_at) if is_verdict else (answer.ahead, answer.finished)
-        was_idle = not ahead or answer.started - ahead[-1][1] > IDLE_S
+        if isinstance(answer, VerdictBatch):
+            was_idle, left_at = not (answer.ran_ahead or answer.dropped_s), answer.left_at
+        else:
+            was_idle = not answer.ahead or answer.started - answer.ahead[-1][1] > IDLE_S
+            left_at = answer.finished
         if answer.round != round_ or not was_idle:
             return None
         return max(0.0, now - sent_at - (left_at - answer.started))
@@ -263,7 +265,7 @@ class RoleMembership:
         if awaited is None or not self.serving or alive.off_schedule or now - rank.idle_at < HEARTBEAT_S / 2:
             return False
         rank.idle_at = now
-        is_idle = alive.round < awaited or (alive.rank == 0 and not alive.busy)
+        is_idle = not alive.busy and (alive.round < awaited or alive.rank == 0)
         round_before, beats = rank.idle_beats
         rank.idle_beats = (awaited, (beats if round_before == awaited else 0) + 1 if is_idle else 0)
         return rank.idle_beats[1] >= MISSED_BEATS

@@ -131,6 +131,8 @@ class RecordChecks:
 
     def _check_verdicts(self, batch: VerdictBatch) -> None:
         _check_finite((batch.started, batch.finished, batch.committed))
+        if not 0 <= batch.dropped_s < inf:
+            raise ValueError(f"dropped_s: {batch.dropped_s} is no time")
         guessed, accepted = batch.guesses
         if not 0 <= accepted <= guessed:
             raise ValueError(f"guesses: {accepted} of {guessed} cannot have been accepted")

@@ -303,19 +303,15 @@ class Sequence:
     def resume(self, eos_token_ids: frozenset[int]) -> None:
         """Set `finish_reason` if the request was complete when it arrived, with the tokens that its client has."""
         generated = self.token_ids[self.prompt_len :]
-        if generated and self._stops(generated[-1], eos_token_ids):
+        if generated and self.request.sampling.stops(generated[-1], eos_token_ids):
             self.finish_reason = "stop"
         elif self.remaining <= 0:
             self.finish_reason = "length"
 
-    def _stops(self, token: int, eos_token_ids: frozenset[int]) -> bool:
-        sampling = self.request.sampling
-        return token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos)
-
     def _cut(self, tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-        tokens = tokens[: self.remaining]
+        tokens, sampling = tokens[: self.remaining], self.request.sampling
         for i, token in enumerate(tokens):
-            if self._stops(token, eos_token_ids):
+            if sampling.stops(token, eos_token_ids):
                 self.finish_reason = "stop"
                 return tokens[: i + 1]
         if len(tokens) == self.remaining:

@@ -113,6 +113,10 @@ class TimeCounters:
     num_rounds: int = 0
     draft_busy_s: float = 0.0
     target_busy_s: float = 0.0
+    num_passes_ahead: int = 0
+    """Passes of the target that were made before their batch came."""
+    dropped_pass_s: float = 0.0
+    """Seconds of passes that were made for other batches than came; not of `target_busy_s`."""
     active_s: float = 0.0
     num_spec_rounds: int = 0
     spec_round_s: float = 0.0
@@ -279,6 +283,8 @@ class CoordinatorStats(
         """The verdicts of a target pass arrived, whose batch left at `sent_at`."""
         self._add_messages(batch.round, "verify", sent_at, batch.started, "verdict", batch.left_at, now)
         self.target_busy_s += batch.finished - batch.started
+        self.num_passes_ahead += batch.ran_ahead
+        self.dropped_pass_s += batch.dropped_s
         self.num_guessed_states += batch.guesses[0]
         self.num_accepted_states += batch.guesses[1]
         self.num_rounds += 1

@@ -777,6 +777,11 @@ class VerdictBatch:
     """One line why the `weights` of its batch were not taken, on any rank; "": they were."""
     guesses: tuple[int, int] = (0, 0)
     """States of blocks that a target which fills masks guessed, and the number of them that it accepted."""
+    ran_ahead: bool = False
+    """The pass was made before its batch came. `started` is later then than it began, by the wait for the batch, so
+    that the time to `finished` is that of the work."""
+    dropped_s: float = 0.0
+    """What a pass took that was made for another batch than came."""
 
     @property
     def left_at(self) -> float:

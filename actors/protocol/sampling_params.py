@@ -4,7 +4,7 @@ out, and can carry out whatever `check` accepts, at a cost that the bounds limit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -64,6 +64,10 @@ class SamplingParams:
     @property
     def forced_token_ids(self) -> list[int]:
         return [token for token in (self.forced_bos_token_id, self.forced_eos_token_id) if token is not None]
+
+    def stops(self, token: int, eos_token_ids: Collection[int]) -> bool:
+        """Whether the output ends with this token."""
+        return token in self.stop_token_ids or (token in eos_token_ids and not self.ignore_eos)
 
     @property
     def edits_tokens(self) -> bool:

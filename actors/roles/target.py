@@ -2,8 +2,8 @@
 
 Every rank of the role receives the same records and runs the same pass; only rank 0 reads the logits, and follows the
 grammars of requests. The outcome of a verdict (`Commit`) arrives with the next batch, so the ranks agree without
-messages of their own. What else a pass does for the drafter is behind `AfterVerdicts`. Knows one runner and one
-verification rule; must not know drafters, pipelines or sockets.
+messages of their own. What else a pass does for the drafter is behind `AfterVerdicts`. A pass may be made ahead of its
+batch (`run_ahead.py`). Knows one runner and one verification rule; must not know drafters, pipelines or sockets.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from parallel.runtime.device import wait_for
 
 if TYPE_CHECKING:
     from actors.grammars.masks import GrammarMasks
+    from actors.roles.run_ahead import RunAhead
     from actors.verification.features import FeatureReader
     from actors.verification.top_tokens import TopTokensReader
 
@@ -49,8 +50,27 @@ class TargetContext:
     num_fed: int = 0  # rows of the uncached suffix in the last pass, still pending in the pool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pass:
+    """One that was made, and of whose results nothing was read yet."""
+
+    inputs: list[VerifyInput]
+    logits: Tensor
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PassAhead:
+    """One that was made for a predicted batch."""
+
+    batch: VerifyBatch
+    made: _Pass
+    seconds: float
+
+
 class TargetRole:
-    """Answers each `VerifyBatch` with a `VerdictBatch`; has no work between batches."""
+    """Answers each `VerifyBatch` with a `VerdictBatch`. With `ahead` the next pass is made as soon as an answer was
+    taken; for a rank alone, whose drafter keeps rows at once: ranks would have to agree that they do."""
 
     def __init__(
         self,
@@ -64,8 +84,12 @@ class TargetRole:
         drafter: AfterVerdicts | None = None,
         grammars: Callable[[], GrammarMasks] | None = None,
         weights: Weights | None = None,
+        ahead: RunAhead | None = None,
     ) -> None:
         self._drafter = drafter or AfterVerdicts()
+        assert ahead is None or self._drafter.keeps_at_once, "rows that a commit keeps later cannot be dropped before"
+        self._ahead = ahead
+        self._pass_ahead: _PassAhead | Exception | None = None  # or what it raised
         self.runner = runner = self._drafter.verifying(runner)
         self._verifier = Verifier(
             runner, rule, eos_token_ids, top_tokens=top_tokens, features=features, splits_choice=True
@@ -86,16 +110,20 @@ class TargetRole:
 
     def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
         started = time.monotonic()
-        hits = self._update(batch)
-        committed = time.monotonic()
-        answer = VerdictBatch(batch.round, (), started, committed, committed=committed, hits=hits)
+        ahead, dropped_s = self._take_ahead(batch)
+        if ahead is None:
+            hits, kept = self._update(batch), time.monotonic()
+            answer = VerdictBatch(batch.round, (), started, kept, committed=kept, hits=hits, dropped_s=dropped_s)
+        else:  # as if it had begun when the batch had just come
+            began = started - ahead.seconds
+            answer = VerdictBatch(batch.round, (), began, started, committed=began, ran_ahead=True)
         if batch.weights is not None:
             self.forget()  # every row that is kept was made of the weights before
             refusal = self._weights.take(batch.weights)
             yield replace(answer, finished=time.monotonic(), refusal=refusal)
             return
         if batch.items:
-            answer = self._answer_pass(batch, answer)
+            answer = self._answer_pass(batch, answer, self._make_pass(batch) if ahead is None else ahead.made)
         if self._reads_later:
             answer = replace(answer, top_tokens=self._of_last_pass)
             self._of_last_pass = None
@@ -103,6 +131,8 @@ class TargetRole:
         self._drafter.answered()
         if self._reads_later and batch.items:
             self._of_last_pass = self._verifier.top_tokens()
+        if self._ahead is not None:
+            self._run_ahead(self._ahead, batch, answer)
 
     def use_weights(self, weights: Weights) -> None:
         self._weights.use(weights)
@@ -120,12 +150,15 @@ class TargetRole:
         found = [(admit.request_id, self._admit(admit)) for admit in batch.admits]
         return tuple([hit for hit in found if hit[1]])
 
-    def _answer_pass(self, batch: VerifyBatch, answer: VerdictBatch) -> VerdictBatch:
-        """The pass, its verdicts, and what the drafter has of them."""
-        drafter, reads = self._drafter, self._features is not None and self._drafter.wants_features(batch)
+    def _make_pass(self, batch: VerifyBatch) -> _Pass:
         inputs = [self._verify_input(item, exports=batch.bridge > 0) for item in batch.items]
-        logits, num_rows = self._verifier.forward(inputs, keeps_top_tokens=batch.may_draft)
-        verdicts = self._verify(inputs, logits, may_draft=batch.may_draft) if self._is_lead else ()
+        return _Pass(inputs, *self._verifier.forward(inputs, keeps_top_tokens=batch.may_draft))
+
+    def _answer_pass(self, batch: VerifyBatch, answer: VerdictBatch, made: _Pass) -> VerdictBatch:
+        """The verdicts of the pass, and what the drafter has of them."""
+        drafter, reads = self._drafter, self._features is not None and self._drafter.wants_features(batch)
+        inputs, num_rows = made.inputs, made.num_rows
+        verdicts = self._verify(inputs, made.logits, may_draft=batch.may_draft) if self._is_lead else ()
         top_tokens = self._verifier.top_tokens() if self._is_lead and not self._reads_later else None
         finished = time.monotonic()
         verdicts = drafter.agree(verdicts, batch.items, is_lead=self._is_lead)
@@ -156,6 +189,9 @@ class TargetRole:
 
     def forget(self) -> None:
         """Drop every request and its rows."""
+        self._pass_ahead = None
+        if self._ahead is not None:
+            self._ahead.forget()
         self._drafter.forget()
         for request_id in self.contexts:
             self.runner.close(request_id)
@@ -243,3 +279,36 @@ class TargetRole:
         for one in inputs:
             if not self._verifier.reaches_root(one):
                 self.runner.commit(one.seq_id, range(one.num_fed))
+
+    # --- ahead of the batch -------------------------------------------------------------------------------------------
+
+    def _run_ahead(self, ahead: RunAhead, batch: VerifyBatch, answer: VerdictBatch) -> None:
+        """Make the pass of the batch that is predicted, if there is room for its rows. What it raises is kept until the
+        batch is here to which the coordinator puts it down."""
+        predicted = ahead.predict(batch, answer, lambda request_id: self.contexts[request_id].admit)
+        if predicted is None or not ahead.pays:
+            return
+        proposals = [item.proposal for item in predicted.items]
+        if not self.runner.can_reserve(sum([1 if one is None else len(one.tree.token_ids) for one in proposals])):
+            return
+        started = time.monotonic()
+        try:
+            self._update(predicted)
+            made = self._make_pass(predicted)
+            wait_for(made.logits.device)
+            self._pass_ahead = _PassAhead(predicted, made, time.monotonic() - started)
+        except Exception as error:
+            self._pass_ahead = error
+
+    def _take_ahead(self, batch: VerifyBatch) -> tuple[_PassAhead | None, float]:
+        """The pass of this batch, if it is made, and the seconds of one for another batch, which is taken back."""
+        is_true = self._ahead is not None and self._ahead.matches(batch)
+        ahead, self._pass_ahead = self._pass_ahead, None
+        if isinstance(ahead, Exception):
+            raise ahead
+        if ahead is None or is_true:
+            return ahead, 0.0
+        for commit in ahead.batch.commits:
+            del self.contexts[commit.request_id].token_ids[commit.prefix_len :]
+            self.runner.commit(commit.request_id, ())
+        return None, ahead.seconds

@@ -18,7 +18,7 @@ from actors.drafters.interface import FeatureRows
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import KVPool
 from parallel.runtime.interface import PassOutput, Runner
-from parallel.speculators.config import FINAL, kv_tap
+from parallel.speculators.config import FINAL, STREAMS, kv_tap
 from parallel.transfers import upload
 
 if TYPE_CHECKING:
@@ -55,6 +55,11 @@ class FeatureReader:
             if self._pool is not None:
                 self._keep(self._pool.num_slots, slots, self._output)
         return self._output
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether passes compute more for requests that are drafted for."""
+        return STREAMS in self._taps
 
     @property
     def keeps(self) -> bool:

@@ -46,6 +46,8 @@ class RankSpec:
     """The key with which the rank connects to the hub."""
     folder: str = ""
     """Folder of this machine where the hub listens too, if it does."""
+    is_thread: bool = False
+    """It is a thread of the coordinator's process, which works on a record where that is sent."""
     weights: Weights | None = None
     """Another checkpoint of the target's shape, whose weights it serves in place of those of `target.path`."""
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from actors.grammars.masks import GrammarMasks
     from actors.roles.after_verdicts import AfterVerdicts
     from actors.roles.bridge import FeatureSender
+    from actors.roles.run_ahead import RunAhead
     from actors.verification.features import FeatureReader
     from actors.verification.top_tokens import TopTokensReader
     from parallel.runtime.decoder_runner import DecoderRunner
@@ -89,6 +90,7 @@ def build_target(spec: RankSpec, group: Group, bridge: FeatureSender | None) -> 
         drafter=after,
         grammars=partial(_grammars, spec) if is_lead else None,
         weights=spec.served,
+        ahead=_open_ahead(spec, memory, features),
     )
     head, taps = runner.decoder.lm_head, () if features is None else features.streams
     with head.ungathered() if role.splits_choice else nullcontext():
@@ -176,6 +178,17 @@ def _grammars(spec: RankSpec) -> GrammarMasks:
 
     checkpoint = Path(spec.target.path)
     return GrammarMasks(GrammarCompiler(lambda: open_tokenizer(checkpoint).to_str(), spec.eos_token_ids))
+
+
+def _open_ahead(spec: RankSpec, memory: ModelMemory, features: FeatureReader | None) -> RunAhead | None:
+    """None but for a rank that drafts and waits for records of another process. Several would have to agree on what
+    they predict, and a thread of the coordinator's process has its next batch as soon as it has sent an answer."""
+    if not spec.drafter.is_attached(spec.pipeline) or spec.size > 1 or spec.is_thread:
+        return None
+    from actors.roles.run_ahead import RunAhead
+
+    has_streams = features is not None and features.has_streams
+    return RunAhead(spec.eos_token_ids, memory.max_model_len, has_streams=has_streams)
 
 
 def _kept_bytes(spec: RankSpec) -> int:

@@ -80,6 +80,8 @@ class RunFigures(TypedDict):
     round_ms: float | None
     round_overhead_ms: float | None
     num_rounds: int | None
+    passes_ahead: int | None
+    dropped_pass_s: float | None
     waits: dict[str, float] | None
     """Seconds one role waited for another, or for records, in rounds with speculation."""
     bound_by: str | None
@@ -186,6 +188,8 @@ def figures(run: Run, plain: Run | None = None) -> RunFigures:
         "round_ms": _ratio(counters.get("spec_round_s"), num_spec_rounds, 1e3),
         "round_overhead_ms": _ratio(counters.get("spec_round_overhead_s"), num_spec_rounds, 1e3),
         "num_rounds": counters.get("num_rounds"),
+        "passes_ahead": counters.get("num_passes_ahead"),
+        "dropped_pass_s": counters.get("dropped_pass_s"),
         "waits": waits,
         "bound_by": _bound_by(counters["spec_round_s"], waits) if waits else None,
         "exported_bytes": counters.get("exported_bytes"),

@@ -221,4 +221,5 @@ def rank_spec(
         key=key,
         neighbour_bytes=sharing[0],
         memory_part=sharing[1],
+        is_thread=config.cluster.name == ClusterName.inprocess,
     )

@@ -31,6 +31,7 @@ from actors.protocol.messages import DraftBatch, Request, SamplingParams, Verify
 from actors.roles.attached import AttachedDrafter
 from actors.roles.bridge import FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
+from actors.roles.run_ahead import RunAhead
 from actors.roles.target import TargetRole
 from actors.transport.channel import Hub, is_client
 from actors.verification.features import FeatureReader
@@ -380,6 +381,10 @@ def open_room(models, speculator, open_bridge):
                 if config.reads_features:
                     bridge, features = open_bridge(), FeatureReader(config.taps(2), pool)
                     bridge[0].fuser = config.open_fuser(2, "cpu")
+        ahead = None
+        if attached:
+            has_streams = features is not None and features.has_streams
+            ahead = RunAhead((EOS,), MAX_LEN, price=0, has_streams=has_streams)
         target = TargetRole(
             runner,
             rule,
@@ -388,6 +393,7 @@ def open_room(models, speculator, open_bridge):
             top_tokens=reader,
             features=features,
             drafter=on_target or (bridge and bridge[0]),
+            ahead=ahead,
             grammars=lambda: GrammarMasks(GrammarCompiler(lambda: byte_level_tokenizer(models["target"]), (EOS,))),
         )
         num_draft_tokens = config.num_draft_tokens if config else 0

@@ -203,6 +203,15 @@ def test_a_missed_batch_is_suspected_after_several_heartbeats_in_one_round():
     assert not any(membership.suspects_missed_batch(busy, 7, next(times)) for _ in range(9)), "only the lead answers"
 
 
+def test_a_rank_that_works_on_an_earlier_batch_has_missed_none_yet():
+    """The target may make a pass ahead while the next batch waits to be read."""
+    membership, times = serving(), count(0.0, HEARTBEAT_S)
+    busy = Alive("target", 0, 0, 7, epoch=1, waiting=False, round=4, busy=True)
+    assert not any(membership.suspects_missed_batch(busy, 5, next(times)) for _ in range(9))
+    idle = replace(busy, busy=False)
+    assert [membership.suspects_missed_batch(idle, 5, next(times)) for _ in range(3)] == [False, False, True]
+
+
 def test_heartbeats_that_come_at_once_tell_no_more_than_one():
     """They waited for a coordinator that stood still, behind the answer to which it sent the next batch."""
     membership = serving()

@@ -228,6 +228,8 @@ REFUSED = {
     "a verdict on a node without a proposal": ("target-0#0", verdicts(replace(RIGHT, path=(1,)))),
     "a token of its own beyond the vocabulary": ("target-0#0", verdicts(replace(RIGHT, token_ids=(97,)))),
     "a time that is no number": ("target-0#0", verdicts(RIGHT, finished=nan)),
+    "a dropped pass that took less than no time": ("target-0#0", verdicts(RIGHT, dropped_s=-1.0)),
+    "a dropped pass that took no number": ("target-0#0", verdicts(RIGHT, dropped_s=nan)),
     "more states accepted than were guessed": ("target-0#0", verdicts(RIGHT, guesses=(2, 3))),
     "fewer than no states accepted": ("target-0#0", verdicts(RIGHT, guesses=(2, -1))),
     "hidden states of more rows than were fed": ("target-0#0", verdicts(RIGHT, num_tokens=1, export=EXPORT)),

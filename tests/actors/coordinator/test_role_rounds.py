@@ -68,6 +68,14 @@ def test_the_first_answer_to_a_batch_tells_how_long_records_travel():
     assert rounds.answered(VerdictBatch(5, (), 50.0, 52.0), 21.0) == 0.0, "no time is below 0"
 
 
+@pytest.mark.parametrize("made", [dict(ran_ahead=True), dict(dropped_s=0.25)])
+def test_a_batch_whose_pass_was_made_ahead_or_that_waited_for_another_measures_no_link(made):
+    rounds = RoleRounds()
+    rounds.ordered(verify(3, 5), 10.0)
+    assert rounds.answered(VerdictBatch(3, (), 50.0, 50.5, **made), 11.0) is None
+    assert rounds.longest_s == 0.5
+
+
 @pytest.mark.parametrize(("idle_s", "is_measured"), [(2 * IDLE_S, True), (IDLE_S / 2, False)])
 def test_an_order_that_waits_for_a_pass_ahead_measures_no_link(idle_s, is_measured):
     rounds = RoleRounds()

@@ -183,6 +183,17 @@ def test_guessed_states_of_blocks_are_counted():
     assert (counters["num_guessed_states"], counters["num_accepted_states"]) == (7, 3)
 
 
+def test_passes_ahead_and_dropped_ones_are_counted():
+    stats = CoordinatorStats()
+    for ran_ahead, dropped_s in ((True, 0.0), (False, 0.25), (False, 0.5), (True, 0.0), (True, 0.0)):
+        batch = VerdictBatch(3, (), 1.0, 1.5, ran_ahead=ran_ahead, dropped_s=dropped_s)
+        stats.add_pass(batch, 1.25, 2.0, speculated=False)
+    assert (stats.num_passes_ahead, stats.dropped_pass_s, stats.num_rounds, stats.target_busy_s) == (3, 0.75, 5, 2.5)
+    assert "verify" not in {name for lane, name, *_ in stats.spans if lane == MESSAGES}, (
+        "it began before its batch left"
+    )
+
+
 def test_what_a_pass_sends_over_a_bridge_is_counted():
     stats = CoordinatorStats()
     export = FeatureExport(1, 1, 5, "float32", ((1, 0, 2), (2, 0, 1)))

@@ -125,6 +125,22 @@ def test_a_drafter_is_built_for_what_the_rank_is(spec, monkeypatch, placement):
     assert (setup.target_runner is not None) == is_attached and (not is_attached or isinstance(role, TargetRole))
 
 
+@pytest.mark.parametrize(
+    ("changes", "runs_ahead"),
+    [
+        (dict(), True),
+        (dict(is_thread=True), False),
+        (dict(drafter=NgramDrafterConfig(placement=Placement.separate)), False),
+        (dict(size=2), False),
+    ],
+)
+def test_a_target_runs_ahead_where_it_drafts_and_waits_for_another_process(spec, changes, runs_ahead):
+    spec = replace(spec, drafter=NgramDrafterConfig(placement=Placement.attached))
+    role, _ = build_role(replace(spec, **changes), SINGLE)
+    assert isinstance(role, TargetRole)
+    assert (role._ahead is not None) is runs_ahead
+
+
 @pytest.mark.parametrize("adapts", [True, False])
 def test_a_drafter_adapts_if_the_policy_does(spec, adapts):
     role, _ = build_role(replace(spec, role="draft", adaptive=adapts, pipeline="tree"), SINGLE)

@@ -30,6 +30,7 @@ from cluster.completion import Completion
 from cluster.config.jobs import GenerateConfig
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import Engine, EngineError
+from cluster.runtime import backend
 from cluster.runtime.delay_proxy import Relay
 from parallel.kernels.triton_launch import INTERPRETS, runs_on
 from parallel.runtime import runner
@@ -83,6 +84,26 @@ def open_layout(open_engine, half_agreeing_drafter):
 
 def tokens_of(completions: list[Completion]) -> list[tuple[list[int], str | None]]:
     return [(completion.token_ids, completion.finish_reason) for completion in completions]
+
+
+def test_a_target_that_makes_passes_ahead_of_their_batches_says_the_same(
+    open_engine, half_agreeing_drafter, monkeypatch
+):
+    """Its rank is a thread that works as one of another process. Requests that join change the batch that is next."""
+
+    def of_another_process(*arguments: Any) -> Any:
+        return replace(rank_spec(*arguments), is_thread=False)
+
+    rank_spec = backend.rank_spec
+    monkeypatch.setattr(backend, "rank_spec", of_another_process)
+    texts = [f"{name} = {name}({number})" for number, name in enumerate(["abs", "bin", "chr", "dir", "hex"] * 2)]
+    places = SchedulerConfig(max_num_seqs=3)
+    plain = tokens_of(open_engine("none", scheduler=places).generate(texts))
+    drafting = ModelDrafterConfig(path=str(half_agreeing_drafter), device="cpu", placement=Placement.attached)
+    engine = open_engine(drafting, scheduler=places, pipeline=PipelineConfig(PipelineName.sync, adaptive=False))
+    assert tokens_of(engine.generate(texts)) == plain
+    counters = engine.report().counters
+    assert counters["num_passes_ahead"] > 0 and counters["num_accepted_tokens"] > 0
 
 
 def collect(completion: Completion, most: int | None = None):

@@ -70,6 +70,8 @@ COUNTERS = {
     "num_drafted_per_pos": (4, 4, 4, 4, 3),
     "num_accepted_per_pos": (3, 2, 1, 1, 1),
     "num_rounds": 6,
+    "num_passes_ahead": 5,
+    "dropped_pass_s": 0.125,
     "num_preemptions": 1,
     "num_stale": 2,
     "num_guessed_states": 9,
@@ -136,6 +138,7 @@ def test_figures_from_counters():
     assert (report["draft_busy"], report["target_busy"]) == (0.25, 0.75)
     assert report["round_ms"] == pytest.approx(100.0) and report["round_overhead_ms"] == pytest.approx(5.0)
     assert (report["preemptions"], report["stale"], report["num_rounds"]) == (1, 2, 6)
+    assert (report["passes_ahead"], report["dropped_pass_s"]) == (5, 0.125)
     assert (report["exported_bytes"], report["exported_bytes_per_round"]) == (6000, 2000)
     assert (report["num_guessed_states"], report["num_accepted_states"]) == (9, 7)
     assert report["drafts_by_source"] == COUNTERS["drafts_by_source"]
