@@ -57,7 +57,7 @@ def in_turn(
             some.append(choose([row for row in rows if row not in some]))
         chosen.append(some)
     for one, some in zip(firsts, chosen, strict=True):
-        slow, rows = list[tuple[Any, ...]](), rows_of(one, every if is_whole else [])
+        slow, rows = list[tuple[Any, ...]](), rows_of(one, every) if is_whole else []
         left = {value for row in rows for value in _values(row)}.difference(*map(_values, some))
         while left:
             slow.append(choose([row for row in rows if left & _values(row)]))
