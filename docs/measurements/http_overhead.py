@@ -42,8 +42,8 @@ THREADS = ("http-server", "engine-reader")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """All completions once. Times are in seconds; `client_cpu` is that of the process which asked over HTTP, `by_thread`
-    what `THREADS` took of `cpu`."""
+    """All completions once. Times are in seconds; `client_cpu` is that of the process which asked over HTTP,
+    `by_thread` what `THREADS` took of `cpu`."""
 
     wall: float
     cpu: float
@@ -89,11 +89,8 @@ def cpu_times() -> Iterator[list[Any]]:
 
 
 def _cpu_by_thread() -> dict[str, float]:
-    tasks = {thread.name: thread.native_id for thread in threading.enumerate() if thread.name in THREADS}
-    return {
-        name: 1e-9 * int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[0])
-        for name, task in tasks.items()
-    }
+    files = {thread.name: Path(f"/proc/self/task/{thread.native_id}/schedstat") for thread in threading.enumerate()}
+    return {name: 1e-9 * int(files[name].read_text().split()[0]) for name in THREADS}
 
 
 @contextmanager
