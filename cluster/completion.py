@@ -211,14 +211,14 @@ class Completion:
             if reason is not None:
                 self.stats = tokens.stats or self.stats
                 self._end("stop" if self._stream.stopped else reason, tokens.error, now)
-            self._wake()
-            return self.finished
+        self._wake()
+        return self.finished
 
     def fail(self, reason: str) -> None:
         with self._changed:
             if not self.finished:
                 self._end("error", reason, time.monotonic())
-            self._wake()
+        self._wake()
 
     def piece_since(self, num_tokens: int, num_texts: int) -> tuple[Piece, int, int]:
         """What was added after so many tokens and texts, and how many there are now."""
@@ -246,11 +246,15 @@ class Completion:
     def add_waiter(self, waiter: asyncio.Event) -> None:
         """Set `waiter`, in the loop that runs here, whenever this completion grows or ends."""
         with self._changed:
-            self._waiters.append((_LoopWaker.of_this_loop(), waiter))
+            self._waiters = [*self._waiters, (_LoopWaker.of_this_loop(), waiter)]
 
     def remove_waiter(self, waiter: asyncio.Event) -> None:
         with self._changed:
             self._waiters = [entry for entry in self._waiters if entry[1] is not waiter]
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
 
     def check(self) -> None:
         """Raise the EngineError of a request that failed."""
@@ -294,10 +298,10 @@ class Completion:
             last = self._tokens[-1]
             self._tokens[-1] = replace(last, text=last.text + held_back)
         self.finish_reason, self._error, self.finished_at = reason, error, now
+        self._changed.notify_all()  # what threads wait for: to wake one for every token takes time from the passes
 
     def _wake(self) -> None:
-        if self.finished:  # what threads wait for: to wake one for every token takes time from the passes
-            self._changed.notify_all()
+        """Without the lock, which the loop wants at once."""
         for waker, waiter in self._waiters:
             waker.wake(waiter)
 
@@ -340,32 +344,60 @@ class _LoopWaker:
             waiter.set()
 
 
+class Following:
+    """Several completions as they grow. Use it in the loop where it was made; `leave` it in the end."""
+
+    def __init__(self, completions: Sequence[Completion]) -> None:
+        self._completions = completions
+        self._seen: dict[int, tuple[int, int]] = dict.fromkeys(range(len(completions)), (0, 0))  # tokens and texts
+        self._changed = asyncio.Event()
+        for completion in completions:
+            completion.add_waiter(self._changed)
+
+    async def gained(self) -> list[tuple[int, Piece]]:
+        """(index, what it gained since the last call) of those that gained something, once one has; empty after the
+        ends of all. Raises the EngineError of the first that failed."""
+        while self._seen:
+            self._changed.clear()
+            if found := self._look():
+                return found
+            await self._changed.wait()
+        return []
+
+    def _look(self) -> list[tuple[int, Piece]]:
+        found = list[tuple[int, Piece]]()
+        for index, counts in list(self._seen.items()):
+            completion = self._completions[index]
+            piece, *now = completion.piece_since(*counts)
+            if piece.finish_reason is not None:
+                if found and completion.has_failed:  # what the others gained comes first; the next look raises
+                    return found
+                completion.check()
+                del self._seen[index]
+            elif tuple(now) == counts:
+                continue
+            else:
+                self._seen[index] = (now[0], now[1])
+            found.append((index, piece))
+        return found
+
+    def leave(self) -> None:
+        """Abort those that still run."""
+        for completion in self._completions:
+            completion.remove_waiter(self._changed)
+            if not completion.finished:
+                completion.abort()
+
+
 async def follow(completions: Sequence[Completion]) -> AsyncGenerator[tuple[int, Piece]]:
     """(index, what it gained) of these completions, as they grow and until all have ended.
 
     Raises the EngineError of the first that failed. Leaving early aborts those that still run.
     """
-    waiter = asyncio.Event()
-    seen: dict[int, tuple[int, int]] = dict.fromkeys(range(len(completions)), (0, 0))  # tokens and texts
-    for completion in completions:
-        completion.add_waiter(waiter)
+    following = Following(completions)
     try:
-        while seen:
-            waiter.clear()
-            for index, counts in list(seen.items()):
-                piece, *now = completions[index].piece_since(*counts)
-                if piece.finish_reason is not None:
-                    completions[index].check()
-                    del seen[index]
-                elif tuple(now) == counts:
-                    continue
-                else:
-                    seen[index] = (now[0], now[1])
+        while gained := await following.gained():
+            for index, piece in gained:
                 yield index, piece
-            if seen:
-                await waiter.wait()
     finally:
-        for completion in completions:
-            completion.remove_waiter(waiter)
-            if not completion.finished:
-                completion.abort()
+        following.leave()

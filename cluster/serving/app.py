@@ -7,10 +7,9 @@ It must not know sockets or how the engine was started.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -54,13 +53,15 @@ from cluster.serving.requests import (
     GenerationRequest,
     TokenizeRequest,
 )
-from cluster.serving.served_model import NO_TEXTS, ServedModel
+from cluster.serving.served_model import LONG, NO_TEXTS, ServedModel
 from cluster.serving.streams import EventStream, while_connected
 from cluster.serving.tools import NamedTool
 from cluster.serving.tracing import RequestTracer
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+T = TypeVar("T")
 
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_MAY = (
@@ -120,8 +121,9 @@ class Api:
         span = self._tracer.start("text_completion", request.headers, request.state.request_id)
         self._model.check_name(body.model)
         self._limit.check_size(len(body.prompts) * body.n)
-        prompts = [await self._prompt_tokens(prompt, body) for prompt in body.prompts]
-        texts = [await self._prompt_text(*pair, body) for pair in zip(body.prompts, prompts, strict=True) if body.echo]
+        size = sum(map(len, body.prompts))
+        prompts = await _apart(size, lambda: [self._prompt_tokens(prompt, body) for prompt in body.prompts])
+        texts = await _apart(size, self._prompt_texts, prompts, body) if body.echo else []
         await self._grammars.check(body.grammar, body.grammar_field)
         generation = await self._submit(body, prompts, "prompt", body.grammar, span)
         echoes = {choice.index: texts[choice.index // body.n] for choice in generation.choices if body.echo}
@@ -131,8 +133,7 @@ class Api:
         body = await self._bodies.read(request, ChatRequest)
         span = self._tracer.start("chat", request.headers, request.state.request_id)
         self._model.check_name(body.model)
-        text = await asyncio.to_thread(self._model.chat_text, body)
-        prompt = await asyncio.to_thread(self._model.encode_chat, text, self._model.truncation(body))
+        text, prompt = await asyncio.to_thread(self._chat_prompt, body)
         beginning = self._model.reasoning.beginning(text, body.continued)
         if body.may_call:
             grammar = await self._grammars.of_own_calls(body, beginning)
@@ -206,18 +207,25 @@ class Api:
 
     # --- what completions and chats have in common --------------------------------------------------------------------
 
-    async def _prompt_tokens(self, prompt: str | list[int], body: CompletionRequest) -> list[int]:
+    def _chat_prompt(self, body: ChatRequest) -> tuple[str, list[int]]:
+        """A chat as text and as tokens."""
+        text = self._model.chat_text(body)
+        return text, self._model.encode_chat(text, self._model.truncation(body))
+
+    def _prompt_tokens(self, prompt: str | list[int], body: CompletionRequest) -> list[int]:
         cut = self._model.truncation(body)
         if not isinstance(prompt, str):
             return prompt if cut is None else cut.of_tokens(prompt)
-        adds = body.add_special_tokens
-        return await asyncio.to_thread(self._model.encode, prompt, adds_special_tokens=adds, cut=cut)
+        return self._model.encode(prompt, adds_special_tokens=body.add_special_tokens, cut=cut)
 
-    async def _prompt_text(self, prompt: str | list[int], tokens: list[int], body: CompletionRequest) -> str:
-        """The prompt as `echo` has it: as it came, or what was kept of it."""
-        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
-            return prompt
-        return await asyncio.to_thread(self._model.decode, tokens, skips_special=body.skip_special_tokens)
+    def _prompt_texts(self, prompts: Sequence[list[int]], body: CompletionRequest) -> list[str]:
+        """The prompts as `echo` has them: as they came, or what was kept of them."""
+        return [
+            given
+            if isinstance(given, str) and body.truncate_prompt_tokens is None
+            else self._model.decode(tokens, skips_special=body.skip_special_tokens)
+            for given, tokens in zip(body.prompts, prompts, strict=True)
+        ]
 
     async def _chat_form(self, body: ChatRequest, beginning: Beginning, *, is_followed: bool) -> ChatForm:
         """The form of the replies; with reasoning or tools, whose calls are looked for. `is_followed`: replies have a
@@ -295,26 +303,36 @@ class Api:
         return Response(writer.whole(generation), media_type="application/json")
 
     async def _finish(self, generation: Generation) -> None:
-        async with asyncio.timeout(self._timeout_s), contextlib.aclosing(generation.pieces()) as pieces:
-            async for _ in pieces:
-                pass
+        async with asyncio.timeout(self._timeout_s):
+            while gained := await generation.gained():
+                for index, piece in gained:
+                    generation.take(index, piece)
 
 
 async def _events(body: GenerationRequest, generation: Generation, writer: ReplyWriter) -> AsyncGenerator[bytes]:
-    """The chunks of a stream; a choice opens with its first piece, whose weights are known by then."""
+    """The chunks of a stream, as many as there are at a time; a choice opens with its first piece, whose weights are
+    known by then."""
     absent = None if body.includes_usage else UNSET
     opened = set[int]()
-    async with contextlib.aclosing(generation.pieces()) as pieces:
-        async for choice, piece in pieces:
-            event = b""
-            if choice.index not in opened:
-                opened.add(choice.index)
+    while gained := await generation.gained():
+        events = list[bytes]()
+        for index, piece in gained:
+            choice = generation.take(index, piece)
+            if index not in opened:
+                opened.add(index)
                 before = usage_of(generation, (choice, piece)) if body.usage_everywhere else absent
-                event = writer.opening(choice, piece, before)
-            yield event + writer.chunk(choice, piece, usage_of(generation) if body.usage_everywhere else absent)
+                events.append(writer.opening(choice, piece, before))
+            events.append(writer.chunk(choice, piece, usage_of(generation) if body.usage_everywhere else absent))
+        yield b"".join(events)
     if body.includes_usage:
         yield writer.closing(generation)
     yield DONE
+
+
+async def _apart(size: int, work: Callable[..., T], *args: Any, **options: Any) -> T:
+    """The result of work on texts or tokens of this size in all, in a thread if they are long: the tokenizer lets no
+    other thread run while it reads short ones."""
+    return work(*args, **options) if size < LONG else await asyncio.to_thread(work, *args, **options)
 
 
 def _json(content: Struct) -> Response:

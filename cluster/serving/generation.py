@@ -5,14 +5,13 @@ It must not know HTTP or the form of replies.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from actors.drafters.lookup.copy import num_followed
 from actors.protocol.messages import RequestStats
-from cluster.completion import Completion, Piece, follow
+from cluster.completion import Completion, Following, Piece
 from cluster.serving.reasoning import ReasoningCount
 
 
@@ -39,6 +38,7 @@ class Generation:
         count_reasoning: Callable[[], ReasoningCount] | None = None,
     ) -> None:
         self.choices = choices
+        self._following = Following([choice.completion for choice in choices])
         self._reasoning = [count_reasoning() for _ in choices] if count_reasoning is not None else None
         self._prediction = prediction
         self.num_prompt_tokens = num_prompt_tokens
@@ -47,18 +47,21 @@ class Generation:
         self._began = began
         self._release: Callable[[], None] | None = release
 
-    async def pieces(self) -> AsyncGenerator[tuple[RequestedText, Piece]]:
-        """What the choices gain, as of `follow`."""
-        async with aclosing(follow([choice.completion for choice in self.choices])) as pieces:
-            async for index, piece in pieces:
-                self.num_tokens += len(piece.token_ids)
-                if self._reasoning is not None:
-                    completion = self.choices[index].completion
-                    self._reasoning[index].feed(completion.token_ids, completion.numbered_texts(piece))
-                if index in self._waiting:
-                    self._waiting.remove(index)
-                    self._began()
-                yield self.choices[index], piece
+    async def gained(self) -> list[tuple[int, Piece]]:
+        """(index of a choice, what it gained) for each `take`, once there is something; empty after the ends of all."""
+        return await self._following.gained()
+
+    def take(self, index: int, piece: Piece) -> RequestedText:
+        """Count what this choice gained."""
+        choice = self.choices[index]
+        self.num_tokens += len(piece.token_ids)
+        if self._reasoning is not None:
+            completion = choice.completion
+            self._reasoning[index].feed(completion.token_ids, completion.numbered_texts(piece))
+        if index in self._waiting:
+            self._waiting.remove(index)
+            self._began()
+        return choice
 
     def num_reasoning_tokens(self, without: RequestedText | None = None) -> int | None:
         """Tokens so far of the blocks of reasoning of all choices, but one; None where the model has none."""
@@ -103,9 +106,7 @@ class Generation:
 
     def close(self) -> None:
         """Abort what has not ended, and give the place back. Safe to call twice."""
-        for choice in self.choices:
-            if not choice.completion.finished:
-                choice.completion.abort()
         if self._release is not None:
+            self._following.leave()
             self._release()
             self._release = None

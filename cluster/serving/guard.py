@@ -39,8 +39,8 @@ def open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class Guard:
-    """Around `app`: replies carry the request's X-Request-Id or one made here, which `scope["state"]` holds too. A path
-    may end with a slash."""
+    """Around `app`: replies carry the request's X-Request-Id or one made here, which `scope["state"]` holds too, beside
+    the server's own `send`. A path may end with a slash."""
 
     def __init__(self, app: ASGIApp, keys: Collection[str], max_body: int) -> None:
         self._app = app
@@ -54,7 +54,7 @@ class Guard:
         headers = Headers(scope=scope)
         given = headers.get(_REQUEST_ID, "")
         request_id = given if _NAMED.fullmatch(given) else random_id()
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, send=send)
 
         async def send_numbered(message: Message) -> None:
             if message["type"] == "http.response.start":

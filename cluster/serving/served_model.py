@@ -64,7 +64,7 @@ NO_TEXTS = EncodedTexts()
 _ROUNDS_SHOWN = 12
 _MOST_CHARACTERS_A_TOKEN = 1024
 """A text of more characters for each token of the context is refused before it is tokenised."""
-_LONG = 2048
+LONG = 2048
 """Characters or tokens from which on a text is given to the tokenizer as a batch of one: it then lets other threads run
 meanwhile, which takes a little longer to begin."""
 
@@ -150,7 +150,7 @@ class ServedModel:
             raise self._too_long(f"{field}: {len(text)} characters", field)
         if not is_text(text):
             raise ApiError(400, f"{field}: {NO_TEXT}", param=field)
-        if len(text) < _LONG:
+        if len(text) < LONG:
             encoding = self._tokenizer.encode(text, add_special_tokens=adds_special_tokens)
         else:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
@@ -158,7 +158,7 @@ class ServedModel:
 
     def decode(self, token_ids: Sequence[int], field: str = "prompt", *, skips_special: bool = True) -> str:
         self.check_tokens(token_ids, field)
-        if len(token_ids) < _LONG:
+        if len(token_ids) < LONG:
             return self._tokenizer.decode(token_ids, skip_special_tokens=skips_special)
         return self._tokenizer.decode_batch([token_ids], skip_special_tokens=skips_special)[0]
 
@@ -309,9 +309,11 @@ class ServedModel:
             room = min(self.max_model_len, self._kv_slots - len(prompt)) - self._start_len
         if not prompt:
             raise ApiError(400, f"{field}: is empty; give at least one token", param=field)
-        if room < max(1, limit or 1):
-            asked = f" and max_tokens={limit}" if limit else ""
-            raise self._too_long(f"{field}: {len(prompt)} tokens{asked}", field)
+        if room < 1:
+            raise self._too_long(f"{field}: {len(prompt)} tokens", field)
+        if room < (limit or 1):
+            line = f"max_tokens={limit}: {field} leaves room for {room}, in a context of {self._longest} tokens"
+            raise ApiError(400, line, param="max_tokens", code="context_length_exceeded")
         return room if limit is None else limit
 
     def _too_long(self, what: str, field: str) -> ApiError:

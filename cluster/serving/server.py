@@ -62,7 +62,7 @@ class HttpServer:
                 raise
 
     def _run(self) -> None:
-        asyncio.run(self._uvicorn.serve(sockets=[self._socket]))
+        self._uvicorn.run(sockets=[self._socket])  # in the loop of uvloop, if that is installed
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -52,15 +52,16 @@ class EventStream(Response):
         self._close = close
         self._timeout_s = timeout_s
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 (ASGI)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(Disconnected):
-                await while_connected(receive, self._send_all(send))
+                await while_connected(receive, self._send_all(send, scope["state"]["send"]))
         finally:
             self._close()
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _send_all(self, start: Send, send: Send) -> None:
+        """What lies around the application is for how a reply begins: the parts, many, go by it to the server."""
+        await start({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with asyncio.timeout(self._timeout_s), contextlib.aclosing(self._events) as events:
                 async for event in events:

@@ -2,8 +2,9 @@
 
 One engine in this process, always drafting, completes the same prompts `--turns` times by `Engine.submit` and over
 HTTP as streams, in turn, each time without known rows. The clients of HTTP are one process more, which only keeps what
-it reads until the clock has stopped. Prints tokens/s, CPU time of the engine's process a token, the server in it, and
-of the clients', and the ratios turn by turn. Exit code 1 if a text differed.
+it reads until the clock has stopped. Prints tokens/s, CPU time a token of the engine's process, the server in it, of
+the server's own thread, of the thread that receives tokens, and of the clients, and the ratios turn by turn. Exit code
+1 if a text differed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,14 +37,17 @@ HEAD = (
     "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     "content-length: {}\r\n\r\n"
 )
+THREADS = ("http-server", "engine-reader")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """All completions once. Times are in seconds; `client_cpu` is that of the process which asked over HTTP."""
+    """All completions once. Times are in seconds; `client_cpu` is that of the process which asked over HTTP,
+    `by_thread` what `THREADS` took of `cpu`."""
 
     wall: float
     cpu: float
+    by_thread: dict[str, float]
     client_cpu: float
     num_tokens: int
     texts: list[str]
@@ -58,10 +63,9 @@ class Turn:
 
 def by_api(engine: Engine, prompts: Sequence[Prompt], tokens: int, streams: int, salt: str) -> Turn:
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    cpu = time.process_time()
-    run = serve_prompts(engine, prompts, sampling, speculate=True, concurrency=streams, cache_salt=salt)
-    cpu = time.process_time() - cpu
-    return Turn(run.wall_s, cpu, 0.0, run.num_tokens, sorted([one.text for one in run.requests]))
+    with cpu_times() as times:
+        run = serve_prompts(engine, prompts, sampling, speculate=True, concurrency=streams, cache_salt=salt)
+    return Turn(run.wall_s, *times, 0.0, run.num_tokens, sorted([one.text for one in run.requests]))
 
 
 def by_http(
@@ -69,10 +73,24 @@ def by_http(
 ) -> Turn:
     common = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "cache_salt": salt, "stream": True}
     bodies = [{**common, "prompt": prompt.text} for prompt in prompts]
-    cpu = time.process_time()
-    answer = ask({"streams": streams, "bodies": bodies})
-    cpu = time.process_time() - cpu
-    return Turn(answer["wall"], cpu, answer["cpu"], tokens * len(prompts), sorted(answer["texts"]))
+    with cpu_times() as times:
+        answer = ask({"streams": streams, "bodies": bodies})
+    return Turn(answer["wall"], *times, answer["cpu"], tokens * len(prompts), sorted(answer["texts"]))
+
+
+@contextmanager
+def cpu_times() -> Iterator[list[Any]]:
+    """What is done meanwhile takes: seconds of this process, and of its `THREADS` by name."""
+    times = list[Any]()
+    before = time.process_time(), _cpu_by_thread()
+    yield times
+    after = time.process_time(), _cpu_by_thread()
+    times.extend([after[0] - before[0], {name: after[1][name] - before[1][name] for name in THREADS}])
+
+
+def _cpu_by_thread() -> dict[str, float]:
+    files = {thread.name: Path(f"/proc/self/task/{thread.native_id}/schedstat") for thread in threading.enumerate()}
+    return {name: 1e-9 * int(files[name].read_text().split()[0]) for name in THREADS}
 
 
 @contextmanager
@@ -169,6 +187,9 @@ def in_turn(
             f"{streams} streams, {name}: {_spread([turn[place].tokens_per_s for turn in counted], '.0f')} tokens/s, "
             f"{_spread([turn[place].cpu_us_a_token for turn in counted], '.0f')} us of CPU a token\n"
         )
+        for thread in THREADS:
+            us = [1e6 * turn[place].by_thread[thread] / turn[place].num_tokens for turn in counted]
+            sys.stdout.write(f"{streams} streams, {name}, {thread}: {_spread(us, '.1f')} us of CPU a token\n")
     clients_us = [1e6 * http.client_cpu / http.num_tokens for _, http in counted]
     sys.stdout.write(f"{streams} streams, clients: {_spread(clients_us, '.0f')} us of CPU a token\n")
     for name in ("tokens_per_s", "cpu_us_a_token"):

@@ -68,6 +68,8 @@ class Seen:
     texts: dict[str, list[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    ended: threading.Event = field(default_factory=threading.Event)
+    """The server has ended before its time."""
 
     def count(self, what: str) -> None:
         with self.lock:
@@ -91,7 +93,7 @@ class Client:
         self._port, self._prompts, self._draw, self._seen = port, prompts, random.Random(seed), seen
 
     def run(self, deadline: float) -> None:
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._seen.ended.is_set():
             kind = self._draw.choices(("complete", "leave", "bad", "oversize"), (70, 15, 13, 2))[0]
             try:
                 getattr(self, f"_{kind}")()
@@ -150,7 +152,7 @@ class Client:
 
     @contextmanager
     def _post(self, content: bytes) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=900)
         try:
             connection.request("POST", "/v1/completions", content, {"content-type": "application/json"})
             yield connection.getresponse()
@@ -200,8 +202,7 @@ def roles(server: int) -> dict[str, int]:
 def kill(server: int, every_s: float, deadline: float, seed: int, seen: Seen) -> None:
     """Sends a signal to a role drawn by `seed`, again and again."""
     draw = random.Random(seed)
-    while time.monotonic() + every_s < deadline:
-        time.sleep(every_s)
+    while time.monotonic() + every_s < deadline and not seen.ended.wait(every_s):
         alive = roles(server)
         if alive:
             name = draw.choice(sorted(alive))
@@ -257,6 +258,9 @@ def main() -> None:
     resident = [resident_mib(server.pid)]
     while any(thread.is_alive() for thread in threads):
         time.sleep(15)
+        if server.poll() is not None:
+            seen.ended.set()
+            sys.exit(f"the server ended with code {server.returncode}; its run directory says why")
         resident.append(resident_mib(server.pid))
         sys.stderr.write(f"{dict(seen.counts)} wrong: {len(seen.wrong)} resident MiB: {resident[-1]:.0f}\n")
     time.sleep(3)

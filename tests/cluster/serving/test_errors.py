@@ -95,7 +95,7 @@ def test_a_field_that_asks_for_nothing_is_none(server: RunningServer, field):
         ({"n": 129}, "n"),
         ({"n": True}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 2000}, "prompt"),
+        ({"max_tokens": 2000}, "max_tokens"),
         ({"seed": 2**63}, "seed"),
         ({"seed": 10**400}, "seed"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from cluster.serving import bodies
+from cluster.serving import app, bodies
 from cluster.serving.errors import invalid_fields
 from tests.cluster.serving.conftest import RunningServer
 
@@ -45,14 +45,25 @@ def tokenizer(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Watched
         ("/tokenize", {"prompt": "a b c", "return_token_strs": True}, {"encode", "id_to_token"}),
         ("/detokenize", {"tokens": [65] * 100}, {"decode"}),
         ("/v1/completions", {"prompt": [65] * 100, "max_tokens": 1, "echo": True}, {"decode"}),
+        ("/v1/completions", {"prompt": "a" * 100, "max_tokens": 1}, {"encode"}),
+        ("/v1/completions", {"prompt": ["a" * 60, "b" * 60], "max_tokens": 1}, {"encode"}),
         ("/v1/completions", {"prompt": [65], "max_tokens": 1, "bad_words": ["a", "b"]}, {"encode"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, {"encode"}),
     ],
 )
-def test_text_and_tokens_change_into_each_other_elsewhere(server: RunningServer, tokenizer, path, body, uses):
+def test_text_and_tokens_change_into_each_other_elsewhere(
+    server: RunningServer, tokenizer, monkeypatch, path, body, uses
+):
+    monkeypatch.setattr(app, "LONG", 100)
     assert server.ask(path, body)[0] == 200
     assert {name for name, _ in tokenizer.used} == uses
     assert "http-server" not in {thread for _, thread in tokenizer.used}
+
+
+def test_short_prompts_are_read_at_once(server: RunningServer, tokenizer):
+    """A thread would begin later than they are read, and let nothing else run meanwhile."""
+    assert server.ask("/v1/completions", {"prompt": ["a b", "c"], "max_tokens": 1})[0] == 200
+    assert tokenizer.used == [("encode", "http-server")] * 2
 
 
 def test_words_are_read_once_for_all_prompts(server: RunningServer, tokenizer):
