@@ -13,6 +13,7 @@ from actors.protocol.membership import Weights
 from actors.protocol.messages import (
     Admit,
     Commit,
+    MeasuredCosts,
     Proposal,
     ProposalBatch,
     SamplingParams,
@@ -124,7 +125,7 @@ def test_the_predicted_batch_matches_by_whatever_way_it_came():
     "batch",
     [
         replace(PREDICTED, round=9, after=7),
-        replace(PREDICTED, least_chance=0.25, unverified=True),
+        replace(PREDICTED, costs=MeasuredCosts(least_chance=0.25), unverified=True),
         item(num_draft_tokens=1, reads_text=False),
         item(num_draft_tokens=0),
     ],
