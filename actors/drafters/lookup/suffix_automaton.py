@@ -5,8 +5,8 @@ of the latest tokens, what followed it, and how often, without a search. Five fl
 follower of a state has a cell of its own, and only states with several followers have a dictionary as well. The latest
 tokens can be taken back, since the changes of each are kept. It must not know requests or drafts.
 
-The class here is the reference, and what a machine without a C++ compiler runs; elsewhere `suffix_automaton` gives one of
-`parallel/kernels/suffixes.py`, which does the same steps in C++.
+The class here is the reference, and what a machine without a C++ compiler runs. Elsewhere `suffix_automaton` gives that
+of `parallel/kernels/suffixes.py`, which takes the same steps in C++.
 
 Sources: Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); its use for drafting is
 SAM-Decoding's (arXiv 2411.10666), followers by frequency are SuffixDecoding's (arXiv 2411.04975).

@@ -1,4 +1,4 @@
-"""The automaton in C++ against the one in Python: equal in all that can be asked of them, after every kind of change."""
+"""The automaton in C++ against the one in Python: they answer every call alike, after every kind of change."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def piece(choose, kind):
 @pytest.mark.parametrize("num_revocable", [0, 1, 7, 40])
 @pytest.mark.parametrize("kind", ["few", "many", "periodic", "far apart"])
 def test_both_agree_after_every_change(kind, num_revocable):
-    for seed in range(4):
+    for seed in range(2):
         choose, pair = random.Random(f"{kind} {num_revocable} {seed}"), Pair(num_revocable)
-        for _ in range(40):
+        for _ in range(30):
             change = choose.random()
             if change < 0.1:
                 pair.call("add_text", piece(choose, kind))
@@ -76,7 +76,7 @@ def test_both_agree_after_every_change(kind, num_revocable):
 def test_a_state_with_many_followers_loses_and_regains_them():
     """Its table grows, and what is removed leaves no hole in front of what is found behind it."""
     choose, pair = random.Random(1), Pair(300)
-    for _ in range(12):
+    for _ in range(5):
         pair.call("extend", [choose.randrange(400) * choose.choice((1, 4096)) for _ in range(200)])
         pair.check([0], [])
         assert pair.call("take_back", choose.randrange(280))
