@@ -56,7 +56,7 @@ def _calls() -> _Calls:
         "count": (c_int64,),
         "num_bytes": (),
     }
-    found = {name: function(f"suffixes_{name}", c_void_p, *types) for name, types in arguments.items()}
+    found: dict[str, Any] = {name: function(f"suffixes_{name}", c_void_p, *types) for name, types in arguments.items()}
     if None in found.values():
         raise LookupError("suffixes")
     return _Calls(**found)
