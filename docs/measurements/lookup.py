@@ -286,7 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), metavar="NAME")
     options = parser.parse_args(arguments)
     terminal = Terminal()
-    longest = max(LENGTHS) + TOKENS_PER_ROUND * NUM_ROUNDS + TAKEN_BACK
+    batched = 2 * NUM_REQUESTS * (PROMPT_LEN + TOKENS_PER_REQUEST * NUM_BATCHED_ROUNDS)
+    longest = max(batched, max(LENGTHS) + TOKENS_PER_ROUND * NUM_ROUNDS + TAKEN_BACK)
     texts = {text: read(longest) for text, read in TEXTS.items()}
     costs: dict[tuple[str, str, int], LookupCost] = {}
     num_steps = len(TEXTS) * len(options.drafters) * len(LENGTHS)
