@@ -4,12 +4,14 @@ Measures the real drafters on two long texts of the bundled tokenizer: the stand
 small models write it. Two tokens a round, as an engine would commit them. Columns: time per proposal, with those tokens
 entered; the same as child of a cascade's level, which enters provisional text and truncates it; time to enter a prompt;
 bytes held per token. Drafters that learn from the target's rows get rows that are made up, the text's next token first;
-reading them is part of a proposal, and of a prompt. No engine, no model.
+reading them is part of a proposal, and of a prompt. A second table has the others for many requests with short texts:
+`--drafters suffix`, once more with `SPECDEC_KERNELS=0`, compares its kernel with Python. No engine, no model.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sysconfig
 import time
 import tracemalloc
@@ -40,6 +42,7 @@ from cluster import pocket
 from cluster.io.console import Terminal, figure
 from cluster.io.text import load_tokenizer
 from parallel.comm.group import SINGLE
+from parallel.kernels.suffixes import CompiledSuffixAutomaton
 from parallel.whole_files import replaced_whole
 
 LENGTHS = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000)
@@ -48,6 +51,10 @@ TOKENS_PER_ROUND = 2
 TAKEN_BACK = 17
 """Tokens that a last level one proposal of 8 ahead has entered when the target rejects the first."""
 NUM_COPIED = 8
+PROMPT_LEN = 150
+NUM_REQUESTS = 16
+TOKENS_PER_REQUEST = 4
+NUM_BATCHED_ROUNDS = 40
 STORED = 200_000
 """Tokens of the datastore of `rest`, the library's."""
 LOOP = "            self.assertEqual(result, expected)\n"
@@ -73,6 +80,13 @@ COLUMNS = (
     "us/token of prompt",
     "bytes/token",
 )
+BATCH_COLUMNS = (
+    "drafter",
+    "text",
+    f"ms/prompt of {PROMPT_LEN}",
+    f"ms/proposals for {NUM_REQUESTS}",
+    "us/request closed",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +103,12 @@ class LookupCost:
 def measure(config: DrafterConfig, token_ids: Sequence[int], length: int, num_rounds: int) -> LookupCost:
     """`token_ids` holds `length` tokens of prompt, those of every round, and `TAKEN_BACK` provisional ones."""
     prompt = list(token_ids[:length])
+    before = _held_by_kernels()
     tracemalloc.start()
     traced = _Drafting(config, prompt)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
+    held += _held_by_kernels() - before
     del traced
     starts = range(length, length + TOKENS_PER_ROUND * num_rounds, TOKENS_PER_ROUND)
     drafting = _Drafting(config, prompt.copy())
@@ -110,6 +126,47 @@ def measure(config: DrafterConfig, token_ids: Sequence[int], length: int, num_ro
         enter_us_per_token=1e6 * entered_s / length,
         bytes_per_token=held / length,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCost:
+    """Costs of one drafter for many requests at once, medians: of one prompt, of one round, of a request's end."""
+
+    prompt_ms: float
+    round_ms: float
+    close_us: float
+
+
+def measure_batch(config: DrafterConfig, token_ids: Sequence[int]) -> BatchCost:
+    """Requests of `PROMPT_LEN` tokens are opened and read, drafted for in rounds of `TOKENS_PER_REQUEST`, and closed;
+    then as many others, which draft from their answers too. The second half is measured."""
+    drafter = config.build(_SETUP)[0]
+    share = PROMPT_LEN + TOKENS_PER_REQUEST * NUM_BATCHED_ROUNDS
+    budgets = [config.num_draft_tokens] * NUM_REQUESTS
+    prompts, rounds, ends = list[float](), list[float](), list[float]()
+    for first in (0, NUM_REQUESTS):
+        texts = [token_ids[i * share : (i + 1) * share] for i in range(first, first + NUM_REQUESTS)]
+        contexts = [Context(i, 0, [*text[:PROMPT_LEN]], PROMPT_LEN, SamplingParams()) for i, text in enumerate(texts)]
+        prompts = [_seconds(lambda one=one: _open(drafter, one)) for one in contexts]
+        rounds.clear()
+        for start in range(PROMPT_LEN, share, TOKENS_PER_REQUEST):
+            for context, text in zip(contexts, texts, strict=True):
+                context.extend([*text[start : start + TOKENS_PER_REQUEST]])
+            rounds.append(_seconds(lambda batch=contexts: drafter.propose(batch, budgets)))
+        ends = [_seconds(lambda one=one: drafter.release(one.request_id)) for one in contexts]
+    return BatchCost(1e3 * median(prompts), 1e3 * median(rounds), 1e6 * median(ends))
+
+
+def _open(drafter: Drafter, context: Context) -> None:
+    drafter.open(context)
+    if drafter.capabilities.prefills is not None:
+        drafter.capabilities.prefills.prefill([context])
+
+
+def _held_by_kernels() -> int:
+    """Bytes of all automata in C++, which Python does not see."""
+    gc.collect()
+    return sum(one.num_bytes for one in gc.get_objects() if type(one) is CompiledSuffixAutomaton)
 
 
 class _Drafting:
@@ -229,7 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), metavar="NAME")
     options = parser.parse_args(arguments)
     terminal = Terminal()
-    longest = max(LENGTHS) + TOKENS_PER_ROUND * NUM_ROUNDS + TAKEN_BACK
+    batched = 2 * NUM_REQUESTS * (PROMPT_LEN + TOKENS_PER_REQUEST * NUM_BATCHED_ROUNDS)
+    longest = max(batched, max(LENGTHS) + TOKENS_PER_ROUND * NUM_ROUNDS + TAKEN_BACK)
     texts = {text: read(longest) for text, read in TEXTS.items()}
     costs: dict[tuple[str, str, int], LookupCost] = {}
     num_steps = len(TEXTS) * len(options.drafters) * len(LENGTHS)
@@ -238,12 +296,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for text, name, length in product(texts, configs, LENGTHS):
             costs[name, text, length] = measure(configs[name], texts[text], length, NUM_ROUNDS)
             bar.advance()
+        batches = {
+            (name, text): measure_batch(configs[name], texts[text])
+            for text, name in product(texts, configs)
+            if not configs[name].target_top_k
+        }
     rows = [
         [name, text, f"{length:,}", *(figure(us, 1) for us in microseconds), f"{size:.0f}"]
         for (name, text, length), cost in costs.items()
         for *microseconds, size in [astuple(cost)]
     ]
     terminal.table("Drafters without a model", COLUMNS, rows)
+    rows = [[*key, *(figure(cost, 2) for cost in astuple(costs_of))] for key, costs_of in batches.items()]
+    terminal.table(f"{NUM_REQUESTS} requests, {TOKENS_PER_REQUEST} tokens each in a round", BATCH_COLUMNS, rows)
     if options.plot:
         draw(costs, options.plot)
 

@@ -5,6 +5,9 @@ of the latest tokens, what followed it, and how often, without a search. Five fl
 follower of a state has a cell of its own, and only states with several followers have a dictionary as well. The latest
 tokens can be taken back, since the changes of each are kept. It must not know requests or drafts.
 
+The class here is the reference, and what a machine without a C++ compiler runs. Elsewhere `suffix_automaton` gives that
+of `parallel/kernels/suffixes.py`, which takes the same steps in C++.
+
 Sources: Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); its use for drafting is
 SAM-Decoding's (arXiv 2411.10666), followers by frequency are SuffixDecoding's (arXiv 2411.04975).
 """
@@ -16,7 +19,10 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from parallel.kernels.suffixes import CompiledSuffixAutomaton
 
 _NONE = -1
 _COUNTED = 32
@@ -28,11 +34,25 @@ _Change = tuple[Any, int, Any]
 
 @dataclass(slots=True)
 class _TokenChanges:
-    """What one `extend` changed, to undo it: the state and number of states before, and the changed cells."""
+    """What one token changed, to undo it: the state and number of states before, and the changed cells."""
 
     last: int
     num_states: int
     changes: list[_Change] = field(default_factory=list)
+
+
+Automaton: TypeAlias = "SuffixAutomaton | CompiledSuffixAutomaton"
+
+
+def suffix_automaton(num_revocable: int = 0) -> Automaton:
+    """An automaton in C++ where this machine has kernels, else in Python."""
+    from parallel.kernels.library import library
+
+    if library() is None:
+        return SuffixAutomaton(num_revocable)
+    from parallel.kernels.suffixes import CompiledSuffixAutomaton
+
+    return CompiledSuffixAutomaton(num_revocable)
 
 
 class SuffixAutomaton:
@@ -66,8 +86,13 @@ class SuffixAutomaton:
     def count(self, state: int) -> int:
         return self._count[state]
 
-    def read(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """State and length of the longest match after one more token; `state` and `matched` are those before it."""
+    def read(self, state: int, matched: int, token_ids: Sequence[int]) -> tuple[int, int]:
+        """State and length of the longest match after these tokens; `state` and `matched` are those before them."""
+        for token in token_ids:
+            state, matched = self._read(state, matched, token)
+        return state, matched
+
+    def _read(self, state: int, matched: int, token: int) -> tuple[int, int]:
         while (follower := self._follow(state, token)) == _NONE:
             state = self._link[state]
             if state == _NONE:
@@ -90,17 +115,44 @@ class SuffixAutomaton:
             found += [(min(1.0, count[after] / total), other, after) for other, after in ranked]
         return found
 
+    def likeliest(self, state: int, length: int, width: int, least: float) -> tuple[list[int], list[int], float]:
+        """The likeliest `length` tokens after `state`, best first, the places of their parents (0 is `state` itself, 1
+        the first token), and the expected number of accepted ones.
+
+        A path whose share of the matches is below `least` ends; a token has at most `width` children.
+        """
+        token_ids: list[int] = []
+        parents: list[int] = []
+        score, chance, age = 0.0, 1.0, 0
+        offered: list[tuple[float, int, int, int, int]] = []  # (-chance, age, parent, token, state)
+        while len(token_ids) < length:
+            for share, token, after in self.followers(state, width):
+                if chance * share >= least:
+                    age += 1
+                    heapq.heappush(offered, (-chance * share, age, len(token_ids), token, after))
+            if not offered:
+                break
+            chance, _, parent, token, state = heapq.heappop(offered)
+            chance = -chance
+            token_ids.append(token)
+            parents.append(parent)
+            score += chance
+        return token_ids, parents, score
+
     # --- growing ------------------------------------------------------------------------------------------------------
 
     def add_text(self, token_ids: Sequence[int]) -> None:
         """Enter a separate text: no string crosses its beginning."""
         self._last = 0
-        for token in token_ids:
-            self.extend(token)
+        self.extend(token_ids)
         self._last = 0
 
-    def extend(self, token: int) -> None:
-        """Append a token to the latest text; amortised constant time."""
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append tokens to the latest text; amortised constant time for each."""
+        for token in token_ids:
+            self._enter(token)
+
+    def _enter(self, token: int) -> None:
         before = self._last
         if self._revocable.maxlen:
             self._revocable.append(_TokenChanges(before, self.num_states))

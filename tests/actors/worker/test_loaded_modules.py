@@ -102,7 +102,8 @@ def test_a_draft_rank_loads_no_other_method(loaded, spec, models, name):
     drafter = replace(drafter, path=str(models["drafter"])) if isinstance(drafter, ModelDrafterConfig) else drafter
     modules = loaded(BUILD, pickle.dumps(replace(spec, drafter=drafter, role="draft")))
     assert rooms(modules) <= SHARED | own
-    assert len(modules - WITHOUT_COMPILER) <= most
+    assert len(modules - WITHOUT_COMPILER - SUFFIX_KERNEL) <= most
+    assert bool(SUFFIX_KERNEL & modules) == (name == "suffix" and has_attention())
     assert not {one for one in modules if one.startswith("actors.roles.target")}
     if not drafter.models():
         assert not {one for one in modules if one.startswith(("parallel.model", "parallel.speculators"))}
@@ -178,6 +179,7 @@ UNUSED = (
     "parallel.kernels.mixtures",
     "parallel.kernels.packed_products",
     "parallel.kernels.packing",
+    "parallel.kernels.suffixes",
     "parallel.model.encoder",
     "parallel.model.layers.padded",
     "parallel.model.layers.sdpa",
@@ -188,6 +190,8 @@ UNUSED = (
 """What other drafters, rules, models, devices and requests need."""
 WITHOUT_COMPILER = {"parallel.model.layers.sdpa", "parallel.model.layers.score_bias"}
 """What a machine needs whose products and attention are PyTorch's."""
+SUFFIX_KERNEL = {"parallel.kernels.suffixes"}
+"""What `drafter=suffix` needs where there is a compiler."""
 
 
 @pytest.mark.extended

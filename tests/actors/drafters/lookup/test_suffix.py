@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from actors.drafters.interface import Context
 from actors.drafters.lookup.corpus import read_corpus
 from actors.drafters.lookup.suffix import MOST_UNREAD, SuffixDrafter, SuffixDrafterConfig
-from actors.drafters.lookup.suffix_automaton import SuffixAutomaton
+from actors.drafters.lookup.suffix_automaton import suffix_automaton
 from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree
 
 
@@ -114,8 +114,9 @@ def test_shared_text_is_bounded_and_the_oldest_goes_first():
 def test_answers_are_read_once_something_is_drafted(monkeypatch):
     """Requests come and go while nothing is drafted. The latest of theirs are remembered."""
     drafter, read = make(), list[int]()
-    add_text = SuffixAutomaton.add_text
-    monkeypatch.setattr(SuffixAutomaton, "add_text", lambda self, text: read.append(len(text)) or add_text(self, text))
+    automaton = type(suffix_automaton())
+    add_text = automaton.add_text
+    monkeypatch.setattr(automaton, "add_text", lambda self, text: read.append(len(text)) or add_text(self, text))
     length, count = 512, 2 + MOST_UNREAD // 512
     for request in range(count):
         answer(drafter, range(request * length, (request + 1) * length), request)
