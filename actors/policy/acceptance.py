@@ -36,11 +36,6 @@ class DraftOutcome:
     num_tokens: int = 0
     num_missing: int = 0
 
-    @property
-    def num_verified(self) -> int:
-        """Draft tokens that had a row of the pass."""
-        return self.num_ordered - self.num_missing if self.num_tokens else 0
-
 
 class Survival:
     """P(node i of a proposal is accepted): for a chain, that its first i tokens are; by place in a tree otherwise."""

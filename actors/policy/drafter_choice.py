@@ -258,7 +258,7 @@ class ReadingValue:
 
     def update(self, request_id: int, num_requests: int, seconds: float, num_tokens: float) -> None:
         """A round of so many requests that brings so many tokens for this one would be so many seconds shorter."""
-        of_all = self._all.of(num_requests)
+        of_all = self._all.measured(num_requests)
         of_all.update(seconds / num_requests / num_tokens, num_tokens)
         own = self._requests.setdefault(request_id, Ewma(mean=of_all.mean, weight=PRIOR_TOKENS))
         own.update(seconds / num_requests / num_tokens, num_tokens)
@@ -266,7 +266,7 @@ class ReadingValue:
     def saves_s(self, request_id: int, num_requests: int, num_tokens: float) -> float:
         """Seconds that are saved until so many tokens were generated in rounds of so many requests."""
         own = self._requests.get(request_id)
-        return num_tokens * (own if own is not None else self._all.of(num_requests)).mean
+        return num_tokens * (own if own is not None else self._all.known(num_requests)).mean
 
     def release(self, request_id: int) -> None:
         self._requests.pop(request_id, None)

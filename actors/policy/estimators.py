@@ -134,13 +134,17 @@ class BySize(Generic[_Estimate]):
         self._first, self._borrow = first, borrow
         self._by_class: dict[int, _Estimate] = {}
 
-    def of(self, num_requests: int) -> _Estimate:
+    def known(self, num_requests: int) -> _Estimate:
+        """The estimate to go by now; until its class is measured, what the nearest class knows by then."""
         size = batch_class(num_requests)
-        if size not in self._by_class:
-            nearest = min(self._by_class, key=lambda known: abs(known - size), default=None)
-            self._by_class[size] = (
-                self._first()
-                if nearest is None
-                else self._borrow(self._by_class[nearest], 2 ** (nearest / 2), 2 ** (size / 2))
-            )
-        return self._by_class[size]
+        if size in self._by_class:
+            return self._by_class[size]
+        nearest = min(self._by_class, key=lambda known: abs(known - size), default=None)
+        if nearest is None:
+            return self._first()
+        return self._borrow(self._by_class[nearest], 2 ** (nearest / 2), 2 ** (size / 2))
+
+    def measured(self, num_requests: int) -> _Estimate:
+        """The estimate to be updated with a measurement."""
+        estimate = self._by_class[batch_class(num_requests)] = self.known(num_requests)
+        return estimate

@@ -390,7 +390,7 @@ class AdaptivePolicy(Policy):
         if not self._runs_passes or self._scored.mean > expected:
             self._acceptance.update(self._text_class, self._way, seen.scored, self._lengths.retried)
             num_ordered = sum([outcome.num_ordered for outcome in seen.scored])
-            num_found = sum([outcome.num_verified for outcome in seen.scored])
+            num_found = sum([one.num_ordered - one.num_missing for one in seen.scored if one.num_tokens])
             self._load.by_choice[self._way].arrived.update(num_found / num_ordered)
         self._lengths.update([outcome for outcome in seen.scored if outcome.path], self._acceptance)
 
@@ -407,7 +407,7 @@ class AdaptivePolicy(Policy):
             self._loads.saw_plain_pass(num_rows, seen.verify_s / self._speed.factor)
         num_requests = len(seen.outcomes)
         longest = max([outcome.num_ordered for outcome in seen.outcomes])
-        verified = sum([one.num_verified for one in seen.outcomes])
+        verified = sum([one.num_ordered - one.num_missing for one in seen.outcomes if one.num_tokens])  # that came
         arrived = 1.0  # of drafts that are late, the next pass may wait for all
         if drafted and not seen.skipped_drafts:
             arrived = verified / sum([outcome.num_ordered for outcome in seen.outcomes])

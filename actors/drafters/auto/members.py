@@ -62,11 +62,11 @@ class Member:
 
     def draft_s(self, longest: int, unread: float, num_requests: int) -> float:
         """Seconds of one call for so many requests; none for what was drafted before the choice."""
-        return 0.0 if self.is_shown else self.draft_times.of(num_requests).seconds(longest, unread)
+        return 0.0 if self.is_shown else self.draft_times.known(num_requests).seconds(longest, unread)
 
     def drafted(self, longest: int, unread: float, num_requests: int, seconds: float) -> None:
         """A call took so long."""
-        self.draft_times.of(num_requests).update(longest, unread, seconds)
+        self.draft_times.measured(num_requests).update(longest, unread, seconds)
 
 
 @dataclass(slots=True)

@@ -458,10 +458,13 @@ def test_nothing_is_weighed_against_unknown_costs_or_where_no_pass_verifies_a_dr
 def test_drafts_for_many_have_a_price_of_their_own(clock):
     """A call for one takes 1 ms a token, one for eight eight times as long; four are nearer to eight."""
     member = Member("model", None, longest=8, is_shown=False, is_chain=True)
+    assert member.draft_s(4, 1, 5) == 0.0, "a question is no measurement"
     for length in (2, 4, 6, 2, 4, 6):
         member.drafted(length, 1, 1, 0.001 * length)
         member.drafted(length, 1, 8, 0.008 * length)
     assert [member.draft_s(4, 1, count) for count in (1, 8)] == pytest.approx([0.004, 0.032], rel=0.1)
+    for _ in range(3):
+        member.drafted(4, 1, 8, 0.032)
     assert member.draft_s(4, 1, 5) == member.draft_s(4, 1, 8), "what was never seen begins with the nearest"
     for _ in range(3):
         member.drafted(4, 1, 5, 0.020)
@@ -482,7 +485,7 @@ def test_more_than_32_unread_tokens_have_a_price_of_their_own(clock, prompt_len,
         table.round()
     member = table.drafter.members[1]
     assert bool(member.read_s.weight) == is_read_apart
-    assert (member.draft_times.of(1).length_s.weight > 2) != is_read_apart
+    assert (member.draft_times.known(1).length_s.weight > 2) != is_read_apart
     (offer,) = [one for one in given[-1][0][0] if one.drafter == 1]
     assert (offer.read_s > 0) == is_read_apart
     if is_read_apart:
@@ -499,7 +502,7 @@ def test_the_price_of_a_draft_is_that_of_its_length_and_mean_unread_text(clock):
     table.drafter.choice.choose = lambda offers, times: replace_picks(picks)
     table.drafter.propose([one, two], [4, 4])
     member = table.drafter.members[1]
-    times = member.draft_times.of(2)
+    times = member.draft_times.known(2)
     assert (times.length_s.mean_x, times.unread_s.mean_x) == (4, 11.5)
     assert member.draft_s(4, 11.5, 2) == pytest.approx(0.006)
 
