@@ -126,7 +126,7 @@ def batch_class(num_requests: int) -> int:
 class BySize(Generic[_Estimate]):
     """An estimate for each class of batch sizes.
 
-    A class that was never seen begins with `borrow(known, num_known, num_requests)`: what the nearest class knows, and
+    A class that was never measured goes by `borrow(known, num_known, num_requests)`: what the nearest class knows, and
     the requests there and here.
     """
 
