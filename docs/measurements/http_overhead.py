@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -38,6 +38,12 @@ HEAD = (
     "content-length: {}\r\n\r\n"
 )
 THREADS = ("http-server", "engine-reader")
+
+
+@dataclass(slots=True)
+class CpuTimes:
+    process: float = 0.0
+    by_thread: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,9 @@ def by_api(engine: Engine, prompts: Sequence[Prompt], tokens: int, streams: int,
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     with cpu_times() as times:
         run = serve_prompts(engine, prompts, sampling, speculate=True, concurrency=streams, cache_salt=salt)
-    return Turn(run.wall_s, *times, 0.0, run.num_tokens, sorted([one.text for one in run.requests]))
+    return Turn(
+        run.wall_s, times.process, times.by_thread, 0.0, run.num_tokens, sorted([one.text for one in run.requests])
+    )
 
 
 def by_http(
@@ -75,17 +83,20 @@ def by_http(
     bodies = [{**common, "prompt": prompt.text} for prompt in prompts]
     with cpu_times() as times:
         answer = ask({"streams": streams, "bodies": bodies})
-    return Turn(answer["wall"], *times, answer["cpu"], tokens * len(prompts), sorted(answer["texts"]))
+    return Turn(
+        answer["wall"], times.process, times.by_thread, answer["cpu"], tokens * len(prompts), sorted(answer["texts"])
+    )
 
 
 @contextmanager
-def cpu_times() -> Iterator[list[Any]]:
+def cpu_times() -> Iterator[CpuTimes]:
     """What is done meanwhile takes: seconds of this process, and of its `THREADS` by name."""
-    times = list[Any]()
+    times = CpuTimes()
     before = time.process_time(), _cpu_by_thread()
     yield times
     after = time.process_time(), _cpu_by_thread()
-    times.extend([after[0] - before[0], {name: after[1][name] - before[1][name] for name in THREADS}])
+    times.process = after[0] - before[0]
+    times.by_thread = {name: after[1][name] - before[1][name] for name in THREADS}
 
 
 def _cpu_by_thread() -> dict[str, float]:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import cast
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from cluster.tools.training.models import SPECIAL_TOKENS
 from docs.measurements.recall_texts import SEPARATOR, VOCABULARY
@@ -51,6 +53,10 @@ def llama(hidden: int) -> LlamaConfig:
     )
 
 
+def attentions(model: LlamaForCausalLM) -> list[LlamaAttention]:
+    return [cast(LlamaAttention, layer.self_attn) for layer in model.model.layers]
+
+
 @torch.no_grad()
 def constructed(width: int, seed: int, sharpness: float = 36.0) -> LlamaForCausalLM:
     """Two layers of one head each. A token is a code of `width` signs, the residual stream the codes of the token, of
@@ -69,7 +75,7 @@ def constructed(width: int, seed: int, sharpness: float = 36.0) -> LlamaForCausa
     table[:, constant] = 1.0
     table[SEPARATOR, mark] = 1.0
     # the first layer: queries and keys are one vector, the keys' turned on by one position
-    first, second = (layer.self_attn for layer in model.model.layers)
+    first, second = attentions(model)
     turn = torch.tensor(BASE) ** (-torch.arange(half) / half)
     scale = (hidden / (width + 1)) ** 0.5  # of what the norm makes of a row
     strength = 14.0 / scale
@@ -101,7 +107,7 @@ def constructed_longspec(target: LlamaForCausalLM) -> Speculator:
     nothing = torch.zeros(VOCABULARY, dtype=torch.long)
     shape = TargetShape(target.config, target.model.embed_tokens.weight, head, nothing)
     net = build(GlideOptions(method=LONGSPEC), shape)
-    asks, width = target.model.layers[1].self_attn, target.config.hidden_size // 4
+    asks, width = attentions(target)[1], target.config.hidden_size // 4
     for name, parameter in net.named_parameters():
         parameter.fill_(1.0 if "norm" in name else 0.0)
     narrower = ((2 * width + 1) / (width + 1)) ** 0.5  # its norm sees the token alone
