@@ -25,6 +25,7 @@ from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
 from parallel.comm.group import Group
 from parallel.kernels.choice import Race, has_choice, largest_rows
+from parallel.kernels.likeliest import likeliest
 from parallel.kernels.triton_launch import has_triton
 from parallel.transfers import to_device, upload
 
@@ -429,6 +430,8 @@ def top_children(
 
 
 def _best(raced: Tensor, width: int, distribution: Tensor) -> tuple[Tensor, Tensor]:
+    if _has_host_kernels(raced):
+        return likeliest(raced, distribution, width)
     # arg-max breaks ties as the target does; top-k promises no order among ties
     token_ids = _largest(raced)[1][:, None] if width == 1 else raced.topk(width, dim=-1).indices
     return token_ids, distribution.gather(1, token_ids) - distribution.logsumexp(dim=-1, keepdim=True)
