@@ -131,24 +131,18 @@ class ChimeraRunner(PooledRunner):
         trigrams: list[list[int]] = []  # slots
         first = 0
         for span in spans:
-            features, pending = self._features[span.seq_id], self._pending[span.seq_id]
-            num_rows, slots = self.pool.cached_len(span.seq_id), self.pool.slots(span.seq_id)
-            positions: list[int] = []
-            fed = range(len(pending.parents) - span.num_tokens, len(pending.parents))
-            is_text = [False] * span.num_tokens
-            for i, row in enumerate(fed):
-                position, parent = num_rows + pending.depths[row], pending.parents[row]
-                after_text = parent < fed.start or is_text[parent - fed.start]
-                is_text[i] = not fuzzy and after_text and features.start <= position < features.end
-                if is_text[i]:
+            pending, slots = self._pending[span.seq_id], self.pool.slots(span.seq_id)
+            num_rows, start = self.pool.cached_len(span.seq_id), len(pending.parents) - span.num_tokens
+            positions = self._feature_positions(span.seq_id, start, pending.parents[start:], fuzzy=fuzzy)
+            for i, position in enumerate(positions):
+                if position is not None:
                     text.append(first + i)
-                    positions.append(position)
                 else:
                     drafted.append(first + i)
-                    trigrams.append([int(slots[place]) for place in _trigram(num_rows, pending, row)])
-            self._is_fuzzy[slots[num_rows + fed.start :]] = np.logical_not(is_text)
-            if positions:
-                known.append(features.rows(positions))
+                    trigrams.append([int(slots[place]) for place in _trigram(num_rows, pending, start + i)])
+            self._is_fuzzy[slots[num_rows + start :]] = [position is None for position in positions]
+            if of_text := [position for position in positions if position is not None]:
+                known.append(self._features[span.seq_id].rows(of_text))
             first += span.num_tokens
         parts = [torch.cat(known).to(self.pool.keys.dtype)] if known else []
         if drafted:
