@@ -11,8 +11,6 @@ as the average, is read by the target's head: it needs 2 H^2 numbers instead of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Unpack
 
 import numpy as np
@@ -24,46 +22,15 @@ from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import PendingRows, Span
 from parallel.kv.pool import SeqId
 from parallel.model.block import Block
-from parallel.model.checkpoint import Shape, block_tensors
-from parallel.model.config import DecoderConfig
-from parallel.model.families.fields import HfConfig
-from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope
 from parallel.model.layers.weight import Layer, Shard, TensorOptions
-from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.config import FINAL, SpeculatorConfig, beside
+from parallel.speculators.chimera.layouts import TRIGRAM, ChimeraConfig
 from parallel.speculators.fusing import WholeRowsLinear
-from parallel.speculators.layout import CheckpointLayout
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 from parallel.transfers import upload
-
-TRIGRAM = 3
-"""Tokens whose embeddings make a row; the first token stands for those before it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChimeraConfig(SpeculatorConfig):
-    block: DecoderConfig
-    """The shape of the layer."""
-
-    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
-        return kv_bytes_per_slot(self.block, ranks, item_bytes) + 8  # and its token
-
-    def tensor_shapes(self) -> dict[str, Shape]:
-        """Every tensor of the checkpoint."""
-        hidden = self.block.hidden_size
-        wide = TRIGRAM * hidden
-        shapes: dict[str, Shape] = {
-            "mix.weight": (wide, wide),
-            "mix.bias": (wide,),
-            "narrow.weight": (hidden, wide),
-            "norm.weight": (hidden,),
-            "join.weight": (hidden, 2 * hidden),
-        }
-        return shapes | {f"layer.{name}": shape for name, shape, _ in block_tensors(self.block)}
 
 
 class ChimeraLayers(Layer):
@@ -169,24 +136,3 @@ def _trigram(num_rows: int, pending: PendingRows, row: int) -> list[int]:
         before = index - 1 if index < num_rows else num_rows + pending.parents[index - num_rows]
         path.insert(0, max(0, before))
     return path
-
-
-def read_own(hf: HfConfig) -> ChimeraConfig:
-    """The record of a checkpoint that `job=train job.recipe=chimera` made."""
-    block = read_config(hf)
-    return ChimeraConfig(
-        method="chimera",
-        **beside(block),
-        taps=(FINAL,),
-        block=block,
-    )
-
-
-def open_chimera(directory: Path, config: ChimeraConfig, place: SpeculatorPlace) -> ChimeraRunner:
-    """Load the layer beside its target."""
-    layers = ChimeraLayers(config, place.group, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    return ChimeraRunner(config, layers, place)
-
-
-OWN = CheckpointLayout(read_own, open_chimera)

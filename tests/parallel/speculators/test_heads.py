@@ -24,8 +24,8 @@ from parallel.speculators.config import FINAL
 from parallel.speculators.heads.cells import CELLS
 from parallel.speculators.heads.runner import KEPT_FEATURES, HeadsRunner
 from parallel.speculators.heads.training import HeadsNet, HeadsOptions, build
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables
 from tests.matrices import in_turn
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.nets import make_net, random_text, read_text

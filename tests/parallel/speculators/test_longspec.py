@@ -20,8 +20,9 @@ from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import ModelRunner, open_model
 from parallel.speculators.glide import runner as glide
 from parallel.speculators.glide.runner import GlideRunner
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables, read_speculator
+from parallel.speculators.registry import read_speculator
 from tests.parallel.backends import BACKENDS
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.nets import random_text, read_text
