@@ -83,5 +83,6 @@ def _layout_of(hf: HfConfig) -> CheckpointLayout:
 
 
 def check_on(directory: Path, config: SpeculatorConfig, target: DecoderConfig) -> None:
+    """ValueError, one line, unless this checkpoint was made for this target."""
     with errors_of(str(directory)):
         config.check_target(target)

@@ -155,13 +155,16 @@ class PooledRunner(SpeculatorRunner):
     def _feature_positions(self, seq_id: SeqId, first: int, parents: Sequence[int], *, fuzzy: bool) -> list[int | None]:
         """Positions of the target's features of the rows with these parents, the sequence's pending rows from `first`
         on; None for a row without, which is fuzzy: one of a draft, or one that follows such a row."""
+        if fuzzy:
+            return [None] * len(parents)
         features, num_rows = self._features[seq_id], self.pool.cached_len(seq_id)
+        start, end = features.start, features.end
         depths, positions = self._pending[seq_id].depths[:first], list[int | None]()
         for parent in parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            depth = depths[parent] + 1 if parent >= 0 else 0
+            depths.append(depth)
             after_text = parent < first or positions[parent - first] is not None
-            is_text = not fuzzy and after_text and features.start <= num_rows + depths[-1] < features.end
-            positions.append(num_rows + depths[-1] if is_text else None)
+            positions.append(num_rows + depth if after_text and start <= num_rows + depth < end else None)
         return positions
 
     def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002  some read rows of their own
