@@ -25,7 +25,6 @@ from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
 from parallel.comm.group import Group
 from parallel.kernels.choice import Race, has_choice, largest_rows
-from parallel.kernels.likeliest import likeliest
 from parallel.kernels.triton_launch import has_triton
 from parallel.transfers import to_device, upload
 
@@ -431,6 +430,8 @@ def top_children(
 
 def _best(raced: Tensor, width: int, distribution: Tensor) -> tuple[Tensor, Tensor]:
     if _has_host_kernels(raced):
+        from parallel.kernels.likeliest import likeliest  # for drafters of trees alone
+
         return likeliest(raced, distribution, width)
     # arg-max breaks ties as the target does; top-k promises no order among ties
     token_ids = _largest(raced)[1][:, None] if width == 1 else raced.topk(width, dim=-1).indices
