@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import socket
 import threading
+from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.serving.connections import BoundedConnection, ConnectionLimit
+
 _BACKLOG = 2048
 _END_S = 5
 """Seconds in which connections end once no request is in flight."""
+_MOST_CONNECTIONS = 4096
 
 
 class HttpServer:
@@ -27,9 +33,11 @@ class HttpServer:
         listener.listen(_BACKLOG)  # so that a client may connect as soon as this is made
         self.host: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
+        connection: Any = partial(BoundedConnection, ConnectionLimit(most_connections()))
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 self._answer,
+                http=connection,
                 interface="asgi3",  # it takes a bound method for the older one
                 lifespan="off",
                 ws="none",
@@ -63,6 +71,12 @@ class HttpServer:
 
     def _run(self) -> None:
         self._uvicorn.run(sockets=[self._socket])  # in the loop of uvloop, if that is installed
+
+
+def most_connections() -> int:
+    """At most half of the files that this process may open: the engine needs some, too."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, files // 2)
 
 
 def bind(host: str, port: int) -> socket.socket:
