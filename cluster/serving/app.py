@@ -7,7 +7,7 @@ It must not know sockets or how the engine was started.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,6 +73,13 @@ _PAGE_MAY = (
 """It has all it needs in itself, and asks this server alone."""
 
 
+class _PlainRoute(APIRoute):
+    """A route whose function is given the request: FastAPI need not look for what else it wants."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.endpoint if self.methods == {"POST"} else super().get_route_handler()
+
+
 class Api:
     """Answers the requests. `limit` counts those in flight, `tracer` sends a span for each that was answered."""
 
@@ -99,6 +106,7 @@ class Api:
         )
         for error in (HTTPException, Disconnected, EngineError, Exception):
             app.add_exception_handler(error, answer_refusal)
+        app.router.route_class = _PlainRoute
         says = document.route
         app.post("/v1/completions", **says(CompletionReply, CompletionRequest, CompletionReply))(self.complete)
         app.post("/v1/chat/completions", **says(ChatReply, ChatRequest, ChatChunk))(self.chat)
@@ -275,7 +283,13 @@ class Api:
             raise
         size, began = sum(map(len, prompts)), self._limit.began
         generation = Generation(
-            choices, size, began, lambda: self._end(generation, span), texts.prediction, count_reasoning
+            choices,
+            size,
+            began,
+            lambda: self._end(generation, span),
+            texts.prediction,
+            count_reasoning,
+            of_parts=body.stream,
         )
         return generation
 

@@ -44,6 +44,7 @@ class HttpServer:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # nothing here asks for the client's address
                 timeout_graceful_shutdown=_END_S,
             )
         )
