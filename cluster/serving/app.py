@@ -90,6 +90,7 @@ class Api:
         self._bodies = BodyReader(2 * model.max_model_len)
         self._grammars = GrammarCheck(model)
         self._timeout_s = config.timeout_s
+        self._running = set[Generation]()
         self._scraping = asyncio.Lock()  # a client asks for one report at a time
         self.is_ready = False
 
@@ -291,9 +292,16 @@ class Api:
             count_reasoning,
             of_parts=body.stream,
         )
+        self._running.add(generation)
         return generation
 
+    def fail_all(self, reason: str) -> None:
+        """End what is in flight with an error. From any thread."""
+        for generation in list(self._running):
+            generation.fail(reason)
+
     def _end(self, generation: Generation, span: Span | None) -> None:
+        self._running.discard(generation)
         self._limit.leave(len(generation.choices), num_waiting=generation.num_waiting)
         for choice in generation.choices:
             self._model.histograms.observe(choice.completion)

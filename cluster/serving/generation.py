@@ -107,6 +107,11 @@ class Generation:
         """How speculation went; None for several choices, as in vLLM."""
         return self.choices[0].completion.stats if len(self.choices) == 1 else None
 
+    def fail(self, reason: str) -> None:
+        """End what still grows with this error. From any thread."""
+        for choice in self.choices:
+            choice.completion.fail(reason)
+
     def close(self) -> None:
         """Abort what has not ended, and give the place back. Safe to call twice."""
         if self._release is not None:

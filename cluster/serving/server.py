@@ -75,7 +75,7 @@ class HttpServer:
 
 
 def most_connections() -> int:
-    """At most half of the files that this process may open: the engine needs some, too."""
+    """Leaves half of the files that this process may open to the engine."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, files // 2)
 

@@ -111,8 +111,8 @@ def test_a_head_has_to_arrive_in_time(server: RunningServer, monkeypatch, sent, 
 def test_a_body_has_to_arrive_in_time(server: RunningServer, monkeypatch):
     monkeypatch.setattr(bodies, "_ARRIVE_S", 0.2)
     with connected(server.http, CHUNKED + b"1\r\n{\r\n") as connection:
-        told = answer(connection)
-    assert told.startswith(b"HTTP/1.1 408") and b"did not arrive" in told
+        found = answer(connection)
+    assert found.startswith(b"HTTP/1.1 408") and b"did not arrive" in found
 
 
 def test_large_bodies_are_refused_while_many_arrive(server: RunningServer, monkeypatch):
