@@ -100,12 +100,10 @@ def test_heads_of_a_usual_size_and_bodies_in_chunks_are_read(server: RunningServ
 def test_a_head_has_to_arrive_in_time(server: RunningServer, monkeypatch, sent, is_second):
     monkeypatch.setattr(connections, "_HEAD_S", 0.2)
     with connected(server.http, ASK if is_second else sent) as connection:
-        start = time.monotonic()
         if is_second:
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
             connection.sendall(sent)
-        answer(connection)
-        assert time.monotonic() - start < 4, "uvicorn's own limit is 5 s"
+        assert b"HTTP" not in answer(connection)
 
 
 def test_a_body_has_to_arrive_in_time(server: RunningServer, monkeypatch):
