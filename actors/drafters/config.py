@@ -68,6 +68,12 @@ class DraftSetup:
     """The value of `pipeline.adaptive`."""
 
     @property
+    def agreed_slots(self) -> int:
+        """KV slots that a model beside the target has at most, which all ranks know: those of the target, whose size
+        counted it. The successor of one rank has no peer that would measure with it. 0: not on the target's ranks."""
+        return 0 if self.target_runner is None else self.target_runner.pool.num_slots
+
+    @property
     def model_options(self) -> ModelOptions:
         rule, law_size = self.verify.rule, self.verify.law_size
         return ModelOptions(rule, law_size, self.eos_token_ids, self.scheduler.prefill_chunk)

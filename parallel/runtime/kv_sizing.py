@@ -113,12 +113,14 @@ def fit_slots(
     graphs: GraphList = _NO_GRAPHS,
     sharing: DeviceShare | None = None,
     beside: tuple[int, int] = (0, 0),
+    agreed_slots: int = 0,
 ) -> ModelMemory:
     """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or for as many as fit beside the logits of
     `num_logit_rows` rows, twice in float32: as computed, and while their likeliest tokens are read; on CUDA beside
     `graphs`, tables of slots and parts of the attention of `max_num_batched_tokens` rows, `invariant` or not. With
     others on the same device (`sharing`) a rank keeps to its part, in whatever order they allocate. `beside`: bytes
-    that a drafter on the same ranks takes, and those that it takes for every slot.
+    that a drafter on the same ranks takes, and those that it takes for every slot. `agreed_slots`: that drafter's slots
+    at most, those of the pool whose size counted it.
 
     The ranks share the model tensor-parallel, or layer-parallel by `layout`. `rounds`: whether `weights=auto` may round
     the weights. ValueError if the weights or the given `num_slots`, which must be the same on all ranks, do not fit.
@@ -141,6 +143,7 @@ def fit_slots(
     sizes, limits = (held + beside[0], per_slot + tables + beside[1]), {"reserved": reserved, "sharing": sharing}
     max_source_len = 0 if config.encoder is None else config.encoder.max_positions
     most = max_num_seqs * (max_model_len + max_source_len)
+    num_slots = num_slots or min(most, agreed_slots)
     beside_it = " and a drafter on its ranks, which drafter.placement=separate would give its own" * any(beside)
     num_slots = affordable_slots(path + beside_it, group, device, *sizes, most=most, num_slots=num_slots, **limits)
     return ModelMemory(chosen, row_type, max_model_len, num_slots, held, num_slots * per_slot, stored)

@@ -51,7 +51,8 @@ def build_levels(
             if on_target:
                 runner, held = open_self_draft(model, setup, resumes=False), {}
             else:
-                runner, held = open_draft_model(model, setup.scheduler, setup.group, setup.device)
+                given = setup.scheduler, setup.group, setup.device
+                runner, held = open_draft_model(model, *given, agreed_slots=setup.agreed_slots)
             port = LocalChild(drafter) if drafter is not None else child
             assert port is not None, "a cascade above level 0 has a level below it"
             top = level == len(config.levels) - 1

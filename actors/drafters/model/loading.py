@@ -56,7 +56,8 @@ _WIDEST_BY_DEFAULT = 4
 
 def build_model_drafter(config: ModelDrafterConfig, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
     """The drafter of this pipeline over its model, and the facts it reports."""
-    runner, facts = open_draft_model(config, setup.scheduler, setup.group, setup.device, setup.pipeline, setup.sharing)
+    given = setup.scheduler, setup.group, setup.device
+    runner, facts = open_draft_model(config, *given, setup.pipeline, setup.sharing, setup.agreed_slots)
     if config.tokenizer and config.translate is Translation.strings:
         from actors.drafters.model.string_drafter import StringDrafter
 
@@ -89,8 +90,9 @@ def open_draft_model(
     device: str,
     pipeline: str = PipelineName.sync,
     sharing: DeviceShare | None = None,
+    agreed_slots: int = 0,
 ) -> tuple[Runner, dict[str, object]]:
-    """This rank's part of the draft model, and the facts it reports."""
+    """This rank's part of the draft model, and the facts it reports; `agreed_slots` as of `DraftSetup`."""
     layout = layer_layout(config, group, device, pipeline) if config.parallel is Parallel.layer else None
     head = head_rows(config)
     weights = config.weights
@@ -113,6 +115,7 @@ def open_draft_model(
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         graphs=graphs,
         sharing=sharing,
+        agreed_slots=agreed_slots,
     )
     facts = fit.facts()
     if head is not None:

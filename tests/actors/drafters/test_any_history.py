@@ -173,7 +173,7 @@ def test_every_registered_drafter_is_among_the_cases():
 def hashed(monkeypatch):
     """Draft models are hashes: `path` is the seed."""
 
-    def open_model(config, *_):
+    def open_model(config, *_, **__):
         layer_parallel = config.parallel is Parallel.layer
         return hashed_runner(int(config.path), config.kv_slots, MAX_POSITIONS, layer_parallel=layer_parallel), {}
 

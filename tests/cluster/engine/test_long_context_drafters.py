@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.config import Placement
 from actors.drafters.model.config import DraftRows, ModelDrafterConfig
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
@@ -65,6 +66,7 @@ def drafter(reference, half_agreeing_drafter, tmp_path_factory):
         own = SelfDrafterConfig(num_draft_tokens=length, **CHOSEN)
         return {
             "model, streaming": lambda: ModelDrafterConfig(**model, **NEWEST),
+            "model, attached": lambda: ModelDrafterConfig(**model, placement=Placement.attached),
             "model, chunks": lambda: ModelDrafterConfig(**model, **CHOSEN),
             "self, streaming": lambda: SelfDrafterConfig(num_draft_tokens=length, **NEWEST),
             "self, chunks": lambda: own,
@@ -94,12 +96,11 @@ def test_no_length_of_a_draft_changes_a_token(open_engine, drafter, expected, sy
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "TriForce"])
+@pytest.mark.parametrize("system", [*SYSTEMS, "model, attached"])
 def test_ranks_that_share_a_target_preempt_and_die_and_no_token_changes(
     open_engine, drafter, expected, tiny_checkpoint, monkeypatch, system
 ):
-    """The pool is short, and one of two ranks dies in the middle of the texts. Not TriForce, of which a successor does
-    not get ready (docs/long_contexts.md)."""
+    """The pool is short, and one of two ranks dies in the middle of the texts."""
     answers, answer = list[bool](), TargetRole.answer
 
     def failing(role, *arguments):

@@ -25,6 +25,9 @@ def test_the_pool_is_what_was_asked_or_what_the_sequences_need(llama):
     assert fit.num_slots == 3 * 128 and fit.max_model_len == 128 and fit.dtype == torch.float32
     assert fit_slots(str(llama.path), SINGLE, "cpu", "auto", max_num_seqs=3, max_model_len=50).num_slots == 150
     assert fit_slots(str(llama.path), SINGLE, "cpu", "bfloat16", max_num_seqs=3, num_slots=7).num_slots == 7
+    for slots, expected in ((40, 40), (10**6, 150)):
+        beside = dict(max_num_seqs=3, max_model_len=50, agreed_slots=slots)
+        assert fit_slots(str(llama.path), SINGLE, "cpu", "auto", **beside).num_slots == expected
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8")])

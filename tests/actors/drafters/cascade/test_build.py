@@ -37,8 +37,8 @@ def built(monkeypatch):
         def __init__(self, runner, child, spec, options, lengths):
             seen.levels.append(SimpleNamespace(runner=runner, child=child, spec=spec, options=options, lengths=lengths))
 
-    def open_draft_model(*arguments):
-        seen.opened.append(arguments)
+    def open_draft_model(*arguments, agreed_slots):
+        seen.opened.append((*arguments, agreed_slots))
         return len(seen.opened), {"weight_bytes": 10, "kv_bytes": 1, f"of_{len(seen.opened)}": True}
 
     monkeypatch.setattr(build, "CascadeDrafter", Level)
@@ -62,7 +62,7 @@ def test_tails_and_bounds_are_those_of_the_record(built):
     assert (low.child.name, low.child.num_draft_tokens) == ("0-ngram", 3)
     assert (top.child.name, top.child.num_draft_tokens) == ("1-model", 5), "four tokens and a tail"
     assert (low.runner, top.runner) == (1, 2) and isinstance(drafter, build.CascadeDrafter)
-    assert built.opened == [(model, SETUP.scheduler, SINGLE, "cpu") for model in (SMALL, LARGE)]
+    assert built.opened == [(model, SETUP.scheduler, SINGLE, "cpu", 0) for model in (SMALL, LARGE)]
     assert low.lengths is top.lengths and low.lengths.lengths == (3, 5, 10) and built.pipelines == ["sync"]
     assert (low.options.law_size, low.options.prefill_chunk) == (9, 77)
     assert (facts["weight_bytes"], facts["kv_bytes"], facts["of_1"], facts["of_2"]) == (20, 2, True, True)

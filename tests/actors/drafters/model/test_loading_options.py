@@ -109,7 +109,7 @@ def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
         attention="padded",
         pace_ms=[2.0, 0.5],
     )
-    runner, facts = open_draft_model(config, LIMITS, SINGLE, "cpu", "sync", DeviceShare(5, 0.5))
+    runner, facts = open_draft_model(config, LIMITS, SINGLE, "cpu", "sync", DeviceShare(5, 0.5), 77)
     assert opened.fit == (
         ("draft", SINGLE, "cpu", "float32"),
         dict(
@@ -124,6 +124,7 @@ def test_every_key_reaches_what_sizes_and_opens_the_model(opened):
             head=None,
             max_num_batched_tokens=40,
             graphs=CHAINS,
+            agreed_slots=77,
             sharing=DeviceShare(5, 0.5),
         ),
     )
