@@ -116,7 +116,7 @@ class Completion:
         self._error: str | None = None
         self._abort = abort
         self._changed = threading.Condition()
-        self._waiters: list[tuple[_LoopWaker, asyncio.Event]] = []
+        self._waiters: list[tuple[_LoopWaker, asyncio.Event, bool]] = []
 
     @property
     def text(self) -> str:
@@ -211,7 +211,7 @@ class Completion:
             if reason is not None:
                 self.stats = tokens.stats or self.stats
                 self._end("stop" if self._stream.stopped else reason, tokens.error, now)
-        self._wake()
+        self._wake(is_first=self.first_token_at == now)
         return self.finished
 
     def fail(self, reason: str) -> None:
@@ -243,10 +243,11 @@ class Completion:
         end = piece.position + len(piece.token_ids)
         return [(min(num, end), text) for num, (text, _) in enumerate(self.token_texts(piece), piece.position + 1)]
 
-    def add_waiter(self, waiter: asyncio.Event) -> None:
-        """Set `waiter`, in the loop that runs here, whenever this completion grows or ends."""
+    def add_waiter(self, waiter: asyncio.Event, *, of_parts: bool = True) -> None:
+        """Set `waiter`, in the loop that runs here, whenever this completion grows or ends; without `of_parts` only
+        when it begins and ends."""
         with self._changed:
-            self._waiters = [*self._waiters, (_LoopWaker.of_this_loop(), waiter)]
+            self._waiters = [*self._waiters, (_LoopWaker.of_this_loop(), waiter, of_parts)]
 
     def remove_waiter(self, waiter: asyncio.Event) -> None:
         with self._changed:
@@ -300,10 +301,11 @@ class Completion:
         self.finish_reason, self._error, self.finished_at = reason, error, now
         self._changed.notify_all()  # what threads wait for: to wake one for every token takes time from the passes
 
-    def _wake(self) -> None:
+    def _wake(self, *, is_first: bool = False) -> None:
         """Without the lock, which the loop wants at once."""
-        for waker, waiter in self._waiters:
-            waker.wake(waiter)
+        for waker, waiter, of_parts in self._waiters:
+            if of_parts or is_first or self.finished:
+                waker.wake(waiter)
 
 
 class _LoopWaker:
@@ -345,23 +347,25 @@ class _LoopWaker:
 
 
 class Following:
-    """Several completions as they grow. Use it in the loop where it was made; `leave` it in the end."""
+    """Several completions as they grow, or without `of_parts` as each begins and ends. Use it in the loop where it was
+    made; `leave` it in the end."""
 
-    def __init__(self, completions: Sequence[Completion]) -> None:
+    def __init__(self, completions: Sequence[Completion], *, of_parts: bool = True) -> None:
         self._completions = completions
         self._seen: dict[int, tuple[int, int]] = dict.fromkeys(range(len(completions)), (0, 0))  # tokens and texts
         self._changed = asyncio.Event()
+        self._changed.set()  # they may have begun
         for completion in completions:
-            completion.add_waiter(self._changed)
+            completion.add_waiter(self._changed, of_parts=of_parts)
 
     async def gained(self) -> list[tuple[int, Piece]]:
         """(index, what it gained since the last call) of those that gained something, once one has; empty after the
         ends of all. Raises the EngineError of the first that failed."""
         while self._seen:
+            await self._changed.wait()
             self._changed.clear()
             if found := self._look():
                 return found
-            await self._changed.wait()
         return []
 
     def _look(self) -> list[tuple[int, Piece]]:
@@ -371,6 +375,7 @@ class Following:
             piece, *now = completion.piece_since(*counts)
             if piece.finish_reason is not None:
                 if found and completion.has_failed:  # what the others gained comes first; the next look raises
+                    self._changed.set()
                     return found
                 completion.check()
                 del self._seen[index]

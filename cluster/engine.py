@@ -190,7 +190,8 @@ class Engine(Client):
         has_stopped = not self._reader.is_alive()
         self._stop_reader()
         self.supervisor.wait()
-        self._backend.close(graceful=has_stopped)
+        is_complete = len(self.ready) >= len(self.places)  # a rank that imports or loads hears nothing
+        self._backend.close(graceful=has_stopped and is_complete)
         self._connection.close()
         if self._client_file is not None:
             self._client_file.delete()

@@ -217,19 +217,22 @@ class Coordinator:
             self._preempt(self._scheduler.preempt(unusable))
         # Once time is up, a draft that is ordered now would be for a text that is verified meanwhile.
         orders = self._order_drafts(now) if may_wait else []
-        running = self._scheduler.candidates
-        missing = [sequence.request_id for sequence, _ in drafter.missing_drafts(running, ())]
-        num_ready, pending = sum([sequence.draft.proposal is not None for sequence in running]), drafter.pending
-        held = {*missing} if self._policy.alternates and num_ready else ()
-        if missing and not held and pending is not None:
-            num_plain = len(self._scheduler.running) - len(missing) - num_ready + self._scheduler.num_joining
-            is_begun = pending.has_first_part
-            wait_s = self._policy.wait_s(len(missing), num_ready, num_plain, has_first_part=is_begun)
-            if may_wait and wait_s:
-                self.wait_until = max(self._round.started, pending.asked_at) + wait_s
-                return [*orders]
-            for order in drafter.unanswered:
-                order.is_skipped = True
+        held, pending = set[int](), drafter.pending
+        if pending is not None or self._policy.alternates:
+            running = self._scheduler.candidates
+            missing = {sequence.request_id for sequence, _ in drafter.missing_drafts(running, ())}
+            num_ready = sum([sequence.draft.proposal is not None for sequence in running])
+            if self._policy.alternates and num_ready:
+                held = missing
+            elif missing and pending is not None:
+                num_plain = len(self._scheduler.running) - len(missing) - num_ready + self._scheduler.num_joining
+                is_begun = pending.has_first_part
+                wait_s = self._policy.wait_s(len(missing), num_ready, num_plain, has_first_part=is_begun)
+                if may_wait and wait_s:
+                    self.wait_until = max(self._round.started, pending.asked_at) + wait_s
+                    return [*orders]
+                for order in drafter.unanswered:
+                    order.is_skipped = True
         self._round.skipped_drafts = any(order.is_skipped for order in drafter.unanswered)
         # Both roles read a prompt at the same time. The target's batch goes first: it depends on no order made now.
         return [*self._start_pass(held, now), *orders, *self._order_drafts(now)]

@@ -128,6 +128,10 @@ class GrammarCompiler:
         begun = matcher.deep_copy()
         if not begun.is_error():
             begun.compute_bitmask()  # fails where no text follows the grammar, or too many rules may begin one
+            begun.compute_ff_tokens()
+        if not begun.is_error():
+            begun = matcher.deep_copy()  # fails where the first one, whose lexer it shares, used up what that may hold
+            begun.compute_bitmask()
         if begun.is_error():
             line = _line(begun.get_error())
             reason = "no text follows it" if line.startswith(_NO_TEXT) else line

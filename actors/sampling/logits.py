@@ -429,6 +429,10 @@ def top_children(
 
 
 def _best(raced: Tensor, width: int, distribution: Tensor) -> tuple[Tensor, Tensor]:
+    if _has_host_kernels(raced):
+        from parallel.kernels.likeliest import likeliest  # for drafters of trees alone
+
+        return likeliest(raced, distribution, width)
     # arg-max breaks ties as the target does; top-k promises no order among ties
     token_ids = _largest(raced)[1][:, None] if width == 1 else raced.topk(width, dim=-1).indices
     return token_ids, distribution.gather(1, token_ids) - distribution.logsumexp(dim=-1, keepdim=True)

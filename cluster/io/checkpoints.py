@@ -30,7 +30,7 @@ def check_checkpoints(target: Path, drafter: DrafterConfig) -> None:
         with errors_of(key):
             find_tensors(path, tensor_shapes(read_config(path)))
     for path in drafter.speculators():
-        from parallel.speculators.registry import check_speculator  # loads PyTorch
+        from parallel.speculators.registry import check_speculator  # for speculators alone
 
         with errors_of("drafter.path"):
             check_speculator(path, read_config(target))

@@ -8,11 +8,12 @@ it dies, Ray ends them. Ray restarts none of them, because the supervisor decide
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,16 @@ _PORT_PATIENCE_S = 10.0
 """How long the port of a dead coordinator may stay taken."""
 _RESERVE_S = 5.0
 """Limit for reserving devices that were free a moment ago."""
+
+
+@contextlib.contextmanager
+def _without_log(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _remedy(reason: str) -> str:
@@ -131,7 +142,8 @@ class RayBackend(Backend):
             self._progress(f"dashboard\n  http://{start()}{token}")
         except Exception as error:  # Ray raises bare Exception for whatever ended the dashboard
             line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            self._progress(f"the dashboard did not start ({line})")
+            if not self._closing.is_set():  # Ctrl-C also reaches a dashboard that starts
+                self._progress(f"the dashboard did not start ({line})")
         self._closing.wait()
 
     def reach(self) -> None:
@@ -212,7 +224,8 @@ class RayBackend(Backend):
     def close(self, *, graceful: bool = False) -> None:
         if self._dashboard is not None:
             self._closing.set()
-            self._dashboard.join()
+            with _without_log("ray._private.services"):  # of a dashboard that ends before it has started
+                self._dashboard.join()
         if ray.is_initialized():
             self._actors.close(graceful=graceful)
             if self._relay is not None:

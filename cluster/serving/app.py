@@ -7,7 +7,7 @@ It must not know sockets or how the engine was started.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,7 +28,7 @@ from cluster.serving.admission import InFlightLimit
 from cluster.serving.bodies import BodyReader
 from cluster.serving.document import REFUSALS, ApiDocument
 from cluster.serving.errors import ApiError, Disconnected, answer_refusal, bad_request, timed_out
-from cluster.serving.generation import Generation
+from cluster.serving.generation import Generation, RequestedText
 from cluster.serving.grammar_check import GrammarCheck
 from cluster.serving.guard import OPEN, Guard, open_to_pages
 from cluster.serving.logprobs import LogprobWriter
@@ -63,12 +63,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_SCORED = 32
+"""Characters that take as long to read as a token's log-probabilities take to write: 0.15 ms for 20 of them."""
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_MAY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
 )
 """It has all it needs in itself, and asks this server alone."""
+
+
+class _PlainRoute(APIRoute):
+    """A route whose function is given the request: FastAPI need not look for what else it wants."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.endpoint if self.methods == {"POST"} else super().get_route_handler()
 
 
 class Api:
@@ -81,6 +90,7 @@ class Api:
         self._bodies = BodyReader(2 * model.max_model_len)
         self._grammars = GrammarCheck(model)
         self._timeout_s = config.timeout_s
+        self._running = set[Generation]()
         self._scraping = asyncio.Lock()  # a client asks for one report at a time
         self.is_ready = False
 
@@ -97,6 +107,7 @@ class Api:
         )
         for error in (HTTPException, Disconnected, EngineError, Exception):
             app.add_exception_handler(error, answer_refusal)
+        app.router.route_class = _PlainRoute
         says = document.route
         app.post("/v1/completions", **says(CompletionReply, CompletionRequest, CompletionReply))(self.complete)
         app.post("/v1/chat/completions", **says(ChatReply, ChatRequest, ChatChunk))(self.chat)
@@ -273,11 +284,24 @@ class Api:
             raise
         size, began = sum(map(len, prompts)), self._limit.began
         generation = Generation(
-            choices, size, began, lambda: self._end(generation, span), texts.prediction, count_reasoning
+            choices,
+            size,
+            began,
+            lambda: self._end(generation, span),
+            texts.prediction,
+            count_reasoning,
+            of_parts=body.stream,
         )
+        self._running.add(generation)
         return generation
 
+    def fail_all(self, reason: str) -> None:
+        """End what is in flight with an error. From any thread."""
+        for generation in list(self._running):
+            generation.fail(reason)
+
     def _end(self, generation: Generation, span: Span | None) -> None:
+        self._running.discard(generation)
         self._limit.leave(len(generation.choices), num_waiting=generation.num_waiting)
         for choice in generation.choices:
             self._model.histograms.observe(choice.completion)
@@ -296,11 +320,13 @@ class Api:
             return EventStream(_events(body, generation, writer), generation.close, self._timeout_s)
         try:
             await while_connected(request.receive, self._finish(generation))
+            scored = sum([_num_scored(choice, choice.completion.logprobs) for choice in generation.choices])
+            content = await _apart(_SCORED * scored, writer.whole, generation)
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
         finally:
             generation.close()
-        return Response(writer.whole(generation), media_type="application/json")
+        return Response(content, media_type="application/json")
 
     async def _finish(self, generation: Generation) -> None:
         async with asyncio.timeout(self._timeout_s):
@@ -322,16 +348,24 @@ async def _events(body: GenerationRequest, generation: Generation, writer: Reply
                 opened.add(index)
                 before = usage_of(generation, (choice, piece)) if body.usage_everywhere else absent
                 events.append(writer.opening(choice, piece, before))
-            events.append(writer.chunk(choice, piece, usage_of(generation) if body.usage_everywhere else absent))
+            usage = usage_of(generation) if body.usage_everywhere else absent
+            scored = _num_scored(choice, piece.logprobs, is_first=not piece.position)
+            events.append(await _apart(_SCORED * scored, writer.chunk, choice, piece, usage))
         yield b"".join(events)
     if body.includes_usage:
         yield writer.closing(generation)
     yield DONE
 
 
+def _num_scored(choice: RequestedText, logprobs: Sequence[object] | None, *, is_first: bool = True) -> int:
+    """Tokens whose log-probabilities are known: those given, and of the prompt where they come first."""
+    of_prompt = choice.completion.prompt_logprobs if is_first else None
+    return len(logprobs or ()) + len(of_prompt or ())
+
+
 async def _apart(size: int, work: Callable[..., T], *args: Any, **options: Any) -> T:
-    """The result of work on texts or tokens of this size in all, in a thread if they are long: the tokenizer lets no
-    other thread run while it reads short ones."""
+    """The result of work on texts or tokens of this size in all, in a thread if they are long: it takes longer than a
+    thread takes to begin, and the tokenizer lets no other thread run while it reads short ones."""
     return work(*args, **options) if size < LONG else await asyncio.to_thread(work, *args, **options)
 
 

@@ -23,6 +23,8 @@ _SMALL = 1 << 15
 """Bytes that are read at once: in less time than a thread takes to begin."""
 LEAST_VALUES = 1 << 18
 """Values that a body may have whatever the model is. They are read in 0.1 s."""
+_ARRIVE_S = 60.0
+"""Seconds in which a body has to arrive."""
 _HEADER = "with the header content-type: application/json"
 
 
@@ -36,9 +38,13 @@ class BodyReader:
     async def read(self, request: Request, form: type[B]) -> B:
         """The record in the body. Raises ApiError for what is none, Disconnected if it does not arrive."""
         try:
-            content = await request.body()
+            async with asyncio.timeout(_ARRIVE_S):
+                content = await request.body()
         except ClientDisconnect:
             raise Disconnected from None
+        except TimeoutError:
+            line = f"the body did not arrive within {_ARRIVE_S:g} s"
+            raise ApiError(408, line, code="timeout", headers={"connection": "close"}) from None
         if not _is_json(request.headers.get("content-type", "")):
             raise ApiError(400, f"the body: must be a JSON object, {_HEADER}")
         if len(content) <= _SMALL:

@@ -26,7 +26,8 @@ class RequestedText:
 
 class Generation:
     """The choices of one request; `close` it in the end, which aborts what still runs. `began` is called for each once
-    it has a token, `release` in the end. `count_reasoning` makes the count of one choice's tokens of reasoning."""
+    it has a token, `release` in the end. `count_reasoning` makes the count of one choice's tokens of reasoning. Without
+    `of_parts` it is followed only where each choice begins and ends."""
 
     def __init__(
         self,
@@ -36,9 +37,11 @@ class Generation:
         release: Callable[[], None],
         prediction: Sequence[int] = (),
         count_reasoning: Callable[[], ReasoningCount] | None = None,
+        *,
+        of_parts: bool = True,
     ) -> None:
         self.choices = choices
-        self._following = Following([choice.completion for choice in choices])
+        self._following = Following([choice.completion for choice in choices], of_parts=of_parts)
         self._reasoning = [count_reasoning() for _ in choices] if count_reasoning is not None else None
         self._prediction = prediction
         self.num_prompt_tokens = num_prompt_tokens
@@ -103,6 +106,11 @@ class Generation:
     def stats(self) -> RequestStats | None:
         """How speculation went; None for several choices, as in vLLM."""
         return self.choices[0].completion.stats if len(self.choices) == 1 else None
+
+    def fail(self, reason: str) -> None:
+        """End what still grows with this error. From any thread."""
+        for choice in self.choices:
+            choice.completion.fail(reason)
 
     def close(self) -> None:
         """Abort what has not ended, and give the place back. Safe to call twice."""

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.serving.errors import ApiError, answer
+from cluster.serving.errors import ApiError, answer, too_many
 from cluster.serving.replies import random_id
 
 OPEN = ("/", "/health")
@@ -22,6 +22,9 @@ OPEN = ("/", "/health")
 _REQUEST_ID = "x-request-id"
 _NAMED = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _BEARER = "bearer "
+_MOST_ARRIVING = 16
+"""Bodies of the largest size that may arrive at a time. Beyond that only small ones are taken."""
+_SMALL = 1 << 16
 
 
 def open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -46,6 +49,7 @@ class Guard:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._max_body = max_body
+        self._arriving = 0  # bytes of bodies that have not come to their end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,7 +69,11 @@ class Guard:
         if (refusal := self._refusal(path, headers)) is not None:
             await answer(refusal)(scope, receive, send_numbered)
         else:
-            await self._app({**scope, "path": path}, self._limited(receive), send_numbered)
+            body = _ArrivingBody(self, receive)
+            try:
+                await self._app({**scope, "path": path}, body.receive, send_numbered)
+            finally:
+                body.end()
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if path not in OPEN and not self._admits(headers.get("authorization", "")):
@@ -83,24 +91,44 @@ class Guard:
         ]  # all of them: the time says nothing
         return True in matches
 
-    def _limited(self, receive: Receive) -> Receive:
-        """Limits bodies that do not say their length."""
-        size = 0
+    def check_body(self, size: int, more: int) -> None:
+        """So many bytes of one body have come, `more` of them now. Raises ApiError if they are too many."""
+        self._arriving += more
+        if size > self._max_body:
+            raise self._too_large()
+        if size > _SMALL and self._arriving > _MOST_ARRIVING * self._max_body:
+            raise too_many("large bodies of many requests are arriving; try again later")
 
-        async def receive_some() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._max_body:
-                raise self._too_large()
-            return message
-
-        return receive_some
+    def forget_body(self, size: int) -> None:
+        """They have come to their end."""
+        self._arriving -= size
 
     def _too_large(self) -> ApiError:
         return ApiError(
             413, f"the body has more than {self._max_body} bytes (server.max_body_mb)", code="body_too_large"
         )
+
+
+class _ArrivingBody:
+    """The body of a request, which `guard` limits whether it says its length or not."""
+
+    def __init__(self, guard: Guard, receive: Receive) -> None:
+        self._guard = guard
+        self._receive = receive
+        self._size = 0
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        more = len(message.get("body", b""))
+        self._size += more
+        self._guard.check_body(self._size, more)
+        if not message.get("more_body", False):
+            self.end()
+        return message
+
+    def end(self) -> None:
+        self._guard.forget_body(self._size)
+        self._size = 0
 
 
 def _without_slash(path: str) -> str:

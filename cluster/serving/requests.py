@@ -257,9 +257,10 @@ class GenerationRequest(ApiRequest):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def seeds(self) -> list[int]:
-        """One for each choice of a prompt: the first is `seed`, or random. Each gives its choice when sent alone."""
+        """One for each choice of a prompt: the first is `seed`, or random; the least follows the largest. Each gives
+        its choice when sent alone."""
         first = secrets.randbits(_RANDOM_SEED_BITS) if self.seed is None else self.seed
-        return [first + place for place in range(self.n)]
+        return [(first + place + LONGEST_SEED) % (2 * LONGEST_SEED) - LONGEST_SEED for place in range(self.n)]
 
     def sampling(self, bad_words: tuple[tuple[int, ...], ...], max_tokens: int) -> SamplingParams:
         """The sampling as the engine has it, with `bad_words` in tokens; the seed is left at 0. Raises ValueError, one

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import socket
 import threading
+from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.serving.connections import BoundedConnection, ConnectionLimit
+
 _BACKLOG = 2048
 _END_S = 5
 """Seconds in which connections end once no request is in flight."""
+_MOST_CONNECTIONS = 4096
 
 
 class HttpServer:
@@ -27,15 +33,18 @@ class HttpServer:
         listener.listen(_BACKLOG)  # so that a client may connect as soon as this is made
         self.host: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
+        connection: Any = partial(BoundedConnection, ConnectionLimit(most_connections()))
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 self._answer,
+                http=connection,
                 interface="asgi3",  # it takes a bound method for the older one
                 lifespan="off",
                 ws="none",
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # nothing here asks for the client's address
                 timeout_graceful_shutdown=_END_S,
             )
         )
@@ -63,6 +72,12 @@ class HttpServer:
 
     def _run(self) -> None:
         self._uvicorn.run(sockets=[self._socket])  # in the loop of uvloop, if that is installed
+
+
+def most_connections() -> int:
+    """Leaves half of the files that this process may open to the engine."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, files // 2)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -15,6 +15,8 @@ from cluster.serving.served_model import ServedModel
 from cluster.serving.tracing import RequestTracer
 
 _WARM_UP_S = 600.0
+_END_S = 5.0
+"""Seconds in which errors reach their clients."""
 
 
 class HttpService:
@@ -47,5 +49,9 @@ class HttpService:
         self._tracer.close()
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for those in flight; whether all ended in time."""
-        return self._limit.drain(timeout_s)
+        """Refuse new requests and wait for those in flight; whether all ended in time. Others end with an error."""
+        in_time = self._limit.drain(timeout_s)
+        if not in_time:
+            self._api.fail_all("the server shut down before the reply had ended (server.drain_s)")
+            self._limit.drain(_END_S)
+        return in_time

@@ -1,10 +1,10 @@
 """What HTTP costs beside the Python API: `python docs/measurements/http_overhead.py [options] [OVERRIDE ...]`.
 
 One engine in this process, always drafting, completes the same prompts `--turns` times by `Engine.submit` and over
-HTTP as streams, in turn, each time without known rows. The clients of HTTP are one process more, which only keeps what
-it reads until the clock has stopped. Prints tokens/s, CPU time a token of the engine's process, the server in it, of
-the server's own thread, of the thread that receives tokens, and of the clients, and the ratios turn by turn. Exit code
-1 if a text differed.
+HTTP, as streams or `--whole`, in turn, each time without known rows. The clients of HTTP are one process more, which
+only keeps what it reads until the clock has stopped. Prints tokens/s, CPU time a token of the engine's process, the
+server in it, of the server's own thread, of the thread that receives tokens, and of the clients, and the ratios turn by
+turn. Exit code 1 if a text differed.
 """
 
 from __future__ import annotations
@@ -77,9 +77,14 @@ def by_api(engine: Engine, prompts: Sequence[Prompt], tokens: int, streams: int,
 
 
 def by_http(
-    ask: Callable[[dict[str, Any]], dict[str, Any]], prompts: Sequence[Prompt], tokens: int, streams: int, salt: str
+    ask: Callable[[dict[str, Any]], dict[str, Any]],
+    is_stream: bool,
+    prompts: Sequence[Prompt],
+    tokens: int,
+    streams: int,
+    salt: str,
 ) -> Turn:
-    common = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "cache_salt": salt, "stream": True}
+    common = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "cache_salt": salt, "stream": is_stream}
     bodies = [{**common, "prompt": prompt.text} for prompt in prompts]
     with cpu_times() as times:
         answer = ask({"streams": streams, "bodies": bodies})
@@ -153,7 +158,9 @@ async def ask_all(port: int, bodies: Sequence[dict[str, Any]], streams: int) -> 
 
 
 def text_of(reply: bytes) -> str:
-    """Raises RuntimeError for a reply that is no whole stream."""
+    """Raises RuntimeError for a reply that failed, or a stream without its end."""
+    if reply.startswith(b"HTTP/1.1 200") and b"\r\ncontent-type: application/json\r\n" in reply:
+        return json.loads(reply.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
     lines = [line[6:] for line in reply.splitlines() if line.startswith(b"data: ")]
     if not reply.startswith(b"HTTP/1.1 200") or not lines or lines[-1] != b"[DONE]":
         raise RuntimeError(reply[-300:].decode(errors="replace"))
@@ -172,7 +179,7 @@ def compare(options: argparse.Namespace) -> bool:
             with clients(server.port) as ask:
                 for streams in options.streams:
                     asked = [prompts[number % len(prompts)] for number in range(streams * options.each)]
-                    ways = partial(by_api, engine, asked), partial(by_http, ask, asked)
+                    ways = partial(by_api, engine, asked), partial(by_http, ask, not options.whole, asked)
                     is_equal &= in_turn(*ways, options, streams)
         finally:
             server.close()
@@ -225,6 +232,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=96, help="of each completion")
     parser.add_argument("--each", type=int, default=4, help="completions of each stream, one after the other")
+    parser.add_argument("--whole", action="store_true", help="replies that are not streamed")
     parser.add_argument("--prompts", default=str(pocket.PROMPTS))
     parser.add_argument("--limit", type=int, default=0, help="prompts of the file; 0: all")
     parser.add_argument("--clients-of", type=int, help=argparse.SUPPRESS)

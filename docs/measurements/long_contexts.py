@@ -31,6 +31,8 @@ SETTINGS = {
     "plain": ["pipeline=plain"],
     "model": ["drafter=model"],
     "model, streaming": ["drafter=model", "drafter.rows=streaming"],
+    "model, chunks": ["drafter=model", "drafter.rows=chunks"],
+    "self, streaming": ["drafter=self", "drafter.rows=streaming"],
     "self, chunks": ["drafter=self", "drafter.rows=chunks"],
     "TriForce": [
         "drafter=cascade",
@@ -67,17 +69,18 @@ def text_of(pair: Path, length: int) -> list[int]:
     raise ValueError(f"the standard library has {len(tokens)} tokens, not {length}; lower --lengths")
 
 
+def overrides(pair: Path, longspec: Path | None, longest: int, setting: Sequence[str]) -> list[str]:
+    """Those of an engine for one text at a time, with the paths of what drafts."""
+    words = [f"target.path={pair / 'target'}", f"target.kv_slots={longest + 2048}", *COMMON]
+    words += [word.replace("{name: model,", f"{{name: model, path: {pair / 'drafter'},") for word in setting]
+    paths = {"drafter=model": pair / "drafter", "drafter=speculator": longspec}
+    return words + [f"drafter.path={path}" for word, path in paths.items() if word in setting]
+
+
 def measure(options: argparse.Namespace, name: str) -> None:
     """One setting at all lengths."""
-    words = [f"target.path={options.pair / 'target'}", f"target.kv_slots={max(options.lengths) + 2048}"]
-    words += [*COMMON, *SETTINGS[name], f"target.stretch={options.stretch}"]
-    drafter = str(options.pair / "drafter")
-    if name == "LongSpec":
-        words.append(f"drafter.path={options.longspec}")
-    elif name == "TriForce":
-        words = [word.replace("{name: model,", f"{{name: model, path: {drafter},") for word in words]
-    elif "model" in name:
-        words.append(f"drafter.path={drafter}")
+    words = overrides(options.pair, options.longspec, max(options.lengths), SETTINGS[name])
+    words.append(f"target.stretch={options.stretch}")
     with Engine(load_config(words)) as engine:
         kv_bytes = drafter_bytes(engine.ready)["kv"]
         for length in options.lengths:

@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--overrides", nargs="*", default=[], help="of every launch, such as cluster=local")
     parser.add_argument("--table", action="store_true", help="print the medians of the file")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the medians of the file")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     measure(options)
     if options.table:
         sys.stdout.write(table(read_lines(options.file)))

@@ -23,24 +23,10 @@ from actors.protocol.messages import SamplingParams
 from cluster.config import load_config
 from cluster.engine import Engine
 from cluster.observability.report import drafter_bytes
+from docs.measurements import long_contexts
 from docs.measurements.recall_texts import Block, Words
 
-SETTINGS = {
-    "plain": ["drafter=none"],
-    "model": ["drafter=model"],
-    "model, streaming": ["drafter=model", "drafter.rows=streaming"],
-    "model, chunks": ["drafter=model", "drafter.rows=chunks"],
-    "self, chunks": ["drafter=self", "drafter.rows=chunks"],
-    "self, streaming": ["drafter=self", "drafter.rows=streaming"],
-    "TriForce": [
-        "drafter=cascade",
-        "drafter.levels=[{name: model, rows: streaming, num_draft_tokens: 2},"
-        "{name: self, rows: chunks, num_draft_tokens: 5}]",
-    ],
-    "LongSpec": ["drafter=speculator"],
-    "suffix": ["drafter=suffix", "drafter.shared_tokens=0"],
-}
-COMMON = ("cluster=inprocess", "placement=colocated", "cluster.dashboard=false", "pipeline.adaptive=false")
+SETTINGS = long_contexts.SETTINGS | {"suffix": ["drafter=suffix", "drafter.shared_tokens=0"]}
 KINDS = ("span", "records")
 ASKED = 48
 """Tokens of a question with its answer."""
@@ -67,15 +53,8 @@ def recall_text(seed: int, length: int, distances: Sequence[int]) -> tuple[list[
 
 def measure(options: argparse.Namespace, name: str) -> None:
     """One setting, all questions."""
-    words = [f"target.path={options.pair / 'target'}", f"target.kv_slots={max(options.lengths) + 2048}"]
-    words += [*COMMON, "scheduler.max_num_seqs=1", *SETTINGS[name], *options.override]
-    drafter = str(options.pair / "drafter")
-    if name == "LongSpec":
-        words.append(f"drafter.path={options.longspec}")
-    elif name == "TriForce":
-        words = [word.replace("{name: model,", f"{{name: model, path: {drafter},") for word in words]
-    elif "model" in name:
-        words.append(f"drafter.path={drafter}")
+    words = long_contexts.overrides(options.pair, options.longspec, max(options.lengths), SETTINGS[name])
+    words += ["placement=colocated", *options.override]
     sampling = SamplingParams(max_tokens=ASKED - GIVEN, ignore_eos=True)
     with Engine(load_config(words)) as engine:
         kv_bytes = drafter_bytes(engine.ready)["kv"]

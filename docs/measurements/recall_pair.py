@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from cluster.tools.training.models import SPECIAL_TOKENS
 from docs.measurements.recall_texts import SEPARATOR, VOCABULARY
-from parallel.speculators.glide.runner import LONGSPEC
+from parallel.speculators.glide.layouts import LONGSPEC
 from parallel.speculators.glide.training import GlideOptions, build
 from parallel.training.interface import Speculator, TargetShape
 

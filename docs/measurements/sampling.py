@@ -13,7 +13,7 @@ from statistics import quantiles
 import torch
 
 from actors.protocol.messages import SamplingParams
-from actors.sampling.logits import choose_plain
+from actors.sampling.logits import choose_plain, top_children
 
 SETTINGS = {
     "greedy": SamplingParams(),
@@ -24,6 +24,16 @@ SETTINGS = {
     "top_k=2000": SamplingParams(temperature=1.0, top_k=2000),
     "min_p=0.05": SamplingParams(temperature=1.0, min_p=0.05),
 }
+CHILDREN = 6
+"""Children of a node of a draft tree, with their log-probabilities."""
+
+
+def choose(name: str, logits: torch.Tensor) -> None:
+    params, positions = [SETTINGS.get(name, SamplingParams())] * len(logits), range(len(logits))
+    if name in SETTINGS:
+        choose_plain(logits, params, positions)
+    else:
+        top_children(logits, params, positions, CHILDREN)
 
 
 def main() -> None:
@@ -36,12 +46,12 @@ def main() -> None:
     torch.set_num_threads(1)
     for size in options.vocabulary:
         logits = options.deviation * torch.randn(options.rows, size, generator=torch.Generator().manual_seed(0))
-        took: dict[str, list[float]] = {name: [] for name in SETTINGS}
+        took: dict[str, list[float]] = {name: [] for name in (*SETTINGS, f"greedy, {CHILDREN} children")}
         for _ in range(options.repeats):
-            for name, params in SETTINGS.items():
+            for name, times in took.items():
                 started = time.perf_counter()
-                choose_plain(logits, [params] * options.rows, range(options.rows))
-                took[name].append(1e3 * (time.perf_counter() - started))
+                choose(name, logits)
+                times.append(1e3 * (time.perf_counter() - started))
         for name, one in took.items():
             low, middle, high = quantiles(one, n=4)
             print(f"{options.rows} rows of {size}, {name}: {middle:.3f} ms ({low:.3f} to {high:.3f})")

@@ -166,7 +166,10 @@ class ChunkRows(PartialRows):
             plan.attention = self._watched
 
     def forget(self, seq_id: SeqId) -> None:
-        self._choose()
+        """Exchanges nothing with other ranks: one of them may have died, and the group be closed."""
+        self._due = [(rows, asking) for rows, asking in self._due if rows.seq_id != seq_id]
+        if self._watched is not None:
+            self._watched.drop(seq_id)
         self._chosen.pop(seq_id, None)
         self._drafted.pop(seq_id, None)
 
@@ -220,6 +223,11 @@ class AttentionWeights:
         device = self.pool.keys.device
         self.sums = [torch.zeros(rows.context, device=device) for rows in self.rows]
         self.rows = [_with_slots_of_its_own(rows) for rows in self.rows]
+
+    def drop(self, seq_id: SeqId) -> None:
+        """Leave out the row of a sequence; the pass is over, or was given up."""
+        kept = [i for i, rows in enumerate(self.rows) if rows.seq_id != seq_id]
+        self.rows, self.asking, self.sums = ([of[i] for i in kept] for of in (self.rows, self.asking, self.sums))
 
     def prepare(self) -> None:
         self.plan.prepare()

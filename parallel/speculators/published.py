@@ -71,7 +71,7 @@ def _architectures(hf: HfConfig) -> Collection[str]:
 
 
 PUBLISHED: dict[str, tuple[Callable[[HfConfig], bool], tuple[str, str]]] = {
-    "LongSpec": (_is_longspec, ("glide.runner", "LONGSPEC_LAYOUT")),
+    "LongSpec": (_is_longspec, ("glide.layouts", "LONGSPEC_LAYOUT")),
     "multi-token prediction of Gloeckle et al.": (_has("n_future_tokens"), ("gloeckle.layouts", "PUBLISHED")),
     "DFlash": (_is_dflash, ("block.layouts", "DFLASH")),
     "DSpark": (_named("Qwen3DSparkModel", "DSparkDraftModel"), ("block.layouts", "DSPARK")),

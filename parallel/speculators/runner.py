@@ -152,6 +152,21 @@ class PooledRunner(SpeculatorRunner):
         """Makes the spans' rows pending; returns the pass over them."""
         return self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
 
+    def _feature_positions(self, seq_id: SeqId, first: int, parents: Sequence[int], *, fuzzy: bool) -> list[int | None]:
+        """Positions of the target's features of the rows with these parents, the sequence's pending rows from `first`
+        on; None for a row without, which is fuzzy: one of a draft, or one that follows such a row."""
+        if fuzzy:
+            return [None] * len(parents)
+        features, num_rows = self._features[seq_id], self.pool.cached_len(seq_id)
+        start, end = features.start, features.end
+        depths, positions = self._pending[seq_id].depths[:first], list[int | None]()
+        for parent in parents:
+            depth = depths[parent] + 1 if parent >= 0 else 0
+            depths.append(depth)
+            after_text = parent < first or positions[parent - first] is not None
+            positions.append(num_rows + depth if after_text and start <= num_rows + depth < end else None)
+        return positions
+
     def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002  some read rows of their own
         """[N, H] -> logits [N, V], the target's."""
         return self.decoder.head(hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.model.config import DraftRows, ModelDrafterConfig
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
@@ -18,6 +19,13 @@ DRAFTERS = {
     "model": ModelDrafterConfig(num_draft_tokens=LENGTH),
     "model, streaming": ModelDrafterConfig(num_draft_tokens=LENGTH, **NEWEST),
     "self, chunks": SelfDrafterConfig(num_draft_tokens=LENGTH, **CHUNKS),
+    "TriForce": CascadeDrafterConfig(
+        levels=(
+            ModelDrafterConfig(path="small", num_draft_tokens=2, **NEWEST),
+            SelfDrafterConfig(num_draft_tokens=LENGTH, **CHUNKS),
+        ),
+        num_draft_tokens=LENGTH,
+    ),
     "longspec": SpeculatorDrafterConfig(path="longspec", num_draft_tokens=LENGTH),
 }
 DIGITS = 32

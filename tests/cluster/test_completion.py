@@ -15,7 +15,7 @@ import pytest
 from actors.protocol.logprobs import Logprob, Logprobs
 from actors.protocol.messages import Request, RequestStats, SamplingParams, Tokens
 from cluster import completion as module
-from cluster.completion import Completion, EngineError, Token, TooManyRequestsError, follow
+from cluster.completion import Completion, EngineError, Following, Token, TooManyRequestsError, follow
 from cluster.io.text import load_tokenizer
 
 STATS = RequestStats(5, 9, 7, (1, 2, 2), 1)
@@ -221,6 +221,24 @@ def test_a_round_wakes_an_event_loop_once(opened, tokenizer, monkeypatch):
     asyncio.run(rounds())
 
 
+def test_what_is_wanted_whole_wakes_its_loop_at_its_begin_and_end(opened, tokenizer, monkeypatch):
+    async def rounds():
+        loop, calls, found = asyncio.get_running_loop(), [], []
+        call = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: calls.append(args) or call(*args))
+        completion, *_ = opened()
+        following = Following([completion], of_parts=False)
+        for number, text in enumerate("cdefg"):
+            completion.append(Tokens(7, number, ids(tokenizer, text), "length" if text == "g" else None))
+            if text in "cg":
+                found.append([piece.text for _, piece in await following.gained()])
+            else:
+                await asyncio.sleep(0.01)
+        assert (found, len(calls), await following.gained()) == ([["c"], ["defg"]], 2, [])
+
+    asyncio.run(rounds())
+
+
 def test_a_loop_that_was_closed_is_forgotten(opened, tokenizer):
     async def leave_one():
         completion.add_waiter(asyncio.Event())
@@ -231,7 +249,7 @@ def test_a_loop_that_was_closed_is_forgotten(opened, tokenizer):
     loop.close()
     for number in range(3):
         completion.append(Tokens(7, number, ids(tokenizer, "c")))
-    ((waker, _),) = completion._waiters
+    ((waker, *_),) = completion._waiters
     assert not waker._due and completion.token_ids == list(ids(tokenizer, "ccc"))
 
 

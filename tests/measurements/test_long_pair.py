@@ -115,6 +115,7 @@ def test_losses_are_those_of_one_pass_over_everything(model: LlamaForCausalLM, m
             assert abs(loss - float(F.cross_entropy(logits, torch.tensor(text[1:])))) < 1e-4
 
 
+@pytest.mark.extended
 def test_a_trained_pair_has_the_positions_and_is_behind_what_it_began_with(
     texts: FarTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -20,8 +20,8 @@ from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.row_policies import ChunkRows, PartialRows, RecentRows, StreamingRows
 from parallel.runtime.runner import ModelRunner, open_model
 from parallel.self_speculation.runner import SelfDraftRunner
+from parallel.speculators.opening import open_speculator
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator
 
 LENGTH, NEAR, FAR = 700, 12, 400
 LIMITS, CHUNKS = RowLimits(2, 256), ChunkLimits(4, 64, 64)

@@ -72,7 +72,7 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
         return open_feature_fuser(self, target_layers, device)
 
     def on_target(self, target: DecoderRunner) -> DecoderRunner:
-        from parallel.speculators.registry import with_streams
+        from parallel.speculators.opening import with_streams
 
         return with_streams(self.path, target, self.prune_below)
 

@@ -25,8 +25,9 @@ from parallel.model.layers.weight import Stored
 from parallel.runtime.kv_sizing import affordable_slots, choose_dtype, choose_weights
 from parallel.runtime.pacing import pace
 from parallel.speculators.memory import speculator_memory
+from parallel.speculators.opening import open_fuser, open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_fuser, open_speculator, open_tables, read_speculator
+from parallel.speculators.registry import read_speculator
 from parallel.speculators.runner import SpeculatorRunner
 
 if TYPE_CHECKING:

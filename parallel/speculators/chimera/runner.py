@@ -11,8 +11,6 @@ as the average, is read by the target's head: it needs 2 H^2 numbers instead of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Unpack
 
 import numpy as np
@@ -24,46 +22,15 @@ from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import PendingRows, Span
 from parallel.kv.pool import SeqId
 from parallel.model.block import Block
-from parallel.model.checkpoint import Shape, block_tensors
-from parallel.model.config import DecoderConfig
-from parallel.model.families.fields import HfConfig
-from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope
 from parallel.model.layers.weight import Layer, Shard, TensorOptions
-from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.config import FINAL, SpeculatorConfig, beside
+from parallel.speculators.chimera.layouts import TRIGRAM, ChimeraConfig
 from parallel.speculators.fusing import WholeRowsLinear
-from parallel.speculators.layout import CheckpointLayout
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 from parallel.transfers import upload
-
-TRIGRAM = 3
-"""Tokens whose embeddings make a row; the first token stands for those before it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChimeraConfig(SpeculatorConfig):
-    block: DecoderConfig
-    """The shape of the layer."""
-
-    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
-        return kv_bytes_per_slot(self.block, ranks, item_bytes) + 8  # and its token
-
-    def tensor_shapes(self) -> dict[str, Shape]:
-        """Every tensor of the checkpoint."""
-        hidden = self.block.hidden_size
-        wide = TRIGRAM * hidden
-        shapes: dict[str, Shape] = {
-            "mix.weight": (wide, wide),
-            "mix.bias": (wide,),
-            "narrow.weight": (hidden, wide),
-            "norm.weight": (hidden,),
-            "join.weight": (hidden, 2 * hidden),
-        }
-        return shapes | {f"layer.{name}": shape for name, shape, _ in block_tensors(self.block)}
 
 
 class ChimeraLayers(Layer):
@@ -131,24 +98,18 @@ class ChimeraRunner(PooledRunner):
         trigrams: list[list[int]] = []  # slots
         first = 0
         for span in spans:
-            features, pending = self._features[span.seq_id], self._pending[span.seq_id]
-            num_rows, slots = self.pool.cached_len(span.seq_id), self.pool.slots(span.seq_id)
-            positions: list[int] = []
-            fed = range(len(pending.parents) - span.num_tokens, len(pending.parents))
-            is_text = [False] * span.num_tokens
-            for i, row in enumerate(fed):
-                position, parent = num_rows + pending.depths[row], pending.parents[row]
-                after_text = parent < fed.start or is_text[parent - fed.start]
-                is_text[i] = not fuzzy and after_text and features.start <= position < features.end
-                if is_text[i]:
+            pending, slots = self._pending[span.seq_id], self.pool.slots(span.seq_id)
+            num_rows, start = self.pool.cached_len(span.seq_id), len(pending.parents) - span.num_tokens
+            positions = self._feature_positions(span.seq_id, start, pending.parents[start:], fuzzy=fuzzy)
+            for i, position in enumerate(positions):
+                if position is not None:
                     text.append(first + i)
-                    positions.append(position)
                 else:
                     drafted.append(first + i)
-                    trigrams.append([int(slots[place]) for place in _trigram(num_rows, pending, row)])
-            self._is_fuzzy[slots[num_rows + fed.start :]] = np.logical_not(is_text)
-            if positions:
-                known.append(features.rows(positions))
+                    trigrams.append([int(slots[place]) for place in _trigram(num_rows, pending, start + i)])
+            self._is_fuzzy[slots[num_rows + start :]] = [position is None for position in positions]
+            if of_text := [position for position in positions if position is not None]:
+                known.append(self._features[span.seq_id].rows(of_text))
             first += span.num_tokens
         parts = [torch.cat(known).to(self.pool.keys.dtype)] if known else []
         if drafted:
@@ -175,24 +136,3 @@ def _trigram(num_rows: int, pending: PendingRows, row: int) -> list[int]:
         before = index - 1 if index < num_rows else num_rows + pending.parents[index - num_rows]
         path.insert(0, max(0, before))
     return path
-
-
-def read_own(hf: HfConfig) -> ChimeraConfig:
-    """The record of a checkpoint that `job=train job.recipe=chimera` made."""
-    block = read_config(hf)
-    return ChimeraConfig(
-        method="chimera",
-        **beside(block),
-        taps=(FINAL,),
-        block=block,
-    )
-
-
-def open_chimera(directory: Path, config: ChimeraConfig, place: SpeculatorPlace) -> ChimeraRunner:
-    """Load the layer beside its target."""
-    layers = ChimeraLayers(config, place.group, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    return ChimeraRunner(config, layers, place)
-
-
-OWN = CheckpointLayout(read_own, open_chimera)

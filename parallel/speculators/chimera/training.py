@@ -17,7 +17,8 @@ from torch import Tensor
 
 from parallel.model.layers.weight import TensorOptions
 from parallel.ranges import OneOf, Range
-from parallel.speculators.chimera.runner import TRIGRAM, ChimeraLayers, read_own
+from parallel.speculators.chimera.layouts import TRIGRAM, read_own
+from parallel.speculators.chimera.runner import ChimeraLayers
 from parallel.speculators.config import FINAL
 from parallel.training.interface import TargetBatch, TargetShape, TrainingOptions, depth_metrics
 from parallel.training.layers import TextAttention, TrainedLayers, llama_fields, options_for

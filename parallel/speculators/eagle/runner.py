@@ -115,26 +115,20 @@ class DraftLayerRunner(PooledRunner):
 
     def _parts(self, span: Span, start: int, *, fuzzy: bool) -> list[_Part]:
         """The span cut where a drafted row's parent is in the same part."""
-        pending, features = self._pending[span.seq_id], self._features[span.seq_id]
-        first, num_rows = len(pending.parents), self.pool.cached_len(span.seq_id)
+        first = len(self._pending[span.seq_id].parents)
         parents = range(first - 1, first + span.num_tokens - 1) if span.parents is None else span.parents
-        depths: list[int] = []  # of this span's rows
-        is_text: list[bool] = []
+        positions = self._feature_positions(span.seq_id, first, parents, fuzzy=fuzzy)
         cuts: list[int] = []
         for row, parent in enumerate(parents):
-            depth = 0 if parent < 0 else 1 + (pending.depths[parent] if parent < first else depths[parent - first])
-            after_text = parent < first or is_text[parent - first]
-            depths.append(depth)
-            is_text.append(not fuzzy and after_text and features.start <= num_rows + depth < features.end)
-            if not is_text[row] and parent - first >= (cuts[-1] if cuts else 0):
+            if positions[row] is None and parent - first >= (cuts[-1] if cuts else 0):
                 cuts.append(row)
         parts, edges = [], [0, *cuts, span.num_tokens]
         for begin, end in pairwise(edges):
             rows = range(begin, end)
             wanted = max(0, end - max(begin, span.num_tokens - span.num_logits))
             part = Span(span.seq_id, len(rows), span.parents and parents[begin:end], wanted)
-            text = [(row - begin, num_rows + depths[row]) for row in rows if is_text[row]]
-            drafted = [(row - begin, parents[row]) for row in rows if not is_text[row]]
+            text = [(row - begin, position) for row in rows if (position := positions[row]) is not None]
+            drafted = [(row - begin, parents[row]) for row in rows if positions[row] is None]
             parts.append(_Part(part, slice(start + begin, start + end), text, drafted))
         return parts
 

@@ -9,8 +9,6 @@ these layers computed. Only the trained layer has a pool of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Unpack
 
 import torch
@@ -20,53 +18,16 @@ from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.model.block import MLP, Attention
-from parallel.model.checkpoint import Shape, block_tensors
-from parallel.model.config import DecoderConfig
-from parallel.model.families.fields import HfConfig
-from parallel.model.families.registry import read_config
-from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope
 from parallel.model.layers.weight import Layer, Shard, TensorOptions
-from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.self_speculation.runner import SelfDraftRunner
-from parallel.speculators.config import SpeculatorConfig, beside
-from parallel.speculators.layout import CheckpointLayout
+from parallel.speculators.exits.layouts import MLP_NORM, ExitConfig
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 
-METHODS = {"kangaroo": False, "eesd": True}
-"""Method -> whether its layer has an MLP."""
-_INPUT_NORM, _MLP_NORM = "input_layernorm", "post_attention_layernorm"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitConfig(SpeculatorConfig):
-    block: DecoderConfig
-    """The shape of the layer."""
-
-    @property
-    def exit_layer(self) -> int:
-        """Layers of the target that a token passes before this one: its only tap."""
-        return self.taps[0]
-
-    @property
-    def has_mlp(self) -> bool:
-        return METHODS[self.method]
-
-    @property
-    def runs_target(self) -> bool:
-        return True
-
-    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
-        return kv_bytes_per_slot(replace(self.block, num_layers=1), ranks, item_bytes)
-
-    def tensor_shapes(self) -> dict[str, Shape]:
-        """Every tensor of the checkpoint."""
-        of_mlp = () if self.has_mlp else ("mlp.", _MLP_NORM)
-        shapes = {name: shape for name, shape, _ in block_tensors(self.block) if not name.startswith(of_mlp)}
-        return {"norm.weight": (self.block.hidden_size,)} | {f"layer.{name}": shape for name, shape in shapes.items()}
+_INPUT_NORM = "input_layernorm"
 
 
 class ExitLayers(Layer):
@@ -95,7 +56,7 @@ class ExitLayers(Layer):
         yield from self.input_norm.shards(f"layer.{_INPUT_NORM}")
         yield from self.attention.shards("layer.self_attn")
         if self.mlp is not None and self.mlp_norm is not None:
-            yield from self.mlp_norm.shards(f"layer.{_MLP_NORM}")
+            yield from self.mlp_norm.shards(f"layer.{MLP_NORM}")
             yield from self.mlp.shards("layer")
         yield from self.norm.shards("norm")
 
@@ -170,26 +131,3 @@ class ExitRunner(PooledRunner):
         """The streams of these draft rows, by span."""
         (streams,) = self.self_draft.forward(spans, token_ids, (self.speculator.exit_layer,)).features
         return streams.split([span.num_tokens for span in spans])
-
-
-def read_own(hf: HfConfig) -> ExitConfig:
-    """The record of a checkpoint that `job=train job.recipe=kangaroo` or `eesd` made."""
-    block, ours = read_config(hf), hf["speculator"]
-    return ExitConfig(
-        method=ours["method"],
-        **beside(block),
-        taps=(ours["exit"],),
-        block=block,
-    )
-
-
-def open_exit(directory: Path, config: ExitConfig, place: SpeculatorPlace) -> ExitRunner:
-    """Load the layer beside the target whose first layers it follows."""
-    of_target = place.its_target(directory, config.method)
-    layers = ExitLayers(config, place.group, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    target = SelfDraftRunner(of_target, LayerPlan.prefix(config.exit_layer), resumes=True)
-    return ExitRunner(config, layers, place, target)
-
-
-OWN = CheckpointLayout(read_own, open_exit)

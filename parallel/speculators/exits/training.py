@@ -16,7 +16,8 @@ from torch import Tensor
 from parallel.model.layers.weight import TensorOptions
 from parallel.ranges import OneOf, Range
 from parallel.speculators.config import FINAL
-from parallel.speculators.exits.runner import METHODS, ExitLayers, read_own
+from parallel.speculators.exits.layouts import METHODS, read_own
+from parallel.speculators.exits.runner import ExitLayers
 from parallel.training.interface import TargetBatch, TargetShape, TrainingOptions, chain_metrics
 from parallel.training.layers import TrainedLayers, causal, llama_fields, options_for, text_pass
 from parallel.training.losses import DIVERGENCES, divergences, masked_mean

@@ -23,7 +23,8 @@ from parallel.model.layers.weight import TensorOptions
 from parallel.model.tensor_files import open_tensors
 from parallel.ranges import OneOf, Range
 from parallel.speculators.config import FINAL
-from parallel.speculators.glide.runner import LONGSPEC, PUBLISHED_WINDOW, GlideLayers, read_own
+from parallel.speculators.glide.layouts import LONGSPEC, PUBLISHED_WINDOW, read_own
+from parallel.speculators.glide.runner import GlideLayers
 from parallel.training.interface import TargetBatch, TargetShape, TrainingOptions, depth_metrics
 from parallel.training.layers import TrainedLayers, causal, llama_fields, options_for, text_pass
 from parallel.training.losses import DIVERGENCES, divergences, masked_mean

@@ -71,13 +71,15 @@ class MatrixShape(NamedTuple):
     """The matrix of one linear layer, and whether a bias is added.
 
     `begins` is how training starts it. zero: its product is added to the target's state, so the head begins with what
-    the target's own would say. token: it reads embeddings, which are small beside that state. Else random.
+    the target's own would say. token: it reads embeddings, which are small beside that state. path: the same, but that
+    state comes first in what it reads, and adds nothing yet. state: it passes the state on that comes first, if the
+    output layer reads as many columns. Else random.
     """
 
     outputs: int
     inputs: int
     bias: bool = False
-    begins: Literal["random", "zero", "token"] = "random"
+    begins: Literal["random", "zero", "token", "path", "state"] = "random"
 
 
 @dataclass(slots=True)
@@ -204,7 +206,7 @@ class HydraCell(HeadCell):
     def _declare(self, shapes: HeadShapes) -> None:
         hidden = self.config.target_hidden
         for depth in range(self.config.num_heads):
-            shapes.matrices[f"hydra_mlp.{depth}.0.linear"] = MatrixShape(hidden, (depth + 2) * hidden, True, "zero")
+            shapes.matrices[f"hydra_mlp.{depth}.0.linear"] = MatrixShape(hidden, (depth + 2) * hidden, True, "path")
             if self.config.linear_skip:
                 shapes.matrices[f"hydra_mlp.{depth}.0.res_connection"] = MatrixShape(hidden, (depth + 2) * hidden, True)
             for block in range(1, self.config.num_blocks):
@@ -247,7 +249,7 @@ class RnnCell(HeadCell):
             shapes.matrices["rnn_w"] = MatrixShape(hidden, hidden, begins="token")
             shapes.matrices["rnn_u"] = MatrixShape(hidden, hidden, True)
         if inner != 2 * hidden:
-            shapes.matrices["input_proj"] = MatrixShape(inner, 2 * hidden, True)
+            shapes.matrices["input_proj"] = MatrixShape(inner, 2 * hidden, True, "state")
         for block in range(self.config.num_blocks):
             shapes.matrices[f"lm_head.{block}.linear"] = MatrixShape(inner, inner, True, "zero")
 
@@ -318,7 +320,8 @@ class MlpCell(_TokenSumCell):
     def _declare(self, shapes: HeadShapes) -> None:
         inner, hidden = self.config.inner, self.config.target_hidden
         for depth in range(min(2, self.config.num_heads) if self.config.tied else self.config.num_heads):
-            shapes.matrices[f"proj.{depth}"] = MatrixShape(inner, inner if depth else hidden)
+            inputs, begins = (inner, "random") if depth else (hidden, "state")
+            shapes.matrices[f"proj.{depth}"] = MatrixShape(inner, inputs, begins=begins)
         for depth in range(1 if self.config.tied else self.config.num_heads):
             self._declare_tokens(shapes, "emb", depth)
             for part in ("weight", "bias"):

@@ -106,16 +106,14 @@ class HeadsNet(Speculator):
         state, output layers its own. Embeddings are small beside that state, so what reads them begins large."""
         rms, hidden = float(target.embedding.square().mean().sqrt()), self.config.target_hidden
         for name, size in self.cell.shapes.matrices.items():
-            if size.begins == "zero":
-                continue
-            scale = 1 / (rms * math.sqrt(size.outputs)) if size.begins == "token" else 1.0
-            nn.init.normal_(self.parameter(f"{name}.weight"), std=scale / math.sqrt(size.inputs))
-        for depth in range(self.options.heads) if self.config.method == "hydra" else ():
-            weight = self.parameter(f"hydra_mlp.{depth}.0.linear.weight").data
-            nn.init.normal_(weight[:, hidden:], std=0.5 / (rms * math.sqrt(weight.shape[1] - hidden)))
-        for name in ("input_proj", "proj.0"):
-            if name in self.cell.shapes.matrices and self.cell.width == hidden:
-                self.parameter(f"{name}.weight").data[:, :hidden] = torch.eye(hidden)
+            weight = self.parameter(f"{name}.weight").data
+            if size.begins == "path":
+                nn.init.normal_(weight[:, hidden:], std=0.5 / (rms * math.sqrt(size.inputs - hidden)))
+            elif size.begins != "zero":
+                scale = 1 / (rms * math.sqrt(size.outputs)) if size.begins == "token" else 1.0
+                nn.init.normal_(weight, std=scale / math.sqrt(size.inputs))
+            if size.begins == "state" and self.cell.width == hidden:
+                weight[:, :hidden] = torch.eye(hidden)
         for name, width in self.cell.shapes.tables.items():
             is_head = name in {self.cell.head(depth) for depth in range(self.options.heads)}
             table = self.parameter(f"{name}.weight")

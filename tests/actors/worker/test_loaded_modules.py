@@ -46,6 +46,15 @@ from cluster.config.compose import load_config
 load_config(["drafter=" + argument])
 """
 LAUNCHER = DRIVER + "import cluster.runtime.ray_backend\n"
+CHECK = """
+from cluster.config.compose import load_config
+from cluster.io.checkpoints import check_checkpoints
+target, path = argument
+chosen = ["target=hf", f"target.path={target}", "drafter=speculator", f"drafter.path={path}"]
+config = load_config(chosen)
+check_checkpoints(target, config.drafter)
+config.drafter.memory(config.target, 1, "cpu")
+"""
 RUN = """
 from cluster.config.compose import load_config
 from cluster.engine import Engine
@@ -152,6 +161,15 @@ def test_a_launcher_of_actors_loads_neither_coordinator_nor_policy(loaded, name)
     found = {module for module in modules if module.startswith(("actors.coordinator.", "actors.policy"))}
     assert found == {"actors.coordinator.spec"}
     assert len(modules) <= MOST_OF_A_LAUNCHER[name]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("recipe", ["eagle3", "chimera", "glide", "gloeckle", "kangaroo"])
+def test_what_is_to_know_of_a_speculator_before_a_start_needs_no_tensor(loaded, models, speculator, recipe):
+    """A launcher reads the record and the headers of the checkpoint, and PyTorch takes as long to load as the rest."""
+    modules = loaded(CHECK, (models["target"], speculator(recipe)))
+    assert "parallel.speculators.registry" in modules
+    assert not {one for one in modules if one.endswith((".runner", ".layers", ".decoder", "comm.group"))}
 
 
 UNUSED = (

@@ -10,7 +10,7 @@ import torch
 
 from actors.drafters.lookup.copy import CopyDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.model.config import LengthRule, ModelDrafterConfig
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.options import PipelineConfig, PipelineName, SchedulerConfig, TargetConfig
 from actors.protocol.messages import SamplingParams
@@ -73,6 +73,7 @@ def drafters(path: Path, other: Path):
         "model": ModelDrafterConfig(path=str(other), **on_cpu),
         "itself": ModelDrafterConfig(path=str(path), **on_cpu),
         "self": SelfDrafterConfig(exit=2, num_draft_tokens=3),
+        "free": SelfDrafterConfig(exit=2, num_draft_tokens=6, length_rule=LengthRule.gap),
     }
 
 
@@ -126,9 +127,19 @@ def test_no_length_of_a_draft_changes_a_token(open_engine, reference, family, nu
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", list(in_turn(["copy", "itself"], times={"copy": 0})))
-def test_ranks_share_both_stacks_and_preempted_requests_read_their_source_again(open_engine, reference, name):
-    path, expected = reference("Bart", "rules")
+def test_free_drafts_for_the_kind_of_model_that_its_paper_used(open_engine, reference):
+    """Early exits of a T5, whose drafts end by the distance of the two likeliest tokens."""
+    path, expected = reference("T5", "plain")
+    target = TargetConfig(path=str(path), device="cpu")
+    with open_engine(drafters(path, path)["free"], target=target, pipeline=PipelineConfig(adaptive=False)) as engine:
+        assert tokens_of(engine) == expected
+        assert engine.report().counters["num_accepted_tokens"] > 0
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("family", "name"), list(in_turn(ENCODER_DECODERS, ["itself", "copy"])))
+def test_ranks_share_both_stacks_and_preempted_requests_read_their_source_again(open_engine, reference, family, name):
+    path, expected = reference(family, "rules")
     target = TargetConfig(path=str(path), device="cpu", kv_slots=70)
     config = drafters(path, path)[name]
     with open_engine(config, tp=2, target=target, scheduler=SchedulerConfig(max_num_seqs=8)) as engine:
@@ -140,10 +151,10 @@ def test_ranks_share_both_stacks_and_preempted_requests_read_their_source_again(
             pytest.fail("no request lost its place")
 
 
-@pytest.mark.parametrize("name", list(in_turn(["none", "copy"], times={"none": 0})))
-def test_a_rank_that_is_replaced_reads_its_sources_again(open_engine, reference, monkeypatch, name):
+@pytest.mark.parametrize(("family", "name"), list(in_turn(ENCODER_DECODERS, ["none", "copy"])))
+def test_a_rank_that_is_replaced_reads_its_sources_again(open_engine, reference, monkeypatch, family, name):
     """It dies in the middle of the texts; the requests come again with what their clients have."""
-    path, expected = reference("Bart", "rules")
+    path, expected = reference(family, "rules")
     passes, forward = list[int](), Verifier.forward
 
     def failing(verifier, inputs, *arguments, **options):

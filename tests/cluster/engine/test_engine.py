@@ -32,6 +32,7 @@ from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import Engine, EngineError
 from cluster.runtime import backend
 from cluster.runtime.delay_proxy import Relay
+from cluster.runtime.inprocess import InprocessBackend
 from parallel.kernels.triton_launch import INTERPRETS, runs_on
 from parallel.runtime import runner
 from tests.matrices import in_turn
@@ -444,6 +445,23 @@ def test_processes_are_ended_once_the_coordinator_has_stopped_them(open_engine, 
     engine.close()
     engine.close()
     assert how == [{"graceful": True}]
+
+
+def test_ranks_that_are_not_ready_are_not_waited_for(open_engine, monkeypatch):
+    """As where Ctrl-C interrupts the start: they import libraries, load weights, and answer nothing."""
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    observe, close, how = Engine._on_record, InprocessBackend.close, []
+    monkeypatch.setattr(Engine, "_await_ranks", interrupted)
+    monkeypatch.setattr(Engine, "_on_record", lambda self, one: None if type(one) is Ready else observe(self, one))
+    monkeypatch.setattr(
+        InprocessBackend, "close", lambda self, **options: how.append(options) or close(self, **options)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        open_engine("none")
+    assert how == [{"graceful": False}]
 
 
 @pytest.mark.extended

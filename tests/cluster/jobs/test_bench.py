@@ -98,6 +98,7 @@ def test_contexts_and_temperatures_are_axes(tiny_launch, prompts, tmp_path):
     assert all(entry["tokens_equal_plain"] for entry in report["settings"])
 
 
+@pytest.mark.extended
 def test_workloads_are_an_axis(tiny_launch, tmp_path, prompts, capsys):
     folder = tmp_path / "sets"
     (folder / "spec_bench").mkdir(parents=True)

@@ -383,7 +383,8 @@ def test_a_dashboard_that_does_not_start_is_named_and_nothing_ends(fake):
     backend, said = backend_of(), list[str]()
     backend._progress = said.append
     backend._local_ray = SimpleNamespace(token_file=None)  # pyright: ignore
-    backend._closing.set()
+    backend._closing = SimpleNamespace(is_set=lambda: is_closing, wait=lambda: None)  # pyright: ignore
+    is_closing = False
 
     def start() -> str:
         raise Exception("trace\nno module aiohttp")
@@ -396,6 +397,10 @@ def test_a_dashboard_that_does_not_start_is_named_and_nothing_ends(fake):
     backend._open_dashboard(lambda: "here:1")
     whys = ("no module aiohttp", "TimeoutError")
     assert said == [*(f"the dashboard did not start ({why})" for why in whys), "dashboard\n  http://here:1"]
+    said.clear()
+    is_closing = True
+    backend._open_dashboard(start)
+    assert said == [], "Ctrl-C ended it"
 
 
 def test_who_connected_before_is_not_connected_again(fake, monkeypatch):

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from cluster.serving import app, bodies
 from cluster.serving.errors import invalid_fields
+from cluster.serving.logprobs import TokenNames
 from tests.cluster.serving.conftest import RunningServer
 
 CHAT, NAMES = "/v1/chat/completions", "chat_template_kwargs"
@@ -58,6 +59,24 @@ def test_text_and_tokens_change_into_each_other_elsewhere(
     assert server.ask(path, body)[0] == 200
     assert {name for name, _ in tokenizer.used} == uses
     assert "http-server" not in {thread for _, thread in tokenizer.used}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt_logprobs": 2}, {"echo": True, "logprobs": 2}, {"echo": True, "logprobs": 2, "stream": True}],
+    ids=str,
+)
+def test_log_probabilities_of_long_texts_are_written_elsewhere(server: RunningServer, monkeypatch, fields):
+    """20 of them take 0.15 ms a token."""
+    used = set[str]()
+    name_of = TokenNames.name_of
+    monkeypatch.setattr(
+        TokenNames, "name_of", lambda own, token: used.add(threading.current_thread().name) or name_of(own, token)
+    )
+    for length, is_there in ((100, False), (10, True)):
+        used.clear()
+        assert server.ask("/v1/completions", {"prompt": [65] * length, "max_tokens": 1, **fields})[0] == 200
+        assert used and ("http-server" in used) == is_there
 
 
 def test_short_prompts_are_read_at_once(server: RunningServer, tokenizer):

@@ -209,6 +209,19 @@ def test_shutting_down_lets_running_requests_end(slow: RunningServer):
     assert "http-server" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_what_does_not_end_in_time_ends_with_an_error(chat_checkpoint, half_agreeing_drafter, caplog):
+    """And not with a connection that is cut."""
+    with serving(chat_checkpoint, half_agreeing_drafter, pace_ms=PACE_MS) as server, ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(server.ask, "/v1/completions", {**LONG, "stream": stream}) for stream in (False, True)]
+        until(lambda: server.num_running() == 2)
+        assert not server.service.drain(0.2)
+        assert server.service.num_in_flight == 0
+        status, _, content = running[0].result(30)
+        assert status == 500 and "server.drain_s" in content["error"]["message"]
+        assert "server.drain_s" in running[1].result(30)[2].split("\n\n")[-2]
+        assert not caplog.records
+
+
 def test_small_parts_of_replies_are_sent_without_delay(server: RunningServer):
     """On a connection that is kept, the system would hold a second part until the client acknowledges the first, 40 ms
     later."""

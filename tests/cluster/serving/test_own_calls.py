@@ -19,6 +19,7 @@ from tests.cluster.serving.conftest import TEMPLATE, RunningServer, serving
 from tests.cluster.serving.test_call_forms import MARKS, tokenizer_of
 from tests.cluster.serving.test_grammars import random_schema
 from tests.cluster.serving.test_tools import allowed, joined, whole_of
+from tests.matrices import in_turn
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "calling", "messages": [{"role": "user", "content": "q"}], "max_tokens": 250}
@@ -54,10 +55,10 @@ def calls_soon(server: RunningServer) -> dict[str, Any]:
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 21))])
 def test_calls_are_valid_for_random_schemas_streamed_or_not_drafted_or_not(client, calls_soon, part, monkeypatch):
-    """And beside others that draft or do not. 25 pairs of schemas each, by default 4."""
+    """And beside others that draft or do not. 25 pairs of schemas each, by default 2."""
     monkeypatch.setattr(TextMatcher, "_compiled", lambda matcher: matcher._compiling.result(60))
     choose, num_calls, found = random.Random(part), 0, []
-    for seed in range(25 if part else 4):
+    for seed in range(25 if part else 2):
         one, other = [
             {
                 "type": "object",
@@ -87,6 +88,7 @@ def test_calls_are_valid_for_random_schemas_streamed_or_not_drafted_or_not(clien
         list(pool.map(again, [*range(len(found)), *range(1, len(found))]))
 
 
+@pytest.mark.extended
 def test_only_allowed_functions_are_called_and_one_at_most(client, calls_soon):
     """However likely the other one is."""
     tools = [tool("first", SMALL), tool("second", SMALL)]
@@ -113,8 +115,15 @@ def test_a_call_that_is_cut_is_text(client, calls_soon):
     assert choice.finish_reason == "length" and not choice.message.tool_calls and '"f"' in choice.message.content
 
 
-@pytest.mark.parametrize("schema", [{}, {"properties": {"a": {"const": 1}}}, {"type": ["object", "null"]}, None])
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize(
+    ("schema", "choice"),
+    list(
+        in_turn(
+            [{}, {"properties": {"a": {"const": 1}}}, {"type": ["object", "null"]}, None],
+            ["auto", "required", {"type": "function", "function": {"name": "f"}}],
+        )
+    ),
+)
 def test_arguments_are_an_object_whatever_the_schema_leaves_open(client, calls_soon, schema, choice):
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
     body = {**calls_soon, "tools": tools, "tool_choice": choice, "max_tokens": 400}

@@ -233,8 +233,10 @@ def test_what_a_grammar_prescribes_begins_behind_the_block(client, seed, asked):
     assert streamed(client, **body) == (message.reasoning, message.content or "", calls, choice.finish_reason)
 
 
-@pytest.mark.parametrize("stop", [None, ["</thinking>", "</think>\x00"]], ids=["at once", "late"])
-@pytest.mark.parametrize("enabled", [True, False], ids=["speculation", "plain"])
+@pytest.mark.parametrize(
+    ("enabled", "stop"),
+    list(in_turn([True, False], [None, ["</thinking>", "</think>\x00"]])),  # at once, or late
+)
 def test_tokens_of_reasoning_are_counted_exactly(client, server: RunningServer, enabled, stop):
     """In all choices together, whole or in a stream, and where the text of the mark comes later than its tokens."""
     extra = {"chat_template_kwargs": {"thinks": True}, "return_token_ids": True, "speculative": {"enabled": enabled}}

@@ -104,7 +104,7 @@ def allowed(mode: str, *names: str) -> Any:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-@pytest.mark.parametrize("name", ["weather", "now"])
+@pytest.mark.parametrize("name", ["weather", pytest.param("now", marks=pytest.mark.extended)])
 def test_only_allowed_tools_are_called(client, server: RunningServer, name):
     """However likely the other one is, with drafts or not, streamed or not."""
     (other,) = {"weather", "now"} - {name}

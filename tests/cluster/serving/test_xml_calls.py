@@ -137,7 +137,7 @@ def test_whatever_is_written_for_a_random_schema_is_valid(chat_checkpoint, part)
     """25 functions each of two parameters, strict or refused; any tokens that the grammar allows."""
     tokenizer = tokenizer_of(chat_checkpoint, "xml", has_tokens=True)
     choose, form, num_read = random.Random(part), XmlForm(AddedTokens(tokenizer, [END])), 0
-    for _ in range(25):
+    for _ in range(25 if part else 10):
         fields = {name: random_schema(choose, 2) for name in ("a", "b c")}
         extra = choose.choice([True, False])
         schema = {"type": "object", "properties": fields, "required": ["a"], "additionalProperties": extra}
@@ -281,7 +281,7 @@ def body(server) -> dict[str, Any]:
 def test_calls_follow_their_schemas_streamed_or_not_drafted_or_not(client, body, monkeypatch):
     monkeypatch.setattr(TextMatcher, "_compiled", lambda matcher: matcher._compiling.result(60))
     tools, num_calls = [tool("f", CALLABLE, strict=True), tool("g", {"type": "object", "properties": {}})], 0
-    for seed in range(6):
+    for seed in range(4):
         asked = {**body, "tools": tools, "seed": seed, "parallel_tool_calls": seed % 2 == 0}
         (choice,) = client.chat.completions.create(**asked).choices
         content, calls, reason = whole_of(choice)
@@ -292,7 +292,7 @@ def test_calls_follow_their_schemas_streamed_or_not_drafted_or_not(client, body,
         plain = client.chat.completions.create(**asked, extra_body={"speculative": {"enabled": False}})
         assert whole_of(plain.choices[0]) == (content, calls, reason)
         num_calls += len(calls)
-    assert num_calls > 3
+    assert num_calls > 2
 
 
 def test_a_call_goes_back_as_the_template_writes_it(client, server, body):

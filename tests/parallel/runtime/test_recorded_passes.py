@@ -19,6 +19,7 @@ from parallel.runtime.runner import ModelRunner, open_model
 from parallel.runtime.weight_update import update_weights
 from parallel.self_speculation.runner import SelfDraftRunner
 from tests.families import ENCODER_DECODERS, FAMILIES
+from tests.matrices import in_turn
 from tests.parallel.runtime.test_weight_update import FEW_EXPERTS
 
 pytestmark = pytest.mark.skipif(not has_attention(), reason="no compiler")
@@ -253,9 +254,10 @@ def chains(model: ModelRunner, *, noisy: bool) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("noisy", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype", "noisy"),
+    list(in_turn(FAMILIES, [torch.float32, torch.bfloat16], [False, True], times=dict.fromkeys(FAMILIES, 2))),
+)
 def test_a_chain_in_one_call_has_the_tokens_and_rows_of_its_passes(tiny_checkpoint, runs, family, dtype, noisy):
     path = tiny_checkpoint(family, **FEW_EXPERTS.get(family, {}))
     found = chains(opened(path, eager=False, dtype=dtype), noisy=noisy)

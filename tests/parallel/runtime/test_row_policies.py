@@ -365,6 +365,33 @@ def test_ranks_choose_the_same_chunks(
         torch.testing.assert_close(shared, alone, atol=2e-4, rtol=1e-3)
 
 
+def test_closing_a_sequence_asks_no_other_rank_and_leaves_the_choice_of_others(
+    llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a rank has died all sequences are closed behind a group that is closed already."""
+    found = []
+    for closes in (False, True):
+        target = opened(llama)
+        policy = ChunkRows(target.decoder, target.pool, CHUNKS)
+        target.keep_rows_by(policy)
+        for name, text in (("a", TEXT[::-1]), ("b", TEXT)):
+            target.open(name)
+            target.forward([Span(name, 57, num_logits=0)], text[:57])
+            target.commit(name, range(57))
+        target.forward([Span("a", 1), Span("b", 1)], [5, TEXT[57]])
+        if closes:
+            with monkeypatch.context() as patch:
+                patch.setattr(ChunkRows, "_choose", lambda _: pytest.fail("weights were summed over ranks"))
+                target.close("a")
+        else:
+            target.truncate("a", 0)
+        target.commit("b", [0])
+        target.forward([Span("b", 1)], [TEXT[58]])
+        assert policy._chosen.keys() == ({"b"} if closes else {"a", "b"})
+        found.append(policy._chosen["b"].rows.tolist())
+    assert found[0] == found[1]
+
+
 def test_models_whose_rows_cannot_be_moved_or_skipped_are_refused(make_checkpoint: Callable[..., Checkpoint]) -> None:
     learned, windowed = (
         read_config(make_checkpoint(name, **more).path)

@@ -20,8 +20,9 @@ from parallel.speculators.eagle.config import METHODS
 from parallel.speculators.eagle.layouts import open_draft_layers
 from parallel.speculators.eagle.runner import DraftLayerRunner
 from parallel.speculators.eagle.training import DraftLayerOptions, build
+from parallel.speculators.opening import open_fuser, open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_fuser, open_speculator, open_tables, read_speculator
+from parallel.speculators.registry import read_speculator
 from tests.families import FAMILIES
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.nets import make_net, random_text, read_text

@@ -19,8 +19,8 @@ from parallel.speculators.block.layers import embedding_of
 from parallel.speculators.block.runner import BlockRunner
 from parallel.speculators.block.training import BlockDrafter, BlockOptions, build
 from parallel.speculators.config import FINAL
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables
 from parallel.training.interface import TargetBatch, TargetShape
 from tests.families import FAMILIES
 

@@ -15,8 +15,8 @@ from parallel.comm.group import SINGLE, Group
 from parallel.speculators.chimera.runner import ChimeraLayers, ChimeraRunner
 from parallel.speculators.chimera.training import ChimeraNet, ChimeraOptions, build
 from parallel.speculators.config import FINAL
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables
 from parallel.training.interface import TargetBatch
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint

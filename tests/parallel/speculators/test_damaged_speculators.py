@@ -15,8 +15,9 @@ from parallel.kv.pass_plan import Span
 from parallel.model.families.registry import read_config
 from parallel.runtime.runner import open_model
 from parallel.speculators.config import STREAMS
+from parallel.speculators.opening import open_speculator, with_streams
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import check_speculator, open_speculator, read_speculator, with_streams
+from parallel.speculators.registry import check_speculator, read_speculator
 from tests.actors.small_speculators import TRAINED, train_speculator
 from tests.damage import damaged_bytes, damaged_json
 from tests.parallel.speculators import test_eagle_layouts, test_head_layouts

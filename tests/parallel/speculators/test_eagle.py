@@ -16,8 +16,8 @@ from parallel.kv.pass_plan import Span
 from parallel.speculators.eagle.parallel import ParallelEagleRunner
 from parallel.speculators.eagle.runner import DraftLayerRunner
 from parallel.speculators.eagle.training import DraftLayerNet, DraftLayerOptions, ParallelNet, build
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables
 from parallel.training.interface import TargetShape
 from parallel.training.losses import forward_kl
 from tests.matrices import in_turn

@@ -18,8 +18,8 @@ from parallel.kv.pool import SeqId
 from parallel.runtime.runner import ModelRunner, open_model
 from parallel.speculators.exits.runner import ExitRunner
 from parallel.speculators.exits.training import ExitNet, ExitOptions, build
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables
 from parallel.training.interface import TargetBatch
 from tests.cluster.config.quick_loading import load_quickly
 from tests.parallel.backends import BACKENDS

@@ -19,8 +19,9 @@ from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
 from parallel.speculators.glide.runner import GlideLayers, GlideRunner
 from parallel.speculators.glide.training import GlideNet, GlideOptions, build
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables, read_speculator
+from parallel.speculators.registry import read_speculator
 from parallel.training.interface import TargetBatch
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint

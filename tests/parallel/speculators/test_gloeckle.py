@@ -17,8 +17,9 @@ from parallel.kv.pass_plan import Span
 from parallel.speculators.config import FINAL
 from parallel.speculators.gloeckle.runner import GloeckleLayers, GloeckleRunner
 from parallel.speculators.gloeckle.training import GloeckleNet, GloeckleOptions, build
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import check_speculator, open_speculator, open_tables
+from parallel.speculators.registry import check_speculator
 from parallel.training.interface import TargetBatch
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint

@@ -19,8 +19,9 @@ from torch import Tensor
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.speculators.heads.cells import HeadsConfig
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables, read_speculator
+from parallel.speculators.registry import read_speculator
 from tests.parallel.conftest import Checkpoint
 
 HIDDEN, VOCAB, DEPTHS = 32, 97, 3

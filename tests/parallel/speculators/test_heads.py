@@ -24,8 +24,8 @@ from parallel.speculators.config import FINAL
 from parallel.speculators.heads.cells import CELLS
 from parallel.speculators.heads.runner import KEPT_FEATURES, HeadsRunner
 from parallel.speculators.heads.training import HeadsNet, HeadsOptions, build
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables
 from tests.matrices import in_turn
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.nets import make_net, random_text, read_text
@@ -124,6 +124,22 @@ def test_training_begins_with_what_the_target_would_say(llama: Checkpoint, tmp_p
     anchors = torch.arange(1, LENGTH - DEPTHS)
     for logits in net.unroll(batch, torch.zeros_like(anchors), anchors):
         torch.testing.assert_close(logits, batch.head(batch.taps[FINAL][0, anchors - 1]), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("name", ["hydra", "rnn", "mlp"])
+def test_the_state_of_the_target_comes_first_in_what_matrices_read(
+    llama: Checkpoint, tmp_path: Path, name: str
+) -> None:
+    """path: training begins with nothing of it, beside small parts of the tokens behind it; state: with all of it."""
+    options = HeadsOptions(**({"method": name, "heads": DEPTHS} | METHODS[name]))
+    net: HeadsNet = make_net(build, options, llama, tmp_path / "speculator", noise=0.0)
+    shapes = net.cell.shapes.matrices
+    weights = {one: net.parameter(f"{one}.weight") for one, size in shapes.items() if size.begins in ("path", "state")}
+    expected = torch.zeros(HIDDEN, HIDDEN) if name == "hydra" else torch.eye(HIDDEN)
+    assert len(weights) == (DEPTHS if name == "hydra" else 1)
+    for weight in weights.values():
+        assert torch.equal(weight[:, :HIDDEN], expected)
+        assert weight.shape[1] == HIDDEN or 0 < float(weight[:, HIDDEN:].detach().std()) < 100
 
 
 @pytest.mark.parametrize("name", every_second(0))

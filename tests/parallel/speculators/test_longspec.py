@@ -18,10 +18,11 @@ from cluster.tools.training.speculators.frozen_target import MOST_ANCHORS, offse
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import ModelRunner, open_model
-from parallel.speculators.glide import runner as glide
+from parallel.speculators.glide import layouts
 from parallel.speculators.glide.runner import GlideRunner
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables, read_speculator
+from parallel.speculators.registry import read_speculator
 from tests.parallel.backends import BACKENDS
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.nets import random_text, read_text
@@ -144,7 +145,7 @@ def made(make_checkpoint: Callable[..., Checkpoint], tmp_path_factory: pytest.Te
 
 def test_its_record_names_what_the_release_has(made: Published) -> None:
     config = read_speculator(made.path)
-    assert isinstance(config, glide.GlideConfig) and config.is_longspec
+    assert isinstance(config, layouts.GlideConfig) and config.is_longspec
     assert (config.window, config.block.windowed, config.kv_layer) == (513, {0}, made.last)
     assert set(made.tensors) - set(config.tensor_shapes()) == {
         f"cross_attn.{name}_proj.{part}" for name in "kv" for part in ("weight", "bias")
@@ -158,7 +159,7 @@ def test_the_published_layer_computes_its_equations(made: Published, backend: st
 
 
 def test_a_window_of_512_keys_is_another_layer(made: Published, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(glide, "PUBLISHED_WINDOW", 512)
+    monkeypatch.setattr(layouts, "PUBLISHED_WINDOW", 512)
     found, expected = made.draft(made.open(), LENGTH), made.expected(LENGTH)
     assert (found - expected).abs().max() > 5e-3
 

@@ -20,8 +20,8 @@ from parallel.runtime import recorded_passes
 from parallel.speculators.block.training import build as build_block
 from parallel.speculators.eagle.training import DraftLayerOptions
 from parallel.speculators.eagle.training import build as build_layers
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.nets import make_net, random_text, read_text
 

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from parallel.speculators.eagle.config import METHODS
-from parallel.speculators.exits.runner import METHODS as EXITS
+from parallel.speculators.exits.layouts import METHODS as EXITS
 from parallel.speculators.heads.cells import CELLS
 from parallel.speculators.layout import CheckpointLayout
 from parallel.speculators.published import PUBLISHED

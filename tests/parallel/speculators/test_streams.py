@@ -18,8 +18,8 @@ from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import ModelRunner, open_model
 from parallel.speculators.config import FINAL, STREAMS
 from parallel.speculators.heads.runner import HeadsRunner
+from parallel.speculators.opening import open_speculator, open_tables, with_streams
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables, with_streams
 from parallel.speculators.streams.layers import StreamLayers
 from parallel.speculators.streams.target_pass import StreamingRunner
 from parallel.speculators.streams.training import StreamsNet, StreamsOptions, build

@@ -24,6 +24,7 @@ from cluster.tools.training.speculators.specdiff import SpecdiffDrafter, Specdif
 from parallel.runtime.runner import open_model
 from parallel.speculators.pard import filling_masks
 from tests.families import tiny_encoder_decoder
+from tests.matrices import in_turn
 
 VOCAB, DEPTH, EOS, TEXT, SOURCE = 11, 6, 0, [1, 3, 9, 2, 1], (5, 6, 7, 8, 2)
 BUDGETS = [DEPTH, 3]
@@ -106,8 +107,7 @@ def rounds(checkpoint, sampling: dict, rule: str, *, one_by_one: bool) -> tuple[
     return drafts, num_passes[:-1]
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("what", [*BY_PLACE, *BY_TEXT])
+@pytest.mark.parametrize(("what", "rule"), list(in_turn([*BY_PLACE, *BY_TEXT], ["coupled", "rejection"])))
 def test_both_ways_draft_the_same_tokens(checkpoint, what, rule):
     sampling = (BY_PLACE | BY_TEXT)[what] | (dict(temperature=0.0) if rule == "rejection" else {})
     found, num_passes = rounds(checkpoint, sampling, rule, one_by_one=False)

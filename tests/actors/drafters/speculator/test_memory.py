@@ -13,10 +13,13 @@ from actors.drafters.model.config import CalibrationPolicy
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.drafters.speculator.drafter import build_speculator_drafter
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
+from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.comm.group import SINGLE
 from parallel.model.layers.weight import Weight
 from parallel.runtime.kv_sizing import fit_slots
 from parallel.runtime.runner import open_model
+from parallel.speculators.registry import read_speculator
+from tests.actors.small_speculators import TRAINED
 
 
 @pytest.fixture
@@ -29,10 +32,15 @@ def runner_of(config, setup) -> Any:
     return build_speculator_drafter(config, setup)[0].runner
 
 
+ONE_OF_EACH_FOLDER = {RECIPES[recipe].module: recipe for recipe in reversed(TRAINED)}.values()
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("recipe", ["eagle3", "p_eagle", "chimera", "glide", "gloeckle", "dspark", "medusa"])
+@pytest.mark.parametrize("recipe", [*ONE_OF_EACH_FOLDER, "p_eagle"])
 def test_the_bytes_counted_are_those_allocated(setup, speculator, recipe):
     config = SpeculatorDrafterConfig(path=str(speculator(recipe)), kv_slots=50)
+    if read_speculator(config.path).runs_target:
+        setup = replace(setup, target_runner=open_model(setup.target.path, num_slots=64))
     memory = config.memory(setup.target, 1, "cpu")
     runner = runner_of(config, setup)
     rows = vars(runner.pool).values() if hasattr(runner, "pool") else ()  # heads keep none

@@ -90,13 +90,13 @@ def test_drafts_that_nearly_pay_cost_next_to_nothing():
 
 
 @pytest.mark.parametrize(("requests", "pipeline"), list(in_turn([1, 16, 64], ["sync", "branches"], times={64: 0})))
-def test_a_poor_drafter_rests_after_a_few_trials(pipeline, requests):
-    """The start is cold: a few rounds try drafts, in a batch with a few of its requests."""
+def test_a_poor_drafter_rests_most_of_the_time(pipeline, requests):
+    """The start is cold: a few rounds try drafts, in a batch with a few of its requests, whatever rule asks for it."""
     cold = replace(scenario(pipeline, (0.02, 2e-3, 10e-3, 0.35e-3, requests)), max_tokens=60, adaptive=True)
     result, plain = simulate(cold), simulate(replace(cold, pipeline="plain"))
     assert result.tokens_per_s > 0.95 * plain.tokens_per_s
     assert result.counters["num_by_mode"].keys() == {"catch_up", "trial", "rest"}
-    assert 1 <= result.counters["num_by_mode"]["trial"] <= 3
+    assert result.counters["rested_s"] > 0.7 * result.counters["active_s"]
 
 
 @pytest.mark.parametrize("requests", [1, 6])

@@ -24,8 +24,8 @@ from parallel.kv.pass_plan import Span
 from parallel.model.families.registry import read_config
 from parallel.runtime.runner import ModelRunner, open_model
 from parallel.speculators.config import FINAL
+from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables
 from parallel.training.losses import forward_kl
 from tests.cluster.config.quick_loading import load_quickly
 from tests.families import FAMILIES, tiny_model

@@ -40,9 +40,10 @@ from parallel.speculators.exits.training import ExitOptions
 from parallel.speculators.glide.training import GlideOptions
 from parallel.speculators.gloeckle.training import GloeckleOptions
 from parallel.speculators.heads.training import HeadsOptions
+from parallel.speculators.opening import open_speculator, with_streams
 from parallel.speculators.pard import filling_masks
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, read_speculator, with_streams
+from parallel.speculators.registry import read_speculator
 from parallel.speculators.streams.training import StreamsOptions
 from parallel.training.interface import TargetBatch
 from tests.cluster.tools.training.test_recipe_losses import (

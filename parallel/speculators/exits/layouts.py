@@ -1,0 +1,78 @@
+"""The record of a layer behind an early exit, and the layout of its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallel.model.checkpoint import Shape, block_tensors
+from parallel.model.config import DecoderConfig
+from parallel.model.families.fields import HfConfig
+from parallel.model.families.registry import read_config
+from parallel.model.layer_plan import LayerPlan
+from parallel.runtime.model_bytes import kv_bytes_per_slot
+from parallel.speculators.config import SpeculatorConfig, beside
+from parallel.speculators.layout import CheckpointLayout
+
+if TYPE_CHECKING:
+    from parallel.speculators.exits.runner import ExitRunner
+    from parallel.speculators.place import SpeculatorPlace
+
+METHODS = {"kangaroo": False, "eesd": True}
+"""Method -> whether its layer has an MLP."""
+MLP_NORM = "post_attention_layernorm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitConfig(SpeculatorConfig):
+    block: DecoderConfig
+    """The shape of the layer."""
+
+    @property
+    def exit_layer(self) -> int:
+        """Layers of the target that a token passes before this one: its only tap."""
+        return self.taps[0]
+
+    @property
+    def has_mlp(self) -> bool:
+        return METHODS[self.method]
+
+    @property
+    def runs_target(self) -> bool:
+        return True
+
+    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
+        return kv_bytes_per_slot(replace(self.block, num_layers=1), ranks, item_bytes)
+
+    def tensor_shapes(self) -> dict[str, Shape]:
+        """Every tensor of the checkpoint."""
+        of_mlp = () if self.has_mlp else ("mlp.", MLP_NORM)
+        shapes = {name: shape for name, shape, _ in block_tensors(self.block) if not name.startswith(of_mlp)}
+        return {"norm.weight": (self.block.hidden_size,)} | {f"layer.{name}": shape for name, shape in shapes.items()}
+
+
+def read_own(hf: HfConfig) -> ExitConfig:
+    """The record of a checkpoint that `job=train job.recipe=kangaroo` or `eesd` made."""
+    block, ours = read_config(hf), hf["speculator"]
+    return ExitConfig(
+        method=ours["method"],
+        **beside(block),
+        taps=(ours["exit"],),
+        block=block,
+    )
+
+
+def open_exit(directory: Path, config: ExitConfig, place: SpeculatorPlace) -> ExitRunner:
+    """Load the layer beside the target whose first layers it follows; what runs it is loaded here alone."""
+    from parallel.self_speculation.runner import SelfDraftRunner
+    from parallel.speculators.exits.runner import ExitLayers, ExitRunner
+
+    of_target = place.its_target(directory, config.method)
+    layers = ExitLayers(config, place.group, **place.options)
+    place.load(layers, config.tensor_shapes(), directory)
+    target = SelfDraftRunner(of_target, LayerPlan.prefix(config.exit_layer), resumes=True)
+    return ExitRunner(config, layers, place, target)
+
+
+OWN = CheckpointLayout(read_own, open_exit)
