@@ -27,6 +27,8 @@ target reads the next one."""
 class BridgedPort(SeparatePort):
     """The drafter has to receive hidden states over the present bridge, 0 for none."""
 
+    shows_drafts = False
+
     def __init__(self, policy: Policy, first_round: int, read_chunk: int) -> None:
         super().__init__(policy, first_round, read_chunk)
         self._bridge = 0

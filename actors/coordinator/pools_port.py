@@ -32,6 +32,8 @@ _KNOWN = 6.0
 class LeasedPort(SeparatePort):
     """One lease, for the `requests` that are placed there; those of other leases are nothing to it."""
 
+    shows_drafts = False
+
     def __init__(self, policy: Policy, first_round: int, read_chunk: int, seat: int) -> None:
         super().__init__(policy, first_round, read_chunk)
         self.requests: set[int] = set()
@@ -155,8 +157,10 @@ class PoolsPort(DrafterPort):
                 port.forget()
 
     def _place(self, sequence: Sequence, ports: Collection[LeasedPort]) -> LeasedPort:
-        """Place the request at the one of these with the fewest."""
-        place = min(ports, key=lambda port: len(port.requests))
+        """Place the request at the one of these with the fewest, and where several have as few, at one that is not
+        known yet, or else at the fastest: requests one after the other would all be the first pool's."""
+        pass_s = self._policy.wait.pass_s
+        place = min(ports, key=lambda port: (len(port.requests), port.is_known, -port.tokens_per_s(pass_s)))
         place.requests.add(sequence.request_id)
         self._places[sequence.request_id] = place
         return place

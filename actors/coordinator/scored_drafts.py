@@ -36,14 +36,16 @@ class ScoredDrafts:
         """A draft for its present text is ordered."""
         self.drafts[sequence.request_id] = _Draft(sequence.prefix_len, num_ordered)
 
-    def answer(self, proposals: Iterable[Proposal], sequences: Mapping[int, Sequence]) -> None:
-        """The drafts that were ordered; a request without a proposal has an empty one."""
+    def answer(self, proposals: Iterable[Proposal], sequences: Mapping[int, Sequence], *, is_last: bool = True) -> None:
+        """Drafts that were ordered; after the last of them a request without a proposal has an empty one."""
         found = {proposal.request_id: proposal for proposal in proposals}
         for request_id, draft in self.drafts.items():
             if draft.tree is not None or (sequence := sequences.get(request_id)) is None:
                 continue
-            draft.tree = TokenTree.root(sequence.token_ids[draft.start - 1])
             proposal = found.get(request_id)
+            if proposal is None and not is_last:
+                continue
+            draft.tree = TokenTree.root(sequence.token_ids[draft.start - 1])
             if proposal is not None and proposal.prefix_len == draft.start:
                 draft.tree = proposal.tree
 

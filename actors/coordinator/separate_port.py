@@ -36,6 +36,9 @@ _MOST_UNSENT = 64
 class SeparatePort(DrafterPort):
     """`read_chunk`: tokens of a text to read between two drafts."""
 
+    shows_drafts = True
+    """Whether a draft beside plain decoding can show what drafts would bring."""
+
     def __init__(self, policy: Policy, first_round: int, read_chunk: int) -> None:
         super().__init__(first_round)
         self.is_present = True
@@ -95,9 +98,12 @@ class SeparatePort(DrafterPort):
             self._note_delay(pending, now - pending.asked_at)
             pending.asked_at = now
         pending.left_at = batch.finished
+        if self.shows_drafts and not batch.num_missing and (pending.unverified or pending.reads_text):
+            self._note_exchange(pending, batch, now)
         if pending.unverified:
-            self.scored.answer(batch.proposals, sequences)
-            self.pending = None
+            self.scored.answer(batch.proposals, sequences, is_last=not batch.num_missing)
+            if not batch.num_missing:
+                self.pending = None
             return 0
         for proposal in batch.proposals:
             sequence = sequences.get(proposal.request_id)
@@ -110,6 +116,19 @@ class SeparatePort(DrafterPort):
         else:
             self._complete(pending, sequences)
         return num_stale
+
+    def _note_exchange(self, pending: PendingOrder, batch: ProposalBatch, now: float) -> None:
+        """How far away the drafter is, and how long its drafts take. Drafts that were drawn for a ratio rule are
+        accepted more often than they agree with a text that was drawn apart from them: they show nothing."""
+        if any(proposal.distributions for proposal in batch.proposals):
+            self.shows_drafts = False
+            self.scored.drafts.clear()
+            self._policy.saw_exchange(0.0, 0.0, 0)
+            return
+        drafts = self.scored.drafts.values() if pending.unverified else ()
+        longest = max([draft.num_ordered for draft in drafts], default=0)
+        busy_s = batch.finished - batch.started - batch.read_s
+        self._policy.saw_exchange(now - pending.asked_at - batch.read_s, busy_s, longest)
 
     def _note_delay(self, pending: PendingOrder, seconds: float) -> None:
         """Drafts, or a part of them, came so long after the order or the part before."""
@@ -188,6 +207,7 @@ class SeparatePort(DrafterPort):
         for sequence, length in scored:
             if sequence.request_id not in self._outbox.known:
                 self._outbox.admit(sequence)
+            sequence.num_unread = 0
             self.scored.order(sequence, length)
         batch = self._batch([], [], running, least_round, now)
         pending = self.pending

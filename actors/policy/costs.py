@@ -224,6 +224,16 @@ class LoadCosts:
         if is_first:
             costs.fade(UNSETTLED)
 
+    def assume(self, choice: Decoding, gap_s: float, draft_s: float, longest: int) -> None:
+        """Takes rounds of the choice, until it is measured, with drafts of so many tokens to last so much longer
+        than plain ones, beside what the rows of these add."""
+        if choice in self._measured or not self.plain.weight:
+            return
+        costs = self.by_choice[choice]
+        if not costs.verify.mean_x:
+            costs.update(MeasuredRound(self.plain.verify.mean_y, gap_s, draft_s, longest, 0.0))
+            costs.fade(min(1.0, INHERITED / costs.weight))
+
     def forget_drafts(self) -> None:
         """Measure every way to draft anew."""
         plain = self.plain

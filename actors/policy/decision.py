@@ -105,10 +105,13 @@ class Estimate:
         """Standard error of `log_speed`, of which more rounds can rid it, once its measurements have lost all but this
         share of their weight."""
         variance = TIME_ERROR**2 * max(0.0, 1 / (fade * self.num_rounds) - 1 / FULL_WEIGHT)
-        if of_tokens:
-            variance += TOKEN_ERROR**2 * max(0.0, 1 / max(self.num_drafts, 1e-6) - 1 / FULL_WEIGHT)
-            variance += REQUEST_ERROR**2 * max(0.0, 1 / (1 + self.num_own_drafts) - 1 / FULL_WEIGHT)
-        return sqrt(variance)
+        return sqrt(variance + self.token_error**2) if of_tokens else sqrt(variance)
+
+    @property
+    def token_error(self) -> float:
+        """That of the logarithm of `tokens` alone."""
+        variance = TOKEN_ERROR**2 * max(0.0, 1 / max(self.num_drafts, 1e-6) - 1 / FULL_WEIGHT)
+        return sqrt(variance + REQUEST_ERROR**2 * max(0.0, 1 / (1 + self.num_own_drafts) - 1 / FULL_WEIGHT))
 
 
 Estimates = Mapping[Decoding, Estimate]
@@ -126,11 +129,15 @@ class Decision:
     awaited: Decoding | None = None
     """While the drafter catches up, what begins once it has and plain decoding is known."""
     mode: Mode = field(init=False)
+    is_far: bool = False
+    """An exchange with the drafter takes longer than a pass, and drafts beside plain decoding show what it brings: a
+    trial has to be expected to pay by that."""
     _rounds: int = SETTLE_ROUNDS  # of the present choice
     _is_caught_up: bool = False
     _has_drafted: bool = False
     _saves_up: bool = False  # for a choice that might be better, and cannot be afforded yet
     _unpaid: float = 0.0  # rounds' worth of what was done for drafts outside of rounds, not yet taken from the budget
+    _gained: float = 0.0  # rounds that drafts have saved since they last came too late
 
     def __post_init__(self) -> None:
         self.mode = Mode.speculate if self.choice.drafts else Mode.rest if self.awaited is None else Mode.catch_up
@@ -166,12 +173,14 @@ class Decision:
 
     def _pay(self) -> None:
         """A trial is paid once it is over, in full. What late drafts cost while drafts go on and pay takes the budget
-        down to -`MOST_BUDGET` at most: pauses of a drafter are no exploration, and many of them would forbid the next
-        trial for minutes."""
+        down to -`MOST_BUDGET` at most, and not before it exceeds what they have saved: pauses of a drafter are no
+        exploration, and one of them would forbid the next trial for 340 rounds, many for minutes."""
         if self.mode in (Mode.catch_up, Mode.trial):
             return
         least = min(self.budget, -MOST_BUDGET) if self.mode is Mode.speculate else -inf
-        self.budget = max(self.budget - min(self._unpaid, MOST_CHARGED_BESIDE), least)
+        paid = min(self._unpaid, self._gained) if self.mode is Mode.speculate else 0.0
+        self._gained -= paid
+        self.budget = max(self.budget - min(self._unpaid - paid, MOST_CHARGED_BESIDE), least)
         self._unpaid = 0.0
 
     def count(self, tokens: float, expected_s: float, seconds: float, estimates: Estimates | None = None) -> None:
@@ -194,6 +203,8 @@ class Decision:
         if self.mode is Mode.trial or self.choice is not self.best:
             self.budget -= max(0.0, took - tokens / best.tokens)
         self.budget = min(self.budget + EXPLORED_SHARE * took, MOST_BUDGET)
+        if self.mode is Mode.speculate and (gain := self.gain) is not None:
+            self._gained += max(0.0, tokens / best.tokens * (1 - 1 / gain))
 
     def spend(self, rounds: float) -> bool:
         """Whether drafts may lose so many rounds to be explored; not while these are saved up for another choice."""
@@ -205,7 +216,8 @@ class Decision:
 
     def give_up(self) -> None:
         """The drafts of the present choice do not come in time: plain decoding, for a while."""
-        self.budget -= NEW_COST
+        self.budget -= max(0.0, NEW_COST - self._gained)
+        self._gained = 0.0
         self.best = Decoding.plain
         self._change(Decoding.plain)
 
@@ -235,13 +247,14 @@ class Decision:
     def _await_drafts(self) -> None:
         """Decoding is plain: let the drafter read what a trial needs, if there is to be one."""
         wanted = self._wanted()
-        self.awaited, self.mode = (wanted, Mode.catch_up) if wanted.drafts else (None, Mode.rest)
+        begins = wanted.drafts and not self._is_risky(wanted)
+        self.awaited, self.mode = (wanted, Mode.catch_up) if begins else (None, Mode.rest)
         self._begin_drafts()
 
     def _begin_drafts(self) -> bool:
         plain = self.estimates.get(Decoding.plain)
         knows_plain = plain is not None and plain.num_rounds >= PLAIN_ROUNDS
-        if self.awaited is None or not self._is_caught_up or not knows_plain:
+        if self.awaited is None or not self._is_caught_up or not knows_plain or self._is_risky(self.awaited):
             return False
         self._change(self.awaited)
         self.mode = Mode.trial
@@ -291,6 +304,16 @@ class Decision:
             return self.budget >= (NEW_COST if self.best.drafts else 0.0)
         lost = _least_rounds(choice) * (one.seconds / best.seconds - one.tokens / best.tokens)
         return self.budget >= min(lost, MOST_BUDGET)
+
+    def _is_risky(self, choice: Decoding) -> bool:
+        """Whether drafts of a far drafter are slower than plain decoding if the error of what they bring is against
+        them. Plain rounds rid the estimate of it at no cost, so no budget is spent on that."""
+        if not self.is_far:
+            return False
+        one, plain = self.estimates.get(choice), self.estimates.get(Decoding.plain)
+        if one is None or plain is None or not one.is_known or not plain.is_known:
+            return True
+        return self.budget < 0 or one.log_speed - one.token_error < plain.log_speed
 
     def _upper_bound(self, choice: Decoding, fade: float) -> float:
         """Logarithm of the speed that the choice has if the error of its estimate is in its favour."""

@@ -15,6 +15,7 @@ decided on its side (`actors/drafters/draft_ahead`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -151,6 +152,10 @@ class Policy:
         """Seconds in which the target is expected not to work in a round with drafts; 0: not known."""
         return 0.0
 
+    def saw_exchange(self, seconds: float, busy_s: float, longest: int) -> None:
+        """The drafter answered so long after an order, beside plain decoding, and worked for `busy_s` of that: it
+        drafted `longest` tokens at most, or read text."""
+
     def costs(self) -> MeasuredCosts:
         """What a drafter may weigh its drafts against."""
         return MeasuredCosts(self.wait.verify_s)
@@ -188,6 +193,10 @@ SCORE_EVERY = 8
 """Rounds between drafts that are only compared with the text, at least."""
 SCORED_SHARE = 0.01
 """Share of the time that they may take."""
+FAR = 1.0
+"""Target passes that an exchange with a far drafter takes at least."""
+SPARED = 0.5
+"""Share of an exchange that a round takes at best where a far drafter works ahead."""
 LEAST_ROUND = 0.5
 """Share of a plain round that any round is expected to take, whatever prompts take of it."""
 _PROMPT_MEMORY = 0.97
@@ -242,6 +251,7 @@ class AdaptivePolicy(Policy):
         self._tries_all = False
         self._text_class: Hashable = None
         self._scores, self._runs_passes = scores, runs_passes
+        self._exchanges_s: deque[float] = deque(maxlen=4)  # beside the drafter's work
         self._until_scoring = 0.0  # rounds of rest
         self._scored = Ewma(ACCEPTANCE_MEMORY)  # tokens that agreed of a draft without a pass, in this rest
 
@@ -310,6 +320,19 @@ class AdaptivePolicy(Policy):
         if self._load is not before and self._load.by_choice[self._way].weight:
             self._lengths.choose_for_all(self._tradeoff(self._way, ()).best)  # drafts for few may cost much for many
 
+    @property
+    def _is_far(self) -> bool:
+        return bool(self._exchanges_s) and not self._scores and min(self._exchanges_s) > FAR * self.wait.pass_s > 0
+
+    def saw_exchange(self, seconds: float, busy_s: float, longest: int) -> None:
+        self._exchanges_s.append(max(0.0, seconds - busy_s))
+        self._decision.is_far = self._is_far
+        if longest and self._is_far:
+            for way in self._ways:
+                spared = SPARED if way is Decoding.ahead else 1.0
+                factor = self._speed.factor
+                self._load.assume(way, spared * seconds / factor, spared * busy_s / factor, longest)
+
     def caught_up(self) -> None:
         if self._decision.caught_up():
             self.wait.clear_delays()
@@ -349,7 +372,7 @@ class AdaptivePolicy(Policy):
             self._may_end = self._decision.may_end
         if self.mode is not Mode.rest:
             self._scored.weight = 0.0
-        self.may_score = self._scores and self.mode is Mode.rest and self._until_scoring <= 0
+        self.may_score = (self._scores or self._decision.is_far) and self.mode is Mode.rest and self._until_scoring <= 0
 
     # --- what was measured --------------------------------------------------------------------------------------------
 
@@ -373,7 +396,7 @@ class AdaptivePolicy(Policy):
         key = self._text_class = _text_class(seen)
         if drafted:
             self._acceptance.update(key, self._way, seen.outcomes, self._lengths.retried)
-        else:
+        elif not self._decision.is_far:  # else drafts beside plain decoding go on
             self._acceptance.of_class(key).fade(IDLE_DECAY)
         self._lengths.update(seen.outcomes, self._acceptance)
 
@@ -381,17 +404,18 @@ class AdaptivePolicy(Policy):
         """What drafts without a pass would have brought. Where the drafter has models too it is the least that drafts
         bring: it raises what is expected of them, and lowers nothing."""
         self._until_scoring -= 1
-        if seen.scored_s:
+        if seen.scored_s and self._scores:
             self._until_scoring = max(self._until_scoring, seen.scored_s / self._usual_s(seen) / SCORED_SHARE)
         if not seen.scored:
             return
         self._scored.update_round([len(outcome.path) for outcome in seen.scored])
         expected = self._acceptance.expected_of(self._text_class, seen.scored, self._way) - 1
-        if not self._runs_passes or self._scored.mean > expected:
+        if not (self._scores and self._runs_passes) or self._scored.mean > expected:
             self._acceptance.update(self._text_class, self._way, seen.scored, self._lengths.retried)
             num_ordered = sum([outcome.num_ordered for outcome in seen.scored])
             num_found = sum([one.num_ordered - one.num_missing for one in seen.scored if one.num_tokens])
-            self._load.by_choice[self._way].arrived.update(num_found / num_ordered)
+            if self._scores:
+                self._load.by_choice[self._way].arrived.update(num_found / num_ordered)
         self._lengths.update([outcome for outcome in seen.scored if outcome.path], self._acceptance)
 
     def _learn_costs(self, seen: RoundObservation, shown: LoadCosts, *, drafted: bool) -> None:

@@ -182,7 +182,8 @@ class TenantDrafter:
             self._num_read |= read
         self.counts.num_drafts += len(contexts)
         for context, draft in zip(contexts, proposed, strict=True):
-            self._offered(context, draft.tree)
+            if not context.is_unverified:  # else no verdict tells what is accepted
+                self._offered(context, draft.tree)
         return {context.request_id: draft for context, draft in zip(contexts, proposed, strict=True)}
 
     def _offered(self, context: Context, tree: TokenTree) -> None:

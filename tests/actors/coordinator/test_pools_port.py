@@ -83,6 +83,17 @@ def test_requests_are_divided_and_move_when_a_lease_is_lost(port):
     assert ordered(port, running(5, 6)) == [[5], [6]], "ended requests count no more"
 
 
+def test_requests_one_after_the_other_try_both_leases_and_then_take_the_faster(port):
+    found = []
+    for number, role in ((1, "draft"), (2, "draft@1"), (3, ""), (4, "")):
+        (sequence,) = running(number)
+        found.append([seat for seat, requests in enumerate(ordered(port, [sequence])) if requests])
+        if role:
+            make_known(port, role, {"draft": 0.002, "draft@1": 0.001}[role])
+        port.release(sequence)
+    assert found == [[0], [1], [1], [1]]
+
+
 @pytest.mark.parametrize(("seconds", "num_accepted", "moves"), [(0.5, 2, True), (0.001, 0, True), (0.002, 2, False)])
 def test_requests_leave_a_lease_that_is_slow_or_drafts_badly(port, seconds, num_accepted, moves):
     sequences = running(1, 2)

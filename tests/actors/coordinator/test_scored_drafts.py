@@ -9,6 +9,7 @@ import pytest
 
 from actors.coordinator.attached_port import AttachedPort
 from actors.coordinator.scored_drafts import ScoredDrafts
+from actors.coordinator.separate_port import SeparatePort
 from actors.coordinator.sequence import Sequence
 from actors.policy.acceptance import DraftOutcome
 from actors.policy.decision import Mode
@@ -19,6 +20,7 @@ from actors.protocol.messages import (
     ProposalBatch,
     Request,
     SamplingParams,
+    SparseDistribution,
     VerdictBatch,
     VerifyBatch,
 )
@@ -181,3 +183,26 @@ def test_a_drafter_on_the_targets_ranks_drafts_behind_a_pass_that_verifies_nothi
     assert port.scored.take({1: sequence}) == [DraftOutcome(1, 4, (1,), 2, 2)]
     sequence.draft.proposal, sequence.cached_len = proposal(CHAIN), sequence.prefix_len - 1
     assert not port.begin_pass([(sequence, 1, sequence.draft.proposal)], []).unverified, "a verdict is to come"
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_the_answer_tells_how_far_away_the_drafter_is_unless_its_drafts_were_drawn(drawn):
+    policy: Any = Resting()
+    seen: list[tuple[float, float, int]] = []
+    policy.saw_exchange = lambda *exchange: seen.append(exchange)
+    port, sequence = SeparatePort(policy, 0, 8), text(5)
+    sequence.cached_len = sequence.prefix_len - 1
+    (batch,) = port.order([sequence], (), 1, 1.0)
+    laws = (None, *[SparseDistribution((6,), (1.0,))] * 3) if drawn else ()
+    answer = Proposal(1, sequence.epoch, sequence.prefix_len, sequence.prefix_hash, CHAIN, distributions=laws)
+    first = ProposalBatch(batch.round, (), 5.0, 5.0, num_missing=1)
+    port.receive(first, {1: sequence}, 1.1)
+    assert port.pending is not None and not seen, "of a drafter that works ahead the misses come second"
+    port.receive(ProposalBatch(batch.round, (answer,), 5.0, 5.02), {1: sequence}, 1.2)
+    sequence.token_ids += [6, 9]
+    if drawn:
+        assert seen == [(0.0, 0.0, 0)] and not port.scored.drafts and not port.shows_drafts
+        return
+    (exchange,) = seen
+    assert exchange == (pytest.approx(0.2), pytest.approx(0.02), 4)
+    assert port.scored.take({1: sequence}) == [DraftOutcome(1, 4, (1,), 2, 1)]

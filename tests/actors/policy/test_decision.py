@@ -276,6 +276,39 @@ def test_pauses_of_a_drafter_whose_drafts_pay_add_up_to_no_long_rest():
     assert world.decision.choice is IN_TURN
 
 
+def test_one_freeze_of_a_drafter_whose_drafts_have_paid_keeps_no_trial_from_following():
+    """Its pass waited as long as eight rounds in vain; drafts had saved more."""
+    world, rests = World(Decision(PLAIN), in_turn=1.5).run(100), []
+    for _ in range(2):
+        world.run(3).decision.charge(8.0)
+        world.run(1)
+        world.decision.give_up()
+        world.weights[IN_TURN], rested = 0.0, 0
+        while world.run(1).decision.choice is PLAIN:
+            rested += 1
+            assert rested < 400
+        rests.append(rested)
+    assert rests[0] < 20, "what drafts had saved pays for it"
+    assert rests[1] > 200, "a drafter that freezes again at once is left alone"
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+@pytest.mark.parametrize("num_drafts", [1.0, 30.0])
+def test_a_far_drafter_is_tried_only_where_drafts_beside_plain_decoding_say_that_it_pays(is_far, num_drafts):
+    decision = Decision(PLAIN, is_far=is_far)
+    for speed in (0.8, 1.2):
+        estimates = {
+            PLAIN: Estimate(1.0, ROUND_S, 0, 10.0),
+            IN_TURN: Estimate(5 * speed, 5 * ROUND_S, 8, 2.0, num_drafts, num_drafts),
+        }
+        decision.budget = MOST_BUDGET
+        for _ in range(3):
+            decision.count(1.0, ROUND_S, ROUND_S)
+            decision.decide(estimates)
+        begins = decision.awaited is IN_TURN
+        assert begins is (speed > 1 and num_drafts > 1 if is_far else speed > 1 or num_drafts == 1.0)
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_is_read_for_a_trial_but_the_first_delays_the_next_one_and_ends_none(is_first):
     """The drafter reads the text before the trial, which takes as long as ten plain rounds."""
