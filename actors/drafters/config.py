@@ -7,10 +7,10 @@ needs. It must not know Hydra.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from actors.options import PipelineName, SchedulerConfig, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingKind
@@ -116,6 +116,16 @@ class TypedPart(Protocol):
         ...
 
 
+MEASURED = "kv_slots", "mlp_parallel"
+"""Options whose default is measured by all ranks of a role together, and facts of these names."""
+PARTS = "parts"
+"""The fact with such facts of the drafters that a drafter consists of, by their places."""
+
+
+def measured_facts(facts: Mapping[str, object]) -> dict[str, object]:
+    return {name: facts[name] for name in (*MEASURED, PARTS) if name in facts}
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterConfig(Choice):
     """Base of every drafter's record. `where` in its methods is the prefix of error lines, such as `drafter`."""
@@ -136,6 +146,12 @@ class DrafterConfig(Choice):
     def names_in(self, pipeline: str) -> tuple[str, ...]:
         """Those that a request may choose in this pipeline."""
         return () if pipeline == PipelineName.plain else self.member_names
+
+    def measured(self, facts: Mapping[str, Any]) -> Self:
+        """With what the ranks of its role measured together as they opened it, by their facts: the successor of one of
+        them has no peer that would measure with it."""
+        names = {option.name for option in fields(self)}
+        return replace(self, **{name: value for name, value in facts.items() if name in names.intersection(MEASURED)})
 
     @property
     def copying_names(self) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from actors.drafters.config import DrafterConfig, DraftSetup
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
@@ -83,13 +83,12 @@ class RankSpec:
             adaptive=self.adaptive,
         )
 
-    def successor(self, incarnation: int, facts: Mapping[str, object]) -> RankSpec:
+    def successor(self, incarnation: int, facts: Mapping[str, Any]) -> RankSpec:
         """The same rank in a new process.
 
         What the last process measured together with its peers is kept, because they keep it and do not measure again.
         """
-        part = "target" if self.role == "target" else "drafter"
-        options = self.target if self.role == "target" else self.drafter
-        names = {option.name for option in fields(options)}
-        measured = {name: facts[name] for name in ("kv_slots", "mlp_parallel") if name in facts and name in names}
-        return replace(self, incarnation=incarnation, **{part: replace(options, **measured)})
+        if self.role != "target":
+            return replace(self, incarnation=incarnation, drafter=self.drafter.measured(facts))
+        target = replace(self.target, kv_slots=facts.get("kv_slots", self.target.kv_slots))
+        return replace(self, incarnation=incarnation, target=target)

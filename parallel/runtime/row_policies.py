@@ -227,7 +227,8 @@ class AttentionWeights:
     def drop(self, seq_id: SeqId) -> None:
         """Leave out the row of a sequence; the pass is over, or was given up."""
         kept = [i for i, rows in enumerate(self.rows) if rows.seq_id != seq_id]
-        self.rows, self.asking, self.sums = ([of[i] for i in kept] for of in (self.rows, self.asking, self.sums))
+        self.asking, self.sums = [self.asking[i] for i in kept], [self.sums[i] for i in kept]
+        self.rows = [self.rows[i] for i in kept]
 
     def prepare(self) -> None:
         self.plan.prepare()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from actors.drafters.config import DraftSetup
+from actors.drafters.config import PARTS, DraftSetup, measured_facts
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.drafters.interface import (
     Capabilities,
@@ -257,12 +257,15 @@ def named_parts(name: str, draft: Draft) -> Draft:
 def build_members(config: AutoDrafterConfig, setup: DraftSetup) -> tuple[list[Member], dict[str, object]]:
     """All drafters on this rank, and their facts."""
     members, facts, sums = [], dict[str, object](), dict.fromkeys(SUMMED, 0)
+    parts = dict[str, dict[str, object]]()
     for name, record in zip(config.member_names, config.placed(setup.pipeline), strict=True):
         drafter, held = record.build(setup)
         facts |= held
+        parts[str(len(members))] = measured_facts(held)
         for key in SUMMED:
             if isinstance(value := held.get(key), int):
                 sums[key] += value
         longest = min(record.num_draft_tokens, config.num_draft_tokens)
         members.append(Member(name, drafter, longest, is_shown=not record.runs_passes, is_chain=record.is_chain))
-    return members, facts | {key: value for key, value in sums.items() if value}
+    facts |= {key: value for key, value in sums.items() if value}
+    return members, facts | ({PARTS: parts} if setup.group.size > 1 else {})

@@ -10,7 +10,7 @@ from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.cascade.draft_lengths import LengthControl, PassedLengths
 from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
 from actors.drafters.cascade.remote_child import RemoteChild
-from actors.drafters.config import DraftSetup
+from actors.drafters.config import PARTS, DraftSetup, measured_facts
 from actors.drafters.interface import Drafter
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.model.loading import open_draft_model
@@ -37,6 +37,7 @@ def build_levels(
     Only the last of them, which answers to another role, works ahead.
     """
     facts: dict[str, object] = {}
+    parts = dict[str, dict[str, object]]()
     weight_bytes = kv_bytes = 0
     lengths = _lengths(config, setup.group, setup.device)
     most = [one.num_draft_tokens + config.tail(level) for level, one in enumerate(config.levels)]
@@ -72,8 +73,10 @@ def build_levels(
         weight_bytes += held.get("weight_bytes", 0)
         kv_bytes += held.get("kv_bytes", 0)
         facts |= held
+        parts[str(level)] = measured_facts(held)
     assert drafter is not None, "a role has at least one level"
-    return drafter, {**facts, "weight_bytes": weight_bytes, "kv_bytes": kv_bytes}
+    facts |= {"weight_bytes": weight_bytes, "kv_bytes": kv_bytes}
+    return drafter, facts | ({PARTS: parts} if setup.group.size > 1 else {})
 
 
 def _lengths(config: CascadeDrafterConfig, group: Group, device: str) -> PassedLengths:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from actors.drafters.config import (
+    PARTS,
     DrafterConfig,
     DraftSetup,
     PathResolver,
@@ -71,6 +72,10 @@ class CascadeDrafterConfig(DrafterConfig):
 
     def __hash__(self) -> int:
         return hash(repr(self))  # the unchecked record holds lists, which have no hash
+
+    def measured(self, facts: Mapping[str, Any]) -> Self:
+        parts = facts.get(PARTS, {})
+        return replace(self, levels=tuple(one.measured(parts.get(str(i), {})) for i, one in enumerate(self.levels)))
 
     def parts(self, where: str = "") -> list[tuple[str, Any]]:
         return [(f"{where}.levels[{i}]", one) for i, one in enumerate(self.levels)]

@@ -6,6 +6,8 @@ from dataclasses import fields, replace
 
 import pytest
 
+from actors.drafters.auto.config import AutoDrafterConfig
+from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
@@ -37,6 +39,17 @@ def test_a_successor_is_the_same_rank_with_what_its_group_measured(role, drafter
     expected = replace(spec, incarnation=incarnation, **{part: replace(before, **taken_over)})
     assert spec.successor(incarnation, FACTS) == expected
     assert taken_over or isinstance(before, NgramDrafterConfig), "a model has slots"
+
+
+@pytest.mark.parametrize("record, field", [(AutoDrafterConfig, "drafters"), (CascadeDrafterConfig, "levels")])
+def test_each_of_several_drafters_has_what_was_measured_of_it(record, field):
+    model = ModelDrafterConfig(path="draft", device="cpu")
+    spec = spec_of("draft", record(**{field: (NgramDrafterConfig(), model, model)}))
+    facts = {"kv_slots": 9, "parts": {"0": {}, "1": {"kv_slots": 5, "mlp_parallel": "tensor"}, "2": {"kv_slots": 9}}}
+    later = spec.successor(1, facts)
+    expected = NgramDrafterConfig(), replace(model, kv_slots=5, mlp_parallel="tensor"), replace(model, kv_slots=9)
+    assert getattr(later.drafter, field) == expected
+    assert spec.successor(1, {}).drafter == spec.drafter
 
 
 def test_the_slots_of_the_last_process_hold_for_all_that_follow():

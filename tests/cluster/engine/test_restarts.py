@@ -11,15 +11,18 @@ import pytest
 
 from actors.coordinator import membership
 from actors.coordinator.scheduler import Scheduler
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
 from actors.drafters.cascade.level import CascadeDrafter
-from actors.drafters.lookup.ngram import NgramDrafter
+from actors.drafters.config import Placement
+from actors.drafters.lookup.ngram import NgramDrafter, NgramDrafterConfig
 from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.model.drafter import ModelDrafter
-from actors.options import PipelineConfig, PipelineName
+from actors.options import Parallel, PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
 from actors.roles.target import TargetRole
+from actors.worker.draft_rank_loop import DraftRankLoop
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import EngineError
 from cluster.runtime.inprocess import InprocessBackend
@@ -112,6 +115,31 @@ def test_what_dies_is_replaced_and_the_tokens_are_the_same(open_engine, break_at
             time.sleep(0.05)
             counters = engine.report().counters
         assert all(0 < seconds < WAIT_S for seconds in counters["resume_s"][role])
+
+
+def drafters_on_two_ranks(path, which):
+    model = ModelDrafterConfig(path=str(path), device="cpu", num_draft_tokens=3, ranks=2, parallel=Parallel.tensor)
+    small, lookup = replace(model, num_draft_tokens=2), NgramDrafterConfig(min_ngram=1)
+    if which == "cascade":
+        return CascadeDrafterConfig(levels=(small, model), num_draft_tokens=3)
+    return AutoDrafterConfig(drafters=(lookup, model), placement=Placement.separate, num_draft_tokens=3)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("which", ["auto", "cascade"])
+def test_one_of_two_ranks_with_several_drafters_is_replaced(open_engine, break_at, plain, half_agreeing_drafter, which):
+    """Its successor takes over how many KV rows each model has, which the two had measured together."""
+    engine = open_engine(drafters_on_two_ranks(half_agreeing_drafter, which), pipeline=PipelineConfig(adaptive=False))
+    break_at(DraftRankLoop, "_answers", 9, only=lambda loop: loop.spec.rank == 1)
+    deadline, counters = time.monotonic() + WAIT_S, {"resume_s": {}}
+    while "draft" not in counters["resume_s"]:
+        assert time.monotonic() < deadline
+        assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+        counters = engine.report().counters
+    assert [incident.identity for incident in engine.supervisor.incidents] == ["draft-1"]
+    before = counters["num_accepted_tokens"]
+    assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+    assert engine.report().counters["num_accepted_tokens"] > before
 
 
 LEVELS = {
