@@ -440,6 +440,7 @@ main()
 def test_a_signal_during_the_first_imports_is_one_line():
     program = """
 import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
         if name == "omegaconf.errors":
