@@ -148,8 +148,8 @@ class DrafterConfig(Choice):
         return () if pipeline == PipelineName.plain else self.member_names
 
     def measured(self, facts: Mapping[str, Any]) -> Self:
-        """The record with what the ranks of its role measured together as they opened it, by their facts. A successor of
-        one of them has no peer that would measure with it."""
+        """The record with what the ranks of its role measured together as they opened it, by their facts. A successor
+        of one of them has no peer that would measure with it."""
         names = {option.name for option in fields(self)}
         return replace(self, **{name: value for name, value in facts.items() if name in names.intersection(MEASURED)})
 
