@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -148,6 +149,7 @@ def granted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Granting, PoolLea
 
 
 def test_a_lease_whose_rank_is_lost_is_replaced_however_soon_and_though_the_pool_renews_it(granted, caplog) -> None:
+    caplog.set_level(logging.WARNING)
     pool, leases = granted
     assert not caplog.records, "the first lease is no news beside a warning"
     leases.lost(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import logging
 import socket
 import threading
 import time
@@ -211,6 +212,7 @@ def test_shutting_down_lets_running_requests_end(slow: RunningServer):
 
 def test_what_does_not_end_in_time_ends_with_an_error(chat_checkpoint, half_agreeing_drafter, caplog):
     """And not with a connection that is cut."""
+    caplog.set_level(logging.WARNING)
     with serving(chat_checkpoint, half_agreeing_drafter, pace_ms=PACE_MS) as server, ThreadPoolExecutor(2) as pool:
         running = [pool.submit(server.ask, "/v1/completions", {**LONG, "stream": stream}) for stream in (False, True)]
         until(lambda: server.num_running() == 2)
