@@ -7,10 +7,10 @@ needs. It must not know Hydra.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from actors.options import PipelineName, SchedulerConfig, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingKind
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from actors.transport.mailbox import Mailbox
     from parallel.comm.group import Group
     from parallel.runtime.decoder_runner import DecoderRunner
+    from parallel.runtime.interface import Runner
     from parallel.runtime.kv_sizing import DeviceShare
     from parallel.speculators.fusing import TapFuser
+
+
+OpenedModel = TypeVar("OpenedModel", bound="tuple[Runner, *tuple[Any, ...]]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,28 @@ class Placement(StrEnum):
     auto = "auto"
     attached = "attached"
     separate = "separate"
+
+
+class OpenedModels:
+    """The runners of a rank's drafter, each with what its `open_one` returned beside it, in the order in which they
+    were opened. A drafter that is built anew gets the same again."""
+
+    def __init__(self) -> None:
+        self._opened: list[Any] = []
+        self._num_given = 0
+
+    def begin_again(self) -> None:
+        """The next one is the first, and none knows rows of a text."""
+        self._num_given = 0
+        for runner, *_ in self._opened:
+            runner.forget_texts()
+
+    def next(self, open_one: Callable[[], OpenedModel]) -> OpenedModel:
+        """The next one, opened if it is not yet."""
+        if self._num_given == len(self._opened):
+            self._opened.append(open_one())
+        self._num_given += 1
+        return self._opened[self._num_given - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +92,7 @@ class DraftSetup:
     """The rank's, for a drafter whose drafts come from ranks of another role."""
     adaptive: bool = True
     """The value of `pipeline.adaptive`."""
+    opened: OpenedModels = field(default_factory=OpenedModels, compare=False)
 
     @property
     def agreed_slots(self) -> int:
@@ -301,8 +328,18 @@ class DrafterConfig(Choice):
         return set() if self.is_chain else {DraftTrait.BRANCHES}
 
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
-        """The drafter on this rank, and the facts that its role reports."""
+        """The drafter on this rank, and the facts that its role reports. Its models are opened by `setup.opened`."""
         raise ValueError(f"drafter={self.name}: has no drafter to build")
+
+    def rebuilder(self, setup: DraftSetup) -> Callable[[], Drafter] | None:
+        """Makes the drafter of this setup anew, as one that has learned nothing; None for a rank alone, whose drafter
+        need not agree with another."""
+
+        def rebuild() -> Drafter:
+            setup.opened.begin_again()
+            return self.build(setup)[0]
+
+        return None if setup.group.size == 1 else rebuild
 
 
 @dataclass(frozen=True, slots=True)

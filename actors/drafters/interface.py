@@ -66,9 +66,8 @@ class Context:
     is_unverified: bool = False  # no pass verifies the next draft, and none is to be run for it
 
     @classmethod
-    def admitted(cls, admit: Admit, vocab_size: int | None, life: int = 0) -> Context:
-        """The context of a request at its admission, for a drafter that knows `vocab_size` tokens (None: any). Rows of
-        its text are not shared with those of another `life`."""
+    def admitted(cls, admit: Admit, vocab_size: int | None) -> Context:
+        """The context of a request at its admission, for a drafter that knows `vocab_size` tokens (None: any)."""
         context = cls(
             admit.request_id,
             admit.epoch,
@@ -79,7 +78,7 @@ class Context:
             settled_len=admit.prompt_len,
             vocab_size=vocab_size,
             drafter=admit.drafter,
-            rows_scope=None if admit.rows_scope is None else (life, *admit.rows_scope),
+            rows_scope=admit.rows_scope,
             scope=admit.memory_scope,
             reference=_clamped(admit.reference, vocab_size),
             source=_clamped(admit.source, vocab_size),
@@ -306,6 +305,10 @@ class HasLevels(Protocol):
 
     def level_stats(self) -> tuple[LevelWork, ...]:
         """Work and acceptance of the levels since the last call."""
+        ...
+
+    def forget(self) -> None:
+        """Every request was released: so are those of the levels below in this process."""
         ...
 
 

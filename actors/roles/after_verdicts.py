@@ -46,3 +46,6 @@ class AfterVerdicts:
 
     def forget(self) -> None:
         """Drop every request, before the target does."""
+
+    def rejoin(self) -> None:
+        """Another epoch begins, beside ranks that may be new."""

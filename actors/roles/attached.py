@@ -8,7 +8,7 @@ ordered, the drafter gets the features alone; the text waits for the next order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -35,12 +35,18 @@ _MOST_OWN = 1
 
 
 class AttachedDrafter(AfterVerdicts):
-    """`group` are the target's ranks, on `device`."""
+    """`group` are the target's ranks, on `device`; `rebuild` as of `DraftRole`."""
 
     keeps_at_once = True  # the drafter may read them
 
-    def __init__(self, drafter: Drafter, group: Group, device: torch.device | str) -> None:
-        self.role = DraftRole(drafter)
+    def __init__(
+        self,
+        drafter: Drafter,
+        group: Group,
+        device: torch.device | str,
+        rebuild: Callable[[], Drafter] | None = None,
+    ) -> None:
+        self.role = DraftRole(drafter, rebuild=rebuild)
         self._group = group
         self._device = device
         self._outbox = Outbox()
@@ -137,3 +143,6 @@ class AttachedDrafter(AfterVerdicts):
         self._release_rows()
         self.role.forget()
         self._outbox = Outbox()
+
+    def rejoin(self) -> None:
+        self.role.rejoin(None)

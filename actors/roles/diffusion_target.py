@@ -137,8 +137,9 @@ class DiffusionTargetRole(ABC):
             guesses=(self._num_guessed, self._num_accepted),
         )
 
-    def use_weights(self, weights: Weights) -> None:
-        self._weights.use(weights)
+    def rejoin(self, weights: Weights | None) -> None:
+        if weights is not None:
+            self._weights.use(weights)
 
     def forget(self) -> None:
         """Drop every request and its rows."""

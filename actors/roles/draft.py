@@ -38,14 +38,19 @@ class DraftRole:
     With `adapts`, the measured cost of passes decides how many nodes a step of draft-ahead feeds.
     """
 
-    def __init__(self, drafter: Drafter, clock: Callable[[], float] = time.monotonic, *, adapts: bool = False) -> None:
-        self.drafter = drafter
+    def __init__(
+        self,
+        drafter: Drafter,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        adapts: bool = False,
+        rebuild: Callable[[], Drafter] | None = None,
+    ) -> None:
         self.clock = clock
         self.contexts: dict[int, Context] = {}
-        can = drafter.capabilities
-        self._capabilities = can
-        self._works_ahead = can.works_ahead
-        self._learns = can.learns
+        self._rebuild = rebuild
+        self._use(drafter)
+        can = self._capabilities
         self._idle_time: IdleTime | None = None
         if can.learns is not None:
             from actors.drafters.online.idle_time import IdleTime  # for drafters that learn alone
@@ -56,7 +61,6 @@ class DraftRole:
             from actors.drafters.draft_ahead.width import WidthChooser  # for roles that adapt alone
 
             self._width_chooser = WidthChooser()
-        self._num_forgotten = 0
         self._read_len: dict[int, int] = {}  # tokens of a text up to the last call that read it, by request
         self._steps: list[tuple[float, float, bool]] = []  # (started, finished, refreshed) since the last answer
         self._timing: DraftAheadTiming | None = None
@@ -64,6 +68,11 @@ class DraftRole:
             from actors.drafters.draft_ahead.timing import DraftAheadTiming  # for drafters that work ahead alone
 
             self._timing = DraftAheadTiming()
+
+    def _use(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self._capabilities = can = drafter.capabilities
+        self._works_ahead, self._learns = can.works_ahead, can.learns
 
     @property
     def wants_work(self) -> bool:
@@ -156,17 +165,19 @@ class DraftRole:
             self._learns.save()
 
     def forget(self) -> None:
-        """Release every request; the drafter keeps its model. Rows of texts are not found again: another rank of the
-        role, which may be new, has none."""
-        self._num_forgotten += 1
+        """Release every request; the drafter keeps its model."""
         for request_id in self.contexts:
             self.drafter.release(request_id)
+        if self._capabilities.has_levels is not None:
+            self._capabilities.has_levels.forget()
         self.contexts.clear()
         self._read_len.clear()
         self._steps.clear()
 
-    def use_weights(self, weights: Weights) -> None:
-        """A drafter keeps those that it has."""
+    def rejoin(self, weights: Weights | None) -> None:  # noqa: ARG002 (a drafter keeps those that it has)
+        """Ranks of one drafter make the same passes, so none may have learned what a new one has not."""
+        if self._rebuild is not None:
+            self._use(self._rebuild())
 
     def _update_contexts(self, batch: DraftBatch, features: Sequence[FeatureRows]) -> list[tuple[Context, int]]:
         """Bring the contexts up to the batch; returns (context, draft tokens wanted) of the orders to propose for."""
@@ -181,9 +192,7 @@ class DraftRole:
             if admit.request_id in self.contexts:  # a parent level that lost its answer admits again
                 self.drafter.release(admit.request_id)
                 self._read_len.pop(admit.request_id, None)
-            self.contexts[admit.request_id] = Context.admitted(
-                admit, self._capabilities.vocab_size, self._num_forgotten
-            )
+            self.contexts[admit.request_id] = Context.admitted(admit, self._capabilities.vocab_size)
             self.drafter.open(self.contexts[admit.request_id])
         for commit in batch.commits:
             self._commit(commit)

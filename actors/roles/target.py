@@ -134,8 +134,10 @@ class TargetRole:
         if self._ahead is not None:
             self._run_ahead(self._ahead, batch, answer)
 
-    def use_weights(self, weights: Weights) -> None:
-        self._weights.use(weights)
+    def rejoin(self, weights: Weights | None) -> None:
+        if weights is not None:
+            self._weights.use(weights)
+        self._drafter.rejoin()
 
     def _update(self, batch: VerifyBatch) -> tuple[tuple[int, int], ...]:
         """Bring requests and rows up to the batch, last commits before releases: (request, rows it had) of the hits."""

@@ -15,5 +15,6 @@ if TYPE_CHECKING:
 
 def build_draft(spec: RankSpec, group: Group, mailbox: Mailbox | None) -> tuple[DraftRole, dict[str, object]]:
     """The role and what it measured; a drafter whose drafts come from ranks of another role needs the `mailbox`."""
-    drafter, facts = spec.drafter.build(replace(spec.draft_setup(group), role=spec.role, mailbox=mailbox))
-    return DraftRole(drafter, adapts=spec.adaptive), facts
+    setup = replace(spec.draft_setup(group), role=spec.role, mailbox=mailbox)
+    drafter, facts = spec.drafter.build(setup)
+    return DraftRole(drafter, adapts=spec.adaptive, rebuild=spec.drafter.rebuilder(setup)), facts

@@ -47,8 +47,9 @@ class RankRole(Protocol):
         """Drop every request; the next batch starts from nothing."""
         ...
 
-    def use_weights(self, weights: Weights) -> None:
-        """Serve these weights of the target, while there is no request. ValueError if they cannot be had."""
+    def rejoin(self, weights: Weights | None) -> None:
+        """Begin another epoch, beside ranks that may be new: serve these weights of the target, None: those that it
+        has. ValueError if they cannot be had."""
         ...
 
 
@@ -156,8 +157,8 @@ class RankLoop(Generic[Role]):
         if self._role is None:
             spec = self.spec if join.weights is None else replace(self.spec, weights=join.weights)
             self._role, self._facts = self.build(spec, self._group)
-        elif join.weights is not None:
-            self._role.use_weights(join.weights)
+        else:
+            self._role.rejoin(join.weights)
         self._send_ready()
         log_event(self._logger, "ready", epoch=join.epoch, **self._facts)
         self.observe(f"epoch {join.epoch}")

@@ -68,7 +68,7 @@ def build_target(spec: RankSpec, group: Group, bridge: FeatureSender | None) -> 
 
         setup = replace(spec.draft_setup(group), target_runner=runner)
         drafter, facts["drafter"] = spec.drafter.build(setup)
-        after = AttachedDrafter(drafter, group, spec.device)
+        after = AttachedDrafter(drafter, group, spec.device, spec.drafter.rebuilder(setup))
     # on every rank, since each has heads of its own; a bridge has its end on the lead alone
     if (is_attached and spec.drafter.reads_features) or spec.drafter.is_bridged(spec.pipeline):
         from actors.verification.features import FeatureReader  # for drafters that read hidden states alone

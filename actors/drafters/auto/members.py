@@ -20,6 +20,7 @@ from actors.drafters.interface import (
     Drafter,
     DraftsAhead,
     FeatureRows,
+    HasLevels,
     ReadsFeatures,
     SharesRows,
 )
@@ -222,12 +223,19 @@ class Members(ABC):
             if (reader := one.drafter.capabilities.reads_top_tokens) is not None:
                 reader.read_top_tokens(top_tokens)
 
+    def forget(self) -> None:
+        for one in self._with_levels():
+            one.forget()
+
     def level_stats(self) -> tuple[LevelWork, ...]:
         """Work of the drafters, and acceptance of the drafts that were used; of a cascade also that of its levels."""
         work, self._work = self._work, [LevelWork(one.name) for one in self.members]
-        inner = [one.drafter.capabilities.has_levels for one in self.members]
-        levels = [level for one in inner if one is not None for level in one.level_stats()]
+        levels = [level for one in self._with_levels() for level in one.level_stats()]
         return (*(one for one in work if one.num_passes or one.num_accepted_tokens), *levels)
+
+    def _with_levels(self) -> list[HasLevels]:
+        can = [one.drafter.capabilities for one in self.members]
+        return [one.has_levels for one in can if one.has_levels is not None]
 
     def _count_call(self, number: int, seconds: float) -> None:
         """One call of this member, whose drafts may be used or not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from actors.drafters.cascade.child import ChildLevel, ChildPort, LocalChild
@@ -53,7 +54,8 @@ def build_levels(
                 runner, held = open_self_draft(model, setup, resumes=False), {}
             else:
                 given = setup.scheduler, setup.group, setup.device
-                runner, held = open_draft_model(model, *given, agreed_slots=setup.agreed_slots)
+                open_level = partial(open_draft_model, model, *given, agreed_slots=setup.agreed_slots)
+                runner, held = setup.opened.next(open_level)
             port = LocalChild(drafter) if drafter is not None else child
             assert port is not None, "a cascade above level 0 has a level below it"
             top = level == len(config.levels) - 1

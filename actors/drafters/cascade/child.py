@@ -54,6 +54,9 @@ class ChildPort(Protocol):
     def poll(self) -> None:
         """Read records that report the loss or the return of the child."""
 
+    def forget(self) -> None:
+        """Every request ended, in another epoch than the next one begins in."""
+
 
 class LocalChild:
     """The child level runs in this process and drafts on demand."""
@@ -74,6 +77,9 @@ class LocalChild:
 
     def poll(self) -> None:
         """Nothing to do: a child in the same process cannot be lost alone."""
+
+    def forget(self) -> None:
+        self._role.forget()
 
 
 @dataclass(slots=True)
@@ -141,6 +147,11 @@ class ChildLevel:
         text = self._texts.pop(request_id, None)
         if text is not None and text.length:
             self._releases.append(request_id)
+
+    def forget(self) -> None:
+        """Every request ended; a child elsewhere begins another epoch too, without any."""
+        self._releases = []
+        self._port.forget()
 
     def post(self, orders: Iterable[tuple[int, Sequence[int], int]]) -> None:
         """Send text and orders as (request, its text, draft tokens); 0 tokens only bring the child up to date."""

@@ -185,6 +185,9 @@ class CascadeDrafter:
         self.runner.close(request_id)
         self._child.release(request_id)
 
+    def forget(self) -> None:
+        self._child.forget()
+
     def level_stats(self) -> tuple[LevelWork, ...]:
         work = self._stats.flush(self._child.level_stats())
         if self._control is not None:

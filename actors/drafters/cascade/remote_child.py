@@ -42,6 +42,9 @@ class RemoteChild:
     def has_records(self) -> bool:
         return self._mailbox.has_child_records
 
+    def forget(self) -> None:
+        """Nothing to do: the role below is recalled together with this one."""
+
     def post(self, batch: DraftBatch) -> None:
         self._answer, self._posted_epoch = [], self.epoch
         if self._present and self._is_lead:

@@ -56,8 +56,8 @@ _WIDEST_BY_DEFAULT = 4
 
 def build_model_drafter(config: ModelDrafterConfig, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
     """The drafter of this pipeline over its model, and the facts it reports."""
-    given = setup.scheduler, setup.group, setup.device
-    runner, facts = open_draft_model(config, *given, setup.pipeline, setup.sharing, setup.agreed_slots)
+    given = setup.scheduler, setup.group, setup.device, setup.pipeline, setup.sharing, setup.agreed_slots
+    runner, facts = setup.opened.next(lambda: open_draft_model(config, *given))
     if config.tokenizer and config.translate is Translation.strings:
         from actors.drafters.model.string_drafter import StringDrafter
 

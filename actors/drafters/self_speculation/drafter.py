@@ -70,12 +70,16 @@ def open_self_draft(config: SelfDrafterConfig, setup: DraftSetup, *, resumes: bo
         raise ValueError("drafter=self: drafts with the target's own layers, and has to be on its ranks")
     num_layers = target.config.num_layers
     config.check_layers(num_layers)
-    # what attended to a part of the rows is not exact, in any layer but the first
-    runner = SelfDraftRunner(target, config.layer_plan(num_layers), resumes=resumes and config.keeps_all_rows)
-    if not config.keeps_all_rows:
-        runner.keep_rows_by(_policy_of(config, target))
-    pace(runner, config.pace_ms)
-    return runner
+
+    def open_one() -> tuple[SelfDraftRunner]:
+        # what attended to a part of the rows is not exact, in any layer but the first
+        runner = SelfDraftRunner(target, config.layer_plan(num_layers), resumes=resumes and config.keeps_all_rows)
+        if not config.keeps_all_rows:
+            runner.keep_rows_by(_policy_of(config, target))
+        pace(runner, config.pace_ms)
+        return (runner,)
+
+    return setup.opened.next(open_one)[0]
 
 
 def _policy_of(config: SelfDrafterConfig, target: DecoderRunner) -> PartialRows:

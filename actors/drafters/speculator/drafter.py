@@ -87,6 +87,19 @@ def build_speculator_drafter(
     config: SpeculatorDrafterConfig, setup: DraftSetup
 ) -> tuple[SpeculatorDrafter | AheadSpeculatorDrafter | OnlineDrafter, dict[str, object]]:
     """The drafter beside the target's own tables if it is attached, else beside its own copy of them."""
+    runner, place, facts = setup.opened.next(lambda: _open(config, setup))
+    drafter = (
+        AheadSpeculatorDrafter(runner, config, setup.model_options, setup.pipeline)
+        if PipelineName(setup.pipeline).works_ahead
+        else SpeculatorDrafter(runner, config, setup.model_options)
+    )
+    return (_learning(drafter, config, setup.target.path, place) if config.online else drafter), facts
+
+
+def _open(
+    config: SpeculatorDrafterConfig, setup: DraftSetup
+) -> tuple[SpeculatorRunner, SpeculatorPlace, dict[str, object]]:
+    """The method's module on this rank, where it is, and the facts that its role reports."""
     device, target, target_runner = setup.device, setup.target, setup.target_runner
     dtype, weights = _types(config if target_runner is None else _as_target(config, target_runner), device)
     if target_runner is not None:
@@ -126,12 +139,7 @@ def build_speculator_drafter(
         "weight_bytes": memory.weight_bytes + copied,
         "kv_bytes": runner.kv_bytes or num_slots * memory.bytes_per_slot,
     }
-    drafter = (
-        AheadSpeculatorDrafter(runner, config, setup.model_options, setup.pipeline)
-        if PipelineName(setup.pipeline).works_ahead
-        else SpeculatorDrafter(runner, config, setup.model_options)
-    )
-    return (_learning(drafter, config, target.path, place) if config.online else drafter), facts
+    return runner, place, facts
 
 
 def _slots_of_windows(config: SpeculatorDrafterConfig, scheduler: SchedulerConfig, limits: RowLimits) -> int:

@@ -12,12 +12,13 @@ import pytest
 from actors.coordinator import membership
 from actors.coordinator.scheduler import Scheduler
 from actors.drafters.auto.config import AutoDrafterConfig
-from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths, LevelsPlacement
 from actors.drafters.cascade.level import CascadeDrafter
 from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafter, NgramDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.ahead_drafter import AheadDrafter
-from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.model.config import LengthRule, ModelDrafterConfig
 from actors.drafters.model.drafter import ModelDrafter
 from actors.options import Parallel, PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
@@ -140,6 +141,41 @@ def test_one_of_two_ranks_with_several_drafters_is_replaced(open_engine, break_a
     before = counters["num_accepted_tokens"]
     assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
     assert engine.report().counters["num_accepted_tokens"] > before
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("which", ["suffix", "lengths", "threshold"])
+def test_ranks_beside_one_that_is_replaced_forget_what_their_drafter_learned(
+    open_engine, break_at, plain, half_agreeing_drafter, which
+):
+    """The successor has learned nothing, and ranks that draft differently would wait for each other's rows."""
+    model = ModelDrafterConfig(path=str(half_agreeing_drafter), device="cpu", ranks=2, parallel=Parallel.tensor)
+    drafter = {
+        "suffix": CascadeDrafterConfig(levels=(SuffixDrafterConfig(), model), num_draft_tokens=3),
+        "lengths": CascadeDrafterConfig(levels=(replace(model, num_draft_tokens=2), model), num_draft_tokens=4, lengths=LevelLengths.auto),
+        "threshold": replace(model, length_rule=LengthRule.threshold, num_draft_tokens=5),
+    }[which]
+    engine = open_engine(drafter, pipeline=PipelineConfig(adaptive=False))
+    for _ in range(3):
+        assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+    break_at(DraftRankLoop, "_answers", 3, only=lambda loop: loop.spec.rank == 1)
+    deadline, counters = time.monotonic() + WAIT_S, {"resume_s": {}}
+    while "draft" not in counters["resume_s"]:
+        assert time.monotonic() < deadline
+        assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+        counters = engine.report().counters
+    for _ in range(3):
+        assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+    counters = engine.report().counters
+    print(
+        which,
+        engine.supervisor.incidents,
+        counters["num_role_losses"],
+        counters["resume_s"],
+        counters["num_accepted_tokens"],
+    )
+    assert [incident.identity for incident in engine.supervisor.incidents] == ["draft-1"]
+    assert counters["num_role_losses"] == {"draft": 1}
 
 
 LEVELS = {
