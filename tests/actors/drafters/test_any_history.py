@@ -220,11 +220,30 @@ class Line:
         return None
 
 
+def setup_of(case):
+    limits = SchedulerConfig(prefill_chunk=3)
+    return DraftSetup(VerifyConfig(case.rule, law_size=4), case.pipeline, limits, SINGLE, "cpu", (1,))
+
+
+def open_role(case, num_slots, choose):
+    """One that rejoins as one of several ranks does, but for a level above a role of its own."""
+    if case.is_remote:
+        return DraftRole(open_drafter(case, num_slots, choose))
+    config, setup = with_slots(case.config, num_slots), setup_of(case)
+    drafter, _ = config.build(setup)
+    num_opened = len(setup.opened._opened)
+
+    def rebuild():
+        setup.opened.begin_again()
+        rebuilt, _ = config.build(setup)
+        assert len(setup.opened._opened) == num_opened, "a model was opened twice"
+        return rebuilt
+
+    return DraftRole(drafter, rebuild=rebuild)
+
+
 def open_drafter(case, num_slots, choose=None):
-    config: Any = with_slots(case.config, num_slots)
-    setup = DraftSetup(
-        VerifyConfig(case.rule, law_size=4), case.pipeline, SchedulerConfig(prefill_chunk=3), SINGLE, "cpu", (1,)
-    )
+    config, setup = with_slots(case.config, num_slots), setup_of(case)
     if not case.is_remote:
         return config.build(setup)[0]
     child, _ = config.levels[0].build(setup)
@@ -281,7 +300,7 @@ class Parent:
     epoch: int = 0
 
     def __post_init__(self):
-        self.role = DraftRole(open_drafter(self.case, self.num_slots, self.choose))
+        self.role = open_role(self.case, self.num_slots, self.choose)
         self.fresh = open_drafter(replace(self.case, is_remote=False), ROOMY)
         self.longest = self.case.config.num_draft_tokens
 
@@ -414,6 +433,8 @@ class Parent:
     def lose(self):
         """The role lost its state: every request comes back in another epoch."""
         self.role.forget()
+        if self.choose.random() < 0.5:
+            self.role.rejoin(None)
         self.previews.clear()
         self.epoch += 1
         self.check_rows()

@@ -24,6 +24,7 @@ from actors.options import Parallel, PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
 from actors.roles.target import TargetRole
 from actors.worker.draft_rank_loop import DraftRankLoop
+from actors.worker.rank_loop import RankLoop
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import EngineError
 from cluster.runtime.inprocess import InprocessBackend
@@ -143,39 +144,49 @@ def test_one_of_two_ranks_with_several_drafters_is_replaced(open_engine, break_a
     assert engine.report().counters["num_accepted_tokens"] > before
 
 
+def learning_drafter(path, which):
+    """What they keep between requests: answers, measured lengths, and how sure the model was when it was right."""
+    model = ModelDrafterConfig(path=str(path), device="cpu", ranks=2, parallel=Parallel.tensor, num_draft_tokens=5)
+    return {
+        "suffix": CascadeDrafterConfig(levels=(SuffixDrafterConfig(), model), num_draft_tokens=3),
+        "lengths": CascadeDrafterConfig(
+            levels=(replace(model, num_draft_tokens=2), model), num_draft_tokens=4, lengths=LevelLengths.auto
+        ),
+        "threshold": replace(model, length_rule=LengthRule.threshold),
+        "ahead": model,
+        "attached": ModelDrafterConfig(path=str(path), length_rule=LengthRule.threshold, num_draft_tokens=5),
+    }[which]
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("which", ["suffix", "lengths", "threshold"])
+@pytest.mark.parametrize(
+    "which",
+    ["suffix", "attached", *(pytest.param(one, marks=pytest.mark.slow) for one in ("lengths", "threshold", "ahead"))],
+)
 def test_ranks_beside_one_that_is_replaced_forget_what_their_drafter_learned(
     open_engine, break_at, plain, half_agreeing_drafter, which
 ):
     """The successor has learned nothing, and ranks that draft differently would wait for each other's rows."""
-    model = ModelDrafterConfig(path=str(half_agreeing_drafter), device="cpu", ranks=2, parallel=Parallel.tensor)
-    drafter = {
-        "suffix": CascadeDrafterConfig(levels=(SuffixDrafterConfig(), model), num_draft_tokens=3),
-        "lengths": CascadeDrafterConfig(levels=(replace(model, num_draft_tokens=2), model), num_draft_tokens=4, lengths=LevelLengths.auto),
-        "threshold": replace(model, length_rule=LengthRule.threshold, num_draft_tokens=5),
-    }[which]
-    engine = open_engine(drafter, pipeline=PipelineConfig(adaptive=False))
+    role = "target" if which == "attached" else "draft"
+    pipeline = PipelineName.branches if which == "ahead" else PipelineName.sync
+    options = {"tp": 2} if which == "attached" else {}
+    drafter = learning_drafter(half_agreeing_drafter, which)
+    engine = open_engine(drafter, pipeline=PipelineConfig(pipeline, adaptive=False), **options)
     for _ in range(3):
         assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
-    break_at(DraftRankLoop, "_answers", 3, only=lambda loop: loop.spec.rank == 1)
+    break_at(RankLoop, "_check", 5, only=lambda loop: loop.spec.identity == f"{role}-1")
     deadline, counters = time.monotonic() + WAIT_S, {"resume_s": {}}
-    while "draft" not in counters["resume_s"]:
+    while role not in counters["resume_s"]:
         assert time.monotonic() < deadline
         assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
         counters = engine.report().counters
+    before = counters["draft_busy_s"]
     for _ in range(3):
         assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
     counters = engine.report().counters
-    print(
-        which,
-        engine.supervisor.incidents,
-        counters["num_role_losses"],
-        counters["resume_s"],
-        counters["num_accepted_tokens"],
-    )
-    assert [incident.identity for incident in engine.supervisor.incidents] == ["draft-1"]
-    assert counters["num_role_losses"] == {"draft": 1}
+    assert counters["draft_busy_s"] > before
+    assert [incident.identity for incident in engine.supervisor.incidents] == [f"{role}-1"]
+    assert counters["num_role_losses"] == {role: 1}
 
 
 LEVELS = {
