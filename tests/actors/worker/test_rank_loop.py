@@ -68,6 +68,9 @@ class Role:
     def forget(self) -> None:
         self.log.append("forgot")
 
+    def rejoin(self, weights) -> None:
+        self.log.append("rejoined")
+
 
 class LoggedGroup(Group):
     rank, size, is_abortable = 0, 2, True
@@ -122,7 +125,7 @@ def expected_log(records, rank):
                 if inside:
                     leave()
                 epoch, last, inside = record.epoch, record.round, True
-                log.extend([] if built else ["built"])
+                log.append("rejoined" if built else "built")
                 built = True
                 log.append(("ready", rank, epoch))
             case Join() if inside and record.epoch == epoch:
@@ -244,6 +247,9 @@ class Drafter(DraftRole):
     def forget(self):
         self.steps = 0
 
+    def rejoin(self, weights):
+        pass
+
     def close(self):
         assert self.steps == 0, "a rank that ends drops its requests first"
 
@@ -299,6 +305,9 @@ class Stuck:
     def forget(self) -> None:
         self.forgotten += 1
 
+    def rejoin(self, weights) -> None:
+        pass
+
 
 class Nccl:
     def __init__(self) -> None:
@@ -349,6 +358,9 @@ class Bridged(DraftRole):
         yield ProposalBatch(batch.round, features, 0.0, 0.0)
 
     def forget(self) -> None:
+        pass
+
+    def rejoin(self, weights) -> None:
         pass
 
     close = forget
