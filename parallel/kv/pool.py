@@ -340,13 +340,22 @@ class KVPool:
         keys, values = (stored[layer].index_select(0, slots) for stored in self._moved)
         return self.widened(layer, keys.view(FP8), values.view(FP8)) if self.is_fp8 else (keys, values)
 
+    def read_keys(self, layer: int, slots: torch.Tensor | range) -> torch.Tensor:
+        """Keys alone [n, kv_heads, head_dim]; those of a run of slots are not copied."""
+        stored = self._moved[0][layer]
+        keys = stored[slots.start : slots.stop] if isinstance(slots, range) else stored.index_select(0, slots)
+        return self._widened_by(keys.view(FP8), self.scales[layer][0]) if self.is_fp8 else keys
+
     def widened(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of a layer as they stand in the pool -> the numbers that they stand for, in `dtype`."""
         if not self.is_fp8:
             return keys, values
         key_scale, value_scale = self.scales[layer]
-        keys, values = keys.to(self.dtype), values.to(self.dtype)
-        return keys if key_scale == 1 else keys * key_scale, values if value_scale == 1 else values * value_scale
+        return self._widened_by(keys, key_scale), self._widened_by(values, value_scale)
+
+    def _widened_by(self, rows: torch.Tensor, scale: float) -> torch.Tensor:
+        rows = rows.to(self.dtype)
+        return rows if scale == 1 else rows * scale
 
     def copy(self, layers: range, source: torch.Tensor, into: torch.Tensor) -> None:
         """Copy the rows of these layers from slots to others."""

@@ -12,7 +12,7 @@ needs the rows behind these next. Knows no draft tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -79,8 +79,7 @@ class StreamingRows(PartialRows):
         for kv_layer, layer in enumerate(decoder.held):
             turn = turns[decoder.layers[layer].windowed]
             assert turn is not None, "positions are rotations"
-            keys, _ = self._pool.read(kv_layer, rows)
-            self._pool.write_keys(kv_layer, rows, rotate(keys, turn))
+            self._pool.write_keys(kv_layer, rows, rotate(self._pool.read_keys(kv_layer, rows), turn))
 
 
 class RecentRows(PartialRows):
@@ -222,7 +221,8 @@ class AttentionWeights:
     def __post_init__(self) -> None:
         device = self.pool.keys.device
         self.sums = [torch.zeros(rows.context, device=device) for rows in self.rows]
-        self.rows = [_with_slots_of_its_own(rows) for rows in self.rows]
+        # with a copy of their slots, which the next change of the table does not reach
+        self.rows = [replace(rows, slots=rows.slots.copy()) for rows in self.rows]
 
     def drop(self, seq_id: SeqId) -> None:
         """Leave out the row of a sequence; the pass is over, or was given up."""
@@ -240,8 +240,9 @@ class AttentionWeights:
         queries, _, _ = heads.split(projected.index_select(0, asking), turned)
         result = self.plan.attend(heads, projected, rotation)
         for i, rows in enumerate(self.rows):
-            keys, _ = self.pool.read(heads.layer, upload(rows.slots[: rows.context], projected.device))
-            self.sums[i] += _weights(self.shape, queries[i], keys)
+            run, context = rows.run, rows.context
+            slots = upload(rows.slots[:context], projected.device) if run is None else run[:context]
+            self.sums[i] += _weights(self.shape, queries[i], self.pool.read_keys(heads.layer, slots))
         return result
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -251,15 +252,11 @@ class AttentionWeights:
         return self.plan.written(layer)
 
 
-def _with_slots_of_its_own(rows: SpanRows) -> SpanRows:
-    """The rows with a copy of their slots, which the next change of the table does not reach."""
-    return rows.seeing(np.arange(rows.context))
-
-
 def _weights(shape: AttentionShape, query: Tensor, keys: Tensor) -> Tensor:
     """query [heads, head_dim], keys [L, kv_heads, head_dim] -> the sum of its heads' weights on each, [L] float32."""
     grouped = query.float().view(keys.shape[1], -1, query.shape[-1])
-    scores = grouped @ keys.float().permute(1, 2, 0) * (query.shape[-1] ** -0.5 if shape.scale is None else shape.scale)
+    scores = grouped @ keys.float().permute(1, 2, 0)
+    scores *= query.shape[-1] ** -0.5 if shape.scale is None else shape.scale
     if shape.softcap is not None:
         scores = torch.tanh(scores / shape.softcap) * shape.softcap
     return scores.softmax(-1).sum((0, 1))
