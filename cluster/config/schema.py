@@ -109,6 +109,8 @@ class ClusterConfig(Section):
         else:
             other = ", or auto" if self.name == "existing" else ", or submit the job with `sbatch launch.sh`"
             require(bool(address), f"{where}.address", address, f"give HOST:PORT of the Ray cluster{other}")
+        remedy = "is for processes; with cluster=inprocess drop it"
+        require(self.name != "inprocess" or not self.interface, f"{where}.interface", self.interface, remedy)
         remedy = "is for one machine, where there is no network; use cluster=local or cluster=inprocess, or drop it"
         require(here or not self.link_delay_ms, f"{where}.link_delay_ms", self.link_delay_ms, remedy)
 

@@ -66,6 +66,7 @@ UNFIT = [
     ),
     (["cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
     (["cluster=inprocess", "cluster.nodes=2"], "cluster.nodes=2: is only for clusters of several nodes; drop it"),
+    (["cluster=inprocess", "cluster.interface=ib0"], "cluster.interface=ib0: is for processes; with cluster=inprocess"),
     (["cluster=inprocess", "cluster.address=a:1"], "cluster.address=a:1: is only for cluster=existing; add that"),
     (["cluster=existing"], "cluster.address='': give HOST:PORT of the Ray cluster, or auto"),
     (["cluster=slurm"], "cluster.address='': give HOST:PORT of the Ray cluster, or submit the job with `sbatch "),
