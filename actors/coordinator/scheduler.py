@@ -118,12 +118,8 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def preempt_all(self) -> list[Sequence]:
-        """The target and all rows are lost: every sequence returns to the front of the queue, oldest first."""
-        return self.preempt(self.running)
-
     def preempt(self, sequences: Collection[Sequence]) -> list[Sequence]:
-        """Running sequences return to the front of the queue, to be read again."""
+        """Running sequences return to the front of the queue, oldest first, to be read again."""
         victims = [sequence for sequence in self.running if sequence in sequences]
         self.running = [sequence for sequence in self.running if sequence not in sequences]
         for victim in victims:

@@ -426,7 +426,7 @@ class Coordinator:
     def _start_loading(self, now: float) -> VerifyBatch:
         """All requests leave the batch, to be read again from their committed tokens once the weights are loaded."""
         self._loading, self._wanted = self._wanted, None
-        self._preempt(self._scheduler.preempt_all())
+        self._preempt(self._scheduler.preempt(self._scheduler.running))
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
         self._round = Round(now, verifying=set(), sent_at=now)
         return VerifyBatch(self._verify_round, *self._target_outbox.flush(), after=after, weights=self._loading)
@@ -523,7 +523,7 @@ class Coordinator:
             return []
         self._has_target, self._target_outbox = False, Outbox()
         self._round.verifying, self._round.admitted = None, []
-        for sequence in self._scheduler.preempt_all():
+        for sequence in self._scheduler.preempt(self._scheduler.running):
             self._drafter.release(sequence)
         lost, self._loading = self._loading, None
         return [] if lost is None else [WeightsUpdated(lost.version, _LOST, is_lost=True)]

@@ -9,21 +9,13 @@ every token it tested, so noise must not be used twice. Chains only; `compatibil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from actors.protocol.messages import SparseDistribution, TokenTree
-from actors.verification.distributions import NO_MASS, Residual, TargetRow, child_distributions
+from actors.verification.distributions import NO_MASS, Accepted, DrawnTree, Residual, TargetRow, child_distributions
 from actors.verification.random_source import RandomSource
 
 
-def verify_block(
-    tree: TokenTree,
-    sampling_kinds: Sequence[int],
-    distributions: Sequence[SparseDistribution | None],
-    target_row: TargetRow,
-    random_source: RandomSource,
-) -> tuple[tuple[int, ...], int]:
+def verify_block(draft: DrawnTree, target_row: TargetRow, random_source: RandomSource) -> Accepted:
     """(path, next_token): `reach` is P_i, the probability that the path to node i is accepted."""
+    tree = draft.tree
     assert tree.is_chain, "block verification is for chains"
     last = tree.num_draft_tokens
     accepted, weights = 0, None
@@ -31,9 +23,9 @@ def verify_block(
     while reach > 0:
         residual, kept, below = Residual(target_row(node)), reach, 0.0
         if node < last:
-            (draft,) = child_distributions(tree, sampling_kinds, distributions[node], [node + 1])
-            below = min(1.0, reach * residual.probability(tree.token_ids[node + 1]) / draft.own)
-            left = residual.subtract(draft, reach)
+            (drawn,) = child_distributions(draft, node, [node + 1])
+            below = min(1.0, reach * residual.probability(drawn.token) / drawn.own)
+            left = residual.subtract(drawn, reach)
             spare = left + (1.0 - reach)  # in this order, so that the root's chance is 1
             kept = left / spare if spare > NO_MASS else 1.0
         if node == 0 or random_source.accept(kept, node):

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from actors.protocol.messages import SparseDistribution
+from actors.protocol.messages import SamplingKind, SparseDistribution
 from actors.sampling.draft_sampling import truncate_distribution
 from actors.sampling.logits import LogitRows, is_greedy, process_batch, process_logits
+from actors.verification.distributions import DrawnTree
 from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
-from actors.verification.target_rows import DeferredDraw, NamedDraft, TargetRows
+from actors.verification.target_rows import DeferredDraw, TargetRows, renumbered
 
 if TYPE_CHECKING:
     from actors.verification.verifier import VerifyInput
@@ -61,15 +63,15 @@ class RatioTest:
         self, inputs: Sequence[VerifyInput], rows: Sequence[LogitRows], parts: Sequence[slice], logits: Tensor
     ) -> list[Judged]:
         """Tests against whole distributions, which take two reads by the host on a GPU."""
-        drafts = [NamedDraft.of(own.tree, _drawn(one)[1]) for one, own in zip(inputs, rows, strict=True)]
+        drafts, names = zip(*[renumbered(_drawn(one)) for one in inputs], strict=True)
         greedy = [is_greedy(own.params) for own in rows for _ in own.tree.parents]
         scores = process_batch(logits, rows, self._eos_token_ids)
-        target = TargetRows(scores, greedy, [names for draft in drafts for names in draft.names])
+        target = TargetRows(scores, greedy, [*chain.from_iterable(names)])
         paths, ends, draws = list[tuple[int, ...]](), list[int](), list[DeferredDraw]()
         for one, draft, part in zip(inputs, drafts, parts, strict=True):
-            kinds, draw = _drawn(one)[0], DeferredDraw(_random_source(one))
+            draw = DeferredDraw(_random_source(one))
             row_of = partial(lambda start, node: target.row(start + node), part.start)
-            paths.append(RULES[self._rule](draft.tree, kinds, draft.distributions, row_of, draw)[0])
+            paths.append(RULES[self._rule](draft, row_of, draw)[0])
             ends.append(part.start + draw.node)
             draws.append(draw)
         tokens = target.draw(ends, [draw.weights for draw in draws], [draw.mark() for draw in draws])
@@ -89,11 +91,13 @@ class RatioTest:
             row[list(cut[node].token_ids)] = cut[node].probs
             return row
 
-        path, next_token = RULES[self._rule](rows.tree, *_drawn(verified), target_row, random_source)
+        path, next_token = RULES[self._rule](_drawn(verified), target_row, random_source)
         return path, next_token, tuple(cut[node] for node in (0, *path))
 
 
-def _drawn(verified: VerifyInput) -> tuple[Sequence[int], Sequence[SparseDistribution | None]]:
-    """How the nodes were drawn, and the distribution of every node's children."""
+def _drawn(verified: VerifyInput) -> DrawnTree:
+    """The draft of an input; one without a proposal has a root alone."""
     proposal = verified.proposal
-    return ((0,), (None,)) if proposal is None else (proposal.sampling_kinds, proposal.distributions)
+    if proposal is None:
+        return DrawnTree(verified.tree, (SamplingKind.ROOT,), (None,))
+    return DrawnTree(proposal.tree, proposal.sampling_kinds, proposal.distributions)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.protocol.messages import SparseDistribution, TokenTree
-from actors.verification.distributions import NO_MASS, ChildDistribution, TargetRow, child_distributions, walk_down
+from actors.verification.distributions import NO_MASS, Accepted, ChildDistribution, DrawnTree, TargetRow, walk_down
 from actors.verification.random_source import RandomSource
 
 
@@ -33,27 +32,19 @@ def discount(target: np.ndarray, distribution: ChildDistribution, num_draws: int
     return high, acceptance(high)
 
 
-def verify_kseq(
-    tree: TokenTree,
-    sampling_kinds: Sequence[int],
-    distributions: Sequence[SparseDistribution | None],
-    target_row: TargetRow,
-    random_source: RandomSource,
-) -> tuple[tuple[int, ...], int]:
+def verify_kseq(draft: DrawnTree, target_row: TargetRow, random_source: RandomSource) -> Accepted:
     """(path, next_token): at each node the first child accepted with min(1, p / (rho q)) wins."""
 
-    def test(node: int, siblings: Sequence[int]) -> int | np.ndarray:
-        target = target_row(node)
-        if not siblings:
+    def test(target: np.ndarray, children: Sequence[ChildDistribution]) -> int | np.ndarray:
+        if not children:
             return target
-        drafts = child_distributions(tree, sampling_kinds, distributions[node], siblings)
-        rho, beta = discount(target, drafts[0], len(siblings))
-        for child, draft in zip(siblings, drafts, strict=True):
-            if random_source.accept(min(1.0, float(target[tree.token_ids[child]]) / (rho * draft.own)), child):
-                return child
-        return _residual(target, drafts[0], rho, beta, len(siblings))
+        rho, beta = discount(target, children[0], len(children))
+        for child in children:
+            if random_source.accept(min(1.0, float(target[child.token]) / (rho * child.own)), child.node):
+                return child.node
+        return _residual(target, children[0], rho, beta, len(children))
 
-    return walk_down(tree, test, random_source)
+    return walk_down(draft, target_row, random_source, test)
 
 
 def _residual(

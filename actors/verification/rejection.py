@@ -11,28 +11,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.protocol.messages import SparseDistribution, TokenTree
-from actors.verification.distributions import Residual, TargetRow, child_distributions, walk_down
+from actors.verification.distributions import Accepted, ChildDistribution, DrawnTree, Residual, TargetRow, walk_down
 from actors.verification.random_source import RandomSource
 
 
-def verify_rejection(
-    tree: TokenTree,
-    sampling_kinds: Sequence[int],
-    distributions: Sequence[SparseDistribution | None],
-    target_row: TargetRow,
-    random_source: RandomSource,
-) -> tuple[tuple[int, ...], int]:
+def verify_rejection(draft: DrawnTree, target_row: TargetRow, random_source: RandomSource) -> Accepted:
     """(path, next_token): at each node accept a child with min(1, P/q), else subtract its distribution and try the
     next."""
 
-    def test(node: int, siblings: Sequence[int]) -> int | np.ndarray:
-        residual = Residual(target_row(node))
-        drafts = child_distributions(tree, sampling_kinds, distributions[node], siblings)
-        for child, draft in zip(siblings, drafts, strict=True):
-            if random_source.accept(min(1.0, residual.probability(tree.token_ids[child]) / draft.own), child):
-                return child
-            residual.subtract(draft)
+    def test(target: np.ndarray, children: Sequence[ChildDistribution]) -> int | np.ndarray:
+        residual = Residual(target)
+        for child in children:
+            if random_source.accept(min(1.0, residual.probability(child.token) / child.own), child.node):
+                return child.node
+            residual.subtract(child)
         return residual.weights
 
-    return walk_down(tree, test, random_source)
+    return walk_down(draft, target_row, random_source, test)

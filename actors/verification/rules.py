@@ -5,22 +5,17 @@ Which rule is exact for which drafts is in `compatibility.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from actors.protocol.messages import SparseDistribution, TokenTree
 from actors.verification.block import verify_block
-from actors.verification.distributions import TargetRow
+from actors.verification.distributions import Accepted, DrawnTree, TargetRow
 from actors.verification.kseq import verify_kseq
 from actors.verification.random_source import RandomSource
 from actors.verification.rejection import verify_rejection
 from actors.verification.transport import verify_transport
 from actors.verification.traversal import verify_traversal
 
-Rule = Callable[
-    [TokenTree, Sequence[int], Sequence[SparseDistribution | None], TargetRow, RandomSource],
-    tuple[tuple[int, ...], int],
-]
-"""(tree, sampling kinds, distributions, target row of a node, randomness) -> accepted path and next token."""
+Rule = Callable[[DrawnTree, TargetRow, RandomSource], Accepted]
 
 RULES: dict[str, Rule] = {
     "rejection": verify_rejection,

@@ -11,13 +11,13 @@ read costs nothing, only visited nodes are computed. At a node whose distributio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from actors.protocol.messages import NO_TOKEN, SparseDistribution, TokenTree
+from actors.verification.distributions import DrawnTree
 from actors.verification.random_source import HashRandomSource
 from parallel.transfers import to_device
 
@@ -25,26 +25,20 @@ _ROWS_AT_ONCE = 256
 """Rows of float64 in memory: 256 MB for a vocabulary of 128k."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedDraft:
-    """A draft whose tokens are numbers within their parent's `names`, the token ids that the draft names there."""
-
-    tree: TokenTree
-    distributions: tuple[SparseDistribution | None, ...]
-    names: tuple[np.ndarray, ...]
-
-    @staticmethod
-    def of(tree: TokenTree, distributions: Sequence[SparseDistribution | None]) -> NamedDraft:
-        tokens, renamed, names = list(tree.token_ids), list[SparseDistribution | None](), list[np.ndarray]()
-        for own, children in zip(distributions, tree.children(), strict=True):
-            support = () if own is None else own.token_ids
-            named = np.unique(np.array([*support, *(tree.token_ids[child] for child in children)], dtype=np.int64))
-            for child in children:
-                tokens[child] = int(np.searchsorted(named, tree.token_ids[child]))
-            places = tuple(np.searchsorted(named, support).tolist())
-            renamed.append(None if own is None else SparseDistribution(places, own.probs))
-            names.append(named)
-        return NamedDraft(TokenTree(tuple(tokens), tree.parents), tuple(renamed), tuple(names))
+def renumbered(draft: DrawnTree) -> tuple[DrawnTree, list[np.ndarray]]:
+    """The draft with tokens that are numbers within the names of their parent: the token ids that the draft names
+    there, which are the second result."""
+    tree = draft.tree
+    tokens, renamed, names = list(tree.token_ids), list[SparseDistribution | None](), list[np.ndarray]()
+    for own, children in zip(draft.distributions, tree.children(), strict=True):
+        support = () if own is None else own.token_ids
+        named = np.unique(np.array([*support, *(tree.token_ids[child] for child in children)], dtype=np.int64))
+        for child in children:
+            tokens[child] = int(np.searchsorted(named, tree.token_ids[child]))
+        places = tuple(np.searchsorted(named, support).tolist())
+        renamed.append(None if own is None else SparseDistribution(places, own.probs))
+        names.append(named)
+    return DrawnTree(TokenTree(tuple(tokens), tree.parents), draft.sampling_kinds, renamed), names
 
 
 class DeferredDraw:

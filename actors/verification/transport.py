@@ -14,35 +14,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.protocol.messages import SparseDistribution, TokenTree
-from actors.verification.distributions import NO_MASS, ChildDistribution, TargetRow, child_distributions, walk_down
+from actors.verification.distributions import NO_MASS, Accepted, ChildDistribution, DrawnTree, TargetRow, walk_down
 from actors.verification.random_source import RandomSource
 
 
-def verify_transport(
-    tree: TokenTree,
-    sampling_kinds: Sequence[int],
-    distributions: Sequence[SparseDistribution | None],
-    target_row: TargetRow,
-    random_source: RandomSource,
-) -> tuple[tuple[int, ...], int]:
+def verify_transport(draft: DrawnTree, target_row: TargetRow, random_source: RandomSource) -> Accepted:
     """(path, next_token): at each node at most one child is accepted, as often as any exact rule can."""
 
-    def test(node: int, siblings: Sequence[int]) -> int | np.ndarray:
-        target = target_row(node)
-        if not siblings:
+    def test(target: np.ndarray, children: Sequence[ChildDistribution]) -> int | np.ndarray:
+        if not children:
             return target
-        draft = child_distributions(tree, sampling_kinds, distributions[node], siblings)[0]
-        selection = Selection(target, draft, len(siblings))
-        chances = selection.accepted([tree.token_ids[child] for child in siblings])
+        selection = Selection(target, children[0], len(children))
+        chances = selection.accepted([child.token for child in children])
         refused = 1.0  # the chance that no child was accepted so far
-        for child, chance in zip(siblings, chances, strict=True):
-            if chance > 0 and random_source.accept(min(1.0, chance / refused), child):
-                return child
+        for child, chance in zip(children, chances, strict=True):
+            if chance > 0 and random_source.accept(min(1.0, chance / refused), child.node):
+                return child.node
             refused -= chance
         return selection.residual(target)
 
-    return walk_down(tree, test, random_source)
+    return walk_down(draft, target_row, random_source, test)
 
 
 class Selection:

@@ -8,27 +8,28 @@ draws.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from actors.protocol.messages import SparseDistribution, TokenTree
-from actors.verification.distributions import NO_MASS, ChildDistribution, Residual, TargetRow, child_distributions
+from actors.verification.distributions import (
+    NO_MASS,
+    Accepted,
+    ChildDistribution,
+    DrawnTree,
+    Residual,
+    TargetRow,
+    child_distributions,
+)
 from actors.verification.random_source import RandomSource
 
 
-def verify_traversal(
-    tree: TokenTree,
-    sampling_kinds: Sequence[int],
-    distributions: Sequence[SparseDistribution | None],
-    target_row: TargetRow,
-    random_source: RandomSource,
-) -> tuple[tuple[int, ...], int]:
+def verify_traversal(draft: DrawnTree, target_row: TargetRow, random_source: RandomSource) -> Accepted:
     """(path, next_token): walk to the first leaf, accept its path with its remaining probability, else delete it.
 
     A visited node keeps its residual and the probability `reach` that its path is accepted, given all that was
     deleted so far; the root's stays 1, so the walk ends.
     """
-    children = tree.children()
-    untested: dict[int, Iterator[tuple[int, ChildDistribution]]] = {}
+    tree, children = draft.tree, draft.tree.children()
+    untested: dict[int, Iterator[ChildDistribution]] = {}
     residuals: dict[int, Residual] = {}
     reach = {0: 1.0}
     own_distributions: dict[int, ChildDistribution] = {}
@@ -37,18 +38,11 @@ def verify_traversal(
         if reach[node] > 0:
             if node not in residuals:
                 residuals[node] = Residual(target_row(node))
-                untested[node] = zip(
-                    children[node],
-                    child_distributions(tree, sampling_kinds, distributions[node], children[node]),
-                    strict=True,
-                )
-            if (following := next(untested[node], None)) is not None:
-                child, distribution = following
-                own_distributions[child] = distribution
-                reach[child] = min(
-                    1.0, reach[node] * residuals[node].probability(tree.token_ids[child]) / distribution.own
-                )
-                node = child
+                untested[node] = iter(child_distributions(draft, node, children[node]))
+            if (child := next(untested[node], None)) is not None:
+                own_distributions[child.node] = child
+                reach[child.node] = min(1.0, reach[node] * residuals[node].probability(child.token) / child.own)
+                node = child.node
                 continue
             if random_source.accept(reach[node], node):
                 return tuple(tree.path_to(node)), random_source.sample(residuals[node].weights, node)

@@ -1,7 +1,7 @@
 """One rank from its `RankSpec`: set up the process, connect to the hub, build the role, and run `RankLoop`.
 
 The same function runs as a thread, as a process, or inside a Ray actor. What builds a role is loaded for that role
-alone (`target_rank.py`, `diffusion_rank.py`, `draft_rank.py`).
+alone (`target_rank.py`, `diffusion_rank.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -150,6 +151,8 @@ def _role_of(
         from actors.worker.target_rank import build_target
 
         return build_target(spec, group, cast("FeatureSender | None", bridge))
-    from actors.worker.draft_rank import build_draft
+    from actors.roles.draft import DraftRole  # for ranks that draft alone
 
-    return build_draft(spec, group, mailbox)
+    setup = replace(spec.draft_setup(group), role=spec.role, mailbox=mailbox)
+    drafter, facts = spec.drafter.build(setup)
+    return DraftRole(drafter, adapts=spec.adaptive, rebuild=spec.drafter.rebuilder(setup)), facts

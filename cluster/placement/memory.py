@@ -14,14 +14,7 @@ from cluster import pocket
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import RankPlacement, models_of
 from parallel.model.families.registry import read_config
-from parallel.runtime.model_bytes import (
-    ITEM_BYTES,
-    dtype_name,
-    kv_bytes_per_slot,
-    kv_item_bytes,
-    weight_bytes,
-    weights_name,
-)
+from parallel.runtime.model_bytes import model_memory
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -74,12 +67,11 @@ def _footprint(model: _Model, place: RankPlacement, config: LaunchConfig) -> Foo
 
 
 def _target_footprint(target: TargetConfig, place: RankPlacement, config: LaunchConfig) -> Footprint:
-    shapes, dtype = read_config(target.path).stretched(target.stretch), dtype_name(target.dtype, place.device)
-    stored = weights_name(target.weights, dtype, place.device, target.path)
-    weights = weight_bytes(shapes, place.size, ITEM_BYTES[dtype], weights=stored, path=target.path)
+    shapes = read_config(target.path).stretched(target.stretch)
+    types = target.dtype, target.weights, target.kv_dtype
+    weights, per_slot = model_memory(shapes, target.path, place.size, place.device, types)
     length = min(target.max_model_len or shapes.max_positions, shapes.max_positions)
     slots = target.kv_slots or config.scheduler.max_num_seqs * length
-    per_slot = kv_bytes_per_slot(shapes, place.size, kv_item_bytes(target.kv_dtype, dtype))
     return Footprint(place.size * weights, place.size * slots * per_slot)
 
 

@@ -29,11 +29,12 @@ from parallel.model.checkpoint import (
 from parallel.model.decoder import Decoder
 from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import OpenRows, QuantizedRows, Shard, Weight
-from parallel.model.quantization import Quantization, Shape
+from parallel.model.quantization import Shape
 from parallel.model.tensor_files import open_tensors
 
 if TYPE_CHECKING:
     from parallel.kernels.packed_products import Codes, PackedRows
+    from parallel.model.dequantize import MatrixPart
 
 _CUDA_THREADS = 4
 """That read for one GPU: its bus takes more than one thread copies from the system's cache. Not measured."""
@@ -59,17 +60,14 @@ def check_weights(decoder: Decoder, path: str | Path) -> None:
         raise ValueError(f"{path}: a checkpoint's codes are not replaced; start with target.weights=bfloat16")
     if replace(read_config(directory).stretched(config.stretch), head=config.head) != config:
         raise ValueError(f"{directory}: config.json describes another model than the one that is served")
-    shapes, quantization = tensor_shapes(config), quantization_of(directory)
     shards = list(decoder.shards())
-    wanted = {shard.name: shapes[shard.name] for shard in shards}
-    stored, files = stored_tensors(directory, wanted), find_tensors(directory, wanted)
+    checkpoint = _StoredTensors(directory, shards, tensor_shapes(config))
     with ExitStack() as stack:
-        get = _CheckpointFiles(files, stack)
+        get = checkpoint.opened(stack)
         for shard in shards:
-            numbers = _numbers(shard, quantization, stored[shard.name], shapes[shard.name], get)
             kept = shard.place().dtype
-            numbers = numbers.to(kept if kept.is_floating_point else torch.float32)
-            _check_finite(numbers, shard.name, files[next(iter(stored[shard.name]))])
+            numbers = checkpoint.numbers(shard, get).to(kept if kept.is_floating_point else torch.float32)
+            _check_finite(numbers, shard.name, checkpoint.file_of(shard))
 
 
 @torch.inference_mode()
@@ -109,13 +107,12 @@ def read_kv_scales(decoder: Decoder, path: str | Path) -> list[tuple[float, floa
 def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory: Path, num_threads: int = 1) -> None:
     """Copy parts of a checkpoint's tensors, whose whole shapes must be `shapes`, to their places; quantised ones as the
     numbers that they stand for. Each thread reads files of its own turn, and has one tensor in memory at a time."""
-    shards, quantization = list(shards), quantization_of(directory)
-    wanted = {shard.name: shapes[shard.name] for shard in shards}
-    stored, files = stored_tensors(directory, wanted), find_tensors(directory, wanted)
-    order = {file: i for i, file in enumerate(dict.fromkeys(files.values()))}
-    shards.sort(key=lambda one: order[files[next(iter(stored[one.name]))]])
+    shards = list(shards)
+    checkpoint = _StoredTensors(directory, shards, shapes)
+    order = {file: i for i, file in enumerate(dict.fromkeys(checkpoint.files.values()))}
+    shards.sort(key=lambda one: order[checkpoint.file_of(one)])
     with ExitStack() as stack:
-        shards = _settled(shards, quantization, stored, shapes, _CheckpointFiles(files, stack))
+        shards = _settled(shards, checkpoint, checkpoint.opened(stack))
     device = torch.cuda.current_device() if num_threads > 1 and torch.cuda.is_available() else None
 
     @torch.inference_mode()
@@ -123,10 +120,10 @@ def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory:
         if device is not None:
             torch.cuda.set_device(device)  # of this thread: pinned memory belongs to a device's context
         with ExitStack() as stack:
-            get = _CheckpointFiles(files, stack)
+            get = checkpoint.opened(stack)
             for shard in own:
-                _fill(shard, quantization, stored[shard.name], shapes[shard.name], get, pins=device is not None)
-                _check_finite(shard.place(), shard.name, files[next(iter(stored[shard.name]))])
+                checkpoint.fill(shard, get, pins=device is not None)
+                _check_finite(shard.place(), shard.name, checkpoint.file_of(shard))
 
     if num_threads == 1:
         load(shards)
@@ -150,13 +147,57 @@ class _CheckpointFiles:
         return self._opened[file].get_slice(name)
 
 
-def _settled(
-    shards: Sequence[Shard],
-    quantization: Quantization | None,
-    stored: Mapping[str, Mapping[str, Any]],
-    shapes: Mapping[str, Shape],
-    get: Callable[[str], Any],
-) -> list[Shard]:
+class _StoredTensors:
+    """What a checkpoint stores of the tensors that some shards are parts of: a quantised one is several. `shapes` are
+    those of whole tensors, and `files` hold them. What is read comes from `get`, of files that are `opened`."""
+
+    def __init__(self, directory: Path, shards: Iterable[Shard], shapes: Mapping[str, Shape]) -> None:
+        self.quantization = quantization_of(directory)
+        self._shapes = {shard.name: shapes[shard.name] for shard in shards}
+        self._stored = stored_tensors(directory, self._shapes)
+        self.files = find_tensors(directory, self._shapes)
+
+    def opened(self, stack: ExitStack) -> Callable[[str], Any]:
+        """The tensors, until the stack is closed."""
+        return _CheckpointFiles(self.files, stack)
+
+    def file_of(self, shard: Shard) -> Path:
+        return self.files[next(iter(self._stored[shard.name]))]
+
+    def is_coded(self, shard: Shard) -> bool:
+        """Whether its tensor is quantised."""
+        return len(self._stored[shard.name]) > 1
+
+    def matrix(self, shard: Shard) -> MatrixPart:
+        """Its part of a quantised tensor."""
+        from parallel.model.dequantize import MatrixPart  # for quantised tensors alone
+
+        return MatrixPart(shard.name, self._stored[shard.name], self._shapes[shard.name], shard.index[1])
+
+    def fill(self, shard: Shard, get: Callable[[str], Any], *, pins: bool) -> None:
+        """Copy the part to its place, from pinned memory: from pageable a copy to a GPU runs at a fraction of the
+        bus."""
+        place: Any = shard.place()
+        if shard.takes_codes:
+            place.copy_(self._codes(shard, get))
+            return
+        part = self.numbers(shard, get)
+        place.copy_(part.pin_memory() if pins else part)
+
+    def numbers(self, shard: Shard, get: Callable[[str], Any]) -> Tensor:
+        """The part of the tensor, as numbers."""
+        part = self._codes(shard, get).numbers() if self.is_coded(shard) else get(shard.name)[shard.index]
+        return part if shard.picked is None else part[list(shard.picked)]
+
+    def _codes(self, shard: Shard, get: Callable[[str], Any]) -> Codes:
+        from parallel.model.dequantize import read_codes
+
+        assert self.is_coded(shard), "codes come from a quantised tensor"
+        assert self.quantization is not None, "only quantised tensors are stored in several"
+        return read_codes(self.quantization, self.matrix(shard), shard.index[0], get)
+
+
+def _settled(shards: Sequence[Shard], checkpoint: _StoredTensors, get: Callable[[str], Any]) -> list[Shard]:
     """The shards, with room for weights that are kept as the checkpoint has them: as codes if a kernel multiplies by
     all that are fused in one, else as numbers."""
     together: dict[Weight, list[Shard]] = {}
@@ -166,11 +207,10 @@ def _settled(
     num_unpacked = 0
     for weight, own in together.items():
         found = None
-        if quantization is not None and all(len(stored[shard.name]) > 1 for shard in own):
-            from parallel.model.dequantize import MatrixPart, packing_on
+        if checkpoint.quantization is not None and all(map(checkpoint.is_coded, own)):
+            from parallel.model.dequantize import packing_on
 
-            parts = [MatrixPart(shard.name, stored[shard.name], shapes[shard.name], shard.index[1]) for shard in own]
-            found = packing_on(weight.plain.device, quantization, parts, get)
+            found = packing_on(weight.plain.device, checkpoint.quantization, [*map(checkpoint.matrix, own)], get)
             num_unpacked += found is None
         weight.settle(*found) if found else weight.settle(None)
     if num_unpacked:
@@ -181,51 +221,6 @@ def _settled(
         shard.destination.weight.settled(shard) if isinstance(shard.destination, OpenRows) else shard
         for shard in shards
     ]
-
-
-def _fill(
-    shard: Shard,
-    quantization: Quantization | None,
-    stored: Mapping[str, Any],
-    shape: Shape,
-    get: Callable[[str], Any],
-    *,
-    pins: bool,
-) -> None:
-    """Copy the part to its place, from pinned memory: from pageable a copy to a GPU runs at a fraction of the bus."""
-    place: Any = shard.place()
-    if shard.takes_codes:
-        assert len(stored) > 1, "codes come from a quantised tensor"
-        place.copy_(_codes(shard, quantization, stored, shape, get))
-        return
-    part = _numbers(shard, quantization, stored, shape, get)
-    place.copy_(part.pin_memory() if pins else part)
-
-
-def _codes(
-    shard: Shard,
-    quantization: Quantization | None,
-    stored: Mapping[str, Any],
-    shape: Shape,
-    get: Callable[[str], Any],
-) -> Codes:
-    from parallel.model.dequantize import MatrixPart, read_codes
-
-    assert quantization is not None, "only quantised tensors are stored in several"
-    return read_codes(quantization, MatrixPart(shard.name, stored, shape, shard.index[1]), shard.index[0], get)
-
-
-def _numbers(
-    shard: Shard,
-    quantization: Quantization | None,
-    stored: Mapping[str, Any],
-    shape: Shape,
-    get: Callable[[str], Any],
-) -> Tensor:
-    """The part of the tensor, as numbers."""
-    coded = len(stored) > 1
-    part = _codes(shard, quantization, stored, shape, get).numbers() if coded else get(shard.name)[shard.index]
-    return part if shard.picked is None else part[list(shard.picked)]
 
 
 def _check_finite(weights: Tensor | QuantizedRows | PackedRows, name: str, file: Path) -> None:

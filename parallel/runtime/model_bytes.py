@@ -77,6 +77,23 @@ def kv_item_bytes(kv_dtype: str, dtype: str) -> int:
     return 1 if kv_dtype == "fp8" else ITEM_BYTES[dtype]
 
 
+def model_memory(
+    config: DecoderConfig,
+    path: str,
+    ranks: int,
+    device: str,
+    types: tuple[str, str, str],
+    *,
+    rounds: bool = False,
+) -> tuple[int, int]:
+    """Bytes of the weights on one of the ranks that share the tensors of the checkpoint at `path`, and of a KV slot
+    there. `types` are the options `dtype`, `weights` and `kv_dtype`; `rounds` as for `weights_name`."""
+    dtype, kv_dtype = dtype_name(types[0], device), types[2]
+    stored = weights_name(types[1], dtype, device, path, rounds=rounds)
+    held = weight_bytes(config, ranks, ITEM_BYTES[dtype], weights=stored, path=path)
+    return held, kv_bytes_per_slot(config, ranks, kv_item_bytes(kv_dtype, dtype))
+
+
 def weight_bytes(
     config: DecoderConfig,
     ranks: int,

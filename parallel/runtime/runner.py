@@ -152,11 +152,6 @@ class ModelRunner(DecoderRunner):
     def captures(self) -> bool:
         return self._passes is not None
 
-    @property
-    def hides_parts(self) -> bool:
-        """Whether a pass may be one call, captured or recorded, that shows nothing of its parts."""
-        return self._passes is not None or self._recorded is not None
-
     def run_eagerly(self) -> None:
         if self._passes is not None:
             self._passes.drop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,17 @@ class CheckpointLayout:
     tensors: Callable[[Path, Any, DecoderConfig], Mapping[str, Shape]] = lambda _directory, config, _target: (
         config.tensor_shapes()
     )
+
+
+def opened_by(module: str, *given: Any) -> Callable[[Path, Any, SpeculatorPlace], SpeculatorRunner]:
+    """Opens by `open_runner` of a module below `parallel.speculators`, which is also `given` this. The module, with all
+    that runs passes, is loaded only then."""
+
+    def open_runner(directory: Path, config: Any, place: SpeculatorPlace) -> SpeculatorRunner:
+        found = import_module(f"parallel.speculators.{module}")
+        return found.open_runner(directory, config, place, *given)
+
+    return open_runner
 
 
 def stored_tensors(hf: HfConfig) -> Mapping[str, Shape]:

@@ -551,19 +551,10 @@ class ModelDrafterConfig(LearningDrafterConfig):
     def memory(self, ranks: int, device: str) -> tuple[int, int]:
         """Bytes of the weights on one of the ranks that share the model's tensors, and of a KV slot there."""
         from parallel.model.families.registry import read_config
-        from parallel.runtime.model_bytes import (
-            ITEM_BYTES,
-            dtype_name,
-            kv_bytes_per_slot,
-            kv_item_bytes,
-            weight_bytes,
-            weights_name,
-        )
+        from parallel.runtime.model_bytes import model_memory
 
-        dtype, shapes = dtype_name(self.dtype, device), read_config(self.path)
-        stored = weights_name(self.weights, dtype, device, self.path, rounds=not self.online)
-        weights = weight_bytes(shapes, ranks, ITEM_BYTES[dtype], weights=stored, path=self.path)
-        return weights, kv_bytes_per_slot(shapes, ranks, kv_item_bytes(self.kv_dtype, dtype))
+        shapes, types = read_config(self.path), (self.dtype, self.weights, self.kv_dtype)
+        return model_memory(shapes, self.path, ranks, device, types, rounds=not self.online)
 
     def memory_beside(
         self, target: TargetConfig, ranks: int, device: str, scheduler: SchedulerConfig

@@ -90,11 +90,10 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
         """Bytes, on a rank of so many, of its own copy of the target's embedding and head, which it has when it is not
         attached."""
         from parallel.model.families.registry import read_config
-        from parallel.runtime.model_bytes import ITEM_BYTES, dtype_name, weight_bytes, weights_name
+        from parallel.runtime.model_bytes import model_memory
 
-        dtype = dtype_name(self.dtype, device)
-        stored = weights_name(target.weights, dtype, device, target.path)
-        return weight_bytes(replace(read_config(target.path), num_layers=0), ranks, ITEM_BYTES[dtype], weights=stored)
+        tables = replace(read_config(target.path), num_layers=0)
+        return model_memory(tables, target.path, ranks, device, (self.dtype, target.weights, "auto"))[0]
 
     def memory_beside(
         self, target: TargetConfig, ranks: int, device: str, scheduler: SchedulerConfig

@@ -21,12 +21,11 @@ _BISECTIONS = 80
 
 @dataclass(frozen=True, slots=True)
 class GoodnessOfFit:
-    """One comparison. `distance` is the observed total variation over the cells, `pooled_mass` that of rare tokens."""
+    """One comparison. `distance` is the observed total variation over the cells."""
 
     name: str
     num_draws: int
     num_cells: int
-    pooled_mass: float
     distance: float
     p_value: float
 
@@ -50,7 +49,6 @@ def fit_distribution(name: str, counts: np.ndarray, distribution: np.ndarray) ->
         name,
         num_draws,
         len(observed),
-        float(distribution[~own].sum()),
         float(np.abs(observed - predicted).sum() / 2 / num_draws),
         0.0 if impossible else tail(len(observed) - 1, statistic),
     )
@@ -83,8 +81,8 @@ def detectable_distance(num_draws: int, num_cells: int, significance: float, pow
     degrees = num_cells - 1
     if degrees == 0:
         return 1.0
-    critical = _solve(lambda x: tail(degrees, x) - significance, 0.0, 10.0 * degrees + 200.0)
-    needed = _solve(lambda shift: power - _shifted_tail(degrees, shift, critical), 0.0, 10.0 * critical + 200.0)
+    critical = _solve(lambda x: tail(degrees, x) - significance, 10.0 * degrees + 200.0)
+    needed = _solve(lambda shift: power - _shifted_tail(degrees, shift, critical), 10.0 * critical + 200.0)
     return min(1.0, math.sqrt(needed / (4.0 * num_draws)))
 
 
@@ -97,8 +95,9 @@ def _shifted_tail(degrees: int, shift: float, critical: float) -> float:
     return float((weights * tails).sum())
 
 
-def _solve(falling: Callable[[float], float], low: float, high: float) -> float:
-    """Where a decreasing function crosses zero."""
+def _solve(falling: Callable[[float], float], high: float) -> float:
+    """Where a decreasing function crosses zero, between 0 and `high`."""
+    low = 0.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         if falling(middle) > 0:

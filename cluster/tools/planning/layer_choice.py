@@ -116,17 +116,18 @@ def search_masks(
     sublayers: Sublayers,
     search: MaskSearch,
     evaluations: int,
-    progress: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[], None],
 ) -> list[Evaluation]:
     """Evaluate the masks that `search` proposes."""
     found: list[Evaluation] = []
-    started = clock()
+    started = time.perf_counter()
     with torch.inference_mode():
         for _ in range(evaluations):
             mask = search.propose()
             value = values.value(sublayers.plan(mask)).speedup
             search.record(mask, value)
-            found.append(Evaluation(clock() - started, value, search.best_value, sublayers.plan(search.best)))
+            found.append(
+                Evaluation(time.perf_counter() - started, value, search.best_value, sublayers.plan(search.best))
+            )
             progress()
     return found

@@ -116,9 +116,6 @@ class SimulationResult:
     round_ms: float
     target_busy: float
     draft_busy: float
-    target_wait_ms: float
-    """Milliseconds of a round in which the target did not compute."""
-    draft_wait_ms: float
     critical: TimeShares
     """The wall time by role."""
     tokens: dict[int, tuple[int, ...]]
@@ -258,8 +255,6 @@ class _Simulation:
             round_ms=round_ms,
             target_busy=shares.target,
             draft_busy=shares.draft_busy,
-            target_wait_ms=round_ms * (1 - shares.target),
-            draft_wait_ms=round_ms * (1 - shares.draft_busy),
             critical=shares,
             tokens={request_id: tuple(tokens) for request_id, tokens in self._tokens.items()},
             counters=counters,

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallel.model.config import CheckpointNames
 from parallel.model.families.fields import HfConfig, architecture_of, refuse, require
 from parallel.model.families.registry import read_config
 from parallel.speculators.block.config import BlockConfig
 from parallel.speculators.config import beside, record_of
-from parallel.speculators.layout import CheckpointLayout
-
-if TYPE_CHECKING:
-    from parallel.speculators.block.runner import BlockRunner
-    from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.layout import CheckpointLayout, opened_by
 
 _NAMES = CheckpointNames(blocks="layers", final_norm="norm")
-
-
-def open_block(directory: Path, config: BlockConfig, place: SpeculatorPlace) -> BlockRunner:
-    """Load the layers beside their target; what runs them is loaded here alone."""
-    from parallel.speculators.block.layers import BlockLayers, embedding_of
-    from parallel.speculators.block.runner import BlockRunner
-
-    embed = embedding_of(config, place.tables)
-    layers = BlockLayers(config, embed, place.group, reads_fused=place.reads_fused, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    return BlockRunner(layers, place)
 
 
 def read_own(hf: HfConfig) -> BlockConfig:
@@ -110,7 +94,7 @@ def _read(hf: HfConfig, /, **fields: Any) -> BlockConfig:
     return record_of(BlockConfig, fields | beside(layers) | {"layers": replace(layers, names=_NAMES)})
 
 
-OWN = CheckpointLayout(read_own, open_block)
-DFLASH = CheckpointLayout(read_dflash, open_block)
-DSPARK = CheckpointLayout(read_dspark, open_block)
-DOMINO = CheckpointLayout(read_domino, open_block)
+OWN = CheckpointLayout(read_own, opened_by("block.runner"))
+DFLASH = CheckpointLayout(read_dflash, opened_by("block.runner"))
+DSPARK = CheckpointLayout(read_dspark, opened_by("block.runner"))
+DOMINO = CheckpointLayout(read_domino, opened_by("block.runner"))

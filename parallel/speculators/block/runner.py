@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from parallel.runtime.interface import PassOutput
 from parallel.runtime.recorded_passes import RecordedPasses
 from parallel.speculators.block.config import BlockConfig
 from parallel.speculators.block.correctors import PositionRows
-from parallel.speculators.block.layers import MASK, BlockLayers
+from parallel.speculators.block.layers import MASK, BlockLayers, embedding_of
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import SpeculatorRunner
 from parallel.transfers import to_device, upload
@@ -336,3 +337,11 @@ def _gather(nodes: Sequence[BlockNode]) -> PositionRows:
             where = upload(rows, blocks.rows[0].device)
             parts.append(tuple(tensor.index_select(0, where) for tensor in blocks.rows))
     return parts[0] if len(parts) == 1 else tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+
+def open_runner(directory: Path, config: BlockConfig, place: SpeculatorPlace) -> BlockRunner:
+    """Load the layers beside their target."""
+    embed = embedding_of(config, place.tables)
+    layers = BlockLayers(config, embed, place.group, reads_fused=place.reads_fused, **place.options)
+    place.load(layers, config.tensor_shapes(), directory)
+    return BlockRunner(layers, place)

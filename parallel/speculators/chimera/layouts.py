@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
@@ -12,11 +10,7 @@ from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import FINAL, SpeculatorConfig, beside
-from parallel.speculators.layout import CheckpointLayout
-
-if TYPE_CHECKING:
-    from parallel.speculators.chimera.runner import ChimeraRunner
-    from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.layout import CheckpointLayout, opened_by
 
 TRIGRAM = 3
 """Tokens whose embeddings make a row; the first token stands for those before it."""
@@ -55,13 +49,4 @@ def read_own(hf: HfConfig) -> ChimeraConfig:
     )
 
 
-def open_chimera(directory: Path, config: ChimeraConfig, place: SpeculatorPlace) -> ChimeraRunner:
-    """Load the layer beside its target; what runs it is loaded here alone."""
-    from parallel.speculators.chimera.runner import ChimeraLayers, ChimeraRunner
-
-    layers = ChimeraLayers(config, place.group, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    return ChimeraRunner(config, layers, place)
-
-
-OWN = CheckpointLayout(read_own, open_chimera)
+OWN = CheckpointLayout(read_own, opened_by("chimera.runner"))

@@ -11,6 +11,7 @@ as the average, is read by the target's head: it needs 2 H^2 numbers instead of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Unpack
 
 import numpy as np
@@ -136,3 +137,10 @@ def _trigram(num_rows: int, pending: PendingRows, row: int) -> list[int]:
         before = index - 1 if index < num_rows else num_rows + pending.parents[index - num_rows]
         path.insert(0, max(0, before))
     return path
+
+
+def open_runner(directory: Path, config: ChimeraConfig, place: SpeculatorPlace) -> ChimeraRunner:
+    """Load the layer beside its target."""
+    layers = ChimeraLayers(config, place.group, **place.options)
+    place.load(layers, config.tensor_shapes(), directory)
+    return ChimeraRunner(config, layers, place)

@@ -7,19 +7,13 @@ by their inputs, so tap = id, and its number of layers is the stream before the 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.speculators.config import FINAL, TARGET_LAYERS
 from parallel.speculators.eagle.config import LISTED, DraftLayerConfig, DraftLayerNames, draft_layer, read_own
-from parallel.speculators.layout import CheckpointLayout, stored_tensors
-
-if TYPE_CHECKING:
-    from parallel.speculators.place import SpeculatorPlace
-    from parallel.speculators.runner import SpeculatorRunner
+from parallel.speculators.layout import CheckpointLayout, opened_by, stored_tensors
 
 _ARCHITECTURE_OF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -150,30 +144,11 @@ def _block(fields: HfConfig, hf: HfConfig) -> DecoderConfig:
     return read_config({**fields, "architectures": [_ARCHITECTURE_OF[model_type]]})
 
 
-# --- opening; what runs is loaded for what is opened alone ------------------------------------------------------------
-
-
-def open_draft_layers(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> SpeculatorRunner:
-    """Load the layers beside their target. ValueError, one line, if the checkpoint does not fit it or its own
-    config.json."""
-    from parallel.speculators.eagle.layers import DraftLayers
-
-    layers = DraftLayers(config, place.group, reads_fused=place.reads_fused, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    layers.load_vocabulary(directory)
-    if config.drafts_blocks:
-        from parallel.speculators.eagle.parallel import ParallelEagleRunner
-
-        return ParallelEagleRunner(layers, place)
-    from parallel.speculators.eagle.runner import DraftLayerRunner
-
-    return DraftLayerRunner(layers, place)
-
-
-OWN = CheckpointLayout(read_own, open_draft_layers)
-EAGLE = CheckpointLayout(read_eagle, open_draft_layers)
-EAGLE3 = CheckpointLayout(read_eagle3, open_draft_layers)
-VLLM_EAGLE3 = CheckpointLayout(read_vllm_eagle3, open_draft_layers)
-P_EAGLE = CheckpointLayout(read_p_eagle, open_draft_layers)
-VLLM_MTP = CheckpointLayout(read_vllm_mtp, open_draft_layers)
-NATIVE_MTP = CheckpointLayout(read_native_mtp, open_draft_layers)
+_OPENED = opened_by("eagle.runner")
+OWN = CheckpointLayout(read_own, _OPENED)
+EAGLE = CheckpointLayout(read_eagle, _OPENED)
+EAGLE3 = CheckpointLayout(read_eagle3, _OPENED)
+VLLM_EAGLE3 = CheckpointLayout(read_vllm_eagle3, _OPENED)
+P_EAGLE = CheckpointLayout(read_p_eagle, _OPENED)
+VLLM_MTP = CheckpointLayout(read_vllm_mtp, _OPENED)
+NATIVE_MTP = CheckpointLayout(read_native_mtp, _OPENED)

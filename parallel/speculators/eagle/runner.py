@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -25,9 +26,10 @@ from parallel.model.layers.ragged import RaggedBackend
 from parallel.model.layers.rope import Rotation
 from parallel.runtime.interface import StepChoice
 from parallel.runtime.recorded_passes import MOST_ROWS, RecordedPasses
+from parallel.speculators.eagle.config import DraftLayerConfig
 from parallel.speculators.eagle.layers import DraftLayers
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.runner import PooledRunner
+from parallel.speculators.runner import PooledRunner, SpeculatorRunner
 from parallel.transfers import upload
 
 
@@ -176,3 +178,16 @@ class DraftLayerRunner(PooledRunner):
             return features[0]
         order = np.argsort(places)
         return torch.cat(features).index_select(0, upload(order, self._outputs.device))
+
+
+def open_runner(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> SpeculatorRunner:
+    """Load the layers beside their target. ValueError, one line, if the checkpoint does not fit it or its own
+    config.json."""
+    layers = DraftLayers(config, place.group, reads_fused=place.reads_fused, **place.options)
+    place.load(layers, config.tensor_shapes(), directory)
+    layers.load_vocabulary(directory)
+    if config.drafts_blocks:
+        from parallel.speculators.eagle.parallel import ParallelEagleRunner  # for such layers alone
+
+        return ParallelEagleRunner(layers, place)
+    return DraftLayerRunner(layers, place)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import SpeculatorConfig, beside
-from parallel.speculators.layout import CheckpointLayout
-
-if TYPE_CHECKING:
-    from parallel.speculators.exits.runner import ExitRunner
-    from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.layout import CheckpointLayout, opened_by
 
 METHODS = {"kangaroo": False, "eesd": True}
 """Method -> whether its layer has an MLP."""
@@ -63,16 +56,4 @@ def read_own(hf: HfConfig) -> ExitConfig:
     )
 
 
-def open_exit(directory: Path, config: ExitConfig, place: SpeculatorPlace) -> ExitRunner:
-    """Load the layer beside the target whose first layers it follows; what runs it is loaded here alone."""
-    from parallel.self_speculation.runner import SelfDraftRunner
-    from parallel.speculators.exits.runner import ExitLayers, ExitRunner
-
-    of_target = place.its_target(directory, config.method)
-    layers = ExitLayers(config, place.group, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    target = SelfDraftRunner(of_target, LayerPlan.prefix(config.exit_layer), resumes=True)
-    return ExitRunner(config, layers, place, target)
-
-
-OWN = CheckpointLayout(read_own, open_exit)
+OWN = CheckpointLayout(read_own, opened_by("exits.runner"))

@@ -9,6 +9,7 @@ these layers computed. Only the trained layer has a pool of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Unpack
 
 import torch
@@ -18,6 +19,7 @@ from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.model.block import MLP, Attention
+from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope
@@ -131,3 +133,12 @@ class ExitRunner(PooledRunner):
         """The streams of these draft rows, by span."""
         (streams,) = self.self_draft.forward(spans, token_ids, (self.speculator.exit_layer,)).features
         return streams.split([span.num_tokens for span in spans])
+
+
+def open_runner(directory: Path, config: ExitConfig, place: SpeculatorPlace) -> ExitRunner:
+    """Load the layer beside the target whose first layers it follows."""
+    of_target = place.its_target(directory, config.method)
+    layers = ExitLayers(config, place.group, **place.options)
+    place.load(layers, config.tensor_shapes(), directory)
+    target = SelfDraftRunner(of_target, LayerPlan.prefix(config.exit_layer), resumes=True)
+    return ExitRunner(config, layers, place, target)

@@ -4,8 +4,6 @@ authors."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
@@ -13,11 +11,7 @@ from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import TARGET_LAYERS, SpeculatorConfig, beside, kv_tap, method_of
-from parallel.speculators.layout import CheckpointLayout
-
-if TYPE_CHECKING:
-    from parallel.speculators.glide.runner import GlideRunner
-    from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.layout import CheckpointLayout, opened_by
 
 LONGSPEC = "longspec"
 PUBLISHED_WINDOW = 513
@@ -110,14 +104,5 @@ def read_own(hf: HfConfig) -> GlideConfig:
     )
 
 
-def open_glide(directory: Path, config: GlideConfig, place: SpeculatorPlace) -> GlideRunner:
-    """Load the layer beside its target; what runs it is loaded here alone."""
-    from parallel.speculators.glide.runner import GlideLayers, GlideRunner
-
-    layers = GlideLayers(config, place.group, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    return GlideRunner(config, layers, place)
-
-
-OWN = CheckpointLayout(read_own, open_glide)
-LONGSPEC_LAYOUT = CheckpointLayout(read_longspec, open_glide)
+OWN = CheckpointLayout(read_own, opened_by("glide.runner"))
+LONGSPEC_LAYOUT = CheckpointLayout(read_longspec, opened_by("glide.runner"))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Unpack
 
 from torch import Tensor
@@ -195,3 +196,10 @@ def _reads_in_place(config: GlideConfig, place: SpeculatorPlace) -> bool:
         return False
     theirs, own = target.decoder.attention_shape(), AttentionShape.of(config.block, place.group.size)
     return (own.group, own.scale, own.softcap) == (theirs.group, theirs.scale, theirs.softcap)
+
+
+def open_runner(directory: Path, config: GlideConfig, place: SpeculatorPlace) -> GlideRunner:
+    """Load the layer beside its target."""
+    layers = GlideLayers(config, place.group, **place.options)
+    place.load(layers, config.tensor_shapes(), directory)
+    return GlideRunner(config, layers, place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallel.model.checkpoint import Shape, block_tensors, tensor_headers
 from parallel.model.config import CheckpointNames, DecoderConfig
@@ -13,11 +13,7 @@ from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import SpeculatorConfig, beside
-from parallel.speculators.layout import CheckpointLayout
-
-if TYPE_CHECKING:
-    from parallel.speculators.gloeckle.runner import GloeckleRunner
-    from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.layout import CheckpointLayout, opened_by
 
 METHOD = "gloeckle"
 _OWN_HEADS = "heads"
@@ -73,15 +69,6 @@ class GloeckleConfig(SpeculatorConfig):
         return {f"{self.block.names.blocks}.{i}.{name}": shape for i in heads for name, shape in shapes}
 
 
-def open_heads(directory: Path, config: GloeckleConfig, place: SpeculatorPlace) -> GloeckleRunner:
-    """Load the heads beside their target; what runs them is loaded here alone."""
-    from parallel.speculators.gloeckle.runner import GloeckleLayers, GloeckleRunner
-
-    layers = GloeckleLayers(config, place.group, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    return GloeckleRunner(layers, place)
-
-
 def read_own(hf: HfConfig) -> GloeckleConfig:
     """The record of a checkpoint that `job=train job.recipe=gloeckle` made."""
     block = read_config(hf)
@@ -118,5 +105,5 @@ def read_published(hf: HfConfig) -> GloeckleConfig:
     return GloeckleConfig(method=METHOD, **beside(block), taps=taps, block=block, interleaved=True)
 
 
-OWN = CheckpointLayout(read_own, open_heads)
-PUBLISHED = CheckpointLayout(read_published, open_heads)
+OWN = CheckpointLayout(read_own, opened_by("gloeckle.runner"))
+PUBLISHED = CheckpointLayout(read_published, opened_by("gloeckle.runner"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Unpack
 
 import torch
@@ -25,6 +26,7 @@ from parallel.model.layers.rope import Rope
 from parallel.model.layers.weight import Layer, Shard, TensorOptions
 from parallel.speculators.block.runner import BlockNode, BlockPass, LaterRowsRunner
 from parallel.speculators.gloeckle.layouts import GloeckleConfig
+from parallel.speculators.place import SpeculatorPlace
 
 
 class GloeckleLayers(Layer):
@@ -100,3 +102,10 @@ class GloeckleRunner(LaterRowsRunner):
         read = self.decoder.normalize(given.transpose(0, 1).flatten(0, 1))
         blocks = BlockPass((self.decoder.head(read).float(),))
         return {seq_id: BlockNode(blocks, i * len(given), 0) for i, seq_id in enumerate(started)}
+
+
+def open_runner(directory: Path, config: GloeckleConfig, place: SpeculatorPlace) -> GloeckleRunner:
+    """Load the heads beside their target."""
+    layers = GloeckleLayers(config, place.group, **place.options)
+    place.load(layers, config.tensor_shapes(), directory)
+    return GloeckleRunner(layers, place)

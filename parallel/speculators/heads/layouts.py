@@ -6,19 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallel.model.checkpoint import Shape, tensor_headers
 from parallel.model.families.fields import HfConfig, refuse, require
-from parallel.model.weights import load_shards
 from parallel.speculators.config import FINAL, record_of
 from parallel.speculators.heads.cells import CELLS, HEAD_CHOICES, HeadsConfig
-from parallel.speculators.heads.tensors import LoadedTensors, Sources, as_named, stored_shapes
-from parallel.speculators.layout import CheckpointLayout
-
-if TYPE_CHECKING:
-    from parallel.speculators.heads.runner import HeadsRunner
-    from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.heads.tensors import Sources, as_named, stored_shapes
+from parallel.speculators.layout import CheckpointLayout, opened_by
 
 ANY_LENGTH = 2**20
 """Positions of a published module: it has none."""
@@ -36,17 +31,6 @@ def own_names(_directory: Path) -> Sources:
 def tensor_shapes(names: SourcesOf, directory: Path, config: HeadsConfig) -> dict[str, Shape]:
     """Every tensor that a checkpoint of this layout holds."""
     return stored_shapes(CELLS[config.method](config), names(directory))
-
-
-def open_heads(names: SourcesOf, directory: Path, config: HeadsConfig, place: SpeculatorPlace) -> HeadsRunner:
-    """Load a checkpoint whose tensors have these names; what runs them is loaded here alone."""
-    from parallel.speculators.heads.runner import HeadsRunner
-
-    cell = CELLS[config.method](config)
-    tensors = LoadedTensors(cell, place, names(directory))
-    load_shards(tensors.shards(), tensor_shapes(names, directory, config), directory)
-    tensors.pack()
-    return HeadsRunner(cell, tensors, place.tables)
 
 
 # --- our own ----------------------------------------------------------------------------------------------------------
@@ -173,7 +157,7 @@ def _layout(read: Callable[[HfConfig], HeadsConfig], names: SourcesOf) -> Checkp
     """A layout with these names for its tensors."""
     return CheckpointLayout(
         read,
-        lambda directory, config, place: open_heads(names, directory, config, place),
+        opened_by("heads.runner", names),
         lambda directory, config, _target: tensor_shapes(names, directory, config),
     )
 

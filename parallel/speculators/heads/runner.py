@@ -7,9 +7,10 @@ parent's. Knows no checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby, takewhile
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.decoder import Decoder
+from parallel.model.weights import load_shards
 from parallel.runtime.interface import PassOutput
-from parallel.speculators.heads.cells import TARGET_TABLE, HeadCell
-from parallel.speculators.heads.tensors import LoadedTensors
+from parallel.speculators.heads.cells import CELLS, TARGET_TABLE, HeadCell, HeadsConfig
+from parallel.speculators.heads.tensors import LoadedTensors, Sources, stored_shapes
+from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import SpeculatorRunner
 from parallel.transfers import upload
 
@@ -279,3 +282,14 @@ def _by_depth(rows: Sequence[_Row]) -> dict[int, list[int]]:
 def _state_of(row: _Row) -> Tensor:
     assert row.state is not None, "a silent row has no state"
     return row.state
+
+
+def open_runner(
+    directory: Path, config: HeadsConfig, place: SpeculatorPlace, names: Callable[[Path], Sources]
+) -> HeadsRunner:
+    """Load a checkpoint whose tensors have these names."""
+    cell, sources = CELLS[config.method](config), names(directory)
+    tensors = LoadedTensors(cell, place, sources)
+    load_shards(tensors.shards(), stored_shapes(cell, sources), directory)
+    tensors.pack()
+    return HeadsRunner(cell, tensors, place.tables)

@@ -13,6 +13,7 @@ import numpy as np
 
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification.coupled import verify_coupled
+from actors.verification.distributions import DrawnTree
 from actors.verification.rules import RULES
 from tests.actors.verification.rule_enumeration import ConditionalDistribution, Emission, Tape, all_runs
 
@@ -106,7 +107,8 @@ def emit(
                 choices = [tape.draw(p(one), keys("target", len(one), number, 0)) for one in this.contexts]
                 path, token = verify_coupled(tree, choices)
             else:
-                path, token = RULES[rule](tree, kinds, laws, lambda node, at=this.contexts: p(at[node]), this)
+                draft = DrawnTree(tree, kinds, laws)
+                path, token = RULES[rule](draft, lambda node, at=this.contexts: p(at[node]), this)
             text = (*text, *(tree.token_ids[node] for node in path), token)
             number += 1
         return text[:length]

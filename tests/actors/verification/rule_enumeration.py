@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
+from actors.verification.distributions import DrawnTree
 
 ConditionalDistribution = Callable[[tuple[int, ...]], np.ndarray]
 """A toy model: the tokens after the committed prefix -> probabilities [V] of the next token."""
@@ -209,7 +210,7 @@ def ratio_outcomes(rule: Rule, draft: WeightedDraft, _contexts: Contexts, rows: 
             return 0
 
         source = PatchedSource(TapeSource(tape).accept, keep)
-        path, _ = rule(draft.tree, draft.sampling_kinds, draft.distributions, rows.__getitem__, source)
+        path, _ = rule(DrawnTree(draft.tree, draft.sampling_kinds, draft.distributions), rows.__getitem__, source)
         return path, drawn_from[-1]
 
     return all_runs(run)

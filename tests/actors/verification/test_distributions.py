@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
-from actors.verification.distributions import NO_MASS, ChildDistribution, Residual, child_distributions
+from actors.verification.distributions import NO_MASS, ChildDistribution, DrawnTree, Residual, child_distributions
 
 ROOT, DET, COUPLED, IID, WOR = SamplingKind
 VOCAB = 7
@@ -23,7 +23,8 @@ def siblings(*drawn: tuple[int, SamplingKind]) -> list[ChildDistribution]:
     """The distributions of the children of a root, given their tokens and kinds."""
     tree = TokenTree((2, *(token for token, _ in drawn)), (-1, *[0] * len(drawn)))
     kinds = (ROOT, *(kind for _, kind in drawn))
-    return child_distributions(tree, kinds, LAW, range(1, len(drawn) + 1))
+    draft = DrawnTree(tree, kinds, (LAW, *[None] * len(drawn)))
+    return child_distributions(draft, 0, range(1, len(drawn) + 1))
 
 
 def test_independent_draws_all_follow_the_draft_s_distribution():
@@ -62,7 +63,7 @@ def test_a_residual_is_the_positive_part_of_the_scaled_target_minus_the_drafts(s
     residual, p = Residual(target), target.copy()
     for scale in (1.0, 0.7, 1.0, 0.3):
         support = rng.permutation(VOCAB)[:4]
-        child = ChildDistribution(support, rng.dirichlet(np.ones(4)), int(support[0]))
+        child = ChildDistribution(support, rng.dirichlet(np.ones(4)), int(support[0]), 1)
         left = np.maximum(scale * p - dense(child), 0.0)
         assert residual.subtract(child, scale) == pytest.approx(left.sum())
         p = left / left.sum() if left.any() else target
@@ -76,9 +77,9 @@ def test_a_residual_is_the_positive_part_of_the_scaled_target_minus_the_drafts(s
 def test_without_a_residual_the_target_starts_again(spare):
     target = np.array([0.25, 0.75 - spare, spare])
     residual = Residual(target)
-    same = ChildDistribution(np.array([0, 1]), np.array([0.25, 0.75]), 1)
+    same = ChildDistribution(np.array([0, 1]), np.array([0.25, 0.75]), 1, 1)
     assert residual.subtract(same) <= NO_MASS
     assert residual.weights.tolist() == target.tolist() and residual.mass == pytest.approx(1.0)
     assert residual.probability(1) == pytest.approx(0.75)
-    residual.subtract(ChildDistribution(np.array([0]), np.ones(1), 0))
+    residual.subtract(ChildDistribution(np.array([0]), np.ones(1), 0, 2))
     assert target[0] == 0.25, "it subtracts from a copy"

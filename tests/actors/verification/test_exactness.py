@@ -10,6 +10,7 @@ import pytest
 from actors.options import INDEPENDENT_ONLY, VerifyRule
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification.compatibility import is_exact
+from actors.verification.distributions import DrawnTree
 from actors.verification.rules import RULES
 from tests.actors.verification.rule_enumeration import (
     WeightedDraft,
@@ -268,29 +269,24 @@ Q = SparseDistribution((0, 1, 2), (0.2, 0.3, 0.5))
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_the_empty_proposal_is_plain_decoding(rule):
-    assert RULES[rule](TokenTree.root(7), (ROOT,), (None,), lambda node: P, _Scripted(True)) == ((), 0)
+    assert RULES[rule](DrawnTree(TokenTree.root(7), (ROOT,), (None,)), lambda node: P, _Scripted(True)) == ((), 0)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "kseq", "transport"])
 def test_top_down_rules_ask_only_for_rows_of_visited_nodes(rule):
     tree = TokenTree((7, 2, 1, 0, 0), (-1, 0, 0, 1, 2))
+    draft = DrawnTree(tree, (ROOT, IID, IID, IID, IID), (Q, Q, Q, None, None))
     visited = []
-    path, _ = RULES[rule](
-        tree,
-        (ROOT, IID, IID, IID, IID),
-        (Q, Q, Q, None, None),
-        lambda n: visited.append(n) or P,
-        _Scripted(False, True, True),
-    )
+    path, _ = RULES[rule](draft, lambda n: visited.append(n) or P, _Scripted(False, True, True))
     assert path == (2, 4)
     assert visited == [0, 2, 4]
 
 
 def test_traversal_does_not_descend_into_what_cannot_be_reached():
-    tree = TokenTree((7, 2, 1), (-1, 0, 1))
+    draft = DrawnTree(TokenTree((7, 2, 1), (-1, 0, 1)), (ROOT, DET, DET), (None,) * 3)
     visited = []
     row = np.array([0.5, 0.5, 0.0])
-    RULES["traversal"](tree, (ROOT, DET, DET), (None,) * 3, lambda n: visited.append(n) or row, _Scripted(True))
+    RULES["traversal"](draft, lambda n: visited.append(n) or row, _Scripted(True))
     assert visited == [0]
 
 
@@ -299,7 +295,8 @@ def test_acceptance_probabilities_of_the_second_sibling():
     tree = TokenTree((7, 2, 1), (-1, 0, 0))
     for kind, distribution in ((IID, 0.3), (WOR, 0.3 / 0.5), (DET, 1.0)):
         random_source = _Scripted(False, False)
-        RULES["rejection"](tree, (ROOT, kind, kind), (Q, None, None), lambda node: P, random_source)
+        draft = DrawnTree(tree, (ROOT, kind, kind), (Q, None, None))
+        RULES["rejection"](draft, lambda node: P, random_source)
         first = 0.2 if kind == DET else 0.2 / 0.5
         residual = 0.3 / 0.8 if kind == DET else 0.0  # p - q leaves token 0 only: (0.3, 0, -0.3)
         assert random_source.probabilities == pytest.approx([first, min(1.0, residual / distribution)])

@@ -33,6 +33,7 @@ from actors.protocol.messages import (
     VerifyBatch,
     extend_hash,
 )
+from actors.verification.distributions import DrawnTree
 from actors.verification.rules import RULES
 from tests.actors.scripted_roles import ScriptedTarget, World
 from tests.actors.verification.conftest import random_law
@@ -57,10 +58,10 @@ class DrawnTarget(ScriptedTarget):
         verdicts = []
         for item in batch.items:
             text, proposal = self.knows.texts[item.request_id], item.proposal
-            drawn: Any = (TokenTree.root(text[-1]), (SamplingKind.ROOT,), (None,))
+            drawn = DrawnTree(TokenTree.root(text[-1]), (SamplingKind.ROOT,), (None,))
             if proposal is not None:
-                drawn = proposal.tree, proposal.sampling_kinds, proposal.distributions
-            path, token = self.rule(*drawn, partial(_row, text, drawn[0]), TapeSource(self.tape, len(text)))
+                drawn = DrawnTree(proposal.tree, proposal.sampling_kinds, proposal.distributions)
+            path, token = self.rule(drawn, partial(_row, text, drawn.tree), TapeSource(self.tape, len(text)))
             epoch = self.knows.epochs[item.request_id]
             verdicts.append(Verdict(item.request_id, epoch, len(text), tuple(path), (token,)))
         num_rows = sum(item.num_tokens for item in batch.items)

@@ -70,7 +70,7 @@ def test_the_example_of_the_block_verification_paper():
 
 @pytest.mark.parametrize("k, rho, accepted", [(2, 1.456776, 0.791355), (3, 1.792593, 0.858519)])
 def test_kseq(k, rho, accepted):
-    found, beta = discount(P, ChildDistribution(np.arange(3), Q, 0), k)
+    found, beta = discount(P, ChildDistribution(np.arange(3), Q, 0, 1), k)
     assert found == pytest.approx(rho, abs=1e-6)
     assert 1 - (1 - beta) ** k == pytest.approx(found * beta, abs=1e-12)
     assert mean_accepted("kseq", IID, (k,)) == pytest.approx(accepted, abs=1e-6)
@@ -78,7 +78,7 @@ def test_kseq(k, rho, accepted):
 
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_the_discount_of_kseq_is_the_least_that_leaves_a_residual(k):
-    rho, _ = discount(P, ChildDistribution(np.arange(3), Q, 0), k)
+    rho, _ = discount(P, ChildDistribution(np.arange(3), Q, 0, 1), k)
 
     def least_of_residual(rho: float) -> float:
         accepted = np.minimum(P / rho, Q)
@@ -90,4 +90,4 @@ def test_the_discount_of_kseq_is_the_least_that_leaves_a_residual(k):
 
 
 def test_a_single_draft_needs_no_discount():
-    assert discount(P, ChildDistribution(np.arange(3), Q, 0), 1)[0] == 1.0
+    assert discount(P, ChildDistribution(np.arange(3), Q, 0, 1), 1)[0] == 1.0

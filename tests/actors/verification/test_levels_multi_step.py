@@ -23,6 +23,7 @@ from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import DraftBatch, DraftOrder, Request, SamplingParams, TokenTree, Verdict
 from actors.roles.draft import DraftRole
+from actors.verification.distributions import DrawnTree
 from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
 from tests.actors.verification.cascade_enumeration import ToyRunner
@@ -79,9 +80,8 @@ def text(
         (answer,) = draft.answer(DraftBatch(round_, admits, commits, releases, (DraftOrder(1, 2 * width),)))
         (proposal,) = answer.proposals
         random_source = HashRandomSource(seed, sequence.prefix_len)
-        path, token = RULES[rule](
-            proposal.tree, proposal.sampling_kinds, proposal.distributions, lambda node: TARGET, random_source
-        )
+        drawn = DrawnTree(proposal.tree, proposal.sampling_kinds, proposal.distributions)
+        path, token = RULES[rule](drawn, lambda node: TARGET, random_source)
         verdict = Verdict(1, sequence.epoch, sequence.prefix_len, path, (token,))
         outbox.add_commit(sequence.commit(verdict, proposal, frozenset()))
         if sequence.num_generated >= LENGTH:

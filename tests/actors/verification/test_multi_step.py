@@ -12,6 +12,7 @@ import torch
 
 from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree
 from actors.sampling.draft_sampling import draw_iid, draw_without_replacement
+from actors.verification.distributions import DrawnTree
 from actors.verification.random_source import HashRandomSource
 from actors.verification.rules import RULES
 from tests import matrices
@@ -79,9 +80,8 @@ def emitted(rule, kind, widths, p, q, n, reuse=None) -> np.ndarray:
             sampling_kinds = (SamplingKind.ROOT,) + (kind,) * tree.num_draft_tokens
             step = len(sequences[i])
             random_source = PositionCoins(i, step, tree.depths()) if reuse == "coins" else HashRandomSource(i, step)
-            path, next_token = rule(
-                tree, sampling_kinds, distributions, lambda node, tree=tree: p[tree.token_ids[node]], random_source
-            )
+            draft = DrawnTree(tree, sampling_kinds, distributions)
+            path, next_token = rule(draft, lambda node, tree=tree: p[tree.token_ids[node]], random_source)
             sequences[i] += [*(tree.token_ids[node] for node in path), next_token]
         live = [i for i in live if len(sequences[i]) <= LENGTH]
     return np.array([sequence[1 : LENGTH + 1] for sequence in sequences])

@@ -15,7 +15,7 @@ import pytest
 
 from actors.options import INDEPENDENT_ONLY
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
-from actors.verification import kseq, rejection
+from actors.verification import distributions, kseq, rejection
 from actors.verification.distributions import ChildDistribution, child_distributions
 from actors.verification.rules import RULES
 from tests.actors.verification.rule_enumeration import (
@@ -233,19 +233,19 @@ def test_a_chain_that_drops_its_last_unlikely_token_is_found_and_one_that_ends_w
 # --- mistakes of the test --------------------------------------------------------------------------------------------
 
 
-def next_from_the_target(tree, sampling_kinds, distributions, target_row, random_source):
+def next_from_the_target(draft, target_row, random_source):
     wrong = PatchedSource(random_source.accept, lambda _, node: random_source.sample(target_row(node), node))
-    return RULES["rejection"](tree, sampling_kinds, distributions, target_row, wrong)
+    return RULES["rejection"](draft, target_row, wrong)
 
 
-def longest_path_of_independent_coins(tree, sampling_kinds, distributions, target_row, random_source):
+def longest_path_of_independent_coins(draft, target_row, random_source):
     """One coin per edge against the parent's own law, keep the longest surviving path, then draw from p."""
-    best = 0
+    tree, best = draft.tree, 0
     alive = {0}
     for node in range(1, len(tree.parents)):
         parent = tree.parents[node]
         if parent in alive:
-            distribution = child_distributions(tree, sampling_kinds, distributions[parent], [node])[0]
+            distribution = child_distributions(draft, parent, [node])[0]
             if random_source.accept(min(1.0, float(target_row(parent)[tree.token_ids[node]]) / distribution.own), node):
                 alive.add(node)
                 if len(tree.path_to(node)) > len(tree.path_to(best)):
@@ -253,8 +253,8 @@ def longest_path_of_independent_coins(tree, sampling_kinds, distributions, targe
     return tuple(tree.path_to(best)), random_source.sample(target_row(best), best)
 
 
-def arg_max_match_with_sampled_bonus(tree, sampling_kinds, distributions, target_row, random_source):
-    path, node = [], 0
+def arg_max_match_with_sampled_bonus(draft, target_row, random_source):
+    tree, path, node = draft.tree, [], 0
     while True:
         likeliest = int(np.argmax(target_row(node)))
         matching = [child for child in tree.children()[node] if tree.token_ids[child] == likeliest]
@@ -281,12 +281,12 @@ def test_mistakes_of_the_test_are_found(random_law, rule, floor):
 def sharing_numbers(rule: str, shared: Callable[[TokenTree, int], int]):
     """`rule`, in which nodes of the same `shared` are tested with the same random number."""
 
-    def verify(tree, sampling_kinds, distributions, target_row, random_source):
+    def verify(draft, target_row, random_source):
         def accept(chance, node):
-            return random_source.accept(chance, shared(tree, node))
+            return random_source.accept(chance, shared(draft.tree, node))
 
         source = PatchedSource(accept, random_source.sample)
-        return RULES[rule](tree, sampling_kinds, distributions, target_row, source)
+        return RULES[rule](draft, target_row, source)
 
     return verify
 
@@ -332,13 +332,15 @@ def test_independent_coins_on_top_k_tokens_are_worse(random_law):
 def threshold(level: float):
     """A likely enough token is accepted whatever the coin says, as with SGLang's `threshold_single` below 1."""
 
-    def verify(tree, sampling_kinds, distributions, target_row, random_source):
+    def verify(draft, target_row, random_source):
+        tree = draft.tree
+
         def accept(chance, node):
             likely = target_row(tree.parents[node])[tree.token_ids[node]] >= level
             return likely or random_source.accept(chance, node)
 
         lenient = PatchedSource(accept, random_source.sample)
-        return RULES["rejection"](tree, sampling_kinds, distributions, target_row, lenient)
+        return RULES["rejection"](draft, target_row, lenient)
 
     return verify
 
@@ -354,11 +356,11 @@ def test_a_threshold_of_acceptance_is_found_where_it_does_anything(random_law, l
 def block_with(*, stops=False, token_residual=False, uncapped=False, padded=False):
     """The paper's four lines with one of them wrong; without a mistake, `verify_block` again."""
 
-    def verify(tree, sampling_kinds, distributions, target_row, random_source):
-        last = tree.num_draft_tokens
+    def verify(draft, target_row, random_source):
+        tree, last = draft.tree, draft.tree.num_draft_tokens
         p = [target_row(i) for i in range(last + 1)]
         q = [np.zeros_like(p[0]) for _ in range(last)]
-        for row, distribution in zip(q, distributions, strict=False):
+        for row, distribution in zip(q, draft.distributions, strict=False):
             row[list(distribution.token_ids)] = distribution.probs
         reach, joint = [1.0], 1.0
         for i, token in enumerate(tree.token_ids[1:]):
@@ -403,13 +405,16 @@ def test_mistakes_of_block_verification_are_found(random_law, mistake, floor):
     assert np.mean(found) > floor if floor else max(found) < 1e-12
 
 
-def law_without(distribution: SparseDistribution, gone: list[int], token: int, renormalise: bool) -> ChildDistribution:
+def law_without(
+    distribution: SparseDistribution, gone: list[int], token: int, node: int, *, renormalise: bool
+) -> ChildDistribution:
     """`distribution` with tokens removed, for a child that may be one of them (then `own` is never looked at again)."""
     left = {t: prob for t, prob in zip(distribution.token_ids, distribution.probs, strict=False) if t not in gone}
     probs = np.array(list(left.values()))
-    return ChildDistribution(
-        np.array(list(left)), probs / probs.sum() if renormalise else probs, token if token in left else min(left)
-    )
+    probs = probs / probs.sum() if renormalise else probs
+    found = ChildDistribution(np.array(list(left)), probs, token if token in left else min(left), node)
+    found.token = token
+    return found
 
 
 @pytest.mark.extended
@@ -421,11 +426,14 @@ def law_without(distribution: SparseDistribution, gone: list[int], token: int, r
     ],
 )
 def test_a_wrong_conditional_law_is_found(random_law, monkeypatch, kind, renormalise, floor):
-    def wrong(tree, sampling_kinds, distribution, children):
-        tokens = [tree.token_ids[child] for child in children]
-        return [law_without(distribution, tokens[:i], token, renormalise) for i, token in enumerate(tokens)]
+    def wrong(draft, node, children):
+        tokens, law = [draft.tree.token_ids[child] for child in children], draft.distributions[node]
+        return [
+            law_without(law, tokens[:i], token, child, renormalise=renormalise)
+            for i, (token, child) in enumerate(zip(tokens, children, strict=True))
+        ]
 
-    monkeypatch.setattr(rejection, "child_distributions", wrong)
+    monkeypatch.setattr(distributions, "child_distributions", wrong)
     assert distances(random_law, rejection.verify_rejection, kind).mean() > floor
 
 

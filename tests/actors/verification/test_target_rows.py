@@ -11,6 +11,7 @@ import torch
 from actors.protocol.messages import NO_TOKEN, Proposal, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.logits import LogitRows, probabilities, process_logits
 from actors.verification import target_rows
+from actors.verification.distributions import DrawnTree
 from actors.verification.random_source import HashRandomSource
 from actors.verification.rules import RULES
 from actors.verification.verifier import Verifier, VerifyInput
@@ -56,11 +57,11 @@ def on_whole_rows(rule: str, one: VerifyInput, logits: torch.Tensor) -> tuple[tu
             return np.eye(VOCAB + 1)[VOCAB]
         return np.append(probabilities(scores[node : node + 1], one.sampling)[0].numpy(), 0.0)
 
-    kinds, distributions = ((0,), (None,))
+    draft = DrawnTree(one.tree, (SamplingKind.ROOT,), (None,))
     if one.proposal is not None:
-        kinds, distributions = one.proposal.sampling_kinds, one.proposal.distributions
+        draft = DrawnTree(one.tree, one.proposal.sampling_kinds, one.proposal.distributions)
     source = HashRandomSource(one.sampling.seed, len(one.token_ids))
-    path, token = RULES[rule](one.tree, kinds, distributions, target_row, source)
+    path, token = RULES[rule](draft, target_row, source)
     return path, token if token < VOCAB else NO_TOKEN
 
 

@@ -83,7 +83,7 @@ def test_large_distributions(seed, size, num_draws):
     """Exact whatever rounding does, and the optimum by sets of tokens of smallest p / q, which alone bind."""
     p, q = laws(seed, size)
     drawn = np.flatnonzero(q)
-    selection = Selection(p, ChildDistribution(drawn, q[drawn], int(drawn[0])), num_draws)
+    selection = Selection(p, ChildDistribution(drawn, q[drawn], int(drawn[0]), 1), num_draws)
     order = drawn[np.argsort(p[drawn] / q[drawn])]
     inside = np.append(0.0, np.cumsum(p[order])), np.append(0.0, np.cumsum(q[order]))
     residual = selection.residual(p)

@@ -259,8 +259,8 @@ def drop_unlikely_tokens(monkeypatch, models):
 def nucleus_acceptance(monkeypatch, models):
     """The level keeps whatever lies in its nucleus, as if that were a ratio test."""
 
-    def verify(tree, sampling_kinds, distributions, target_row, random_source):
-        path, node = [], 0
+    def verify(draft, target_row, random_source):
+        tree, path, node = draft.tree, [], 0
         while children := tree.children()[node]:
             row = target_row(node)
             likelier = row[row > row[tree.token_ids[children[0]]]].sum()

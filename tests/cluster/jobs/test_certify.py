@@ -132,17 +132,18 @@ def test_the_default_drafts_where_the_engine_would_decode_plainly(
 # --- what must fail ---------------------------------------------------------------------------------------------------
 
 
-def accept_always(tree, draws, distributions, target_row, random_source):
+def accept_always(draft, target_row, random_source):
     """The classic mistake: drafts stand untested."""
+    tree = draft.tree
     leaf = len(tree.parents) - 1
     return tuple(tree.path_to(leaf)), random_source.sample(target_row(leaf), leaf)
 
 
-def correct_from_the_target(tree, draws, distributions, target_row, random_source):
+def correct_from_the_target(draft, target_row, random_source):
     """The quiet one: after a rejection the next token comes from p instead of the residual."""
 
     wrong = PatchedSource(random_source.accept, lambda _, node: random_source.sample(target_row(node), node))
-    return RIGHT(tree, draws, distributions, target_row, wrong)
+    return RIGHT(draft, target_row, wrong)
 
 
 RIGHT = RULES["rejection"]

@@ -110,7 +110,8 @@ def test_a_drill_whose_requests_keep_their_tokens_passes(run_drill):
 def test_a_drill_under_a_rule_that_accepts_whatever_was_drafted_fails(run_drill, monkeypatch):
     """By default the tokens of one request differ (below), and such a rule fails certificates (`test_certify.py`)."""
 
-    def accept_always(tree, draws, distributions, target_row, random_source):
+    def accept_always(draft, target_row, random_source):
+        tree = draft.tree
         leaf = len(tree.parents) - 1
         return tuple(tree.path_to(leaf)), random_source.sample(target_row(leaf), leaf)
 

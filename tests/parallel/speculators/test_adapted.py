@@ -17,8 +17,7 @@ from parallel.kv.pass_plan import Span
 from parallel.speculators import adapted
 from parallel.speculators.adapted import AdaptedDraftLayers, check_learnable, layer_weights
 from parallel.speculators.eagle.config import METHODS
-from parallel.speculators.eagle.layouts import open_draft_layers
-from parallel.speculators.eagle.runner import DraftLayerRunner
+from parallel.speculators.eagle.runner import DraftLayerRunner, open_runner
 from parallel.speculators.eagle.training import DraftLayerOptions, build
 from parallel.speculators.opening import open_fuser, open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
@@ -133,7 +132,7 @@ def test_layers_of_published_checkpoints_are_served_as_trained(
         {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}, tmp_path / "published/model.safetensors"
     )
     place = SpeculatorPlace(open_tables(llama.path), SINGLE, "cpu", torch.float32, 64)
-    one.runner = open_draft_layers(tmp_path / "published", config, place)
+    one.runner = open_runner(tmp_path / "published", config, place)
     monkeypatch.setattr(adapted, "read_speculator", lambda *_: config)
     one.model = AdaptedDraftLayers(str(tmp_path / "published"), str(llama.path), "cpu", 8)
     check_served(one)

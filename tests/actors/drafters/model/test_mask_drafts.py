@@ -18,6 +18,7 @@ from actors.drafters.interface import Context, Draft
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
 from actors.protocol.messages import SamplingParams, TokenTree
+from actors.verification.distributions import DrawnTree
 from actors.verification.random_source import HashRandomSource
 from actors.verification.rules import RULES
 from cluster.tools.training.models import drafter_config, initialised
@@ -62,7 +63,7 @@ def excess(rule: str, drafts: list[Draft], mistake: Callable[[Draft], Draft] = l
     for seed, draft in enumerate(map(mistake, drafts)):
         tree, coins = draft.tree, HashRandomSource(seed, len(TEXT))
         row = lambda node, tree=tree: TARGET[tree.token_ids[node]]  # noqa: E731
-        path, token = RULES[rule](tree, draft.sampling_kinds, draft.distributions, row, coins)
+        path, token = RULES[rule](DrawnTree(tree, draft.sampling_kinds, draft.distributions), row, coins)
         tokens = [*(tree.token_ids[node] for node in path), token]
         second = tokens[1] if len(tokens) > 1 else after.choice(VOCAB, p=TARGET[token])
         counts[tokens[0], second] += 1

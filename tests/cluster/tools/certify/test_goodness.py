@@ -42,10 +42,10 @@ def test_more_draws_and_fewer_cells_show_less_bias():
     assert detectable_distance(10, 20, 0.001, 0.99) == 1.0, "ten draws show nothing"
 
 
-def test_rare_tokens_are_counted_together_and_their_mass_is_reported():
+def test_rare_tokens_are_counted_together():
     distribution = np.array([0.5, 0.4, *[0.001] * 100])
     fit = fit_distribution("tail", counts_of(distribution, 1000, 0), distribution)
-    assert fit.num_cells == 3 and fit.pooled_mass == pytest.approx(0.1)
+    assert fit.num_cells == 3
     shifted = fit_distribution("tail", np.array([400, 500, *[1] * 100]), distribution)
     assert shifted.distance == pytest.approx(0.1), "half of the sum of |0.4 - 0.5|, |0.5 - 0.4| and |0.1 - 0.1|"
     few = fit_distribution("few", np.array([9, 1]), np.array([0.95, 0.05]))

@@ -197,9 +197,9 @@ def test_a_draft_that_stands_untested_is_found_at_its_token(readers, monkeypatch
     """The first or the second draft token is accepted whatever the target says."""
     right = RULES["rejection"]
 
-    def untested(tree, kinds, distributions, target_row, random_source):
-        path, token = right(tree, kinds, distributions, target_row, random_source)
-        below = tree.children()[path[-1] if path else 0]
+    def untested(draft, target_row, random_source):
+        path, token = right(draft, target_row, random_source)
+        below = draft.tree.children()[path[-1] if path else 0]
         if len(path) == depth and below:
             path = (*path, below[0])
             token = random_source.sample(target_row(below[0]), below[0])

@@ -86,8 +86,6 @@ def test_the_figures_of_a_run_agree(pipeline):
     counters, shares = result.counters, result.critical
     assert shares.target + shares.draft + shares.exchange == pytest.approx(1.0)
     assert (result.target_busy, result.draft_busy) == (shares.target, shares.draft_busy)
-    assert result.target_wait_ms == pytest.approx(result.round_ms * (1 - shares.target))
-    assert result.draft_wait_ms == pytest.approx(result.round_ms * (1 - shares.draft_busy))
     window_s = counters["num_rounds"] * result.round_ms / 1e3
     assert result.tokens_per_s == pytest.approx(counters["num_tokens"] / window_s)
     num_verdicts = counters["num_tokens"] / result.tokens_per_pass

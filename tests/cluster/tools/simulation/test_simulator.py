@@ -86,7 +86,6 @@ def test_time_is_accounted_for(pipeline):
     result = simulate(scenario(pipeline, target_link_s=5e-4, draft_link_s=5e-4))
     shares = result.critical
     assert shares.target + shares.draft + shares.exchange == pytest.approx(1)
-    assert result.round_ms - result.target_wait_ms == pytest.approx(result.round_ms * result.target_busy)
     # The engine's own counters, kept by the real coordinator, tell the same.
     window_s = result.counters["window_s"]
     assert result.counters["target_busy_s"] / window_s == pytest.approx(result.target_busy, abs=0.01)
@@ -134,7 +133,7 @@ def test_a_miss_is_answered_with_a_short_draft(pipeline):
     """A proposal of many nodes must not turn into as many passes while the target waits."""
     result = simulate(scenario(pipeline, replace(TREE, num_draft_tokens=16)))
     sync = simulate(scenario("sync", replace(TREE, num_draft_tokens=16)))
-    waits = result.target_wait_ms / (1 - result.branch_hit_rate)
+    waits = result.round_ms * (1 - result.target_busy) / (1 - result.branch_hit_rate)
     assert waits < 1e3 * 4.5 * DRAFT(3), "a miss costs a root pass, a level or two and the pass that was under way"
     assert result.tokens_per_s > sync.tokens_per_s
 
