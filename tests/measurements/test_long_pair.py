@@ -56,6 +56,7 @@ def test_imports_are_named_in_order_whatever_their_form():
     assert module_name("email/__init__.py") == "email" and module_name("email/utils.py") == "email.utils"
 
 
+@pytest.mark.extended
 def test_a_module_stands_behind_what_it_imports_at_positions_of_its_own(texts: FarTexts):
     assert set(texts.imports("argparse")) == {"gettext", "shutil"}
     seen = set()

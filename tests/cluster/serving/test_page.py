@@ -47,6 +47,7 @@ def test_without_a_draft_all_tokens_are_the_targets(client):
     assert {by for chunk in chunks for choice in chunk.choices for _, by in sources(choice)} == {"target"}
 
 
+@pytest.mark.extended
 def test_several_drafters_are_named(chat_checkpoint, half_agreeing_drafter):
     drafter = AutoDrafterConfig(
         drafters=[
