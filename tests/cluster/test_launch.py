@@ -347,6 +347,7 @@ def test_help_names_groups_keys_and_examples(entered):
     assert not [choice for choices in CHOICES.values() for choice in choices if choice not in named]
 
 
+@pytest.mark.extended
 def test_no_composition_copies_the_records_of_all_choices_or_changes_them(entered):
     """A copy for every group that help lists took two thirds of its time."""
     entered("--help", "drafter=ngram")

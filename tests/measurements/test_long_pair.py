@@ -82,6 +82,7 @@ def _holds(tokens: list[int], part: list[int]) -> bool:
     return any(tokens[first : first + len(part)] == part for first in range(len(tokens) - len(part) + 1))
 
 
+@pytest.mark.extended
 def test_held_out_texts_are_tests_behind_the_modules_they_test_or_behind_others(texts: FarTexts):
     fronts, between, tests = texts.held_out(40, 700)
     assert len(fronts["tested"]) == len(fronts["other"]) == PIECE * len(TESTED)
