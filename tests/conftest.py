@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests import matrices
 
@@ -32,6 +33,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+if settings.get_current_profile_name() == "repeatable":
+    # Hypothesis also draws constants that it finds in the source of whatever modules are loaded. That gives every
+    # selection of tests other examples, and takes each worker 2 s.
+    providers._get_local_constants = lambda: providers._local_constants
 
 TINY = {
     "hidden_size": 32,
@@ -92,13 +97,21 @@ def _are_files(arguments: list[str]) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Run the `extended` tests of files that are named, and collect slow rows of matrices only where they may run.
+    """Run the `extended` tests of files that are named, and collect them and slow rows of matrices only where they may
+    run.
 
-    These are half of all tests.
+    Each are half of what is left without the others.
     """
     if config.option.markexpr == DEFAULT_MARKS and _are_files(config.args):
         config.option.markexpr = "not slow"
     matrices.is_whole = "not slow" not in config.option.markexpr
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """None of an `extended` function where none would run."""
+    marks = {mark.name for mark in getattr(obj, "pytestmark", ())}
+    return [] if "extended" in marks and collector.config.option.markexpr == DEFAULT_MARKS else None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import combinations, product
 from typing import Any
 
@@ -20,14 +20,16 @@ def in_turn(
     *others: Iterable[Any],
     times: Mapping[Any, int] | None = None,
     exists: Callable[..., object] = lambda *values: True,
+    extended: Container[Any] = (),
 ) -> Iterator[Any]:
     """Each of `first` beside every value of the others; by default with one combination of them.
 
     That is the combination whose values were chosen least often beside this one and, of equals, beside one another. So
     every value comes, and every pair of values of the others as long as there are rows for it. `times` names those of
     `first` that come more often, each time beside other values, or with 0 not at all, because another row or test runs
-    the same code. A value that is a tuple is several parameters; one of the others that is a `pytest.param` with marks
-    never comes by default. A combination for which `exists(*parameters)` is false is left out altogether.
+    the same code; the rows of those in `extended` are marked so. A value that is a tuple is several parameters; one of
+    the others that is a `pytest.param` with marks never comes by default. A combination for which
+    `exists(*parameters)` is false is left out altogether.
 
     The rows beside these are `slow`. They are chosen in the same way, until each of `first` has come beside every value
     of the others: all combinations of two columns, but not of more. What depends on three values belongs into `first`.
@@ -63,7 +65,8 @@ def in_turn(
             slow.append(choose([row for row in rows if left & _values(row)]))
             left -= _values(slow[-1])
         for row in [*some, *slow]:
-            yield pytest.param(*_flat(row), marks=pytest.mark.slow if row in slow else [])
+            usual_marks = [pytest.mark.extended] if one in extended else []
+            yield pytest.param(*_flat(row), marks=pytest.mark.slow if row in slow else usual_marks)
 
 
 def _values(row: tuple[Any, ...]) -> set[tuple[int, str]]:

@@ -37,6 +37,13 @@ def test_of_more_columns_each_pair_is_there_in_few_rows(times):
         assert {(row[i], row[j]) for row in rows} == {*product(columns[i], columns[j])}
 
 
+def test_rows_of_some_are_extended_and_the_others_as_they_were():
+    rows, marked = (list(in_turn("abc", [1, 2], times={"b": 2}, extended=some)) for some in ("", "bc"))
+    assert [row.values for row in rows] == [row.values for row in marked]
+    names = {(row.values[0], tuple(mark.name for mark in row.marks)) for row in marked}
+    assert names == {("a", ()), ("a", ("slow",)), ("b", ("extended",)), ("c", ("extended",)), ("c", ("slow",))}
+
+
 def test_each_pair_that_exists_is_there():
     rows = [
         param.values for param in in_turn("ab", range(3), "xy", exists=lambda a, n, c: n == 0 or (a, c) == ("a", "x"))

@@ -42,6 +42,8 @@ class DraftTree:
 
     def __init__(self, root_token: int) -> None:
         self.nodes = [DraftNode(root_token, -1, 0, 0.0)]
+        self.offered: list[int] = []
+        """The nodes of the last proposal with the root, in ascending order: those whose `offered` is set."""
 
     @staticmethod
     def read(tree: TokenTree, values: Sequence[float]) -> DraftTree:
@@ -109,7 +111,7 @@ class DraftTree:
 
     def nodes_to_refresh(self, width: int) -> list[int]:
         """Nodes to feed in the first pass after `clear_rows`: the proposal, and the likeliest that had been fed."""
-        offered = [i for i, node in enumerate(self.nodes) if i and node.offered]
+        offered = self.offered[1:]
         fed = [i for i, node in enumerate(self.nodes) if i and node.expanded and not node.offered]
         fed.sort(key=lambda i: (-self.nodes[i].value, i))  # a parent comes before its child
         return sorted(offered + fed[: max(0, width - len(offered))])
@@ -159,10 +161,10 @@ class DraftTree:
 
     def offer(self, nodes: Sequence[int]) -> None:
         """These nodes are the proposal that the next verdict is about."""
-        for hypothesis in self.nodes:
-            hypothesis.offered = False
-        self.root.offered = True
-        for node in nodes:
+        for node in self.offered:
+            self.nodes[node].offered = False
+        self.offered = [0, *sorted(nodes)]
+        for node in self.offered:
             self.nodes[node].offered = True
 
     def find(self, token_ids: Sequence[int]) -> int | None:
@@ -180,9 +182,13 @@ class DraftTree:
 
     def outcomes(self) -> list[float]:
         """Probabilities of the outcomes of the verdict on the proposal, likeliest first, as far as they are known."""
+        values = (self.nodes[child].value for child in self.outcome_nodes())
+        return sorted(map(math.exp, values), reverse=True)
+
+    def outcome_nodes(self) -> list[int]:
+        """The children of the proposal's nodes and of the root that are not themselves of it."""
         nodes = self.nodes
-        places = (child for node in nodes if node.offered for child in node.children if not nodes[child].offered)
-        return sorted((math.exp(nodes[place].value) for place in places), reverse=True)
+        return [child for node in self.offered for child in nodes[node].children if not nodes[child].offered]
 
     def reroot(self, node: int) -> tuple[DraftTree, list[int]]:
         """The tree below `node`, with that node as its root, and the KV rows its other nodes hold, renumbered from 0.

@@ -463,6 +463,8 @@ class ChildrenAhead:
         draws: bool,
     ) -> ChildrenAhead:
         """`positions` are those of the first step."""
+        if all(map(is_greedy, params)):
+            return _GREEDY_CHILDREN
         noise = _noise_arrays(params, positions, num_steps) if draws else []
         temperatures = np.array([1.0 if is_greedy(one) else one.temperature for one in params], dtype=np.float32)
         tempered = [temperatures] if (temperatures != 1.0).any() else []
@@ -484,6 +486,10 @@ class ChildrenAhead:
             scores = _truncate(scores, self.params)
         raced = scores if self.noise is None else self.noise.added_to(scores, step)
         return _best(raced, width, raced)
+
+
+_GREEDY_CHILDREN = ChildrenAhead((), None, None, ())
+"""Nothing changes the logits of greedy rows, however many there are."""
 
 
 @dataclass(frozen=True, slots=True)

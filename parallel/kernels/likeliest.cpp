@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t WORTH_THREADS = 1 << 15;  // numbers; fewer take less time than to wake a thread
 constexpr int64_t BLOCK = 64 * WIDTH;       // numbers whose exponentials are added in float32; blocks are added in float64
+constexpr int AT_ONCE = 4;                  // vectors of which the largest number is looked at first
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 // The largest numbers so far, in descending order, of equal ones the first; as many as there are places for.
@@ -30,23 +31,43 @@ struct Ranking {
 
 void rank(const float *x, int64_t size, Ranking &ranking) {
     int64_t i = 0;
+    const auto add_next = [&](int64_t count) {
+        for (const int64_t stop = i + count; i < stop; i++)
+            if (x[i] > ranking.least()) ranking.add(x[i], i);
+    };
     for (; i < ranking.width; i++) ranking.add(x[i], i);
-    for (; i < size; i += WIDTH) {
-        const Integers is_more = load_some(x + i, size - i) > ranking.least();
+    while (i + AT_ONCE * WIDTH <= size) {
+        Floats highest = in_every_lane(NONE);  // NaN never takes its place
+        for (int k = 0; k < AT_ONCE; k++) {
+            const Floats number = load(x + i + k * WIDTH);
+            highest = number > highest ? number : highest;
+        }
+        const Integers is_more = highest > ranking.least();
         int32_t any = 0;
         for (int k = 0; k < WIDTH; k++) any |= is_more[k];
-        for (int64_t k = i; any && k < i + WIDTH && k < size; k++)
-            if (x[k] > ranking.least()) ranking.add(x[k], k);
+        if (any)
+            add_next(AT_ONCE * WIDTH);
+        else
+            i += AT_ONCE * WIDTH;
     }
+    add_next(size - i);
+}
+
+// The last numbers, fewer than a vector's, and the least one behind them.
+Floats load_last(const float *x, int64_t count) {
+    float numbers[WIDTH];
+    for (int64_t k = 0; k < WIDTH; k++) numbers[k] = k < count ? x[k] : NONE;
+    return load(numbers);
 }
 
 // The logarithm of the sum of exponentials; NaN where the largest number is not finite or any is NaN.
 float log_sum(const float *x, int64_t size) {
-    Floats highest = in_every_lane(NONE);
-    Integers is_none = {};
-    for (int64_t i = 0; i < size; i += WIDTH) {
-        Floats number = load_some(x + i, size - i);
-        for (int64_t k = size - i; k < WIDTH; k++) number[k] = NONE;
+    const int64_t whole = size / WIDTH * WIDTH;
+    const Floats last = load_last(x + whole, size - whole);
+    Floats highest = last;
+    Integers is_none = last != last;
+    for (int64_t i = 0; i < whole; i += WIDTH) {
+        const Floats number = load(x + i);
         is_none |= number != number;
         highest = number > highest ? number : highest;
     }
@@ -58,13 +79,10 @@ float log_sum(const float *x, int64_t size) {
     if (!std::isfinite(largest)) return std::numeric_limits<float>::quiet_NaN();
     double total = 0.0;
     for (int64_t start = 0; start < size; start += BLOCK) {
-        const int64_t end = size - start < BLOCK ? size : start + BLOCK;
+        const int64_t end = whole - start < BLOCK ? whole : start + BLOCK;
         Floats part = {};
-        for (int64_t i = start; i < end; i += WIDTH) {
-            Floats number = load_some(x + i, size - i);
-            for (int64_t k = size - i; k < WIDTH; k++) number[k] = NONE;
-            part += exponential(number - largest);
-        }
+        for (int64_t i = start; i < end; i += WIDTH) part += exponential(load(x + i) - largest);
+        if (size - start < BLOCK) part += exponential(last - largest);
         total += sum(part);
     }
     return largest + static_cast<float>(std::log(total));

@@ -6,6 +6,7 @@ from ctypes import c_int64, c_void_p
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,9 @@ def likeliest(raced: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor
     assert raced.dtype == scores.dtype == torch.float32
     count, size = raced.shape
     assert width <= size
-    columns, log_probs = torch.empty(count, width, dtype=torch.int64), torch.empty(count, width)
+    # NumPy keeps Python's lock while it allocates, PyTorch does not
+    columns = torch.from_numpy(np.empty((count, width), dtype=np.int64))
+    log_probs = torch.from_numpy(np.empty((count, width), dtype=np.float32))
     given = raced, scores, columns, log_probs
     _likeliest()(*map(Tensor.data_ptr, given), count, size, width)
     return columns, log_probs

@@ -216,6 +216,8 @@ MIXED = {
     ),
 }
 ON_TARGET = SPECULATORS | SELVES | MIXED
+OTHER_SHAPES = {name for name in ON_TARGET if name.endswith(("-tree", "-threshold"))}
+"""Rows whose method another row has, with drafts of another shape; the rows of draft models have each shape."""
 VARIANTS = {name for name, config in DRAFTERS.items() if config.name == "model"} - {
     "chain",
     "tree",
@@ -350,7 +352,15 @@ PRICED = {
 
 @pytest.mark.parametrize(
     ("drafter", "pipeline", "sampling"),
-    list(in_turn(PRICED, ["sync", "pingpong"], USUAL, exists=lambda one, way, _: not PRICED[one][1] or way == "sync")),
+    list(
+        in_turn(
+            PRICED,
+            ["sync", "pingpong"],
+            USUAL,
+            exists=lambda one, way, _: not PRICED[one][1] or way == "sync",
+            extended=[*PRICED][2:],
+        )
+    ),
 )
 def test_tokens_that_are_not_worth_a_row_are_dropped_and_no_token_changes(
     open_room, make_requests, plain_tokens, monkeypatch, drafter, sampling, pipeline
@@ -448,7 +458,10 @@ def test_a_mistake_in_the_rows_of_log_probabilities_is_noticed(
     assert room.tokens == plain.tokens and room.logprobs != plain.logprobs
 
 
-@pytest.mark.parametrize(("drafter", "rule", "sampling"), list(in_turn(ON_TARGET, ["coupled", "rejection"], SAMPLINGS)))
+@pytest.mark.parametrize(
+    ("drafter", "rule", "sampling"),
+    list(in_turn(ON_TARGET, ["coupled", "rejection"], SAMPLINGS, extended=OTHER_SHAPES)),
+)
 def test_tokens_with_a_drafter_on_the_target(open_room, make_requests, plain_tokens, drafter, sampling, rule):
     """Greedy tokens are the same under `rejection` too."""
     requests = make_requests(NUM_REQUESTS, max_tokens=FEW_TOKENS, **SAMPLINGS[sampling])

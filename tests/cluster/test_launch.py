@@ -147,6 +147,7 @@ def test_help_of_keys_is_asked_for_with_help_and_without_overrides(arguments, ke
     assert launch._keys_to_explain(arguments) == keys
 
 
+@pytest.mark.extended
 def test_stacks_of_threads_are_at_hand_from_the_beginning(entered, monkeypatch):
     registered: list[int] = []
     monkeypatch.setattr("faulthandler.register", lambda number, **_: registered.append(number))
@@ -217,6 +218,7 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_is_there(launched, 
     assert launched(lambda config, run_dir: began.append(2)) == (0, []) and began == [2]
 
 
+@pytest.mark.extended
 def test_a_character_that_the_locale_lacks_ends_no_run(launched, monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
@@ -229,6 +231,7 @@ def test_ctrl_c_is_code_130(launched):
     assert launched(raising(KeyboardInterrupt())) == (130, ["interrupted"])
 
 
+@pytest.mark.extended
 def test_ctrl_c_in_a_finalizer_ends_the_job_too(launched):
     class Finalized:
         def __del__(self) -> None:
@@ -241,6 +244,7 @@ def test_ctrl_c_in_a_finalizer_ends_the_job_too(launched):
     assert launched(job) == (130, ["interrupted"])
 
 
+@pytest.mark.extended
 def test_ctrl_c_that_python_wraps_while_it_makes_a_class_is_no_failure(launched):
     class Named:
         def __set_name__(self, owner: type, name: str) -> None:
@@ -343,6 +347,7 @@ def test_help_names_groups_keys_and_examples(entered):
     assert not [choice for choices in CHOICES.values() for choice in choices if choice not in named]
 
 
+@pytest.mark.extended
 def test_no_composition_copies_the_records_of_all_choices_or_changes_them(entered):
     """A copy for every group that help lists took two thirds of its time."""
     entered("--help", "drafter=ngram")

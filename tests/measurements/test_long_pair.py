@@ -56,6 +56,7 @@ def test_imports_are_named_in_order_whatever_their_form():
     assert module_name("email/__init__.py") == "email" and module_name("email/utils.py") == "email.utils"
 
 
+@pytest.mark.extended
 def test_a_module_stands_behind_what_it_imports_at_positions_of_its_own(texts: FarTexts):
     assert set(texts.imports("argparse")) == {"gettext", "shutil"}
     seen = set()
@@ -81,6 +82,7 @@ def _holds(tokens: list[int], part: list[int]) -> bool:
     return any(tokens[first : first + len(part)] == part for first in range(len(tokens) - len(part) + 1))
 
 
+@pytest.mark.extended
 def test_held_out_texts_are_tests_behind_the_modules_they_test_or_behind_others(texts: FarTexts):
     fronts, between, tests = texts.held_out(40, 700)
     assert len(fronts["tested"]) == len(fronts["other"]) == PIECE * len(TESTED)

@@ -7,6 +7,7 @@ import pytest
 from docs.measurements import mixtures
 
 
+@pytest.mark.extended
 def test_rows_of_a_mixture_use_the_expected_number_of_experts(monkeypatch):
     """So the cost of a pass by its rows grows with the experts that are read, whatever it is measured with."""
     monkeypatch.setattr(mixtures, "ROWS", (1, 4, 16))

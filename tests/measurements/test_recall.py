@@ -23,6 +23,8 @@ from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.opening import open_speculator
 from parallel.speculators.place import SpeculatorPlace
 
+pytestmark = pytest.mark.extended
+
 LENGTH, NEAR, FAR = 700, 12, 400
 LIMITS, CHUNKS = RowLimits(2, 256), ChunkLimits(4, 64, 64)
 DRAFTED = 5

@@ -29,6 +29,8 @@ from docs.measurements.verify_budget import (
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
 
+pytestmark = pytest.mark.extended
+
 STEEP = Costs({1: 15.0, 16: 15.0, 116: 45.0}, {1: 0.3})
 
 

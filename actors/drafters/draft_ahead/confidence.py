@@ -27,7 +27,9 @@ class ConfidenceCalibration:
         first = min(max(math.exp(log_probs[0]), _TINY), 1 - _TINY)
         kept = 1 / (1 + (1 - first) / first * math.exp(-self.shift))
         rest = math.log((1 - kept) / (1 - first)) if kept < 1 else -math.inf
-        return [math.log(kept), *(log_prob + rest for log_prob in log_probs[1:])]
+        adjusted = [log_prob + rest for log_prob in log_probs]
+        adjusted[0] = math.log(kept)
+        return adjusted
 
     def update(self, expected: float, *, kept: bool) -> None:
         """The target kept or rejected a first choice whose calibrated probability was `expected`."""

@@ -14,9 +14,7 @@ from actors.protocol.draft_tree import DraftTree
 
 def _unfed_offer(tree: DraftTree, width: int) -> list[int]:
     """Nodes of the proposal that were not fed: without them nothing after a fully accepted proposal is known."""
-    return [i for i, node in enumerate(tree.nodes) if i and node.offered and node.row < 0 and _can_feed(tree, i)][
-        :width
-    ]
+    return [i for i in tree.offered[1:] if tree.nodes[i].row < 0 and _can_feed(tree, i)][:width]
 
 
 def _can_feed(tree: DraftTree, node: int) -> bool:
@@ -30,7 +28,7 @@ def run_ahead(tree: DraftTree, width: int, length: int) -> list[int]:
     unfed = _unfed_offer(tree, width)
     if unfed:
         return unfed
-    offered = max(node.depth for node in tree.nodes if node.offered)
+    offered = max(tree.nodes[node].depth for node in tree.offered)
     chain = tree.best_chain(offered + 1 + length)
     if len(chain) > offered + length:
         return []
@@ -43,22 +41,20 @@ def enumerate_outcomes(tree: DraftTree, width: int, length: int) -> list[int]:
     An outcome is a child of the last accepted node. Outcomes compete by the probability of their whole path, which
     replaces the geometric fan-out table of SSD: the deeper the last accepted node, the fewer outcomes it keeps.
     """
-    unfed = _unfed_offer(tree, width)
-    outcomes = [
-        child for node in tree.nodes if node.offered for child in node.children if not tree.nodes[child].offered
-    ]
-    outcomes.sort(key=lambda node: -tree.nodes[node].value)
-    tips = []
-    for outcome in outcomes:
+    nodes, unfed = tree.nodes, _unfed_offer(tree, width)
+    outcomes = sorted([(-nodes[node].value, node) for node in tree.outcome_nodes()])
+    tips = list[tuple[int, float, int]]()
+    for _, outcome in outcomes:
         if len(tips) == width - len(unfed):
             break
-        tip, steps = outcome, 1
-        while tree.nodes[tip].row >= 0 and tree.nodes[tip].children and steps < length:
-            tip, steps = tree.nodes[tip].children[0], steps + 1
-        if tree.nodes[tip].row < 0:
-            tips.append((steps, tip))
+        tip, node, steps = outcome, nodes[outcome], 1
+        while node.row >= 0 and node.children and steps < length:
+            tip, steps = node.children[0], steps + 1
+            node = nodes[tip]
+        if node.row < 0:
+            tips.append((steps, -node.value, tip))
     # The pass that feeds the end of the proposal also feeds the first step of the other outcomes.
-    return unfed + [tip for _, tip in sorted(tips, key=lambda tip: (tip[0], -tree.nodes[tip[1]].value))]
+    return unfed + [tip for *_, tip in sorted(tips)]
 
 
 def grow_best(tree: DraftTree, width: int, length: int) -> list[int]:
@@ -80,7 +76,7 @@ def num_chained(pipeline: str, tree: DraftTree, chosen: Sequence[int], length: i
             depth = nodes[node].depth
             if others or tree.best_chain(depth)[-1:] != [node] or any(other != node for other in unfed):
                 return 1
-            return max(node.depth for node in nodes if node.offered) + length + 1 - depth
+            return max(nodes[node].depth for node in tree.offered) + length + 1 - depth
         case "branches":
             return length + 1 - max(_num_behind_offer(tree, node) or length for node in chosen)
     return 1

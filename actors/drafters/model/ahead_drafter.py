@@ -122,7 +122,7 @@ class AheadDrafter(ModelDrafter):
         if state.num_rows:
             rows = takewhile(lambda row: row >= 0, (tree.nodes[node].row for node in found[1:]))
             self.runner.commit(request_id, [*range(state.num_suffix), *rows], retain)
-        offered = max((node.depth for node in tree.nodes if node.offered), default=0)
+        offered = max((tree.nodes[node].depth for node in tree.offered), default=0)
         due = self._calibration.is_due(request_id, rejected=len(commit.path) < offered)
         if due and self.runner.drop_fuzzy(request_id):
             fresh.clear_rows()
@@ -193,7 +193,7 @@ class AheadDrafter(ModelDrafter):
             return Step(self._feed_again(uncalibrated, width), refreshed=True)
         chosen = self._fitting((one, self._choose(one.tree, width, one.budget)) for one in busy)
         self._goes_on(busy, chosen)
-        num_passes = self._num_chained(chosen, num_passes)
+        num_passes = self._num_chained(chosen, num_passes) if num_passes > 1 else 1
         if chosen:
             self._feed(chosen, num_passes=num_passes)
         return Step(sum(len(nodes) for _, nodes in chosen), num_passes=num_passes)

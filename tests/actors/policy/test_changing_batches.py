@@ -94,6 +94,7 @@ class Batches:
         return shares
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("at_once", "num_requests", "read_s"),
     [

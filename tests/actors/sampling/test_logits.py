@@ -17,6 +17,7 @@ from actors.protocol.messages import SamplingParams, TokenTree
 from actors.sampling.edits import _Edits
 from actors.sampling.logits import (
     NO_TOKEN,
+    ChildrenAhead,
     LogitRows,
     choose,
     choose_batch,
@@ -408,6 +409,19 @@ def test_children_are_the_target_s_choice_and_its_runners_up(temperature):
         assert torch.equal(choose(left, params, positions), ids[:, rank])
         left.scatter_(1, ids[:, rank : rank + 1], -torch.inf)
     assert torch.equal(top_children(scores, params, positions, 1)[0], ids[:, :1])
+
+
+def test_greedy_children_of_any_rows_are_chosen_alike_and_need_nothing_of_them():
+    def of(count, temperature=0.0):
+        return ChildrenAhead.of(
+            [SamplingParams(temperature=temperature)] * count, range(count), 1, torch.device("cpu"), draws=True
+        )
+
+    assert of(3) is of(8) and of(3).noise is None
+    assert of(3, temperature=1.0).noise is not None
+    scores = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    expected = top_children(scores, [SamplingParams()] * 3, range(3), 4)
+    assert all(map(torch.equal, of(3).best(scores, 0, 4), expected))
 
 
 def test_probabilities_are_the_softmax_or_one_hot():

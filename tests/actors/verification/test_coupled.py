@@ -74,6 +74,7 @@ def test_the_path_is_the_longest_that_agrees_with_the_target():
             [SamplingKind.DETERMINISTIC, SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT],
             [True, False],
             times={SamplingKind.DETERMINISTIC: 2},
+            extended=[SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT],
         )
     ),
 )

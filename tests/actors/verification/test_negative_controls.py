@@ -296,9 +296,11 @@ SHARED = {
     "depth": lambda tree, node: len(tree.path_to(node)),
     "all": lambda tree, node: 0,
 }
+SHARING = [rule for rule in RULES if rule != "block"]
+"""Rules that test several children of a node."""
 
 
-@pytest.mark.parametrize(("rule", "shared"), list(in_turn([rule for rule in RULES if rule != "block"], SHARED)))
+@pytest.mark.parametrize(("rule", "shared"), list(in_turn(SHARING, SHARED, extended=SHARING[2:])))
 def test_a_random_number_that_nodes_share_is_found(random_law, rule, shared):
     found = distances(random_law, sharing_numbers(rule, SHARED[shared]), IID if rule in INDEPENDENT_ONLY else WOR)
     assert found.mean() > 1e-4

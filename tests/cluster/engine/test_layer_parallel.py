@@ -56,7 +56,8 @@ LAYOUTS = {  # pipeline, target ranks, placement, choices of the drafter
     ),
     "pingpong": ("pingpong", 1, "separate", dict(ranks=2, mlp_parallel=MlpParallel.tensor)),
 }
-SLOW = {"sync-colocated", "sync-owner", "branches-owner", "tree-broadcast"}
+MARKS = dict.fromkeys(("sync-colocated", "sync-owner", "branches-owner", "tree-broadcast"), "slow")
+MARKS["pingpong"] = "extended"
 """Not by default: each of their choices is in another layout too."""
 
 
@@ -110,7 +111,7 @@ def plain_tokens():
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=getattr(pytest.mark, MARKS[name]) if name in MARKS else []) for name in LAYOUTS]
 )
 def test_tokens_are_those_of_plain_decoding_in_any_layout(complete, open_engine, plain_tokens, layout):
     if not plain_tokens:

@@ -126,7 +126,7 @@ LIKE_OTHERS = dict.fromkeys(("plain", "suffix", "branches", "tree", "pingpong"),
 plain decoding is updated where a role is lost afterwards."""
 
 
-@pytest.mark.parametrize("layout", list(in_turn(LAYOUTS, times=LIKE_OTHERS)))
+@pytest.mark.parametrize("layout", list(in_turn(LAYOUTS, times=LIKE_OTHERS, extended=("speculator", "self"))))
 def test_an_update_within_requests_changes_the_tokens_after_it_to_those_of_the_new_weights(
     open_layout, models, checkpoints, layout
 ):

@@ -58,7 +58,9 @@ def check(certificate, name):
 SELDOM = [pytest.param(rule, marks=pytest.mark.slow) for rule in (VerifyRule.traversal, *INDEPENDENT_ONLY)]
 
 
-@pytest.mark.parametrize("rule", [VerifyRule.coupled, VerifyRule.rejection, *SELDOM])
+@pytest.mark.parametrize(
+    "rule", [VerifyRule.coupled, pytest.param(VerifyRule.rejection, marks=pytest.mark.extended), *SELDOM]
+)
 def test_every_rule_is_certified(run_certify, rule, tmp_path, capsys):
     certificate, error = run_certify(rule)
     assert error is None and certificate["passed"] and not failed(certificate)

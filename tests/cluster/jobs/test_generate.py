@@ -158,6 +158,7 @@ def test_a_line_has_every_field_of_its_request():
     }
 
 
+@pytest.mark.extended
 def test_plain_decoding_reads_the_prompts_as_speculation_had_to(tiny_launch, write_prompts, tmp_path, monkeypatch):
     """The second of two equal prompts is found in the cache, those of another run are not."""
     serve, hits = generate.serve_prompts, dict[str, int]()

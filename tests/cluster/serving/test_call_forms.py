@@ -178,11 +178,7 @@ def test_a_call_follows_its_mark_and_only_one_where_calls_are_not_parallel(chat_
 
 @pytest.mark.parametrize(
     ("family", "has_tokens", "beginning", "is_parallel"),
-    list(
-        in_turn(
-            FORMS, [Beginning.after, Beginning.before, Beginning.inside], [True, False], times=dict.fromkeys(FORMS, 2)
-        )
-    ),
+    list(in_turn(FORMS, [Beginning.after, Beginning.before, Beginning.inside], [True, False])),
 )
 def test_whatever_is_written_its_calls_follow_their_schemas(
     chat_checkpoint, family, has_tokens, beginning, is_parallel

@@ -122,12 +122,14 @@ def test_all_routes_are_asked(document):
     assert {*document["paths"]} == {*READ, *BODIES, *EMPTY, *TEXTS}
 
 
+@pytest.mark.extended
 def test_every_answer_is_as_the_document_says(check, records):
     assert len(records) > 60
     for record, schema in records:
         check(schema).validate(record)
 
 
+@pytest.mark.extended
 def test_no_field_is_described_that_never_comes(document, check, records):
     """In no answer to any of the requests above."""
     schemas = document["components"]["schemas"]
@@ -156,6 +158,7 @@ def test_no_field_is_described_that_never_comes(document, check, records):
     assert described - seen == set()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["missing", "unknown", "of another type"])
 def test_an_answer_that_is_otherwise_would_be_noticed(check, records, kind):
     """In each field of a reply, of its first choice and of its usage."""

@@ -138,7 +138,15 @@ def test_a_value_out_of_range_is_named(server: RunningServer, field, param):
     assert "sampling." not in error["message"], "a field of a request has no group"
 
 
-@pytest.mark.parametrize("value", [2**64, -(2**64), 1e308, "\ud800", [2**64], {"\ud800": 1}], ids=ascii)
+@pytest.mark.parametrize(
+    "value",
+    [
+        2**64,
+        "\ud800",
+        *[pytest.param(one, marks=pytest.mark.extended) for one in (-(2**64), 1e308, [2**64], {"\ud800": 1})],
+    ],
+    ids=ascii,
+)
 def test_no_value_of_a_field_is_a_failure_of_the_server(server: RunningServer, value):
     """Of any field that the document names, beside a body that is fine."""
     _, _, document = server.ask("/openapi.json")

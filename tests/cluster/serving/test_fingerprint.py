@@ -86,6 +86,7 @@ def test_replies_and_all_chunks_name_the_weights_that_made_them(chat_checkpoint,
         assert {*later} == {later[0]} and later[0] != first
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "echo"])
 def test_no_chunk_names_weights_that_are_gone_before_the_first_token(
     chat_checkpoint, half_agreeing_drafter, tmp_path, is_chat

@@ -118,6 +118,7 @@ def test_no_field_that_all_have_is_among_those_that_are_not_supported():
 # --- the client's own readers -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_the_events_of_a_stream_are_those_of_the_whole_reply(client):
     body = {**WHOLE, "n": 2, "logprobs": True, "logit_bias": {"0": 4}}  # the end token
     whole = client.chat.completions.create(**body)

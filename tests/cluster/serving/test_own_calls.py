@@ -109,12 +109,14 @@ def test_text_without_a_call_is_as_free_as_without_tools(client, server: Running
     assert whole_of(choice) == whole_of(free) and choice.message.content
 
 
+@pytest.mark.extended
 def test_a_call_that_is_cut_is_text(client, calls_soon):
     body = {**calls_soon, "seed": 1, "tools": [tool("f", {"type": "object", "properties": {"a": {"minLength": 300}}})]}
     (choice,) = client.chat.completions.create(**body, parallel_tool_calls=False).choices
     assert choice.finish_reason == "length" and not choice.message.tool_calls and '"f"' in choice.message.content
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("schema", "choice"),
     list(
@@ -148,6 +150,7 @@ def test_what_cannot_be_held_is_a_400_that_names_it(server: RunningServer, tools
     assert reply["error"]["param"] == line.partition(":")[0]
 
 
+@pytest.mark.extended
 def test_functions_that_are_not_strict_are_called_as_far_as_their_schemas_can_be_followed(client, calls_soon):
     """One that cannot be compiled may have any arguments, and the others are as they were; nothing is prescribed where
     all of them are too large together."""

@@ -42,11 +42,13 @@ def test_a_stream_says_who_proposed_its_tokens(client, options):
             assert proposed.count("target") == num_rounds > 40 / (NUM_DRAFT_TOKENS + 1)
 
 
+@pytest.mark.extended
 def test_without_a_draft_all_tokens_are_the_targets(client):
     chunks = client.completions.create(**BODY, stream_options=OPTIONS, extra_body={"speculative": {"enabled": False}})
     assert {by for chunk in chunks for choice in chunk.choices for _, by in sources(choice)} == {"target"}
 
 
+@pytest.mark.extended
 def test_several_drafters_are_named(chat_checkpoint, half_agreeing_drafter):
     drafter = AutoDrafterConfig(
         drafters=[

@@ -81,7 +81,9 @@ def ask(client: openai.OpenAI, **body):
     return client.completions.create(model="tiny-chat", extra_body={**options, "prediction": call.pop("p")}, **call)
 
 
-@pytest.mark.parametrize("speculative", [{}, {"drafter": "copy"}], ids=["auto", "copy"])
+@pytest.mark.parametrize(
+    "speculative", [{}, pytest.param({"drafter": "copy"}, marks=pytest.mark.extended)], ids=["auto", "copy"]
+)
 def test_a_prediction_changes_no_token_and_is_counted(client, server: RunningServer, speculative):
     plain = ask(client, p=None)
     text = plain.choices[0].text

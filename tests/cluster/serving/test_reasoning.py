@@ -235,7 +235,10 @@ def test_what_a_grammar_prescribes_begins_behind_the_block(client, seed, asked):
 
 @pytest.mark.parametrize(
     ("enabled", "stop"),
-    list(in_turn([True, False], [None, ["</thinking>", "</think>\x00"]])),  # at once, or late
+    [
+        (False, ["</thinking>", "</think>\x00"]),
+        pytest.param(True, None, marks=pytest.mark.extended),
+    ],  # late, or at once
 )
 def test_tokens_of_reasoning_are_counted_exactly(client, server: RunningServer, enabled, stop):
     """In all choices together, whole or in a stream, and where the text of the mark comes later than its tokens."""

@@ -233,6 +233,7 @@ def test_the_template_reads_tools_calls_and_their_results(chat_checkpoint, half_
         assert joined(client.chat.completions.create(**own, stream=True)) == whole_of(choice)
 
 
+@pytest.mark.extended
 def test_a_message_of_the_official_client_goes_back_as_it_is(client):
     """Its readers of streams and of schemas add fields of their own, and `index` and nulls are left in the calls."""
     tools = [openai.pydantic_function_tool(Point, name="put")]

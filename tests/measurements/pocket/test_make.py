@@ -20,6 +20,8 @@ from cluster.tools.training.trainer import Recipe, StepOutcome, TrainingRecord
 from docs.measurements.pocket import make
 from docs.measurements.pocket.config import STAGES, PairConfig
 
+pytestmark = pytest.mark.extended
+
 SMALL = PairConfig(
     compile=False,
     threads=1,

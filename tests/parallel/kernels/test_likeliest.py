@@ -42,6 +42,14 @@ def test_a_row_with_fewer_finite_numbers_has_them_first():
     assert log_probs[0, 2:].tolist() == [-torch.inf] * 2
 
 
+@pytest.mark.parametrize("at", [0, 9, 40, 511])
+def test_a_number_that_is_none_hides_no_other(at):
+    raced = drawn(1, 512)
+    raced[0, at] = torch.nan
+    others = raced.nan_to_num(-torch.inf)
+    assert torch.equal(likeliest(raced, others, 6)[0], others.topk(6).indices)
+
+
 @pytest.mark.parametrize("at", [0, 21, 39])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_row_without_a_distribution_has_none_and_the_others_have_theirs(at, value):

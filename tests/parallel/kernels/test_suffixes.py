@@ -11,6 +11,7 @@ import pytest
 from actors.drafters.lookup.suffix_automaton import SuffixAutomaton
 from parallel.kernels import library, suffixes
 from parallel.kernels.suffixes import CompiledSuffixAutomaton
+from tests.matrices import in_turn
 
 needs_kernels = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
 LARGEST = 2**31 - 1
@@ -54,8 +55,9 @@ def piece(choose, kind):
 
 
 @needs_kernels
-@pytest.mark.parametrize("num_revocable", [0, 1, 7, 40])
-@pytest.mark.parametrize("kind", ["few", "many", "periodic", "far apart"])
+@pytest.mark.parametrize(
+    ("kind", "num_revocable"), list(in_turn(["few", "many", "periodic", "far apart"], [0, 1, 7, 40]))
+)
 def test_both_agree_after_every_change(kind, num_revocable):
     choose, pair = random.Random(f"{kind} {num_revocable}"), Pair(num_revocable)
     for _ in range(30):

@@ -131,6 +131,7 @@ def test_a_chain_in_one_call_is_the_chain_of_its_passes(
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LAYERS)
 def test_rounds_have_the_bits_of_the_layers(llama: Checkpoint, tmp_path, monkeypatch, name: str, dtype) -> None:

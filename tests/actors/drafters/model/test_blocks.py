@@ -107,7 +107,10 @@ def rounds(checkpoint, sampling: dict, rule: str, *, one_by_one: bool) -> tuple[
     return drafts, num_passes[:-1]
 
 
-@pytest.mark.parametrize(("what", "rule"), list(in_turn([*BY_PLACE, *BY_TEXT], ["coupled", "rejection"])))
+@pytest.mark.parametrize(
+    ("what", "rule"),
+    list(in_turn([*BY_PLACE, *BY_TEXT], ["coupled", "rejection"], extended=[*BY_PLACE, *BY_TEXT][1::2])),
+)
 def test_both_ways_draft_the_same_tokens(checkpoint, what, rule):
     sampling = (BY_PLACE | BY_TEXT)[what] | (dict(temperature=0.0) if rule == "rejection" else {})
     found, num_passes = rounds(checkpoint, sampling, rule, one_by_one=False)

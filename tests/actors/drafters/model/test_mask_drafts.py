@@ -112,6 +112,7 @@ def test_mistakes_are_found(drafts, rule, mistake):
     assert excess(rule, drafts(rule), mistake) > 5
 
 
+@pytest.mark.extended
 def test_branches_follow_drafts_of_their_own(drafts):
     """The law of a second token is that of its branch's first one; two of these have a draft, and the others follow the
     likeliest one's."""

@@ -94,6 +94,7 @@ def test_an_attached_one_takes_room_from_the_targets_pool(setup, speculator, mon
     assert given == (weights + 7 * per_slot, 0)
 
 
+@pytest.mark.extended
 def test_blocks_are_calibrated(models, speculator):
     """Else nothing would be drafted behind the first block of a text that is drafted ahead."""
     resolver = LaunchPaths(models["target"])

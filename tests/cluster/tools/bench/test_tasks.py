@@ -32,6 +32,7 @@ def test_prompts_without_room_for_the_answer_are_left_out(tokenizer):
         fitting(PROMPTS, tokenizer, max_tokens=4, max_model_len=6)
 
 
+@pytest.mark.extended
 def test_contexts_have_exactly_their_length_and_begin_with_their_prompt(tokenizer):
     made = of_length(PROMPTS, 40, tokenizer, max_tokens=4, max_model_len=64)
     assert [len(prompt.token_ids) for prompt in made] == [40, 40]
@@ -65,6 +66,7 @@ def test_a_context_beyond_the_prompt_file_repeats_no_text(tokenizer, monkeypatch
         of_length(PROMPTS, 60, tokenizer, max_tokens=4, max_model_len=64)
 
 
+@pytest.mark.extended
 def test_a_long_context_does_not_begin_again(tokenizer):
     """Of the real library: what a lookup finds there is what modules themselves repeat."""
     made = of_length(PROMPTS, 20_000, tokenizer, max_tokens=4, max_model_len=32_768)

@@ -49,6 +49,7 @@ def test_no_token_differs_and_no_lease_is_left_when_drafters_and_targets_vanish(
     assert len(served) == len(set(served)), "a cell has one pool"
 
 
+@pytest.mark.extended
 def test_no_target_comes_back_during_an_outage(simulations, monkeypatch):
     """One that was lost before it begins would, after its own time."""
     times = ((0.5, 1.0), (0.7, 2.0), (0.9, 0.1))

@@ -44,6 +44,7 @@ def test_a_pool_of_one_target_is_the_drafter_of_the_other_simulator(pipeline):
     assert per_target(fleet, pooled(1)) == pytest.approx(simulate(scenario).tokens_per_s, rel=0.04)
 
 
+@pytest.mark.extended
 def test_merged_passes_feed_three_targets_as_one_and_turns_do_not():
     fleet = small_fleet(3, load=BRIEF)
     alone = per_target(fleet, pooled(3, pools=(3,), share=1))

@@ -33,6 +33,7 @@ def test_a_bar_has_the_name_and_the_speed_of_its_layout(drawn):
     assert diamonds.get_offsets().tolist() == [[50.0, 2.0]] and axes.yaxis_inverted()
 
 
+@pytest.mark.extended
 def test_a_line_is_a_calibration_that_begins_at_the_exact_pass(drawn):
     draw_fidelity(Path("fidelity.png"), FIDELITY)
     for axes, name in zip(drawn, ("acceptance_length", "top1_agreement"), strict=True):

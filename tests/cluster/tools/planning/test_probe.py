@@ -52,6 +52,7 @@ def probed(monkeypatch):
     return probe
 
 
+@pytest.mark.extended
 def test_a_probe_keeps_the_answers_that_are_long_enough_and_the_time_of_a_message(probed):
     run, served, config, progress = probed(10, 10, 9, 12)
     first, second, last = run.texts

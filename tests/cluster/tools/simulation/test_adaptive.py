@@ -167,6 +167,7 @@ def test_a_drafter_at_some_distance_is_waited_for():
     assert simulate(near).tokens_per_s > 1.5 * simulate(replace(near, pipeline="plain")).tokens_per_s
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", ["sync", pytest.param("branches", marks=pytest.mark.slow)])
 def test_a_trial_with_a_far_drafter_does_not_end_because_the_first_draft_failed(pipeline):
     """A text whose first drafts are rejected: those that follow in a trial are long enough to pay for the exchange."""
@@ -195,6 +196,7 @@ def test_a_far_drafter_that_pays_is_kept_where_it_pays_by_little(requests, token
     assert sum(shares) / len(shares) > 0.92
 
 
+@pytest.mark.extended
 def test_a_text_that_becomes_easy_is_speculated_for_again():
     """The first requests are hopeless, the later ones easy; one policy serves both."""
     hard = replace(scenario("sync", (0.05, 1.5e-3, 10e-3, 0.2e-3, 1)), adaptive=True)

@@ -112,6 +112,7 @@ def test_the_timeline_shows_the_overlap(pipeline):
     assert len(hidden) > 0.9 * len(ahead) > 0
 
 
+@pytest.mark.extended
 def test_tuned_finds_the_best_length():
     case = scenario("sync")
     speeds = {

@@ -169,6 +169,7 @@ def test_exits_are_the_models_of_their_layers(model: Any):
         torch.testing.assert_close(hidden, model.model.norm(states[depth]))
 
 
+@pytest.mark.extended
 def test_each_layer_is_averaged_over_the_ranks_that_trained_it(
     model: Any,
     on_ranks: Callable[[int, Callable[[Group], Any]], list[Any]],  # noqa: F811

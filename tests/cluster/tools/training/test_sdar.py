@@ -73,6 +73,7 @@ def test_queries_and_keys_have_the_size_that_they_had():
         assert after == pytest.approx(float(before), rel=0.01) and abs(before - 1) > 0.1
 
 
+@pytest.mark.extended
 def test_a_prompt_is_shown_and_labels_alone_are_trained(net: SdarNet, monkeypatch: pytest.MonkeyPatch):
     mask = torch.zeros(2, LENGTH, dtype=torch.bool)
     mask[0, 5:11] = True  # what is written behind its end of text is no label, but hidden

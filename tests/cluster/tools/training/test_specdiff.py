@@ -76,6 +76,7 @@ def test_the_engine_fills_as_was_trained(net: SpecdiffDrafter, tmp_path: Path, n
     runner.runner.pool.check()
 
 
+@pytest.mark.extended
 @torch.no_grad()
 @pytest.mark.parametrize("num_steps", [2, 3])
 @pytest.mark.parametrize("is_mutual", [True, False])
