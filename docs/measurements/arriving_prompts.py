@@ -134,7 +134,7 @@ def _config(text_pass_ms: float, overrides: Sequence[str]) -> LaunchConfig:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--text-pass-ms", type=float, nargs="+", default=[0, 100])
+    parser.add_argument("--text-pass-ms", type=float, nargs="+", default=[0, 150])
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=400, help="of a completion of a stream")
     parser.add_argument("--readers", type=int, default=2)

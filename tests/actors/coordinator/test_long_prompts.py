@@ -23,7 +23,7 @@ class Served:
     """A target whose passes take seconds by their rows; `news` has each token of a request and when it came."""
 
     def __init__(self, text_pass_ms: float) -> None:
-        limits, policy = SchedulerConfig(text_pass_ms=text_pass_ms), Policy("plain", 0)
+        limits, policy = SchedulerConfig(text_pass_ms=text_pass_ms, prefix_cache=False), Policy("plain", 0)
         port = open_port(policy, limits.prefill_chunk, drafts=False)
         self.coordinator = Coordinator(Scheduler(limits, Capacity(1 << 14, 1 << 12)), policy, (), port)
         self.target, self.clock = ScriptedTarget(1 << 14), 0.0

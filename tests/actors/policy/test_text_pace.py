@@ -27,19 +27,19 @@ def settled(plain_s: float, row_s: float, *, pass_s: float = 0.1, noise: float =
 
 @pytest.mark.parametrize(
     ("plain_s", "row_s", "pass_s"),
-    [(0.002, 0.001, 0.1), (0.002, 0.001, 0.3), (0.030, 0.001, 0.1), (0.010, 0.00005, 0.1)],
+    [(0.002, 0.001, 0.1), (0.002, 0.001, 0.3), (0.030, 0.001, 0.1), (0.010, 0.00004, 0.1)],
 )
 def test_a_pass_takes_what_is_asked_for_or_eight_plain_ones(plain_s, row_s, pass_s):
     seconds, num_rows = settled(plain_s, row_s, pass_s=pass_s)
     if num_rows == 2048:
         assert seconds[-1] < pass_s, "a fast machine reads as much as fits"
     else:
-        assert seconds[1] == seconds[-1] == pytest.approx(max(pass_s, MOST_PLAIN * plain_s), rel=0.05)
+        assert seconds[1:] == [pytest.approx(max(pass_s, MOST_PLAIN * plain_s), rel=0.05)] * 79
 
 
 def test_it_follows_the_machine():
     for slower in (0.3, 3.0):
-        seconds, _ = settled(0.002, 0.001, noise=0.3, slower=slower)
+        seconds, _ = settled(0.002, 0.0004, noise=0.3, slower=slower)
         assert sum(seconds[20:40]) / 20 == pytest.approx(0.1, rel=0.1)
         assert sum(seconds[60:]) / 20 == pytest.approx(0.1, rel=0.1)
 
