@@ -246,6 +246,10 @@ class SchedulerConfig(Section):
     """Rows of one prompt in one pass; longer prompts take several passes, between which other sequences go on."""
     prefix_cache: bool = True
     """Keep the KV rows of ended requests until their slots are needed, for requests that begin with the same tokens."""
+    text_pass_ms: Annotated[float, Range(0, zero="no bound")] = 150.0
+    """While requests decode, a pass reads as many rows of prompts as take about so many milliseconds by what passes
+    took, or eight passes without prompts where those take longer: for so long no stream gains a token. 0 = as many as
+    the limits above allow. Masked-diffusion targets have no such bound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
 """Continuous batching: which sequences take part in the next target pass, and with how many rows.
 
 A pure state machine over lengths; it never sees a tensor, a socket or a clock. Requests join and leave between rounds,
-and long prompts are fed in chunks. Places are given to clients in turn (`waiting.py`), and while several clients have
-requests, each has at most an even share of the places and of the rows of text, even if some stay empty: a pass with
-less of one client is faster for the others. A client with more places or slots than another gives some up for a request
-of that one. When the KV pool runs short, sequences first lose their draft tokens, then the youngest of the client with
-the most slots its place, but never the oldest of all: they return to the front of the queue and are recomputed later,
-with the same tokens. A request whose text begins as one does that the target reads now waits until it can share the
-rows. A request with which a pass raised is tested in passes of its own, so that the next failure shows
-whose it is.
+and long prompts are fed in chunks, smaller ones while other requests decode. Places are given to clients in turn
+(`waiting.py`), and while several clients have requests, each has at most an even share of the places and of the rows of
+text, even if some stay empty: a pass with less of one client is faster for the others. A client with more places or
+slots than another gives some up for a request of that one. When the KV pool runs short, sequences first lose their
+draft tokens, then the youngest of the client with the most slots its place, but never the oldest of all: they return to
+the front of the queue and are recomputed later, with the same tokens. A request whose text begins as one does that the
+target reads now waits until it can share the rows. A request with which a pass raised is tested in passes of its own,
+so that the next failure shows whose it is.
 """
 
 from __future__ import annotations
@@ -143,17 +143,21 @@ class Scheduler:
         counts = self.waiting.counts.items()
         return min(free, sum([min(count, MOST_NEW, max(0, share - places[scope])) for scope, count in counts]))
 
-    def plan(self, held: Collection[int] = ()) -> RoundPlan:
-        """The rows of the next pass, with the proposals that the sequences hold; requests in `held` sit it out."""
+    def plan(self, held: Collection[int] = (), most_text: int | None = None) -> RoundPlan:
+        """The rows of the next pass, with the proposals that the sequences hold; requests in `held` sit it out. At most
+        `most_text` rows of text are read while others decode; None: as many as fit."""
         plan = RoundPlan()
         if self.waiting:
             self._fill_batch(plan)
+        most = self.limits.max_num_batched_tokens
         if (tested := self.tested) is None:
-            demands = self._demands([sequence for sequence in self.running if sequence.request_id not in held])
+            if most_text is not None and not self.capacity.block_size and not all(map(_reads_text, self.running)):
+                most = min(most, most_text)
+            demands = self._demands([sequence for sequence in self.running if sequence.request_id not in held], most)
         else:
             self.running.remove(tested)
             self.running.insert(0, tested)  # of all it keeps its place
-            demands = self._demands([tested])
+            demands = self._demands([tested], most)
         self._fit(demands, plan)
         plan.rows = [demand for demand in demands if demand.num_rows]
         return plan
@@ -241,16 +245,16 @@ class Scheduler:
 
     # --- rows of the pass ---------------------------------------------------------------------------------------------
 
-    def _demands(self, sequences: Iterable[Sequence]) -> list[Demand]:
+    def _demands(self, sequences: Iterable[Sequence], most_text: int) -> list[Demand]:
         budget = self.limits.max_num_batched_tokens
         # Sequences that only lack their root come first: neither a long prompt nor another's draft may delay them.
         roots, texts = [], []
         for sequence in sequences:
-            (texts if sequence.uncached_len > 1 or sequence.reads_source else roots).append(sequence)
+            (texts if _reads_text(sequence) else roots).append(sequence)
         demands = []
         left: dict[int, int] = {}  # rows of text that each client may still have
         if texts:
-            left = dict.fromkeys(places := self._places(), _share(budget, places))
+            left = dict.fromkeys(places := self._places(), _share(most_text, places))
         for place, sequence in enumerate((*roots, *texts), start=1):
             uncached_len = sequence.uncached_len
             if sequence.reads_source:  # all of it at once, however long it is
@@ -308,6 +312,11 @@ def _num_common(one: Sequence, other: Sequence) -> int:
     rest = slice(least * BLOCK, least * BLOCK + BLOCK)
     same = takewhile(lambda pair: pair[0] == pair[1], zip(one.token_ids[rest], other.token_ids[rest], strict=False))
     return rest.start + sum(1 for _ in same)
+
+
+def _reads_text(sequence: Sequence) -> bool:
+    """Whether more than its root has to be read before it decodes."""
+    return sequence.uncached_len > 1 or sequence.reads_source
 
 
 def _slots_of(sequence: Sequence) -> int:

@@ -8,9 +8,9 @@ After every round `AdaptivePolicy.update`
 3. takes the choice with the most tokens per second, or explores another one within a budget (`decision.py`);
 4. sets the length of each request's next draft (`draft_length.py`).
 
-Before a pass `wait_s` says how long drafts that are not there yet are waited for (`draft_wait.py`). A `Policy` sees
-lengths, counts and seconds; never a tensor, a socket or a clock. What a drafter prepares while the target verifies is
-decided on its side (`actors/drafters/draft_ahead`).
+Before a pass `wait_s` says how long drafts that are not there yet are waited for (`draft_wait.py`), and `most_text` how
+much of prompts it reads (`text_pace.py`). A `Policy` sees lengths, counts and seconds; never a tensor, a socket or a
+clock. What a drafter prepares while the target verifies is decided on its side (`actors/drafters/draft_ahead`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from actors.policy.decision import (
 from actors.policy.draft_length import DraftLengths, Tradeoff
 from actors.policy.draft_wait import DraftWait
 from actors.policy.estimators import Ewma, batch_class
+from actors.policy.text_pace import TextPace
 from actors.protocol.messages import MeasuredCosts
 
 
@@ -87,6 +88,7 @@ class Policy:
         self.alternates = order.alternates
         """Whether drafts are also ordered while the target is busy, and a pass leaves out requests without one."""
         self.wait = DraftWait(self.weighs_waiting, num_draft_tokens)
+        self._text_pace = TextPace()
         self._may_work_ahead = order.works_ahead
 
     @property
@@ -147,6 +149,11 @@ class Policy:
             expected_s=self.expected_gap_s,
         )
 
+    def most_text(self, pass_s: float) -> int | None:
+        """Rows of prompts that the next pass may read while requests decode, so that it takes about `pass_s` seconds,
+        or eight passes without prompts where those are longer; None: no bound."""
+        return self._text_pace.most_rows(pass_s, self.wait.verify_s)
+
     @property
     def expected_gap_s(self) -> float:
         """Seconds in which the target is expected not to work in a round with drafts; 0: not known."""
@@ -163,6 +170,7 @@ class Policy:
     def update(self, seen: RoundObservation) -> None:
         """A round ended."""
         self.wait.update_pass(seen.verify_s, reads_prompt=seen.num_prompt_rows > 0)
+        self._text_pace.saw_pass(seen.verify_s, seen.num_prompt_rows, self.wait.verify_s)
         for outcome in seen.outcomes:
             if outcome.num_tokens:
                 self.wait.update_acceptance(outcome.num_tokens)

@@ -6,6 +6,7 @@ uvicorn bounds none of that. It must not know what requests say.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -23,16 +24,28 @@ _WRITE_S = 60.0
 
 class ConnectionLimit:
     """The connections of one server, at most `most`. Beyond that the one goes that has asked for nothing for longest,
-    or, if all have, the new one."""
+    or, if all have asked, the newest of the address that has the most, so that no address keeps others out."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.idle: dict[BoundedConnection, None] = {}
+        self._by_address: defaultdict[str, dict[BoundedConnection, None]] = defaultdict(dict)
 
-    def make_room(self, new: BoundedConnection) -> None:
-        gone = next(iter(self.idle), new)
-        self.idle.pop(gone, None)
-        gone.transport.abort()
+    def add(self, new: BoundedConnection) -> None:
+        self._by_address[new.address][new] = None
+        if sum(map(len, self._by_address.values())) > self.most:
+            gone = next(iter(self.idle), None) or next(reversed(max(self._by_address.values(), key=len)))
+            self.remove(gone)
+            gone.transport.abort()
+        if not new.transport.is_closing():
+            self.idle[new] = None
+
+    def remove(self, one: BoundedConnection) -> None:
+        self.idle.pop(one, None)
+        alike = self._by_address.get(one.address, {})
+        alike.pop(one, None)
+        if not alike:
+            self._by_address.pop(one.address, None)
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -41,20 +54,21 @@ class BoundedConnection(HttpToolsProtocol):
     def __init__(self, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(**options)
         self._limit = limit
+        self.address = ""
+        """Where the client is; a proxy's address for all clients behind it."""
         self._num_unread = self._num_chunks = 0
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
-        if len(self.connections) > self._limit.most:
-            self._limit.make_room(self)
-        self._limit.idle[self] = None
+        self.address = self.client[0] if self.client else ""
+        self._limit.add(self)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._limit.idle.pop(self, None)
+        self._limit.remove(self)
         for timer in (self._reading, self._writing):
             if timer is not None:
                 timer.cancel()

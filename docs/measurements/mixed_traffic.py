@@ -55,6 +55,9 @@ BAD: tuple[dict[str, Any], ...] = (
 )
 OVERSIZE = b'{"prompt": "' + b"a" * (17 << 20) + b'"}'
 """Above the default of `server.max_body_mb`."""
+END_S = 60.0
+"""Seconds after the server's end in which its processes may end: one that is starting notices it late on a busy
+machine."""
 _TITLES = ("ray::coordinator", "ray::target", "ray::draft")
 BUSY = (429, 503)
 """Statuses that say "come again": both are documented, 503 while a successor of the engine's roles is not there yet."""
@@ -216,6 +219,10 @@ def resident_mib(pid: int) -> float:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def _alive(processes: dict[str, int]) -> list[str]:
+    return [name for name, pid in processes.items() if Path(f"/proc/{pid}").exists()]
+
+
 def _in_flight(port: int) -> float:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/metrics")
@@ -268,8 +275,9 @@ def main() -> None:
     processes = roles(server.pid)
     server.send_signal(signal.SIGTERM)
     rc = server.wait(120)
-    time.sleep(2)
-    left = [name for name, pid in processes.items() if Path(f"/proc/{pid}").exists()]
+    ended = time.monotonic()
+    while (left := _alive(processes)) and time.monotonic() < ended + END_S:
+        time.sleep(0.5)
     found = {
         **dict(sorted(seen.counts.items())),
         "settings": len(seen.texts),

@@ -2,9 +2,9 @@
 
 Starts `job=serve` as a process for each mode of speculation, lets `--streams` clients at a time ask for one streamed
 completion after another, and appends a line for each setting. Modes: off (`speculative.enabled=false`), on (always, by
-`pipeline.adaptive=false`), auto (while it pays). `--overload` sends three times as many clients as the server takes,
-which come again after each 429. `--table` prints what the file has, medians over starts. What the server costs beside
-the Python API is `http_overhead.py`'s.
+`pipeline.adaptive=false`), auto (while it pays). `--overload` sends one, two and three times as many clients as the
+server takes, which come again after each 429 until the same completions are done. `--table` prints what the file has,
+medians over starts. What the server costs beside the Python API is `http_overhead.py`'s.
 
 An inter-token latency is a mean over a request; the longest gap between two chunks is what a reader sees.
 """
@@ -29,7 +29,7 @@ from cluster.io.prompts import Prompt, read_prompts
 
 COMMON = ("cluster=inprocess",)
 CAPACITY, OVERLOAD = 16, 3
-"""Completions that a small server runs and queues, and how many times as many clients are sent to it."""
+"""Completions that a small server runs and queues, and how many times as many clients are sent to it at most."""
 SMALL = (f"scheduler.max_num_seqs={CAPACITY // 2}", f"server.max_waiting={CAPACITY // 2}")
 MODES = {"off": "true", "on": "false", "auto": "true"}
 """And `pipeline.adaptive` of the server."""
@@ -167,10 +167,12 @@ def measure(options: argparse.Namespace) -> None:
         for mode in options.modes:
             with served([*COMMON, f"pipeline.adaptive={MODES[mode]}", *options.overrides]) as url:
                 for streams in options.streams:
-                    _write(options, mode, streams, start, of_server(url, options, mode, prompts, streams, plain))
-        for factor in (1, OVERLOAD) if options.overload else ():
+                    found = of_server(url, options, mode, prompts, streams, streams * options.each, plain)
+                    _write(options, mode, streams, start, found)
+        for factor in range(1, OVERLOAD + 1) if options.overload else ():
             with served([*COMMON, *SMALL, *options.overrides]) as url:
-                found = of_server(url, options, "auto", prompts, factor * CAPACITY, plain)
+                num = OVERLOAD * CAPACITY * options.each  # the same work, so that repeated prompts help all alike
+                found = of_server(url, options, "auto", prompts, factor * CAPACITY, num, plain)
             _write(options, "overload", factor * CAPACITY, start, found)
 
 
@@ -180,12 +182,13 @@ def of_server(
     mode: str,
     prompts: Sequence[Prompt],
     streams: int,
+    num: int,
     plain: dict[str, str],
 ) -> dict[str, Any]:
-    """Each stream asks for `options.each` completions; `plain` collects the text that every prompt is to have."""
+    """So many completions, `streams` at a time; `plain` collects the text that every prompt is to have."""
     speculative = {"enabled": mode != "off"}
     common = {"max_tokens": options.tokens, "temperature": 0, "ignore_eos": True, "speculative": speculative}
-    texts = [prompts[number % len(prompts)].text for number in range(streams * options.each)]
+    texts = [prompts[number % len(prompts)].text for number in range(num)]
     asyncio.run(drive(url, [{**common, "prompt": prompts[0].text}], 1))  # the first is slower
     started = time.monotonic()
     answers = asyncio.run(drive(url, [{**common, "prompt": text} for text in texts], streams, retry_s=1.0))

@@ -133,11 +133,11 @@ def take_places_once(monkeypatch):
     """Every request loses its place behind its first tokens, as one does to another client's, if not before."""
     plan_pass = Scheduler.plan
 
-    def planned(scheduler, held=()):
+    def planned(scheduler, *bounds):
         lost = RoundPlan()
         victims = [one for one in scheduler.running if one.num_generated and not one.num_preemptions]
         scheduler._vacate(victims, lost)
-        plan = plan_pass(scheduler, held)
+        plan = plan_pass(scheduler, *bounds)
         plan.preempted[:0] = lost.preempted
         return plan
 

@@ -42,11 +42,11 @@ def proposal_for(sequence: Sequence, num_draft_tokens: int) -> Proposal:
     return Proposal(sequence.request_id, sequence.epoch, sequence.prefix_len, sequence.prefix_hash, tree)
 
 
-def plan_with(scheduler: Scheduler, proposals: dict[int, Proposal]):
+def plan_with(scheduler: Scheduler, proposals: dict[int, Proposal], most_text: int | None = None):
     """The next pass if the running sequences hold these proposals, which it uses up."""
     for sequence in (*scheduler.running, *scheduler.waiting):
         sequence.draft.proposal = proposals.get(sequence.request_id)
-    plan = scheduler.plan()
+    plan = scheduler.plan(most_text=most_text)
     for sequence in (*scheduler.running, *scheduler.waiting):
         sequence.draft.proposal = None
     return plan
@@ -73,10 +73,11 @@ class Lives(RuleBasedStateMachine):
         slots=st.integers(24, 90),
         max_model_len=st.integers(8, 40),
         max_source_len=st.sampled_from([0, 0, 20]),
+        most_text=st.sampled_from([None, 1, 5]),
     )
-    def open(self, seats, rows, chunk, slots, max_model_len, max_source_len):
+    def open(self, seats, rows, chunk, slots, max_model_len, max_source_len, most_text):
         self.scheduler = Scheduler(SchedulerConfig(seats, rows, chunk), Capacity(slots, max_model_len))
-        self.max_source_len = max_source_len
+        self.max_source_len, self.most_text = max_source_len, most_text
         self.arrived = 0
         self.live: list[Sequence] = []
         self.order: dict[int, int] = {}
@@ -112,7 +113,7 @@ class Lives(RuleBasedStateMachine):
         drafted = [sequence for sequence in running if sequence.uncached_len == 1]
         lengths = {sequence.request_id: min(draft_length(), sequence.remaining - 1) for sequence in drafted}
         proposals = {s.request_id: proposal_for(s, lengths[s.request_id]) for s in drafted if lengths[s.request_id]}
-        plan = plan_with(scheduler, proposals)
+        plan = plan_with(scheduler, proposals, self.most_text)
         self.check_pass(plan)
         self.check_moves(plan, running, waiting)
         follow(plan, accept)
@@ -184,6 +185,8 @@ class Lives(RuleBasedStateMachine):
             return
         share = -(-self.scheduler.limits.max_num_batched_tokens // 3)  # of three clients
         chunk = min(self.scheduler.limits.prefill_chunk, share)
+        if self.most_text is not None:
+            chunk = min(chunk, -(-self.most_text // 3))
         budget = sum(s.max_len * (2 + s.max_len // chunk) for s in self.live)
         while self.live:
             budget -= 1
@@ -212,6 +215,42 @@ def test_decode_rows_come_before_prompt_chunks():
     rows = {sequence.request_id: (rows, proposal is not None) for sequence, rows, proposal in plan.rows}
     assert rows == {0: (1, True), 1: (1, False), 9: (16, False)}
     assert [sequence.request_id for sequence, _, _ in plan.rows] == [0, 1, 9]
+
+
+def test_less_text_is_read_beside_requests_that_decode():
+    scheduler = running_scheduler(SchedulerConfig(8, 100, 40), 400, 4)
+    for request_id in (8, 9):
+        scheduler.add(sequence_of(50, request_id=request_id))
+
+    def rows(**bound) -> dict[int, int]:
+        return {sequence.request_id: rows for sequence, rows, _ in scheduler.plan(**bound).rows}
+
+    assert rows() == rows(most_text=None) == rows(most_text=1000) == {0: 1, 8: 40, 9: 40}
+    assert rows(most_text=60) == {0: 1, 8: 40, 9: 20}
+    assert rows(most_text=10) == rows(most_text=10, held=[3]) == {0: 1, 8: 10}
+    assert rows(most_text=10, held=[0]) == {8: 10}, "it decodes, though not in this pass"
+    scheduler.remove(scheduler.running[0])
+    assert rows(most_text=10) == {8: 40, 9: 40}, "nothing waits for them"
+
+
+def test_the_bounded_text_of_a_pass_is_shared_by_clients():
+    scheduler = running_scheduler(SchedulerConfig(8, 100, 40), 400, 4)
+    for request_id, scope in ((7, 1), (8, 1), (9, 2)):
+        scheduler.add(sequence_of(50, request_id=request_id, scope=scope))
+    rows = {sequence.request_id: rows for sequence, rows, _ in scheduler.plan(most_text=30).rows}
+    assert rows == {0: 1, 7: 10, 9: 10}
+
+
+def test_passes_over_masks_and_of_a_tested_request_read_as_much_as_fits():
+    masks = Scheduler(SchedulerConfig(8, 100, 40), Capacity(400, 64, block_size=4))
+    for request_id, prompt_len in enumerate((1, 50)):
+        masks.add(sequence_of(prompt_len, request_id=request_id))
+    assert [rows for _, rows, _ in masks.plan(most_text=10).rows] == [1, 40]
+    tested = running_scheduler(SchedulerConfig(8, 100, 40), 400, 4)
+    tested.add(sequence_of(50, request_id=9))
+    tested.plan()
+    tested.running[1].probation = True
+    assert [(one.request_id, rows) for one, rows, _ in tested.plan(most_text=10).rows] == [(9, 40)]
 
 
 def test_an_older_prompt_does_not_push_a_root_out_of_the_pass():

@@ -96,7 +96,7 @@ PUBLIC_KEYS = {
     "placement": "name nodes",
     "cluster": "name address nodes wait_s interface num_cpus oversubscribe dashboard port link_delay_ms "
     "startup_timeout_s namespace max_restarts silence_s log_level",
-    "scheduler": "max_num_seqs max_num_batched_tokens prefill_chunk prefix_cache",
+    "scheduler": "max_num_seqs max_num_batched_tokens prefill_chunk prefix_cache text_pass_ms",
     "sampling": "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
     "bad_words allowed_token_ids stop stop_token_ids min_tokens max_tokens ignore_eos seed no_repeat_ngram_size",
     "server": "host port model_name api_key api_key_file metrics_alias traces_endpoint max_body_mb max_waiting "

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
@@ -25,9 +25,9 @@ CHUNKED = (
 
 
 @contextmanager
-def connected(http: HttpServer, sent: bytes = b"") -> Iterator[socket.socket]:
-    """A connection that has sent this."""
-    with socket.create_connection((http.host, http.port), 30) as connection:
+def connected(http: HttpServer, sent: bytes = b"", address: str = "127.0.0.1") -> Iterator[socket.socket]:
+    """A connection from this address that has sent this."""
+    with socket.create_connection((http.host, http.port), 30, (address, 0)) as connection:
         connection.sendall(sent)
         yield connection
 
@@ -177,6 +177,41 @@ def test_of_too_many_connections_those_go_that_ask_for_nothing(monkeypatch):
                 one.close()
             goes_on.set()
             assert busy.recv(4096).startswith(b"HTTP/1.1 200")
+    finally:
+        http.close()
+
+
+def test_of_too_many_connections_that_ask_the_newest_goes_of_the_address_with_the_most(monkeypatch):
+    monkeypatch.setattr(server_module, "_MOST_CONNECTIONS", 4)
+    begun = list[str]()
+
+    async def slow(scope: dict, _receive: object, send: Callable) -> None:
+        begun.append(scope["path"])
+        while len(begun) < 6:
+            await asyncio.sleep(0.01)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    http = HttpServer(slow, bind("127.0.0.1", 0))
+    opened = list[socket.socket]()
+    try:
+        with ExitStack() as stack:
+
+            def ask(address: str) -> None:
+                opened.append(stack.enter_context(connected(http, ASK, address)))
+
+            for number in range(4):  # one client has them all
+                ask("127.0.0.1")
+                until(lambda asked=number + 1: len(begun) == asked)
+            ask("127.0.0.2")
+            until(lambda: len(begun) == 5)
+            assert answer(opened[3]) == b""
+            with connected(http, address="127.0.0.1") as another:
+                assert answer(another) == b"", "it is the newest of this address, which still has the most"
+            ask("127.0.0.3")
+            for one in (*opened[:2], *opened[4:]):
+                assert one.recv(4096).startswith(b"HTTP/1.1 200")
+            assert answer(opened[2]) == b""
     finally:
         http.close()
 
