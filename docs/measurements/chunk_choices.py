@@ -5,8 +5,9 @@ attention weights over all heads and layers. Here the target of a pair drafts fo
 that are chosen by the same rule from the sums of `all`, of each `layer`, of each `KV head` of all layers, or of each
 `KV head of a layer`; each choice has as many rows. Text is modules of the standard library, or with `--recall` the
 texts and questions of `recall.py`. Chunks are chosen behind `--lengths` tokens; then, at each of `--starts` further
-tokens, drafts of 5 tokens are compared with what the target would write there. Prints Markdown: tokens a pass, in
-brackets the share of the target's attention that its chunks hold at these tokens, over all heads.
+tokens, drafts of 5 tokens are compared with what the target would write there. Prints Markdown: tokens a pass, what
+these are more than those of `all` with the standard error, and in brackets the share of the target's attention that the
+chunks hold at these tokens, over all heads.
 """
 
 from __future__ import annotations
@@ -121,8 +122,13 @@ class Tally:
     accepted: list[int] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        return f"{1 + np.mean(self.accepted):.2f} ({np.mean(self.shares):.0%})"
+    def over(self, other: Tally) -> str:
+        """With the difference to another choice of as many chunks, and the standard error of that."""
+        shown = f"{1 + np.mean(self.accepted):.2f}"
+        if self is not other:
+            gains = np.array(self.accepted) - np.array(other.accepted)
+            shown += f", {gains.mean():+.2f} ± {gains.std() / len(gains) ** 0.5:.2f}"
+        return f"{shown} ({np.mean(self.shares):.0%})"
 
 
 @torch.inference_mode()
@@ -187,7 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows = Rows(loaded.eval(), attention, text)
             measure(rows, following, budgets, tallies)
         for num in budgets:
-            print(f"| {length:,} | {num} | " + " | ".join(str(tallies[name, num]) for name in GROUPINGS) + " |")
+            cells = [tallies[name, num].over(tallies["all", num]) for name in GROUPINGS]
+            print(f"| {length:,} | {num} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, LlamaForCausalLM
 
-from docs.measurements.chunk_choices import GROUPINGS, SIZE, Attention, Rows, agreed, chosen, main
+from docs.measurements.chunk_choices import GROUPINGS, SIZE, Attention, Rows, Tally, agreed, chosen, main
 from docs.measurements.recall_pair import constructed, save
 
 TEXT = [(7 * i * i + 3 * i) % 97 for i in range(60)]
@@ -74,6 +74,12 @@ def test_tokens_agree_up_to_the_first_that_differs() -> None:
     assert [agreed([1, 2, 3], other) for other in ([1, 2, 3], [1, 5, 3], [0, 2, 3])] == [3, 1, 0]
 
 
+def test_a_choice_is_compared_with_another_one_draft_by_draft() -> None:
+    first, second = Tally([1, 2, 3, 2], [0.5]), Tally([2, 2, 3, 1], [0.25])
+    assert first.over(first) == "3.00 (50%)"
+    assert second.over(first) == "3.00, +0.00 ± 0.35 (25%)"
+
+
 @pytest.mark.extended
 def test_the_table_of_a_pair_that_looks_things_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(constructed(48, 0), tmp_path / "target")
@@ -81,4 +87,4 @@ def test_the_table_of_a_pair_that_looks_things_up(tmp_path: Path, capsys: pytest
     head, _, row = capsys.readouterr().out.splitlines()
     assert head.endswith("| " + " | ".join(GROUPINGS) + " |")
     assert row.startswith("| 1,024 | 32 | ")
-    assert all(float(cell.split()[0]) > 2 for cell in row.strip("| ").split(" | ")[2:])
+    assert all(float(cell[:4]) > 2 for cell in row.strip("| ").split(" | ")[2:])
