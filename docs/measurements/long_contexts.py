@@ -28,7 +28,7 @@ from cluster.io.text import load_tokenizer
 from cluster.observability.report import drafter_bytes
 
 SETTINGS = {
-    "plain": ["pipeline=plain"],
+    "plain": ["pipeline=plain", "drafter=none"],
     "model": ["drafter=model"],
     "model, streaming": ["drafter=model", "drafter.rows=streaming"],
     "model, chunks": ["drafter=model", "drafter.rows=chunks"],

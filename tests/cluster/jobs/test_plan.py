@@ -66,6 +66,20 @@ def test_plans_for_a_described_cluster(tiny_launch, tmp_path, capsys):
     assert "target.tp=4" in capsys.readouterr().out
 
 
+def test_plans_behind_a_text(tiny_launch, tmp_path):
+    """A plain pass reads all of it."""
+    file = tmp_path / "costs.yaml"
+    file.write_text("target: [{pass_ms: 10, context_ms: 0.5}]\ndrafter: [{pass_ms: 1}]")
+    found = {}
+    for context in (0, 20_000):
+        out = tmp_path / str(context)
+        out.mkdir()
+        plan.run(tiny_launch(PlanConfig(costs=str(file), context=context, pipelines=["sync"], draft_lengths=[4])), out)
+        layouts = json.loads((out / "plan.json").read_text())["layouts"]
+        found[context] = next(entry["round_ms"] for entry in layouts if not entry["num_draft_tokens"])
+    assert found[0] < 11 and found[20_000] == pytest.approx(20, rel=0.05)
+
+
 def test_refuses_what_cannot_be_planned(tiny_launch, tmp_path):
     costs = str(ROOT / "docs" / "plans" / "ssd-70b.yaml")
     with pytest.raises(ValueError, match="^job=plan: no layout fits"):

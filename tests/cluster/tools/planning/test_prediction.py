@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.model.config import DraftRows, ModelDrafterConfig
 from cluster.tools.planning.cost_file import read_costs
 from cluster.tools.planning.costs import DraftCost, PassCosts, TargetCost
 from cluster.tools.planning.layouts import Layout, Shape
@@ -33,6 +33,16 @@ def test_synchronous_chains_follow_the_closed_form():
     assert found.tokens_per_round == pytest.approx(expected_tokens(0.8, 4), rel=0.02)
     assert found.tokens_per_s == pytest.approx(1e3 * found.tokens_per_round / found.round_ms, rel=0.01)
     assert found.overrides == SYNC.overrides(4)
+
+
+def test_a_text_before_the_output_takes_its_time():
+    """Of a draft model with streaming rows that of its window alone."""
+    target, draft = PassCost.of_ms(10, context_ms=0.5), PassCost.of_ms(1, context_ms=0.2)
+    costs = replace(COSTS, target=(TargetCost(1, target),), drafter=(DraftCost(Shape(), draft),))
+    streaming = ModelDrafterConfig(rows=DraftRows.streaming, sinks=4, window=96)
+    for drafter, read_by_drafts in ((ModelDrafterConfig(), 30_000), (streaming, 106)):
+        found = predict(SYNC, 4, costs, Workload(drafter, context=30_000))
+        assert found.round_ms == pytest.approx(10 + 15 + 4 * (1 + 0.2 * read_by_drafts / 1e3), rel=0.02)
 
 
 @pytest.mark.extended
