@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from statistics import mean
 
 from actors.drafters.model.config import ModelDrafterConfig
@@ -21,6 +22,7 @@ DELAYS_MS = (1, 5, 10, 20, 30, 50, 80)
 ACCEPTANCES, PASSES_MS, PIPELINES = (0.6, 0.8, 0.95), (15, 50), ("sync", "branches")
 FAR_DELAYS_MS, FAR_PASSES_MS, FAR_PIPELINES = (0, 5, 10, 20, 40, 80), (15,), ("pearl", "branches", "tree")
 FIXED, LONGEST = (4, 8), 8
+TARGET_LINK_S = 5e-5
 
 
 def scenario(pipeline: str, acceptance: float, pass_ms: float, delay_ms: float, tokens: int, seed: int) -> Scenario:
@@ -31,9 +33,15 @@ def scenario(pipeline: str, acceptance: float, pass_ms: float, delay_ms: float, 
         ModelDrafterConfig(num_draft_tokens=LONGEST, fan_out=4, ahead_width=8),
         Language((acceptance,), power_law(0.8), seed=seed),
         max_tokens=tokens,
-        target_link_s=5e-5,
+        target_link_s=TARGET_LINK_S,
         draft_link_s=delay_ms / 1e3,
     )
+
+
+@cache
+def plain_tokens_per_s(verify: PassCost, tokens: int) -> float:
+    """Speed of plain decoding, which depends on no drafter and no text."""
+    return simulate(Scenario("plain", verify, max_tokens=tokens, target_link_s=TARGET_LINK_S)).tokens_per_s
 
 
 def shares(case: Scenario) -> tuple[float, float, float]:
@@ -43,7 +51,7 @@ def shares(case: Scenario) -> tuple[float, float, float]:
     policy = adaptive.make_policy()
     speeds = [max(simulate(fixed).tokens_per_s for fixed in lengths)]
     speeds += [simulate(adaptive, policy).tokens_per_s for _ in range(2)]
-    plain = simulate(replace(case, pipeline="plain")).tokens_per_s
+    plain = plain_tokens_per_s(case.verify, case.max_tokens)
     fixed, cold, warm = (speed / plain for speed in speeds)
     return fixed, cold, warm
 
@@ -55,7 +63,7 @@ def shares_with_lookup(case: Scenario, acceptance: float) -> tuple[float, float,
     adaptive = replace(local, adaptive=True)
     policy = adaptive.make_policy()
     runs = [simulate(case), simulate(local), simulate(adaptive, policy), simulate(adaptive, policy)]
-    plain = simulate(replace(case, pipeline="plain")).tokens_per_s
+    plain = plain_tokens_per_s(case.verify, case.max_tokens)
     without, fixed, cold, warm = (run.tokens_per_s / plain for run in runs)
     return without, fixed, cold, warm
 
@@ -88,6 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     delays = given.delays or (FAR_DELAYS_MS if far else DELAYS_MS)
     print("| pipeline, acceptance, pass |", " | ".join(f"{delay:g} ms" for delay in delays), "| break-even |")
     print("|---" * (len(delays) + 2) + "|")
+    lowest = []  # of the decision over plain decoding, and where
     for pipeline in given.pipelines or (FAR_PIPELINES if far else PIPELINES):
         for acceptance in ACCEPTANCES:
             for pass_ms in FAR_PASSES_MS if far else PASSES_MS:
@@ -99,10 +108,14 @@ def main(arguments: list[str] | None = None) -> None:
                     ]
                     runs = [shares_with_lookup(case, given.lookup) if far else shares(case) for case in cases]
                     cells.append([mean(column) for column in zip(*runs, strict=True)])
+                    where = f"{pipeline}, {acceptance}, {pass_ms} ms, {delay:g} ms away"
+                    lowest += [(min(run[-2:]), f"{where}, text {seed}") for seed, run in enumerate(runs)]
                 even = break_even_ms(delays, [cell[0] for cell in cells])
                 shown = (", ".join(f"{share:.2f}" for share in cell) for cell in cells)
                 known = "" if even is None else f"{even:.0f} ms"
                 print(f"| {pipeline}, {acceptance}, {pass_ms} ms |", " | ".join(shown), f"| {known} |", flush=True)
+    least = "; ".join(f"{share:.3f} ({where})" for share, where in sorted(lowest)[:8])
+    print(f"\nThe decision, least of single texts, cold or warm: {least}")
     if far:
         alone = mean(lookup_alone(given.lookup, FAR_PASSES_MS[0], given.tokens, seed) for seed in range(given.texts))
         print(f"\nThe lookup alone: {alone:.2f}")

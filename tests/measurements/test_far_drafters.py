@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.tools.simulation import Scenario
 from docs.measurements import far_drafters
 from docs.measurements.far_drafters import break_even_ms, main, scenario, shares
 
@@ -20,8 +21,13 @@ def test_the_nearer_drafter_is_the_faster_one() -> None:
 
 
 def test_the_table_has_a_row_for_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(far_drafters, "shares", lambda case: (1.5 - case.draft_link_s * 25, 1.0, 1.0))
+    def shares_of(case: Scenario) -> tuple[float, float, float]:
+        is_worst = (case.pipeline, case.language.seed, case.draft_link_s) == ("branches", 1, 0.03)
+        return 1.5 - case.draft_link_s * 25, 1.0, 0.9 if is_worst else 1.0
+
+    monkeypatch.setattr(far_drafters, "shares", shares_of)
     main(["--delays", "10", "30"])
-    head, rule, *rows = capsys.readouterr().out.splitlines()
+    head, rule, *rows, _, least = capsys.readouterr().out.splitlines()
     assert head.count("|") == rule.count("|") == 5 and len(rows) == 12
     assert rows[0] == "| sync, 0.6, 15 ms | 1.25, 1.00, 1.00 | 0.75, 1.00, 1.00 | 20 ms |"
+    assert least.count("0.900 (branches") == 6 and "15 ms, 30 ms away, text 1)" in least

@@ -62,10 +62,14 @@ def open_pool(
     monkeypatch.setattr("cluster.runtime.pool_leases.RENEW_S", 0.25)
 
     def open_(
-        listen: str = "tcp://127.0.0.1:*", pipeline: str = "branches", lookup: Any = None, **job: Any
+        listen: str = "tcp://127.0.0.1:*",
+        pipeline: str = "branches",
+        lookup: Any = None,
+        model: Path = half_agreeing_drafter,
+        **job: Any,
     ) -> RunningPool:
         secret_file = str(tmp_path / "secret")
-        drafter: Any = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu")
+        drafter: Any = ModelDrafterConfig(path=str(model), num_draft_tokens=4, device="cpu")
         if lookup:
             drafter = AutoDrafterConfig(drafters=[lookup, drafter], num_draft_tokens=4, placement=Placement.separate)
         config = tiny_launch(
@@ -253,6 +257,33 @@ def test_a_pool_that_is_gone_costs_speed_alone_and_one_that_is_back_drafts_again
     assert texts(engine) == plain
 
 
+@pytest.mark.extended
+def test_a_pool_that_is_started_again_with_another_model_drafts_with_that_one(
+    open_engine, plain_texts, open_pool, tiny_checkpoint
+):
+    """Texts that run meanwhile stay as they are. The second model is the target itself, so none of its draft tokens is
+    rejected, as some of the first one's are: it uses nothing that the first one has read or prepared."""
+    plain, pool = plain_texts(max_tokens=400), open_pool()
+    engine = open_engine(lent(pool), **sections(max_tokens=400))
+
+    def accepted_share() -> float:
+        stats = [completion.stats for completion in engine.generate(PROMPTS)]
+        num_drafted = sum(one.num_draft_tokens for one in stats)
+        return sum(one.num_accepted_tokens for one in stats) / num_drafted if num_drafted else 0.0
+
+    eventually(lambda: 0 < accepted_share() < 0.9)
+    again = list[RunningPool]()
+
+    def exchange() -> None:
+        pool.end()
+        again.append(open_pool(listen=pool.pool.address, model=tiny_checkpoint("Llama")))
+
+    assert in_parallel_with(exchange, engine) == plain
+    eventually(lambda: accepted_share() > 0.99)
+    assert again[0].pool.num_leases == 1
+    assert texts(engine) == plain
+
+
 @pytest.mark.slow
 def test_the_next_pool_takes_over(open_engine, plain_texts, open_pool, monkeypatch):
     monkeypatch.setattr("cluster.runtime.pool_leases.FASTER_S", 5.0)  # of equal pools, on a busy machine too
@@ -405,12 +436,15 @@ def _is_of(tenant: Any, engine: Engine) -> bool:
     return tenant.order.hub_address == engine._backend.address
 
 
-def test_a_pool_that_drafts_for_other_engines_is_refused_at_the_start(open_engine, open_pool):
+def test_a_pool_that_drafts_for_other_engines_is_refused_at_the_start(open_engine, open_pool, monkeypatch):
     pool = open_pool(pipeline="tree")
     with pytest.raises(ValueError, match=r"drafter.pools=tcp.*: the pool drafts for pipeline=tree, not branches"):
         open_engine(lent(pool), **sections("branches"))
     with pytest.raises(ValueError, match="num_draft_tokens=9: the pool drafts 4 at most"):
         open_engine(lent(pool, num_draft_tokens=9), **sections("tree"))
+    monkeypatch.setattr("cluster.draft_pool.tokenizer_digest", lambda _: "of another model")
+    with pytest.raises(ValueError, match=r"the pool's vocabulary is not the target's; start the pool with target"):
+        open_engine(lent(open_pool(pipeline="tree")), **sections("tree"))
 
 
 @pytest.mark.extended
