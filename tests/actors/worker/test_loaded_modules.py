@@ -90,11 +90,11 @@ def rooms(modules):
 
 
 DRAFTERS = {
-    "ngram": (NgramDrafterConfig(), {"lookup"}, 46),
-    "suffix": (SuffixDrafterConfig(), {"lookup", "scoped"}, 51),
-    "jacobi": (JacobiDrafterConfig(), {"jacobi"}, 56),
-    "recycling": (RecyclingDrafterConfig(), {"adjacency", "lookup", "scoped"}, 50),
-    "model": (ModelDrafterConfig(), {"model"}, 113),
+    "ngram": (NgramDrafterConfig(), {"lookup"}, 45),
+    "suffix": (SuffixDrafterConfig(), {"lookup", "scoped"}, 50),
+    "jacobi": (JacobiDrafterConfig(), {"jacobi"}, 55),
+    "recycling": (RecyclingDrafterConfig(), {"adjacency", "lookup", "scoped"}, 49),
+    "model": (ModelDrafterConfig(), {"model"}, 112),
 }
 """Record, rooms of its own, and modules of its rank at most."""
 SHARED = {"config", "interface", "draft_ahead"}
