@@ -108,6 +108,7 @@ SAYS_SOMETHING: dict[str, dict[str, float]] = {
         "SchedulerConfig.max_num_batched_tokens": 2048,
         "SchedulerConfig.prefill_chunk": 512,
         "SchedulerConfig.prefix_cache": True,
+        "SchedulerConfig.text_pass_ms": 150,
         "SamplingConfig.top_p": 1.0,
         "SamplingConfig.repetition_penalty": 1.0,
         "SamplingConfig.max_tokens": 128,

@@ -22,11 +22,12 @@ NUM_STREAMS, NUM_PROMPTS, PROMPT_LEN = 4, 6, 600
 class Served:
     """A target whose passes take seconds by their rows; `news` has each token of a request and when it came."""
 
-    def __init__(self, text_pass_ms: float) -> None:
-        limits, policy = SchedulerConfig(text_pass_ms=text_pass_ms, prefix_cache=False), Policy("plain", 0)
+    def __init__(self, text_pass_ms: float, *, prefix_cache: bool = False) -> None:
+        limits = SchedulerConfig(text_pass_ms=text_pass_ms, prefix_cache=prefix_cache)
+        policy = Policy("plain", 0)
         port = open_port(policy, limits.prefill_chunk, drafts=False)
-        self.coordinator = Coordinator(Scheduler(limits, Capacity(1 << 14, 1 << 12)), policy, (), port)
-        self.target, self.clock = ScriptedTarget(1 << 14), 0.0
+        self.coordinator = Coordinator(Scheduler(limits, Capacity(1 << 15, 1 << 12)), policy, (), port)
+        self.target, self.clock = ScriptedTarget(1 << 15), 0.0
         self.news: dict[int, list[tuple[float, int]]] = {}
         self.rows: list[int] = []
         self.waiting: VerifyBatch | None = None
@@ -39,8 +40,9 @@ class Served:
                 self.news.setdefault(answer.request_id, []).extend((self.clock, one) for one in answer.token_ids)
         self.coordinator.learn()
 
-    def submit(self, request_id: int, prompt_len: int, max_tokens: int) -> None:
-        prompt = tuple(2 + (request_id + place) % 9 for place in range(prompt_len))
+    def submit(self, request_id: int, prompt_len: int, max_tokens: int, *, shared_len: int = 0) -> None:
+        """`shared_len`: its prompt begins with as many tokens that others begin with, too."""
+        prompt = tuple(2 + (place + request_id * (place >= shared_len)) % 9 for place in range(prompt_len))
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         self.deliver(Request(request_id, prompt, sampling))
 
@@ -93,3 +95,20 @@ def test_prompts_without_streams_are_read_at_once():
         served.take_a_pass()
     assert served.rows[0] == SchedulerConfig().prefill_chunk, "it is alone"
     assert served.rows[1] > 2 * SchedulerConfig().prefill_chunk
+
+
+@pytest.mark.parametrize("text_pass_ms", [0, 50])
+def test_a_shared_prompt_of_two_thousand_tokens_is_read_once(text_pass_ms):
+    """Of eight requests that come at once, beside one that decodes and would have them read in small parts."""
+    served = Served(text_pass_ms, prefix_cache=True)
+    served.submit(100, 40, 200)
+    for _ in range(3):
+        served.take_a_pass()
+    before, num_requests, own = sum(served.rows), 8, 10
+    for number in range(1, 1 + num_requests):
+        served.submit(number, 2000 + own, 4, shared_len=2000)
+    passes = len(served.rows)
+    while len(served.news) < 1 + num_requests:
+        served.take_a_pass()
+    decoded = (1 + num_requests) * (len(served.rows) - passes)  # at most
+    assert 2000 + num_requests * own <= sum(served.rows) - before <= 2000 + num_requests * own + decoded
