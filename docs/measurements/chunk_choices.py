@@ -116,13 +116,13 @@ def agreed(drafted: Sequence[int], expected: Sequence[int]) -> int:
 
 
 @dataclass
-class Tally:
+class Agreement:
     """Of one grouping and budget."""
 
     accepted: list[int] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
 
-    def over(self, other: Tally) -> str:
+    def over(self, other: Agreement) -> str:
         """With the difference to another choice of as many chunks, and the standard error of that."""
         shown = f"{1 + np.mean(self.accepted):.2f}"
         if self is not other:
@@ -133,7 +133,7 @@ class Tally:
 
 @torch.inference_mode()
 def measure(
-    rows: Rows, following: Sequence[int], budgets: Sequence[int], tallies: dict[tuple[str, int], Tally]
+    rows: Rows, following: Sequence[int], budgets: Sequence[int], agreements: dict[tuple[str, int], Agreement]
 ) -> None:
     """Chooses at the first of the tokens `following` and drafts behind each of them."""
     context = rows.num_rows
@@ -142,12 +142,12 @@ def measure(
     for token in following[1:]:
         expected = rows.draft(token, None, context)
         for key, seen in choices.items():
-            tallies[key].accepted.append(agreed(rows.draft(token, seen, context), expected))
+            agreements[key].accepted.append(agreed(rows.draft(token, seen, context), expected))
         weights = rows.read(token)
         old = weights[..., :context]
         for key, seen in choices.items():
             held = old.gather(2, seen).sum() + weights[..., context:].sum()
-            tallies[key].shares.append(float(held / weights.sum()))
+            agreements[key].shares.append(float(held / weights.sum()))
 
 
 def library_texts(pair: Path, length: int, starts: int, count: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("| rows of the text | chunks | " + " | ".join(GROUPINGS) + " |\n" + "|---" * (2 + len(GROUPINGS)) + "|")
     for length in options.lengths:
         budgets = [num for num in options.chunks if 2 * num * SIZE <= length]
-        tallies = {(name, num): Tally() for name in GROUPINGS for num in budgets}
+        agreements = {(name, num): Agreement() for name in GROUPINGS for num in budgets}
         if options.recall:
             texts = recall_texts(length, options.starts, options.texts)
         else:
@@ -191,9 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             attention.seen = None
             with torch.inference_mode():
                 rows = Rows(loaded.eval(), attention, text)
-            measure(rows, following, budgets, tallies)
+            measure(rows, following, budgets, agreements)
         for num in budgets:
-            cells = [tallies[name, num].over(tallies["all", num]) for name in GROUPINGS]
+            cells = [agreements[name, num].over(agreements["all", num]) for name in GROUPINGS]
             print(f"| {length:,} | {num} | " + " | ".join(cells) + " |", flush=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, LlamaForCausalLM
 
-from docs.measurements.chunk_choices import GROUPINGS, SIZE, Attention, Rows, Tally, agreed, chosen, main
+from docs.measurements.chunk_choices import GROUPINGS, SIZE, Attention, Rows, Agreement, agreed, chosen, main
 from docs.measurements.recall_pair import constructed, save
 
 TEXT = [(7 * i * i + 3 * i) % 97 for i in range(60)]
@@ -75,7 +75,7 @@ def test_tokens_agree_up_to_the_first_that_differs() -> None:
 
 
 def test_a_choice_is_compared_with_another_one_draft_by_draft() -> None:
-    first, second = Tally([1, 2, 3, 2], [0.5]), Tally([2, 2, 3, 1], [0.25])
+    first, second = Agreement([1, 2, 3, 2], [0.5]), Agreement([2, 2, 3, 1], [0.25])
     assert first.over(first) == "3.00 (50%)"
     assert second.over(first) == "3.00, +0.00 ± 0.35 (25%)"
 
