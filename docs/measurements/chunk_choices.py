@@ -36,7 +36,7 @@ GROUPINGS = {"all": (0, 1), "layer": (1,), "KV head": (0,), "KV head of a layer"
 
 
 @dataclass
-class Attention:
+class PartialAttention:
     """Attention of transformers' layers that sees a part of the rows, or records its weights.
 
     `seen`: indices of the rows of the text that each KV head of each layer sees, [layers, KV heads, rows]; None: all.
@@ -66,10 +66,10 @@ class Attention:
         return (weights @ value).reshape(1, 1, -1, value.shape[2]), None
 
 
-class Rows:
+class ReadText:
     """A text that the target has read, and drafts behind it."""
 
-    def __init__(self, model: LlamaForCausalLM, attention: Attention, tokens: Sequence[int]) -> None:
+    def __init__(self, model: LlamaForCausalLM, attention: PartialAttention, tokens: Sequence[int]) -> None:
         self._model, self._attention = model, attention
         self._cache = DynamicCache(config=model.config)
         self._feed(tokens)
@@ -133,7 +133,7 @@ class Agreement:
 
 @torch.inference_mode()
 def measure(
-    rows: Rows, following: Sequence[int], budgets: Sequence[int], agreements: dict[tuple[str, int], Agreement]
+    rows: ReadText, following: Sequence[int], budgets: Sequence[int], agreements: dict[tuple[str, int], Agreement]
 ) -> None:
     """Chooses at the first of the tokens `following` and drafts behind each of them."""
     context = rows.num_rows
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--texts", type=int, default=6)
     parser.add_argument("--recall", action="store_true")
     options = parser.parse_args(arguments)
-    attention = Attention()
+    attention = PartialAttention()
     AttentionInterface.register("in_part", attention)
     loaded = LlamaForCausalLM.from_pretrained(options.pair / "target", dtype=torch.float32)
     loaded.set_attn_implementation("in_part")
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for text, following in texts:
             attention.seen = None
             with torch.inference_mode():
-                rows = Rows(loaded.eval(), attention, text)
+                rows = ReadText(loaded.eval(), attention, text)
             measure(rows, following, budgets, agreements)
         for num in budgets:
             cells = [agreements[name, num].over(agreements["all", num]) for name in GROUPINGS]
