@@ -36,7 +36,7 @@ GROUPINGS = {"all": (0, 1), "layer": (1,), "KV head": (0,), "KV head of a layer"
 
 
 @dataclass
-class Attention:
+class PartialAttention:
     """Attention of transformers' layers that sees a part of the rows, or records its weights.
 
     `seen`: indices of the rows of the text that each KV head of each layer sees, [layers, KV heads, rows]; None: all.
@@ -66,10 +66,10 @@ class Attention:
         return (weights @ value).reshape(1, 1, -1, value.shape[2]), None
 
 
-class Rows:
+class ReadText:
     """A text that the target has read, and drafts behind it."""
 
-    def __init__(self, model: LlamaForCausalLM, attention: Attention, tokens: Sequence[int]) -> None:
+    def __init__(self, model: LlamaForCausalLM, attention: PartialAttention, tokens: Sequence[int]) -> None:
         self._model, self._attention = model, attention
         self._cache = DynamicCache(config=model.config)
         self._feed(tokens)
@@ -116,13 +116,13 @@ def agreed(drafted: Sequence[int], expected: Sequence[int]) -> int:
 
 
 @dataclass
-class Tally:
+class Agreement:
     """Of one grouping and budget."""
 
     accepted: list[int] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
 
-    def over(self, other: Tally) -> str:
+    def over(self, other: Agreement) -> str:
         """With the difference to another choice of as many chunks, and the standard error of that."""
         shown = f"{1 + np.mean(self.accepted):.2f}"
         if self is not other:
@@ -133,7 +133,7 @@ class Tally:
 
 @torch.inference_mode()
 def measure(
-    rows: Rows, following: Sequence[int], budgets: Sequence[int], tallies: dict[tuple[str, int], Tally]
+    rows: ReadText, following: Sequence[int], budgets: Sequence[int], agreements: dict[tuple[str, int], Agreement]
 ) -> None:
     """Chooses at the first of the tokens `following` and drafts behind each of them."""
     context = rows.num_rows
@@ -142,12 +142,12 @@ def measure(
     for token in following[1:]:
         expected = rows.draft(token, None, context)
         for key, seen in choices.items():
-            tallies[key].accepted.append(agreed(rows.draft(token, seen, context), expected))
+            agreements[key].accepted.append(agreed(rows.draft(token, seen, context), expected))
         weights = rows.read(token)
         old = weights[..., :context]
         for key, seen in choices.items():
             held = old.gather(2, seen).sum() + weights[..., context:].sum()
-            tallies[key].shares.append(float(held / weights.sum()))
+            agreements[key].shares.append(float(held / weights.sum()))
 
 
 def library_texts(pair: Path, length: int, starts: int, count: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -175,14 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--texts", type=int, default=6)
     parser.add_argument("--recall", action="store_true")
     options = parser.parse_args(arguments)
-    attention = Attention()
+    attention = PartialAttention()
     AttentionInterface.register("in_part", attention)
     loaded = LlamaForCausalLM.from_pretrained(options.pair / "target", dtype=torch.float32)
     loaded.set_attn_implementation("in_part")
     print("| rows of the text | chunks | " + " | ".join(GROUPINGS) + " |\n" + "|---" * (2 + len(GROUPINGS)) + "|")
     for length in options.lengths:
         budgets = [num for num in options.chunks if 2 * num * SIZE <= length]
-        tallies = {(name, num): Tally() for name in GROUPINGS for num in budgets}
+        agreements = {(name, num): Agreement() for name in GROUPINGS for num in budgets}
         if options.recall:
             texts = recall_texts(length, options.starts, options.texts)
         else:
@@ -190,10 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for text, following in texts:
             attention.seen = None
             with torch.inference_mode():
-                rows = Rows(loaded.eval(), attention, text)
-            measure(rows, following, budgets, tallies)
+                rows = ReadText(loaded.eval(), attention, text)
+            measure(rows, following, budgets, agreements)
         for num in budgets:
-            cells = [tallies[name, num].over(tallies["all", num]) for name in GROUPINGS]
+            cells = [agreements[name, num].over(agreements["all", num]) for name in GROUPINGS]
             print(f"| {length:,} | {num} | " + " | ".join(cells) + " |", flush=True)
 
 

@@ -30,7 +30,7 @@ ROOM = 512
 
 
 @dataclass
-class Turns:
+class BatchTurns:
     """Of plain decoding or of drafts, in each turn: milliseconds a token, and tokens of every request."""
 
     ms: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Turns:
         return 1e3 * self.counters[counter] / self.counters["num_spec_rounds"]
 
 
-def serve(engine: Engine, texts: Sequence[list[int]], num_tokens: int, turns: Turns, drafter: str | None) -> None:
+def serve(engine: Engine, texts: Sequence[list[int]], num_tokens: int, turns: BatchTurns, drafter: str | None) -> None:
     """One turn of all texts at a time."""
     sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     engine.report(reset=True, spans=False)
@@ -70,14 +70,14 @@ def serve(engine: Engine, texts: Sequence[list[int]], num_tokens: int, turns: Tu
     turns.num_accepted += sum(completion.stats.num_accepted_tokens for completion in completions)
 
 
-def measure(options: argparse.Namespace, name: str, num_requests: int) -> tuple[Turns, Turns]:
+def measure(options: argparse.Namespace, name: str, num_requests: int) -> tuple[BatchTurns, BatchTurns]:
     """Plain decoding and drafts, in turn in one engine."""
     tokens = text_of(options.pair, num_requests * options.length)
     texts = [tokens[first : first + options.length] for first in range(0, len(tokens), options.length)]
     rows = num_requests * (options.length + 2 * options.tokens + ROOM)
     words = overrides(options.pair, None, rows, SETTINGS[name])
     words += [f"scheduler.max_num_seqs={num_requests}", "placement=colocated", *options.override]
-    plain, drafted = Turns(), Turns()
+    plain, drafted = BatchTurns(), BatchTurns()
     with Engine(load_config(words)) as engine:
         for drafter in (PLAIN_DECODING, None):
             list(engine.generate(texts, SamplingParams(max_tokens=NOT_TIMED, ignore_eos=True), drafter=drafter))
@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace, name: str, num_requests: int) -> tuple[
     return plain, drafted
 
 
-def row(name: str, num_requests: int, plain: Turns, drafted: Turns) -> str:
+def row(name: str, num_requests: int, plain: BatchTurns, drafted: BatchTurns) -> str:
     ratios = [own / other for own, other in zip(plain.ms, drafted.ms, strict=True)]
     cells = [f"{median(turns.ms):.1f}" for turns in (plain, drafted)]
     cells += [f"{drafted.ms_of_round(counter):.0f}" for counter in COUNTERS[1:]]

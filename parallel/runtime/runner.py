@@ -169,6 +169,13 @@ class ModelRunner(DecoderRunner):
     # --- passes ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
+    def plan(self, spans: Sequence[Span]) -> PassPlan:
+        if self._policy is not None:
+            for span in spans:
+                if span.num_logits and not self.pool.pending_len(span.seq_id):
+                    self._policy.began(span.seq_id, self.pool.cached_len(span.seq_id))
+        return super().plan(spans)
+
     def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
         return self._with_sources(self._backend.plan(rows, wanted), rows)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, LlamaForCausalLM
 
-from docs.measurements.chunk_choices import GROUPINGS, SIZE, Attention, Rows, Tally, agreed, chosen, main
+from docs.measurements.chunk_choices import GROUPINGS, SIZE, Agreement, PartialAttention, ReadText, agreed, chosen, main
 from docs.measurements.recall_pair import constructed, save
 
 TEXT = [(7 * i * i + 3 * i) % 97 for i in range(60)]
@@ -32,16 +32,16 @@ def test_each_group_chooses_by_its_own_weights() -> None:
 
 
 @pytest.fixture
-def opened(tiny_checkpoint: Callable[[str], Path]) -> Iterator[tuple[Rows, LlamaForCausalLM]]:
-    attention = Attention()
+def opened(tiny_checkpoint: Callable[[str], Path]) -> Iterator[tuple[ReadText, LlamaForCausalLM]]:
+    attention = PartialAttention()
     AttentionInterface.register("in_part", attention)
     model = LlamaForCausalLM.from_pretrained(tiny_checkpoint("Llama"), dtype=torch.float32)
     model.set_attn_implementation("in_part")
     with torch.inference_mode():
-        yield Rows(model.eval(), attention, TEXT), model
+        yield ReadText(model.eval(), attention, TEXT), model
 
 
-def test_drafts_are_the_models_own_where_all_rows_are_seen(opened: tuple[Rows, LlamaForCausalLM]) -> None:
+def test_drafts_are_the_models_own_where_all_rows_are_seen(opened: tuple[ReadText, LlamaForCausalLM]) -> None:
     rows, model = opened
     weights = rows.read(5)
     assert weights.shape[2] == len(TEXT)
@@ -56,7 +56,7 @@ def test_drafts_are_the_models_own_where_all_rows_are_seen(opened: tuple[Rows, L
     assert found == expected[-len(found) :]
 
 
-def test_drafts_see_the_chosen_rows_alone(opened: tuple[Rows, LlamaForCausalLM]) -> None:
+def test_drafts_see_the_chosen_rows_alone(opened: tuple[ReadText, LlamaForCausalLM]) -> None:
     """Other rows may hold anything."""
     rows, _ = opened
     weights = rows.read(5)
@@ -75,7 +75,7 @@ def test_tokens_agree_up_to_the_first_that_differs() -> None:
 
 
 def test_a_choice_is_compared_with_another_one_draft_by_draft() -> None:
-    first, second = Tally([1, 2, 3, 2], [0.5]), Tally([2, 2, 3, 1], [0.25])
+    first, second = Agreement([1, 2, 3, 2], [0.5]), Agreement([2, 2, 3, 1], [0.25])
     assert first.over(first) == "3.00 (50%)"
     assert second.over(first) == "3.00, +0.00 ± 0.35 (25%)"
 

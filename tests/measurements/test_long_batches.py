@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from docs.measurements.long_batches import Turns, main, row
+from docs.measurements.long_batches import BatchTurns, main, row
 from docs.measurements.long_contexts import make_pair
 
 
 def test_a_row_compares_drafts_with_plain_decoding() -> None:
     counters = Counter({"num_spec_rounds": 4, "draft_busy_s": 0.02, "target_busy_s": 0.1})
-    plain = Turns([10.0, 12.0, 8.0], [[[1, 2]]])
-    drafted = Turns([5.0, 4.0, 8.0], [[[1, 2]]], 10, 25, counters)
+    plain = BatchTurns([10.0, 12.0, 8.0], [[[1, 2]]])
+    drafted = BatchTurns([5.0, 4.0, 8.0], [[[1, 2]]], 10, 25, counters)
     expected = "| self | 4 | 3.50 | 10.0 | 5.0 | 5 | 25 | 2.00x (1.00 to 3.00) | yes |"
     assert row("self", 4, plain, drafted) == expected
     drafted.tokens.append([[1, 3]])
