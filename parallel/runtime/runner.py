@@ -168,7 +168,6 @@ class ModelRunner(DecoderRunner):
 
     # --- passes ------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def plan(self, spans: Sequence[Span]) -> PassPlan:
         if self._policy is not None:
             for span in spans:
@@ -176,6 +175,7 @@ class ModelRunner(DecoderRunner):
                     self._policy.began(span.seq_id, self.pool.cached_len(span.seq_id))
         return super().plan(spans)
 
+    @torch.inference_mode()
     def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
         return self._with_sources(self._backend.plan(rows, wanted), rows)
 
