@@ -200,7 +200,8 @@ class Decision:
             return  # a process that runs this code for the first time; what it takes says nothing of later rounds
         if is_first:
             self.budget -= max(0.0, min(seconds, OUTLIER * expected_s) - expected_s) / best.seconds
-        if self.mode is Mode.trial or self.choice is not self.best:
+        waits_for_proof = self.is_far and self.mode is Mode.rest
+        if self.mode is Mode.trial or (self.choice is not self.best and not waits_for_proof):
             self.budget -= max(0.0, took - tokens / best.tokens)
         self.budget = min(self.budget + EXPLORED_SHARE * took, MOST_BUDGET)
         if self.mode is Mode.speculate and (gain := self.gain) is not None:

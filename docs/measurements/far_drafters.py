@@ -91,15 +91,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--delays", type=float, nargs="+")
     parser.add_argument("--lookup", type=float, default=0.0)
     parser.add_argument("--pipelines", nargs="+")
+    parser.add_argument("--acceptances", type=float, nargs="+", default=ACCEPTANCES)
+    parser.add_argument("--passes", type=float, nargs="+", help="milliseconds of a target pass")
     given = parser.parse_args(arguments)
     far = given.lookup > 0
     delays = given.delays or (FAR_DELAYS_MS if far else DELAYS_MS)
     print("| pipeline, acceptance, pass |", " | ".join(f"{delay:g} ms" for delay in delays), "| break-even |")
     print("|---" * (len(delays) + 2) + "|")
-    lowest = []  # of the decision over plain decoding, and where
+    lowest = list[tuple[float, str]]()  # of the decision over plain decoding, and where
     for pipeline in given.pipelines or (FAR_PIPELINES if far else PIPELINES):
-        for acceptance in ACCEPTANCES:
-            for pass_ms in FAR_PASSES_MS if far else PASSES_MS:
+        for acceptance in given.acceptances:
+            for pass_ms in given.passes or (FAR_PASSES_MS if far else PASSES_MS):
                 cells = []
                 for delay in delays:
                     cases = [
@@ -108,12 +110,12 @@ def main(arguments: list[str] | None = None) -> None:
                     ]
                     runs = [shares_with_lookup(case, given.lookup) if far else shares(case) for case in cases]
                     cells.append([mean(column) for column in zip(*runs, strict=True)])
-                    where = f"{pipeline}, {acceptance}, {pass_ms} ms, {delay:g} ms away"
+                    where = f"{pipeline}, {acceptance}, {pass_ms:g} ms, {delay:g} ms away"
                     lowest += [(min(run[-2:]), f"{where}, text {seed}") for seed, run in enumerate(runs)]
                 even = break_even_ms(delays, [cell[0] for cell in cells])
                 shown = (", ".join(f"{share:.2f}" for share in cell) for cell in cells)
                 known = "" if even is None else f"{even:.0f} ms"
-                print(f"| {pipeline}, {acceptance}, {pass_ms} ms |", " | ".join(shown), f"| {known} |", flush=True)
+                print(f"| {pipeline}, {acceptance}, {pass_ms:g} ms |", " | ".join(shown), f"| {known} |", flush=True)
     least = "; ".join(f"{share:.3f} ({where})" for share, where in sorted(lowest)[:8])
     print(f"\nThe decision, least of single texts, cold or warm: {least}")
     if far:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.tools.simulation import Scenario
+from cluster.tools.simulation import Language, Scenario
 from docs.measurements import far_drafters
 from docs.measurements.far_drafters import break_even_ms, main, scenario, shares
 
@@ -22,6 +22,7 @@ def test_the_nearer_drafter_is_the_faster_one() -> None:
 
 def test_the_table_has_a_row_for_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def shares_of(case: Scenario) -> tuple[float, float, float]:
+        assert isinstance(case.language, Language)
         is_worst = (case.pipeline, case.language.seed, case.draft_link_s) == ("branches", 1, 0.03)
         return 1.5 - case.draft_link_s * 25, 1.0, 0.9 if is_worst else 1.0
 

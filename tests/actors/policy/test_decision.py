@@ -309,6 +309,18 @@ def test_a_far_drafter_is_tried_only_where_drafts_beside_plain_decoding_say_that
         assert begins is (speed > 1 and num_drafts > 1 if is_far else speed > 1 or num_drafts == 1.0)
 
 
+def test_plain_rounds_that_wait_for_the_proof_of_a_far_drafter_are_no_exploration():
+    """They are slower than drafts are expected to be, and were charged: below 0, the budget forbade every trial."""
+    decision = Decision(PLAIN, is_far=True)
+    known = {PLAIN: Estimate(1.0, ROUND_S, 0, 10.0)}
+    for _ in range(40):
+        decision.decide({**known, IN_TURN: Estimate(8.0, 2 * ROUND_S, 8, 2.0, 0.1, 0.0)})
+        decision.count(1.0, ROUND_S, ROUND_S)
+        assert decision.mode is Mode.rest and decision.best is IN_TURN
+    decision.decide({**known, IN_TURN: Estimate(8.0, 2 * ROUND_S, 8, 2.0, 4.0, 4.0)})
+    assert decision.awaited is IN_TURN
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_is_read_for_a_trial_but_the_first_delays_the_next_one_and_ends_none(is_first):
     """The drafter reads the text before the trial, which takes as long as ten plain rounds."""

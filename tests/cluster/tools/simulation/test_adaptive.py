@@ -122,6 +122,15 @@ def test_drafts_beside_plain_decoding_show_that_a_far_drafter_does_not_pay():
     assert result.tokens_per_s > 0.98 * simulate(replace(far, pipeline="plain")).tokens_per_s
 
 
+def test_a_far_drafter_that_pays_threefold_is_not_left_because_its_proof_took_a_while():
+    """A fixed length has 3.2 times the speed of plain decoding. The rounds until the first draft beside plain decoding
+    had used up the budget, and this text was decoded plainly to its end."""
+    far = replace(scenario("branches", (0.95, 1.5e-3, 15e-3, 0.0, 1), 300), draft_link_s=10e-3, adaptive=True)
+    far = replace(far, language=Language((0.95,), power_law(0.8), seed=1))
+    plain = simulate(replace(far, pipeline="plain")).tokens_per_s
+    assert simulate(far).tokens_per_s > 2.2 * plain
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("pipeline", list(in_turn(["pearl", "branches", "tree"], times={"pearl": 0, "tree": 0})))
 def test_a_far_drafter_beside_a_lookup_is_faster_than_either(pipeline):
