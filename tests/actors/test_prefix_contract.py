@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from actors.drafters.config import OpenedModels
 from actors.drafters.interface import Context
 from actors.options import SchedulerConfig
 from actors.policy.policy import Policy
@@ -177,9 +178,12 @@ def test_a_role_that_comes_together_anew_finds_no_rows(open_room, waves):
     role = room.draft
     pool = role.drafter.runner.pool
     role.forget()
-    text = Context.admitted(Admit(99, 0, waves[0].prompt, 9, SamplingParams(), cache_salt=""), None, 1)
+    text = Context.admitted(Admit(99, 0, waves[0].prompt, 9, SamplingParams(), cache_salt=""), None)
+    role.drafter.open(text)
+    assert pool.cached_len(99) > 0, "a rank alone may"
+    role.drafter.release(99)
+    opened = OpenedModels()
+    opened.next(lambda: (role.drafter.runner,))
+    opened.begin_again()
     role.drafter.open(text)
     assert pool.cached_len(99) == 0
-    role.drafter.release(99)
-    role.drafter.open(Context.admitted(Admit(99, 0, waves[0].prompt, 9, SamplingParams(), cache_salt=""), None, 0))
-    assert pool.cached_len(99) > 0

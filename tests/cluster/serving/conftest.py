@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,14 @@ class RunningServer:
     def num_running(self) -> int:
         """Completions that the engine has not ended."""
         return len(self.engine._live)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for it, a minute at most."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import pytest
 from cluster.serving import bodies, connections, guard
 from cluster.serving import server as server_module
 from cluster.serving.server import HttpServer, bind, most_connections
-from tests.cluster.serving.conftest import KEY, RunningServer
+from tests.cluster.serving.conftest import KEY, RunningServer, until
 
 ASK = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 CHUNKED = (
@@ -49,13 +49,6 @@ def is_cut(connection: socket.socket, part: bytes, most: int) -> bool:
     except OSError:
         return True
     return False
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 LINE = b"x: " + b"b" * 1000 + b"\r\n"

@@ -8,7 +8,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +16,7 @@ import pytest
 
 from cluster.serving import server as server_module
 from cluster.serving.server import HttpServer, bind
-from tests.cluster.serving.conftest import KEY, RunningServer, serving
+from tests.cluster.serving.conftest import KEY, RunningServer, serving, until
 
 LONG = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
 PACE_MS = 30.0
@@ -28,13 +27,6 @@ PACE_MS = 30.0
 def slow(chat_checkpoint, half_agreeing_drafter) -> Iterator[RunningServer]:
     with serving(chat_checkpoint, half_agreeing_drafter, pace_ms=PACE_MS) as running:
         yield running
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def start(server: RunningServer, body: dict) -> socket.socket:

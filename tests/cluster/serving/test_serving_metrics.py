@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.observability.metrics import COUNTERS, ENGINE_LABELS, GAUGES, HISTOGRAMS, PREFIX, RANK_GAUGES
-from tests.cluster.serving.conftest import RunningServer, serving
+from tests.cluster.serving.conftest import RunningServer, serving, until
 
 
 def scrape(server: RunningServer) -> dict[str, dict[tuple[str, ...], float]]:
@@ -39,11 +39,12 @@ def test_the_numbers_are_those_of_the_engine_and_grow_with_requests(server: Runn
     assert before["spec_decode_num_accepted_tokens_total"][()] == counted.counters["num_accepted_tokens"]
     _, _, reply = server.ask("/v1/completions", {**body, "n": 2})
     assert server.ask("/v1/completions", {**body, "stream": True})[0] == 200
+    ended = before["request_success_total"][("length",)] + 3  # a stream ends behind its last chunk
+    until(lambda: scrape(server)["request_success_total"][("length",)] == ended)
     after = scrape(server)
     assert reply["usage"]["completion_tokens"] == 40
     assert after["generation_tokens_total"][()] == before["generation_tokens_total"][()] + 60
     assert after["prompt_tokens_total"][()] == before["prompt_tokens_total"][()] + 9
-    assert after["request_success_total"][("length",)] == before["request_success_total"][("length",)] + 3
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_time_per_output_token_seconds"):
         assert after[f"{name}_count"][()] == before[f"{name}_count"][()] + 3
         assert after[f"{name}_sum"][()] > before[f"{name}_sum"][()]

@@ -134,7 +134,7 @@ def test_drafts_are_drawn_as_the_drafter_draws_them(drafter, width, coupled):
 
 def test_a_bias_that_could_be_seen_is_reported_by_kind():
     names = ("text 1, first token", "text 2, first token", "text 1, tokens the drafter favours", "text 1, second token")
-    fits = [GoodnessOfFit(name, 1000 * i, 10 * i, 0.0, 0.1, 0.2 * i) for i, name in enumerate(names, 1)]
+    fits = [GoodnessOfFit(name, 1000 * i, 10 * i, 0.1, 0.2 * i) for i, name in enumerate(names, 1)]
     check = check_distribution(fits, 0.01, 0.9)
     bounds = [detectable_distance(fit.num_draws, fit.num_cells, 0.01 / 4, 0.9) for fit in fits]
     assert check.passed and check.figures["visible_bias"] == {
