@@ -301,8 +301,12 @@ class Parent:
 
     def __post_init__(self):
         self.role = open_role(self.case, self.num_slots, self.choose)
-        self.fresh = open_drafter(replace(self.case, is_remote=False), ROOMY)
+        self.learn_anew()
         self.longest = self.case.config.num_draft_tokens
+
+    def learn_anew(self):
+        """What is shown to all requests is known to the drafter for comparison too, and forgotten with the role."""
+        self.fresh = open_drafter(replace(self.case, is_remote=False), ROOMY)
 
     def run(self, num_batches):
         for _ in range(num_batches):
@@ -435,6 +439,8 @@ class Parent:
         self.role.forget()
         if self.choose.random() < 0.5:
             self.role.rejoin(None)
+            if not self.case.is_remote:
+                self.learn_anew()
         self.previews.clear()
         self.epoch += 1
         self.check_rows()
