@@ -93,6 +93,7 @@ class DraftSetup:
     adaptive: bool = True
     """The value of `pipeline.adaptive`."""
     opened: OpenedModels = field(default_factory=OpenedModels, compare=False)
+    """The models that were opened for a drafter of this setup."""
 
     @property
     def agreed_slots(self) -> int:

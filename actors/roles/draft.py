@@ -35,7 +35,8 @@ CHILD_WAIT_S = 0.5
 class DraftRole:
     """Answers each `DraftBatch`: first with prepared drafts, then with those drafted on demand. Works ahead in between.
 
-    With `adapts`, the measured cost of passes decides how many nodes a step of draft-ahead feeds.
+    With `adapts`, the measured cost of passes decides how many nodes a step of draft-ahead feeds. `rebuild` makes the
+    drafter anew, as one that has learned nothing, for each further epoch of a role with several ranks.
     """
 
     def __init__(

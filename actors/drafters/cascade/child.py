@@ -55,7 +55,7 @@ class ChildPort(Protocol):
         """Read records that report the loss or the return of the child."""
 
     def forget(self) -> None:
-        """Every request ended, in another epoch than the next one begins in."""
+        """Every request ended; the next ones come in another epoch of the parent."""
 
 
 class LocalChild:
