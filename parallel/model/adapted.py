@@ -30,23 +30,6 @@ Adapter = tuple[Tensor, Tensor]
 """up [outputs, rank] and down [rank, outputs]."""
 
 
-def check_adaptable(config: DecoderConfig) -> None:
-    """ValueError, one line, unless the decoder is of Llama's kind."""
-    reasons = {
-        f"norm={config.norm}": config.norm != "rms" or not config.final_norm,
-        f"norm placement {config.norm_placement}": config.norm_placement != "before",
-        "learned positions": config.rope is None,
-        "sliding windows": config.window is not None,
-        "experts": config.num_experts > 0,
-        f"activation {config.activation}": config.activation != "silu" or not config.gated,
-        "soft caps": config.attention_softcap is not None or config.logit_softcap is not None,
-        "scaled embeddings": config.embedding_scale is not None or config.attention_scale is not None,
-        "a trimmed vocabulary": config.head is not None,
-    }
-    if found := [reason for reason, is_so in reasons.items() if is_so]:
-        raise ValueError(f"a model with {', '.join(found)} cannot be adapted; one of Llama's or Qwen's kind can")
-
-
 def block_weights(decoder: Decoder) -> list[Weight]:
     """The matrices that adapters change, in a fixed order: four of every block."""
     return [linear.weight for block in decoder.layers for linear in linears(block)]
@@ -112,7 +95,7 @@ class AdaptedDecoder(AdaptedModel):
     """A checkpoint of a whole model."""
 
     def __init__(self, config: DecoderConfig, path: str | Path, device: torch.device | str, rank: int) -> None:
-        check_adaptable(config)
+        config.check_adaptable()
         self.config = config
         self._frozen = Decoder(config, SINGLE, device, torch.float32)  # never packed: the matrices stay readable
         load_shards(self._frozen.shards(), tensor_shapes(config), resolve_checkpoint(str(path)))

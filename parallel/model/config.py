@@ -231,6 +231,22 @@ class DecoderConfig:
         units = self.mlp_units, self.shared_size, self.dense_size
         return not (self.num_heads % size or any(one % size for one in units) or (kv_heads % size and size % kv_heads))
 
+    def check_adaptable(self) -> None:
+        """ValueError, one line, unless low-rank deltas of its matrices can be trained: for decoders of Llama's kind."""
+        reasons = {
+            f"norm={self.norm}": self.norm != "rms" or not self.final_norm,
+            f"norm placement {self.norm_placement}": self.norm_placement != "before",
+            "learned positions": self.rope is None,
+            "sliding windows": self.window is not None,
+            "experts": self.num_experts > 0,
+            f"activation {self.activation}": self.activation != "silu" or not self.gated,
+            "soft caps": self.attention_softcap is not None or self.logit_softcap is not None,
+            "scaled embeddings": self.embedding_scale is not None or self.attention_scale is not None,
+            "a trimmed vocabulary": self.head is not None,
+        }
+        if found := [reason for reason, is_so in reasons.items() if is_so]:
+            raise ValueError(f"a model with {', '.join(found)} cannot be adapted; one of Llama's or Qwen's kind can")
+
     @property
     def norm_names(self) -> list[str]:
         """The norms of a block, as its checkpoint names them: of attention and MLP, then of what these put out."""

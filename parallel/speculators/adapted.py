@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel.comm.group import SINGLE
-from parallel.model.adapted import AdaptedModel, Adapter, check_adaptable, linears, normed, run_block
+from parallel.model.adapted import AdaptedModel, Adapter, linears, normed, run_block
 from parallel.model.checkpoint import resolve_checkpoint, tensor_shapes
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
@@ -31,7 +31,7 @@ def check_learnable(record: SpeculatorConfig) -> DraftLayerConfig:
     """ValueError, one line, for a speculator of another family."""
     if not isinstance(record, DraftLayerConfig) or record.drafts_blocks:
         raise ValueError(f"a speculator of method {record.method} cannot be adapted; EAGLE-1 to 3.1 and MTP can")
-    check_adaptable(record.block)
+    record.block.check_adaptable()
     return record
 
 

@@ -56,7 +56,8 @@ def with_streams(path: str | Path, target: DecoderRunner, prune_below: float = 0
     config = read_speculator(path, target.config.num_layers - target.config.stretch)
     if STREAMS not in config.taps:
         return target
-    from parallel.speculators.streams.layers import StreamsConfig, open_stream_layers  # for such speculators alone
+    from parallel.speculators.streams.layers import open_stream_layers  # for such speculators alone
+    from parallel.speculators.streams.layouts import StreamsConfig
     from parallel.speculators.streams.target_pass import StreamingRunner
 
     assert isinstance(config, StreamsConfig)

@@ -25,7 +25,7 @@ OWN = {
     "gloeckle": "gloeckle.layouts",
     **dict.fromkeys(("kangaroo", "eesd"), "exits.layouts"),
     **dict.fromkeys(("dflash", "dspark", "dflash2", "domino"), "block.layouts"),
-    **dict.fromkeys(("streaming", "mask_lora", "s3d"), "streams.runner"),
+    **dict.fromkeys(("streaming", "mask_lora", "s3d"), "streams.layouts"),
     **dict.fromkeys(("medusa", "blockwise", "hydra", "rnn", "mlp", "lstm"), "heads.layouts"),
 }
 """Method that our own config.json names -> the module here whose `OWN` is the layout of its checkpoints."""

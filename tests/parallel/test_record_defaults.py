@@ -38,13 +38,13 @@ SAYS_SOMETHING: dict[str, dict[str, float]] = {
         "DraftLayerConfig.has_final_norm": True,
         "DraftLayerConfig.num_depths": 1,
     },
-    "parallel.speculators.heads.cells": {
+    "parallel.speculators.heads.config": {
         "HeadsConfig.num_blocks": 1,
         "HeadsConfig.block_bias": True,
         "HeadsConfig.recurrent": True,
     },
     "parallel.speculators.place": {},
-    "parallel.speculators.streams.layers": {},
+    "parallel.speculators.streams.layouts": {},
 }
 
 

@@ -525,16 +525,14 @@ class ModelDrafterConfig(LearningDrafterConfig):
                 limits = self.row_limits
                 check_partial(read_config(self.path), limits if isinstance(limits, RowLimits) else None)
         if self.online:
-            from parallel.model.adapted import check_adaptable
-
             remedy = f"learns tokens of the target's own tokenizer, and {self.path} has another; drop it"
             require(not self.tokenizer, f"{where}.online", True, remedy)
             with errors_of(f"{where}.online=True"):
-                check_adaptable(read_config(self.path))
+                read_config(self.path).check_adaptable()
         if self.parallel is Parallel.tensor:
             read_config(self.path).check_ranks(self.ranks, f"{where}.ranks")
         if self.parallel is Parallel.layer:
-            from actors.drafters.model.loading import layer_partition
+            from actors.drafters.model.layer_partition import layer_partition
 
             try:
                 layer_partition(self, read_config(self.path))

@@ -1,6 +1,5 @@
 """Loads a draft model on this rank from its record: whole, tensor-parallel or layer-parallel.
 
-Decides which layers of a draft model run side by side, so that a launch refuses an impossible choice before it starts.
 What only some records ask for is imported where it is built: pipelines that work ahead, other tokenizers, learning,
 prefixes of layers, KV rows that are dropped, and checkpoints that fill masks.
 """
@@ -25,17 +24,17 @@ from actors.drafters.model.config import (
     Translation,
 )
 from actors.drafters.model.drafter import ModelDrafter
+from actors.drafters.model.layer_partition import layer_partition
 from actors.options import Parallel, PipelineName, SchedulerConfig
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import ChoicesAhead
 from parallel.comm.group import Group
 from parallel.kv.row_limits import RowLimits
 from parallel.model.checkpoint import resolve_checkpoint
-from parallel.model.config import DecoderConfig, HeadRows
+from parallel.model.config import HeadRows
 from parallel.model.config_fields import MASK_FIELD, read_config_file
 from parallel.model.families.registry import read_config
-from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
-from parallel.ranges import errors_of
+from parallel.model.partition import LayerLayout
 from parallel.runtime.graph_list import GraphList, chain_shapes, graph_shapes
 from parallel.runtime.interface import Runner
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, fit_slots
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
     from parallel.runtime.row_policies import PartialRows
 
 _FEWEST = 2
-_WIDEST_BY_DEFAULT = 4
-"""Beyond this the layers' inputs differ too much (EasySpec, section 5)."""
 
 
 def build_model_drafter(config: ModelDrafterConfig, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
@@ -242,38 +239,3 @@ def _rows_fed(config: ModelDrafterConfig, pipeline: str) -> int:
     if pipeline in (PipelineName.branches, PipelineName.tree):
         return config.ahead_width
     return min(config.num_draft_tokens, prod(config.branching)) if config.branching else config.widest
-
-
-def layer_partition(config: ModelDrafterConfig, model: DecoderConfig) -> Partition:
-    """The groups of layers of `model` that run side by side; ValueError, one line, for an impossible choice."""
-    num_layers, ranks = model.num_layers, config.ranks
-    otherwise = "use drafter.parallel=single or tensor"
-    if num_layers == 1:
-        raise ValueError(f"drafter.parallel=layer: the draft model has one layer and nothing beside it; {otherwise}")
-    if ranks > num_layers:
-        raise ValueError(f"drafter.ranks={ranks}: the draft model has {num_layers} layers to share; lower it")
-    if config.mlp_parallel is MlpParallel.tensor and model.mlp_units % ranks:
-        raise ValueError(
-            f"drafter.mlp_parallel=tensor: {ranks} ranks cannot split MLPs of {model.mlp_units}; use replicated"
-        )
-    if config.layer_partition:
-        field = f"drafter.layer_partition={config.layer_partition}"
-        with errors_of(field):
-            partition = partition_of(config.layer_partition, num_layers)
-        if config.layer_group not in (0, max(map(len, partition))):
-            raise ValueError(f"{field}: drafter.layer_group={config.layer_group} contradicts it; drop one of them")
-    else:
-        width = config.layer_group or min(ranks, _WIDEST_BY_DEFAULT)
-        field, partition = f"drafter.layer_group={width}", default_partition(num_layers, width)
-        if width > 1 and num_layers <= 3:
-            raise ValueError(
-                f"{field}: the first and the last of the draft model's {num_layers} layers run alone, so none run side "
-                f"by side; {otherwise}, or give drafter.layer_partition"
-            )
-    widest = max(map(len, partition))
-    if 1 < ranks < widest:
-        raise ValueError(
-            f"{field}: {widest} layers side by side need {widest} ranks, or 1 to compute them alone, not {ranks}; "
-            f"make it at most {ranks} or set drafter.ranks={widest}"
-        )
-    return partition

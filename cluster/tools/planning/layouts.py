@@ -12,7 +12,7 @@ from typing import Any
 
 from actors.drafters.config import NoDrafterConfig, Placement
 from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig
-from actors.drafters.model.loading import layer_partition
+from actors.drafters.model.layer_partition import layer_partition
 from actors.options import Parallel, PipelineName
 from cluster.config.jobs import PlanConfig
 from cluster.config.schema import LaunchConfig, PlacementConfig, PlacementName

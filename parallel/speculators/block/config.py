@@ -8,7 +8,7 @@ from typing import get_args
 from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
 from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.block.correctors import Corrector, CorrectorKind, CorrectorSizes, make_corrector
+from parallel.speculators.block.corrector_shapes import CorrectorKind, CorrectorShapes, CorrectorSizes, shapes_of
 from parallel.speculators.config import FuserShape, SpeculatorConfig
 
 
@@ -48,14 +48,14 @@ class BlockConfig(SpeculatorConfig):
     def drafts_blocks(self) -> bool:
         return True
 
-    def make_corrector(self) -> Corrector | None:
-        """What corrects the logits of a position; None where nothing does."""
+    def corrector_shapes(self) -> CorrectorShapes | None:
+        """The tensors of what corrects the logits of a position; None where nothing does."""
         sizes = self.corrector_rank, self.state_size, self.top_k
-        return make_corrector(CorrectorSizes(self.corrector, self.vocab_size, self.layers.hidden_size, *sizes))
+        return shapes_of(CorrectorSizes(self.corrector, self.vocab_size, self.layers.hidden_size, *sizes))
 
     def tensor_shapes(self) -> dict[str, Shape]:
         """Every tensor of a checkpoint."""
-        layers, hidden, corrector = self.layers, self.layers.hidden_size, self.make_corrector()
+        layers, hidden, corrector = self.layers, self.layers.hidden_size, self.corrector_shapes()
         shapes: dict[str, Shape] = self.fuser.tensor_shapes() | {"norm.weight": (hidden,)}
         if self.mask_token_id is None:
             shapes["mask_embedding"] = 1, hidden

@@ -24,7 +24,8 @@ from parallel.model.layers.rope import Rope, Rotation, rotate
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions, Weight
 from parallel.speculators.block.config import BlockConfig
 from parallel.speculators.block.convolutions import convolve, convolved
-from parallel.speculators.block.correctors import Corrector, CorrectorMatrix
+from parallel.speculators.block.corrector_shapes import CorrectorMatrix, CorrectorShapes
+from parallel.speculators.block.correctors import CORRECTORS
 from parallel.speculators.fusing import TapFuser
 
 MASK = -1
@@ -94,10 +95,12 @@ class CorrectorLinear(Layer):
 class LoadedCorrector(Layer):
     """The tensors of a corrector, whole on every rank: a step is a few small products, less than a message."""
 
-    def __init__(self, cell: Corrector, embed: Callable[[Tensor], Tensor], **options: Unpack[TensorOptions]) -> None:
-        self.cell = cell
+    def __init__(
+        self, shapes: CorrectorShapes, embed: Callable[[Tensor], Tensor], **options: Unpack[TensorOptions]
+    ) -> None:
+        self.cell = CORRECTORS[type(shapes)](shapes)
         self.embed = embed
-        self.matrices = [CorrectorLinear(name, matrix, **options) for name, matrix in cell.matrices.items()]
+        self.matrices = [CorrectorLinear(name, matrix, **options) for name, matrix in shapes.matrices.items()]
         self._by_name = {matrix.name: matrix for matrix in self.matrices}
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -146,7 +149,7 @@ class BlockLayers(Layer):
         self.norm = RMSNorm(hidden, eps, **options)
         assert layers.rope is not None, "draft layers have rotary positions"
         self.rope = Rope(layers.rope, layers.head_dim, options["dtype"], options["device"])
-        corrector = config.make_corrector()
+        corrector = config.corrector_shapes()
         self.corrector = None if corrector is None else LoadedCorrector(corrector, self.embed, **options)
         inputs = hidden if corrector is None else corrector.confidence_inputs
         self.confidence: ColumnLinear | None = None

@@ -256,7 +256,8 @@ class BlockRunner(SpeculatorRunner):
             return rows[0]
         if len(places) < len(token_ids):
             token_ids = token_ids[upload(places, token_ids.device)]
-        state = torch.stack([_parent_state(node) for node in nodes]) if corrector.cell.state_size and depth else None
+        keeps_state = corrector.cell.shapes.state_size > 0
+        state = torch.stack([_parent_state(node) for node in nodes]) if keeps_state and depth else None
         logits, state = corrector.cell.step(corrector, rows, token_ids, state)
         if state is not None:
             for node, own in zip(nodes, state, strict=True):

@@ -20,7 +20,7 @@ from parallel.model.config import RopeScaling
 from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import PassPlan
 from parallel.ranges import OneOf, Range
-from parallel.speculators.block.correctors import CORRECTORS
+from parallel.speculators.block.corrector_shapes import SHAPES
 from parallel.speculators.block.layers import MASK, BlockLayers
 from parallel.speculators.block.layouts import read_own
 from parallel.speculators.config import FINAL
@@ -52,7 +52,7 @@ class BlockOptions(TrainingOptions):
     """Rows of a block, its anchor included."""
     anchor_first: bool = False
     """Whether the anchor's row drafts the next token; else the first mask's row does."""
-    corrector: Annotated[str, OneOf(("none", *CORRECTORS))] = "none"
+    corrector: Annotated[str, OneOf(("none", *SHAPES))] = "none"
     """What makes a position depend on the tokens drafted before it."""
     rank: Annotated[int, Range(1)] = 64
     """Inner size of the corrector."""
@@ -200,7 +200,7 @@ def build(options: BlockOptions, target: TargetShape) -> BlockDrafter:
         elif "kernel_projection" in name:
             parameter.data.zero_()
     net.get_parameter("mask_embedding").data.copy_(target.embedding.mean(0, keepdim=True))
-    if (corrector := net.served.config.make_corrector()) is not None:
+    if (corrector := net.served.config.corrector_shapes()) is not None:
         for name, matrix in corrector.matrices.items():
             _begin(net, name, matrix.inputs**-0.5, matrix.bias)
         nn.init.zeros_(net.get_parameter(corrector.AFTER))

@@ -10,86 +10,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.speculators.config import FINAL, SpeculatorConfig
-
-HEAD_CHOICES = ("target", "shared", "own")
-TARGET_TABLE = ""
-"""Name of the target's own embedding or output layer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadsConfig(SpeculatorConfig):
-    """Heads that read the target's final hidden state; `method` is a key of `CELLS`."""
-
-    num_heads: int
-    """Depths that they were made for: tokens of a path, at most; 0 = any (rnn)."""
-    inner: int
-    """Width of a state: blockwise, of one head's hidden layer; rnn, of what the output layer reads."""
-    num_blocks: int = 1
-    """Residual blocks before the output layer: medusa, hydra, rnn."""
-    head: str = "target"
-    """Output layer: the target's, one of the module's own that all depths share, or its own for every depth."""
-    own_embedding: bool = False
-    """mlp, lstm: embeddings of their own rather than projections of the target's."""
-    tied: bool = False
-    """mlp: all depths share their weights, but the projection of the first reads the target's state."""
-    scale_input: bool = False
-    """mlp, lstm: the target's state is normalised before it is read."""
-    linear_skip: bool = False
-    """hydra: the first block adds a projection of all its input rather than the target's state."""
-    block_bias: bool = True
-    """medusa: the residual blocks have biases."""
-    recurrent: bool = True
-    """rnn: the state is a recurrent network's rather than the sum of embeddings."""
-
-    def check_record(self) -> None:
-        super(HeadsConfig, self).check_record()
-        if not self.num_heads and self.method != "rnn":
-            raise ValueError(f"num_heads=0: {self.method} has one for every depth; correct config.json")
-        if self.taps != (self.tap,):
-            raise ValueError(f"taps={list(self.taps)}: {self.method} reads tap {self.tap} alone; correct config.json")
-
-    @property
-    def tap(self) -> int:
-        """The only one."""
-        return FINAL
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a path after the text, at most."""
-        return self.num_heads or self.max_positions
-
-
-class MatrixShape(NamedTuple):
-    """The matrix of one linear layer, and whether a bias is added.
-
-    `begins` is how training starts it. zero: its product is added to the target's state, so the head begins with what
-    the target's own would say. token: it reads embeddings, which are small beside that state. path: the same, but that
-    state comes first in what it reads, and adds nothing yet. state: it passes the state on that comes first, if the
-    output layer reads as many columns. Else random.
-    """
-
-    outputs: int
-    inputs: int
-    bias: bool = False
-    begins: Literal["random", "zero", "token", "path", "state"] = "random"
-
-
-@dataclass(slots=True)
-class HeadShapes:
-    """The tensors of a method by name; tables have a row for every token."""
-
-    matrices: dict[str, MatrixShape] = field(default_factory=dict)
-    vectors: dict[str, int] = field(default_factory=dict)
-    tables: dict[str, int] = field(default_factory=dict)
-    """Output layers and embeddings of its own: width."""
+from parallel.speculators.heads.config import TARGET_TABLE, HeadsConfig
 
 
 class Tensors(Protocol):
@@ -109,21 +36,7 @@ class HeadCell(ABC):
     """Whether a state depends on draft tokens; otherwise all depths of a draft are known at its root."""
 
     def __init__(self, config: HeadsConfig) -> None:
-        self.config = config
-        self.shapes = HeadShapes()
-        self._declare(self.shapes)
-        if config.head != "target":
-            for depth in range(config.num_heads or 1):
-                self.shapes.tables[self.head(depth)] = self.width
-
-    @property
-    def width(self) -> int:
-        """Columns that the output layer reads."""
-        return self.config.target_hidden
-
-    @abstractmethod
-    def _declare(self, shapes: HeadShapes) -> None:
-        """Name all tensors but the output layers."""
+        self.config, self.shapes = config, config.shapes()
 
     @abstractmethod
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:
@@ -136,19 +49,6 @@ class HeadCell(ABC):
     @abstractmethod
     def read(self, tensors: Tensors, depth: int, states: Tensor) -> Tensor:
         """States -> what the output layer reads, [..., width]."""
-
-    def head(self, depth: int) -> str:
-        """The output layer of a depth."""
-        match self.config.head:
-            case "target":
-                return TARGET_TABLE
-            case "shared":
-                return self._head_name(0)
-        return self._head_name(depth)
-
-    @abstractmethod
-    def _head_name(self, depth: int) -> str:
-        """The name of an output layer of its own."""
 
 
 class _ParallelCell(HeadCell):
@@ -163,12 +63,6 @@ class _ParallelCell(HeadCell):
 class MedusaCell(_ParallelCell):
     """Residual blocks and an output layer for every depth (arXiv 2401.10774): y = h; y += silu(W y + b), per block."""
 
-    def _declare(self, shapes: HeadShapes) -> None:
-        hidden, bias = self.config.target_hidden, self.config.block_bias
-        for depth in range(self.config.num_heads):
-            for block in range(self.config.num_blocks):
-                shapes.matrices[f"{depth}.{block}.linear"] = MatrixShape(hidden, hidden, bias, "zero")
-
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:
         config, outputs = self.config, []
         for depth in range(config.num_heads):
@@ -176,24 +70,13 @@ class MedusaCell(_ParallelCell):
             outputs.append(_residual_blocks(tensors, names, hidden))
         return torch.cat(outputs, -1)
 
-    def _head_name(self, depth: int) -> str:
-        return f"{depth}.{self.config.num_blocks}"
-
 
 class BlockwiseCell(_ParallelCell):
     """One feed-forward layer with an output for every depth (arXiv 1811.03115): h + W_2 relu(W_1 h + b_1) + b_2."""
 
-    def _declare(self, shapes: HeadShapes) -> None:
-        hidden, count = self.config.target_hidden, self.config.num_heads
-        shapes.matrices["hidden"] = MatrixShape(count * self.config.inner, hidden, True)
-        shapes.matrices["output"] = MatrixShape(count * hidden, count * self.config.inner, True, "zero")
-
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:
         outputs = tensors.linear("output", F.relu(tensors.linear("hidden", hidden)))
         return (outputs.unflatten(-1, (self.config.num_heads, -1)) + hidden[..., None, :]).flatten(-2)
-
-    def _head_name(self, depth: int) -> str:
-        return f"head.{depth}"
 
 
 class HydraCell(HeadCell):
@@ -202,15 +85,6 @@ class HydraCell(HeadCell):
     The first block maps to the target's width and adds either a projection of its input (`linear_skip`, the released
     code) or h. The state is the input of the deepest head, zero where tokens are still to come.
     """
-
-    def _declare(self, shapes: HeadShapes) -> None:
-        hidden = self.config.target_hidden
-        for depth in range(self.config.num_heads):
-            shapes.matrices[f"hydra_mlp.{depth}.0.linear"] = MatrixShape(hidden, (depth + 2) * hidden, True, "path")
-            if self.config.linear_skip:
-                shapes.matrices[f"hydra_mlp.{depth}.0.res_connection"] = MatrixShape(hidden, (depth + 2) * hidden, True)
-            for block in range(1, self.config.num_blocks):
-                shapes.matrices[f"hydra_mlp.{depth}.{block}.linear"] = MatrixShape(hidden, hidden, True, "zero")
 
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:  # noqa: ARG002
         return F.pad(hidden, (0, self.config.num_heads * self.config.target_hidden))
@@ -228,9 +102,6 @@ class HydraCell(HeadCell):
         names = [f"{name}.{block}.linear" for block in range(1, self.config.num_blocks)]
         return _residual_blocks(tensors, names, first)
 
-    def _head_name(self, depth: int) -> str:
-        return f"hydra_lm_head.{depth}"
-
 
 class RnnCell(HeadCell):
     """ReDrafter (arXiv 2403.09919): s = silu(W e(token) + U s + b), s = 0 before the root; blocks on [h, s].
@@ -238,20 +109,6 @@ class RnnCell(HeadCell):
     A projection brings [h, s] to `inner` columns unless it has as many. The same weights at every depth. The state is
     [h, s].
     """
-
-    @property
-    def width(self) -> int:
-        return self.config.inner
-
-    def _declare(self, shapes: HeadShapes) -> None:
-        hidden, inner = self.config.target_hidden, self.config.inner
-        if self.config.recurrent:
-            shapes.matrices["rnn_w"] = MatrixShape(hidden, hidden, begins="token")
-            shapes.matrices["rnn_u"] = MatrixShape(hidden, hidden, True)
-        if inner != 2 * hidden:
-            shapes.matrices["input_proj"] = MatrixShape(inner, 2 * hidden, True, "state")
-        for block in range(self.config.num_blocks):
-            shapes.matrices[f"lm_head.{block}.linear"] = MatrixShape(inner, inner, True, "zero")
 
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:  # noqa: ARG002
         return F.pad(hidden, (0, self.config.target_hidden))
@@ -265,16 +122,10 @@ class RnnCell(HeadCell):
         return torch.cat((hidden, state.to(states.dtype)), -1)
 
     def read(self, tensors: Tensors, depth: int, states: Tensor) -> Tensor:  # noqa: ARG002
-        projected = states if self.width == states.shape[-1] else tensors.linear("input_proj", states)
+        projected = states if self.shapes.width == states.shape[-1] else tensors.linear("input_proj", states)
         return _residual_blocks(
             tensors, [f"lm_head.{block}.linear" for block in range(self.config.num_blocks)], projected
         )
-
-    def head(self, depth: int) -> str:  # noqa: ARG002
-        return TARGET_TABLE if self.config.head == "target" else f"lm_head.{self.config.num_blocks}"
-
-    def _head_name(self, depth: int) -> str:
-        return self.head(depth)
 
 
 class _TokenSumCell(HeadCell):
@@ -288,20 +139,8 @@ class _TokenSumCell(HeadCell):
         state_weight = 0.5 ** (0.5 / config.num_heads)
         self._token_weight = math.sqrt((1 - state_weight**2) * (config.inner / 2)) / state_weight
 
-    @property
-    def width(self) -> int:
-        return self.config.inner
-
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:  # noqa: ARG002
         return _normed(hidden) / math.sqrt(2) if self.config.scale_input else hidden
-
-    def _declare_tokens(self, shapes: HeadShapes, table: str, index: int) -> None:
-        if self.config.own_embedding:
-            shapes.tables[f"{table}.{index}"] = self.config.inner
-        else:
-            shapes.matrices[f"emb_proj.{index}"] = MatrixShape(
-                self.config.inner, self.config.target_hidden, begins="token"
-            )
 
     def _token(self, tensors: Tensors, table: str, index: int, token_ids: Tensor, like: Tensor) -> Tensor:
         if self.config.own_embedding:
@@ -310,22 +149,9 @@ class _TokenSumCell(HeadCell):
             token = tensors.linear(f"emb_proj.{index}", tensors.embed(TARGET_TABLE, token_ids).to(like.dtype))
         return token.to(like.dtype) * self._token_weight
 
-    def _head_name(self, depth: int) -> str:
-        return f"head.{depth}"
-
 
 class MlpCell(_TokenSumCell):
     """s = gelu(norm(W s + w e(token))), with weights for every depth or, `tied`, for all."""
-
-    def _declare(self, shapes: HeadShapes) -> None:
-        inner, hidden = self.config.inner, self.config.target_hidden
-        for depth in range(min(2, self.config.num_heads) if self.config.tied else self.config.num_heads):
-            inputs, begins = (inner, "random") if depth else (hidden, "state")
-            shapes.matrices[f"proj.{depth}"] = MatrixShape(inner, inputs, begins=begins)
-        for depth in range(1 if self.config.tied else self.config.num_heads):
-            self._declare_tokens(shapes, "emb", depth)
-            for part in ("weight", "bias"):
-                shapes.vectors[f"ln.{depth}.{part}"] = inner
 
     def step(self, tensors: Tensors, depth: int, states: Tensor, token_ids: Tensor) -> Tensor:
         index, first = (0, min(depth, 1)) if self.config.tied else (depth, depth)
@@ -341,12 +167,6 @@ class LstmCell(_TokenSumCell):
 
     The state is [s, cell].
     """
-
-    def _declare(self, shapes: HeadShapes) -> None:
-        inner, hidden = self.config.inner, self.config.target_hidden
-        shapes.matrices |= {f"projs.{i}": MatrixShape(4 * inner, size) for i, size in enumerate((hidden, inner))}
-        self._declare_tokens(shapes, "forget_emb", 0)
-        shapes.vectors |= {f"{name}.0.{part}": inner for name in ("cell_ln", "state_ln") for part in ("weight", "bias")}
 
     def step(self, tensors: Tensors, depth: int, states: Tensor, token_ids: Tensor) -> Tensor:
         if depth:

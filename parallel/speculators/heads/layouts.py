@@ -11,8 +11,7 @@ from typing import Any
 from parallel.model.checkpoint import Shape, tensor_headers
 from parallel.model.families.fields import HfConfig, refuse, require
 from parallel.speculators.config import FINAL, record_of
-from parallel.speculators.heads.cells import CELLS, HEAD_CHOICES, HeadsConfig
-from parallel.speculators.heads.tensors import Sources, as_named, stored_shapes
+from parallel.speculators.heads.config import HEAD_CHOICES, HeadsConfig, Sources, as_named, stored_shapes
 from parallel.speculators.layout import CheckpointLayout, opened_by
 
 ANY_LENGTH = 2**20
@@ -30,7 +29,7 @@ def own_names(_directory: Path) -> Sources:
 
 def tensor_shapes(names: SourcesOf, directory: Path, config: HeadsConfig) -> dict[str, Shape]:
     """Every tensor that a checkpoint of this layout holds."""
-    return stored_shapes(CELLS[config.method](config), names(directory))
+    return stored_shapes(config.shapes(), names(directory))
 
 
 # --- our own ----------------------------------------------------------------------------------------------------------

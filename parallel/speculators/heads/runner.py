@@ -21,8 +21,9 @@ from parallel.kv.prefix_tree import Text
 from parallel.model.decoder import Decoder
 from parallel.model.weights import load_shards
 from parallel.runtime.interface import PassOutput
-from parallel.speculators.heads.cells import CELLS, TARGET_TABLE, HeadCell, HeadsConfig
-from parallel.speculators.heads.tensors import LoadedTensors, Sources, stored_shapes
+from parallel.speculators.heads.cells import CELLS, HeadCell
+from parallel.speculators.heads.config import TARGET_TABLE, HeadsConfig, Sources, stored_shapes
+from parallel.speculators.heads.tensors import LoadedTensors
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import SpeculatorRunner
 from parallel.transfers import upload
@@ -253,7 +254,7 @@ class HeadsRunner(SpeculatorRunner):
         """The states at each depth -> their logits; depths of one output layer are multiplied at once."""
         read = {depth: self.cell.read(self._tensors, depth, rows) for depth, rows in states.items()}
         logits: list[Tensor] = []
-        for name, depths in groupby(read, self.cell.head):
+        for name, depths in groupby(read, self.cell.shapes.head):
             parts = [read[depth] for depth in depths]
             rows = torch.cat(parts)
             projected = self.decoder.head(rows) if name == TARGET_TABLE else self._tensors.project(name, rows)
@@ -289,7 +290,7 @@ def open_runner(
 ) -> HeadsRunner:
     """Load a checkpoint whose tensors have these names."""
     cell, sources = CELLS[config.method](config), names(directory)
-    tensors = LoadedTensors(cell, place, sources)
-    load_shards(tensors.shards(), stored_shapes(cell, sources), directory)
+    tensors = LoadedTensors(cell.shapes, place, sources)
+    load_shards(tensors.shards(), stored_shapes(cell.shapes, sources), directory)
     tensors.pack()
     return HeadsRunner(cell, tensors, place.tables)

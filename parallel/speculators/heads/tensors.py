@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from parallel.model.checkpoint import Shape
 from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.weight import EVERY, Layer, Shard, Weight
-from parallel.speculators.heads.cells import TARGET_TABLE, HeadCell
+from parallel.speculators.heads.config import TARGET_TABLE, HeadShapes, Sources, as_named
 from parallel.speculators.place import SpeculatorPlace
-
-Sources = Callable[[str], Sequence[str]]
-"""Name of a matrix, table or vector -> the names that its rows have in a checkpoint, in order."""
-
-
-def as_named(name: str) -> list[str]:
-    """Tensors are stored under the names that the cell has for them."""
-    return [name]
-
-
-def stored_shapes(cell: HeadCell, sources: Sources = as_named) -> dict[str, Shape]:
-    """Every tensor that a checkpoint of this cell holds."""
-    parts, shapes = cell.shapes, dict[str, Shape]()
-    for name, size in parts.matrices.items():
-        share = size.outputs // len(sources(name))
-        for source in sources(name):
-            shapes[f"{source}.weight"] = share, size.inputs
-            if size.bias:
-                shapes[f"{source}.bias"] = (share,)
-    for name, size in parts.vectors.items():
-        owner, part = name.rsplit(".", 1)
-        shapes[f"{sources(owner)[0]}.{part}"] = (size,)
-    return shapes | {
-        f"{sources(name)[0]}.weight": (cell.config.vocab_size, width) for name, width in parts.tables.items()
-    }
 
 
 class LoadedTensors(Layer):
-    """Those of one cell, allocated uninitialised; `sources` tells what they are called in the checkpoint."""
+    """Those of one method, allocated uninitialised; `sources` tells what they are called in the checkpoint."""
 
-    def __init__(self, cell: HeadCell, place: SpeculatorPlace, sources: Sources = as_named) -> None:
-        shapes, options = cell.shapes, place.options
+    def __init__(self, shapes: HeadShapes, place: SpeculatorPlace, sources: Sources = as_named) -> None:
+        options = place.options
         self._target = place.tables.embedding
         self._matrices = {name: Weight(size.outputs, size.inputs, **options) for name, size in shapes.matrices.items()}
         self._biases = {
@@ -52,7 +26,7 @@ class LoadedTensors(Layer):
         self._vectors = {name: torch.empty(size, **options) for name, size in shapes.vectors.items()}
         names = {name: f"{sources(name)[0]}.weight" for name in shapes.tables}
         self._tables = {
-            name: VocabTable(names[name], cell.config.vocab_size, width, place.group, **options)
+            name: VocabTable(names[name], shapes.config.vocab_size, width, place.group, **options)
             for name, width in shapes.tables.items()
         }
         self._sources = sources

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from parallel.ranges import OneOf, Range
 from parallel.speculators.config import FINAL
-from parallel.speculators.heads.cells import CELLS, HEAD_CHOICES, TARGET_TABLE, HeadCell, HeadsConfig
+from parallel.speculators.heads.cells import CELLS, HeadCell
+from parallel.speculators.heads.config import HEAD_CHOICES, TARGET_TABLE, HeadsConfig
 from parallel.speculators.heads.layouts import write_heads
 from parallel.training.checkpoints import write_checkpoint
 from parallel.training.interface import Speculator, TargetBatch, TargetShape, TrainingOptions, depth_metrics
@@ -76,7 +77,7 @@ def build(options: HeadsOptions, target: TargetShape) -> Speculator:
         linear_skip=options.linear_skip,
     )
     net = HeadsNet(CELLS[config.method](config), options)
-    if net.cell.width != hidden and options.head == "target":
+    if net.cell.shapes.width != hidden and options.head == "target":
         raise ValueError(f"job.options.inner={options.inner}: the target's head reads {hidden}; set head=shared or own")
     net.start_from(target)
     return net
@@ -112,10 +113,10 @@ class HeadsNet(Speculator):
             elif size.begins != "zero":
                 scale = 1 / (rms * math.sqrt(size.outputs)) if size.begins == "token" else 1.0
                 nn.init.normal_(weight, std=scale / math.sqrt(size.inputs))
-            if size.begins == "state" and self.cell.width == hidden:
+            if size.begins == "state" and self.cell.shapes.width == hidden:
                 weight[:, :hidden] = torch.eye(hidden)
         for name, width in self.cell.shapes.tables.items():
-            is_head = name in {self.cell.head(depth) for depth in range(self.options.heads)}
+            is_head = name in {self.cell.shapes.head(depth) for depth in range(self.options.heads)}
             table = self.parameter(f"{name}.weight")
             if is_head and width == target.head.shape[1]:
                 table.data.copy_(target.head)
@@ -157,7 +158,7 @@ class HeadsNet(Speculator):
         outputs = []
         for depth in range(self.options.heads):
             states = self.cell.step(tensors, depth, states, batch.tokens[rows, anchors + depth])
-            read, name = self.cell.read(tensors, depth, states), self.cell.head(depth)
+            read, name = self.cell.read(tensors, depth, states), self.cell.shapes.head(depth)
             is_target = name == TARGET_TABLE
             outputs.append(batch.head(read) if is_target else F.linear(read, self.parameter(f"{name}.weight")))
         return outputs

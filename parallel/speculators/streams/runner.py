@@ -15,20 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.kv.pass_plan import Span
-from parallel.model.checkpoint import Shape
-from parallel.model.config import DecoderConfig
-from parallel.model.families.fields import HfConfig
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.weights import load_shards
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.self_speculation.runner import SelfDraftRunner
-from parallel.speculators.config import record_of
-from parallel.speculators.heads.cells import TARGET_TABLE, HeadCell, HeadShapes, MatrixShape, Tensors
+from parallel.speculators.heads.cells import HeadCell, Tensors
+from parallel.speculators.heads.config import TARGET_TABLE, stored_shapes
 from parallel.speculators.heads.runner import HeadsRunner, RootRows
-from parallel.speculators.heads.tensors import LoadedTensors, stored_shapes
-from parallel.speculators.layout import CheckpointLayout
+from parallel.speculators.heads.tensors import LoadedTensors
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.streams.layers import StreamLayers, StreamsConfig, open_stream_layers, stream_shapes
+from parallel.speculators.streams.layers import StreamLayers, open_stream_layers
+from parallel.speculators.streams.layouts import StreamsConfig
 from parallel.transfers import upload
 
 
@@ -40,13 +37,6 @@ class StreamsCell(HeadCell):
     def __init__(self, config: StreamsConfig) -> None:
         super().__init__(config)
         self.reads_tokens = config.inner > 0
-
-    def _declare(self, shapes: HeadShapes) -> None:
-        hidden, inner = self.config.target_hidden, self.config.inner
-        if inner:
-            shapes.matrices["sampler.stream"] = MatrixShape(inner, hidden)
-            shapes.matrices["sampler.token"] = MatrixShape(inner, hidden)
-            shapes.matrices["sampler.output"] = MatrixShape(hidden, inner, begins="zero")
 
     def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:  # noqa: ARG002
         return F.pad(hidden, (0, self.config.target_hidden)) if self.reads_tokens else hidden
@@ -64,9 +54,6 @@ class StreamsCell(HeadCell):
             return stream
         inner = tensors.linear("sampler.stream", stream) + tensors.linear("sampler.token", states[..., -size:])
         return stream + tensors.linear("sampler.output", F.silu(inner))
-
-    def _head_name(self, depth: int) -> str:  # noqa: ARG002  the target's head is the only one
-        return TARGET_TABLE
 
 
 class StreamsDraftRunner(HeadsRunner):
@@ -102,30 +89,14 @@ class StreamsDraftRunner(HeadsRunner):
         return states.index_copy_(0, upload(roots, states.device), decoder.normalize(hidden).view(len(roots), -1))
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def read_own(hf: HfConfig) -> StreamsConfig:
-    """The record of a checkpoint that `job=train job.recipe=streaming`, `mask_lora` or `s3d` made."""
-    return record_of(StreamsConfig, hf["speculator"])
-
-
-def tensor_shapes(config: StreamsConfig, target: DecoderConfig) -> dict[str, Shape]:
-    """Every tensor of a checkpoint for this target."""
-    return stream_shapes(config, target) | stored_shapes(StreamsCell(config))
-
-
-def open_streams(directory: Path, config: StreamsConfig, place: SpeculatorPlace) -> HeadsRunner:
+def open_runner(directory: Path, config: StreamsConfig, place: SpeculatorPlace) -> HeadsRunner:
     """What drafts. ValueError, one line, where it cannot."""
     cell = StreamsCell(config)
-    tensors = LoadedTensors(cell, place)
+    tensors = LoadedTensors(cell.shapes, place)
     if cell.reads_tokens:
-        load_shards(tensors.shards(), stored_shapes(cell), directory)
+        load_shards(tensors.shards(), stored_shapes(cell.shapes), directory)
         tensors.pack()
     if not config.reads_root:
         return HeadsRunner(cell, tensors, place.tables)
     target = place.its_target(directory, "s3d")
     return StreamsDraftRunner(cell, tensors, open_stream_layers(directory, config, target.decoder), target)
-
-
-OWN = CheckpointLayout(read_own, open_streams, tensors=lambda _directory, config, target: tensor_shapes(config, target))

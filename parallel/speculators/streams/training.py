@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.group import SINGLE
-from parallel.model.adapted import check_adaptable
 from parallel.model.block import Block
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
@@ -24,7 +23,8 @@ from parallel.model.layers.weight import TensorOptions
 from parallel.ranges import OneOf, Range
 from parallel.speculators.config import FINAL
 from parallel.speculators.heads.training import HeadLossOptions, HeadsNet
-from parallel.speculators.streams.layers import StreamLayers, StreamsConfig, stream_shapes, tap_of
+from parallel.speculators.streams.layers import StreamLayers
+from parallel.speculators.streams.layouts import StreamsConfig, stream_shapes, tap_of
 from parallel.speculators.streams.runner import StreamsCell
 from parallel.training.interface import TargetBatch, TargetShape
 from parallel.training.layers import AnchoredAttention, TextAttention, load_parameters, use_gradients
@@ -54,7 +54,7 @@ class StreamsOptions(HeadLossOptions):
 def build(options: StreamsOptions, target: TargetShape) -> StreamsNet:
     """A net whose deltas change nothing yet. ValueError, one line, for a target that it cannot have."""
     shape = read_config(target.config.to_dict())
-    check_adaptable(shape)
+    shape.check_adaptable()
     reads_root, count = options.method == "s3d", shape.num_layers
     if reads_root:
         first = (count - options.skip) // 2

@@ -43,9 +43,13 @@ build_role(pickle.loads(argument), SINGLE)
 DRIVER = """
 import cluster.engine
 from cluster.config.compose import load_config
-load_config(["drafter=" + argument])
+load_config(f"drafter={argument}".split())
 """
 LAUNCHER = DRIVER + "import cluster.runtime.ray_backend\n"
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # an import of it fails
+"""
 CHECK = """
 from cluster.config.compose import load_config
 from cluster.io.checkpoints import check_checkpoints
@@ -150,26 +154,29 @@ def test_an_engine_loads_the_record_of_its_drafter_alone(loaded, name):
     assert found <= SHARED | own | {"registry", "vocabulary"}, "the tokenizer's file is everyone's"
 
 
-MOST_OF_A_LAUNCHER = {"ngram": 79, "model": 80, "cascade": 89}
+LAYER_PARALLEL = "model drafter.path=pocket-deep drafter.parallel=layer drafter.ranks=2"
+MOST_OF_A_LAUNCHER = {"ngram": 79, "model": 80, LAYER_PARALLEL: 82, "cascade": 89}
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", [*MOST_OF_A_LAUNCHER])
 def test_a_launcher_of_actors_loads_neither_coordinator_nor_policy(loaded, name):
-    """It sends its specification to another process."""
-    modules = loaded(LAUNCHER, name)
+    """It sends its specification to another process. Nor PyTorch, which takes as long to load as all the rest."""
+    modules = loaded(WITHOUT_TORCH + LAUNCHER, name)
     found = {module for module in modules if module.startswith(("actors.coordinator.", "actors.policy"))}
     assert found == {"actors.coordinator.spec"}
     assert len(modules) <= MOST_OF_A_LAUNCHER[name]
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("recipe", ["eagle3", "chimera", "glide", "gloeckle", "kangaroo"])
+@pytest.mark.parametrize(
+    "recipe", ["eagle3", "chimera", "glide", "gloeckle", "kangaroo", "medusa", "dspark", "streaming"]
+)
 def test_what_is_to_know_of_a_speculator_before_a_start_needs_no_tensor(loaded, models, speculator, recipe):
-    """A launcher reads the record and the headers of the checkpoint, and PyTorch takes as long to load as the rest."""
-    modules = loaded(CHECK, (models["target"], speculator(recipe)))
+    """A launcher reads the record and the headers of the checkpoint, and loads no PyTorch."""
+    modules = loaded(WITHOUT_TORCH + CHECK, (models["target"], speculator(recipe)))
     assert "parallel.speculators.registry" in modules
-    assert not {one for one in modules if one.endswith((".runner", ".layers", ".decoder", "comm.group"))}
+    assert not {one for one in modules if one.endswith((".runner", ".layers", ".cells", ".decoder", "comm.group"))}
 
 
 UNUSED = (

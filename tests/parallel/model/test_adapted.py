@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from parallel.kernels.products import has_products
-from parallel.model.adapted import AdaptedDecoder, block_weights, check_adaptable
+from parallel.model.adapted import AdaptedDecoder, block_weights
 from parallel.model.config import DecoderConfig, RopeScaling
 from parallel.model.decoder import Decoder
 from parallel.model.layers.weight import Weight
@@ -108,8 +109,8 @@ def test_an_assigned_weight_multiplies_as_a_loaded_one(stored, packed):
 
 def test_other_decoders_are_refused_in_one_line():
     config = DecoderConfig(97, 32, 2, 4, 2, 8, 48, 1e-5, 64, RopeScaling(), tied=True)
-    check_adaptable(config)
+    config.check_adaptable()
     assert len(block_weights(Decoder(config))) == 8
     for field, value in {"norm": "layer", "num_experts": 4, "rope": None, "activation": "relu"}.items():
         with pytest.raises(ValueError, match="cannot be adapted"):
-            check_adaptable(type(config)(**{**{n: getattr(config, n) for n in config.__slots__}, field: value}))
+            replace(config, **{field: value}).check_adaptable()

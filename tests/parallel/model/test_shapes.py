@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from parallel.model.adapted import AdaptedDecoder, check_adaptable
+from parallel.model.adapted import AdaptedDecoder
 from parallel.model.checkpoint import block_tensors, end_tensors, tensor_shapes
 from parallel.model.config import CheckpointNames, HeadRows, RopeScaling
 from parallel.model.families.fields import architecture_of, read_rope, sliding_layers
 from parallel.model.families.registry import read_config
-from parallel.speculators.streams.layers import StreamsConfig
+from parallel.speculators.streams.layouts import StreamsConfig
 
 HF: dict[str, Any] = {"max_position_embeddings": 4096, "num_hidden_layers": 4}
 LLAMA: dict[str, Any] = {
@@ -225,10 +225,10 @@ def test_a_decoder_that_training_does_not_reproduce_is_refused_by_every_user_of_
     other = replace(BASE, **fields)
     shared = dict(method="streaming", vocab_size=100, max_positions=64, target_hidden=64, taps=(), num_heads=1, inner=0)
     streams = StreamsConfig(**shared, layers=(2,), rank=1)
-    check_adaptable(BASE)
+    BASE.check_adaptable()
     streams.check_target(BASE)
     for refused in (
-        lambda: check_adaptable(other),
+        other.check_adaptable,
         lambda: streams.check_target(other),
         lambda: AdaptedDecoder(other, "no-such-checkpoint", "cpu", 1),
     ):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
-from parallel.speculators.heads.cells import HeadsConfig
+from parallel.speculators.heads.config import HeadsConfig
 from parallel.speculators.opening import open_speculator, open_tables
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import read_speculator

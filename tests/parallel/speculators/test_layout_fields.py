@@ -15,7 +15,7 @@ from parallel.model.families.registry import read_config
 from parallel.speculators.block.config import BlockConfig
 from parallel.speculators.config import FINAL, STREAMS, FuserShape, SpeculatorConfig, kv_tap, record_of
 from parallel.speculators.eagle.config import LISTED, DraftLayerConfig, DraftLayerNames
-from parallel.speculators.heads.cells import HeadsConfig
+from parallel.speculators.heads.config import HeadsConfig
 from parallel.speculators.registry import read_speculator
 
 V, H = 97, 32

@@ -13,7 +13,8 @@ import pytest
 from actors.drafters.config import DraftSetup
 from actors.drafters.model import loading
 from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Strategy
-from actors.drafters.model.loading import layer_layout, layer_partition, open_draft_model
+from actors.drafters.model.layer_partition import layer_partition
+from actors.drafters.model.loading import layer_layout, open_draft_model
 from actors.options import Parallel, SchedulerConfig, VerifyConfig
 from parallel.comm.group import SINGLE
 from parallel.model.config import DecoderConfig
