@@ -26,53 +26,38 @@ class Round:
     """Those of this pass, by request, also of requests that have ended since."""
     sent_at: float = 0.0
     """When the batch of this pass left."""
-    waited_s: float = 0.0
-    """The time in which the target idled while the drafter worked."""
-    skipped_drafts: bool = False
-    """The pass left without drafts that had been ordered, since they were late or not worth waiting for."""
-    outcomes: list[DraftOutcome] = field(default_factory=list)
-    num_tokens: int = 0
     drafted_before_s: float = 0.0
     """Time that an attached drafter took for this round's drafts, at the end of the round before."""
-    read_s: float = 0.0
-    """Part of `waited_s` in which the drafter read text that it had missed."""
-    unused_s: float = 0.0
-    """Time of that drafter before a round that verifies none of its drafts: it read text, or the policy decodes plainly
-    since."""
-    serves_drafts: bool = False
-    """The pass also computes what an attached drafter drafts from."""
     unverified: bool = False
     """The drafts that an attached drafter makes behind this pass are only compared with the text."""
-    scored_s: float = 0.0
-    """Time of a drafter for such drafts."""
+    seen: RoundObservation = field(default_factory=RoundObservation)
+    """What the policy learns from it, as far as it is known: completed by `observation`."""
 
     def add_drafting(self, drafts: ProposalBatch, *, is_used: bool, unverified: bool) -> None:
         """An attached drafter worked before this round; `is_used`: a draft of it may be verified."""
         seconds = drafts.finished - drafts.started
         if unverified:
-            self.scored_s = seconds
+            self.seen.scored_s = seconds
         elif is_used:
-            self.waited_s = self.drafted_before_s = seconds
-            self.read_s = drafts.read_s
+            self.seen.draft_s = self.drafted_before_s = seconds
+            self.seen.read_s = drafts.read_s
         else:
-            self.unused_s = seconds
+            self.seen.unused_s = seconds
 
     def add_wait(self, batch: ProposalBatch) -> None:
         """The drafter answered while the target idles; a pass of draft-ahead that the round's start cut also counts."""
-        self.waited_s += batch.finished - batch.started
-        self.read_s += batch.read_s
+        self.seen.draft_s += batch.finished - batch.started
+        self.seen.read_s += batch.read_s
         for started, finished, _ in batch.ahead:
-            self.waited_s += max(0.0, finished - max(started, self.started))
+            self.seen.draft_s += max(0.0, finished - max(started, self.started))
 
     def add_outcome(self, commit: Commit, num_ordered: int, proposal: Proposal | None) -> None:
         """One sequence got its verdict; `num_ordered` draft tokens had been ordered for it."""
-        num_tokens = len(commit.token_ids)
         path, brought, num_missing = (), 0, 0
         if proposal is not None and not proposal.is_forced and proposal.tree.num_draft_tokens:
-            path, brought = commit.path, num_tokens  # what a grammar forced says nothing of the drafter
+            path, brought = commit.path, len(commit.token_ids)  # what a grammar forced says nothing of the drafter
             num_missing = max(0, num_ordered - proposal.tree.num_draft_tokens)
-        self.outcomes.append(DraftOutcome(commit.request_id, num_ordered, path, brought, num_missing))
-        self.num_tokens += num_tokens
+        self.seen.outcomes.append(DraftOutcome(commit.request_id, num_ordered, path, brought, num_missing))
 
     def observation(
         self,
@@ -84,30 +69,18 @@ class Round:
     ) -> RoundObservation:
         """The round that ends with this verdict, as the policy learns from it; `scored`: drafts without a pass that the
         texts have decided."""
-        num_running, mean_len, samples = load_of(running)
-        num_decoding_rows = len(batch.verdicts)
+        seen, num_decoding_rows = self.seen, len(batch.verdicts)
         for verdict in batch.verdicts:
             if (proposal := self.proposals.get(verdict.request_id)) is not None:
                 num_decoding_rows += proposal.tree.num_draft_tokens
-        return RoundObservation(
-            # with its own drafts: those that came with this verdict are of the next round
-            seconds=now - self.started - (batch.left_at - batch.finished) + self.drafted_before_s,
-            verify_s=batch.finished - batch.started,
-            draft_s=self.waited_s,
-            num_tokens=self.num_tokens,
-            num_running=max(num_running, len(self.outcomes)),  # with those that ended in this round
-            mean_len=mean_len,
-            num_may_speculate=num_may_speculate,
-            num_prompt_rows=batch.num_tokens - num_decoding_rows,
-            outcomes=self.outcomes,
-            skipped_drafts=self.skipped_drafts,
-            samples=samples,
-            read_s=self.read_s,
-            unused_s=self.unused_s,
-            serves_drafts=self.serves_drafts,
-            scored=scored,
-            scored_s=self.scored_s,
-        )
+        # with its own drafts: those that came with this verdict are of the next round
+        seen.seconds = now - self.started - (batch.left_at - batch.finished) + self.drafted_before_s
+        seen.verify_s = batch.finished - batch.started
+        num_running, seen.mean_len, seen.samples = load_of(running)
+        seen.num_running = max(num_running, len(seen.outcomes))  # with those that ended in this round
+        seen.num_may_speculate, seen.scored = num_may_speculate, scored
+        seen.num_prompt_rows = batch.num_tokens - num_decoding_rows
+        return seen
 
 
 def load_of(running: Collection[Sequence]) -> tuple[int, float, bool]:

@@ -233,7 +233,7 @@ class Coordinator:
                     return [*orders]
                 for order in drafter.unanswered:
                     order.is_skipped = True
-        self._round.skipped_drafts = any(order.is_skipped for order in drafter.unanswered)
+        self._round.seen.skipped_drafts = any(order.is_skipped for order in drafter.unanswered)
         # Both roles read a prompt at the same time. The target's batch goes first: it depends on no order made now.
         return [*self._start_pass(held, now), *orders, *self._order_drafts(now)]
 
@@ -377,7 +377,7 @@ class Coordinator:
         round_ = self._round
         round_.verifying, round_.proposals, round_.sent_at = {*proposals}, proposals, now
         round_.fed = tuple([item.request_id for item in items])
-        round_.serves_drafts, round_.unverified = any(orders.lengths.values()), orders.unverified
+        round_.seen.serves_drafts, round_.unverified = any(orders.lengths.values()), orders.unverified
         batch = VerifyBatch(
             self._verify_round,
             *self._target_outbox.flush(),
@@ -403,7 +403,7 @@ class Coordinator:
         self.stats.add_exchange(batch, pending.left_at, now)
         self.stats.add_drafts(batch, *found)
         if pending.unverified:
-            self._round.scored_s += batch.finished - batch.started
+            self._round.seen.scored_s += batch.finished - batch.started
         elif self._round.verifying is None:
             self._round.add_wait(batch)
         self.stats.num_stale += drafter.receive(batch, self._sequences, now)

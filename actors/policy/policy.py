@@ -16,8 +16,8 @@ clock. What a drafter prepares while the target verifies is decided on its side 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field
 
 from actors.options import PipelineName
 from actors.policy.acceptance import ACCEPTANCE_MEMORY, AcceptanceModel, DraftOutcome
@@ -37,35 +37,34 @@ from actors.policy.text_pace import TextPace
 from actors.protocol.messages import MeasuredCosts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundObservation:
     """A target pass and the time since the one before it."""
 
-    seconds: float
+    seconds: float = 0.0
     """Time since the verdict before; `verify_s` of it is the target's pass."""
-    verify_s: float
-    draft_s: float
+    verify_s: float = 0.0
+    draft_s: float = 0.0
     """The time in which the target idled while the drafter worked."""
-    num_tokens: int
-    num_running: int
+    num_running: int = 1
     """Requests of the batch."""
-    mean_len: float
+    mean_len: float = 0.0
     """Their mean length."""
-    num_may_speculate: int
+    num_may_speculate: int = 0
     """Those of them that allow speculation."""
-    num_prompt_rows: int
+    num_prompt_rows: int = 0
     """Rows of prompts that the pass read besides."""
-    outcomes: Sequence[DraftOutcome]
+    outcomes: list[DraftOutcome] = field(default_factory=list)
     """One for each request that got a verdict."""
     skipped_drafts: bool = False
-    """Drafts had been ordered, but the pass did not wait for them."""
+    """Drafts had been ordered, but the pass did not wait for them: they were late, or not worth waiting for."""
     samples: bool = False
     """Most requests of the batch are sampled, not greedy."""
     read_s: float = 0.0
     """Part of `draft_s` in which the drafter read text that it had missed: the price of a beginning, of no draft."""
     unused_s: float = 0.0
     """Time beside `seconds` in which the target's ranks read text for a drafter on them, or drafted what was not
-    verified."""
+    verified, since the policy decodes plainly by now."""
     serves_drafts: bool = False
     """The pass also computed what a drafter on the target's ranks drafts from."""
     scored: Collection[DraftOutcome] = ()

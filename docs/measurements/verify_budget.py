@@ -439,9 +439,7 @@ def decoded_by_policy(recorded: Recorded, batch: int, costs: Costs) -> float:
         ]
         brought, took_s = batch + int(kept.sum()), drafting_s + verify_s
         policy.update(
-            RoundObservation(
-                took_s, verify_s, drafting_s, brought, batch, 100.0, batch, num_prompt_rows=0, outcomes=outcomes
-            )
+            RoundObservation(took_s, verify_s, drafting_s, batch, 100.0, batch, num_prompt_rows=0, outcomes=outcomes)
         )
         before = slots.place.copy()
         slots.advance(1 + kept)

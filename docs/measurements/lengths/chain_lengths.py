@@ -135,9 +135,7 @@ def replay_ordered(texts: Sequence[Sequence[RecordedDraft]], times: PassTimes, l
     def update(request_id: int, length: int, accepted: int) -> None:
         outcome = DraftOutcome(request_id, length, range(1, accepted + 1), accepted + 1)
         drafted_s, verify_s = length * times.draft_s, times.verify_s[length]
-        policy.update(
-            RoundObservation(drafted_s + verify_s, verify_s, drafted_s, accepted + 1, 1, 1.0, 1, 0, [outcome])
-        )
+        policy.update(RoundObservation(drafted_s + verify_s, verify_s, drafted_s, 1, 1.0, 1, 0, [outcome]))
 
     return _replay(texts, times, lambda request_id, *_: policy.draft_length(request_id, longest + 1), update)
 

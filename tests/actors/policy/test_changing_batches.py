@@ -75,7 +75,7 @@ class Batches:
                 outcomes.append(DraftOutcome(i, length, range(1, num_accepted + 1), num_new if length else 0))
                 running[i] -= num_new
             size, seconds = len(running), verify_s + draft_s + 1e-3
-            numbers = len(outcomes), size, 200.0, size if drafts else 0, PROMPT_ROWS * len(joining)
+            numbers = size, 200.0, size if drafts else 0, PROMPT_ROWS * len(joining)
             beside = {"unused_s": beside_s, "scored": scored, "scored_s": scored_s}
             policy.update(RoundObservation(seconds, verify_s, draft_s, *numbers, outcomes, **beside))
             for i in [i for i, left in running.items() if not left]:

@@ -41,9 +41,7 @@ class Rounds:
             size = len(offers)
             self.seconds, self.tokens = self.seconds + draft_s + verify_s, self.tokens + tokens
             self.policy.update(
-                RoundObservation(
-                    draft_s + verify_s, verify_s, draft_s, tokens, size, self.mean_len, size, prompt_rows, offers
-                )
+                RoundObservation(draft_s + verify_s, verify_s, draft_s, size, self.mean_len, size, prompt_rows, offers)
             )
         return ordered
 

@@ -58,9 +58,7 @@ class Machine:
             num_new = min(accepted, remaining - 1) + 1
             seconds = verify_s + paused_s + draft_s + OVERHEAD_S * slow
             outcome = DraftOutcome(request_id, length, range(1, num_new), num_new if length else 0)
-            policy.update(
-                RoundObservation(seconds, verify_s + paused_s, draft_s, num_new, 1, 100.0 + position, 1, 0, [outcome])
-            )
+            policy.update(RoundObservation(seconds, verify_s + paused_s, draft_s, 1, 100.0 + position, 1, 0, [outcome]))
             clock, done, drafted = clock + seconds, done + num_new, length
             if done // REQUEST_TOKENS > request_id:
                 policy.release(request_id)

@@ -35,7 +35,7 @@ def test_a_wait_is_learned_from_passes_and_from_drafts_that_were_verified():
     policy = Policy("sync", 3)
     for num_tokens in (0, 2, 0, 2):
         outcomes = [DraftOutcome(1, 3, (), num_tokens)]
-        policy.update(RoundObservation(0.3, 0.1 + num_tokens, 0.0, 1, 1, 10.0, 1, num_tokens, outcomes))
+        policy.update(RoundObservation(0.3, 0.1 + num_tokens, 0.0, 1, 10.0, 1, num_tokens, outcomes))
     prefill_s, verify_s = policy.wait._prefill_s, policy.wait._verify_s.mean
     assert (prefill_s, verify_s) == (2.1, pytest.approx(0.1)), "passes over prompts count apart"
     assert policy.wait._acceptance_len.mean == pytest.approx((4 * 0.81 + 2 * 0.9 + 2) / (0.81 + 0.9 + 1))
@@ -57,7 +57,7 @@ def test_no_times_of_rounds_end_the_coordinator(longest_only, seed):
             num_accepted = draw.randint(0, length)
             outcomes.append(DraftOutcome(i, length, range(1, num_accepted + 1), num_accepted + 1 if length else 0))
         verify_s, gap_s = 10 ** draw.uniform(-3, -0.5) * (1 + prompt_rows / 100), 10 ** draw.uniform(-4, 0)
-        numbers = num_requests, num_requests, 100.0, num_requests, prompt_rows
+        numbers = num_requests, 100.0, num_requests, prompt_rows
         policy.update(RoundObservation(verify_s + gap_s, verify_s, 0.0, *numbers, outcomes))
         assert all(one.seconds > 0 for one in policy._decision.estimates.values())
 
@@ -81,7 +81,7 @@ class Measured:
 def observation(lengths, *, draft_s=0.02, verify_s=0.1, mean_len=100.0, prompt_rows=0, **others):
     outcomes = [DraftOutcome(i, length, (), 1) for i, length in enumerate(lengths)]
     size = len(lengths)
-    numbers = size, size, mean_len, size, prompt_rows
+    numbers = size, mean_len, size, prompt_rows
     return RoundObservation(draft_s + verify_s, verify_s, draft_s, *numbers, outcomes, **others)
 
 
@@ -110,7 +110,7 @@ def test_the_times_of_a_round_are_those_of_its_parts(monkeypatch):
     assert (times.verify_s, times.gap_s, times.draft_s) == pytest.approx((0.1, 0.02, 0.02))
     assert (times.longest, times.mean, times.served) == (4, 3.0, 1.0)
     half = observation([1, 4, 4], draft_s=0.02)
-    half = RoundObservation(half.seconds, half.verify_s, half.draft_s, 3, 6, 100.0, 6, 0, half.outcomes)
+    half = RoundObservation(half.seconds, half.verify_s, half.draft_s, 6, 100.0, 6, 0, half.outcomes)
     assert measured.after(policy, half)[2].served == 0.5
 
 
@@ -122,7 +122,7 @@ def test_rounds_that_show_no_cost_are_not_measured(monkeypatch):
     assert measured.after(policy, observation([0], draft_s=0.0, prompt_rows=30)) is not None
     assert measured.after(policy, plain) is None, "it is the first after a prompt"
     assert measured.after(policy, plain) is not None
-    assert measured.after(policy, RoundObservation(0.1, 0.1, 0.0, 0, 1, 10.0, 0, 5, [])) is None
+    assert measured.after(policy, RoundObservation(0.1, 0.1, 0.0, 1, 10.0, 0, 5, [])) is None
     for _ in range(40):
         measured.after(policy, observation([0], draft_s=0.0, prompt_rows=30))
     assert measured.after(policy, plain) is not None, "there are hardly any others"
@@ -137,7 +137,7 @@ def test_where_plain_decoding_is_ruled_out_drafts_are_always_ordered(shortest):
         length = policy.draft_length(1, 100)
         outcomes = [DraftOutcome(1, length, (), 1)]
         seconds = 0.01 + 0.1 * length
-        policy.update(RoundObservation(seconds, 0.01, seconds - 0.01, 1, 1, 10.0, 1, 0, outcomes))
+        policy.update(RoundObservation(seconds, 0.01, seconds - 0.01, 1, 10.0, 1, 0, outcomes))
     assert (policy.draft_length(1, 100) == 0) == (shortest == 0)
     assert (policy.mode is Mode.rest) == (shortest == 0) and policy.weighs_waiting == (shortest == 0)
     assert [policy.draft_length(1, remaining) for remaining in (1, 2)] == [0, min(1, shortest)]
@@ -159,11 +159,8 @@ def played(policy, num_running, num_rounds, gains_of, *, samples=False):
             accepted = next((place for place in range(length) if draw.random() >= chance), length)
             outcomes.append(DraftOutcome(i, length, tuple(range(1, accepted + 1)), accepted + 1 if length else 0))
         verify_s, draft_s = 0.01 + cost_s * sum(lengths) / num_running, cost_s * max(lengths)
-        num_tokens = sum(len(outcome.path) + 1 for outcome in outcomes)
         load = num_running, 100.0, num_running, 0
-        policy.update(
-            RoundObservation(verify_s + draft_s, verify_s, draft_s, num_tokens, *load, outcomes, False, samples)
-        )
+        policy.update(RoundObservation(verify_s + draft_s, verify_s, draft_s, *load, outcomes, False, samples))
     return modes
 
 
@@ -238,7 +235,7 @@ def test_a_trial_whose_drafts_are_waited_for_in_vain_ends_after_its_rounds():
         policy.update(observation([0], draft_s=0.0, verify_s=0.01))
         policy.caught_up()
     in_vain = [DraftOutcome(0, 2, (), 0)]
-    late = RoundObservation(0.024, 0.01, 0.0, 1, 1, 100.0, 1, 0, in_vain, skipped_drafts=True)
+    late = RoundObservation(0.024, 0.01, 0.0, 1, 100.0, 1, 0, in_vain, skipped_drafts=True)
     for _ in range(2):
         assert policy.mode is Mode.trial
         policy.update(late)
@@ -268,7 +265,7 @@ def test_a_lookup_that_mostly_finds_nothing_is_not_expected_to_fill_every_pass()
         outcomes = [
             DraftOutcome(i, k, range(1, 3) if i in came else (), 3 if i in came else 0) for i, k in enumerate(ordered)
         ]
-        verify_s, numbers = 0.01 * (1 + 0.05 * len(came)), (16 + 2 * len(came), 16, 100.0, 16, 0)
+        verify_s, numbers = 0.01 * (1 + 0.05 * len(came)), (16, 100.0, 16, 0)
         policy.update(RoundObservation(verify_s, verify_s, 0.0, *numbers, outcomes))
     assert policy.mode is Mode.speculate
 
@@ -347,7 +344,7 @@ def test_a_pass_that_becomes_slower_does_not_favour_a_choice():
         length = policy.draft_length(0, 100)
         outcomes = [DraftOutcome(0, length, tuple(range(1, length)), max(1, length))]
         draft_s, verify_s = 3 * 5e-4 * length, 3 * (0.01 + 5e-4 * length)
-        policy.update(RoundObservation(draft_s + verify_s, verify_s, draft_s, length, 1, 100.0, 1, 0, outcomes))
+        policy.update(RoundObservation(draft_s + verify_s, verify_s, draft_s, 1, 100.0, 1, 0, outcomes))
         modes.append(policy.mode)
     assert set(modes) == {Mode.speculate}
     assert policy._speed.factor == pytest.approx(3, rel=0.25)
@@ -360,7 +357,7 @@ def test_delays_from_before_a_rest_are_forgotten_at_its_trial():
     assert policy.wait._first_s, "no plain round was measured"
     outcomes = [DraftOutcome(1, 0, (), 0)]
     for _ in range(2):
-        policy.update(RoundObservation(0.01, 0.01, 0.0, 1, 1, 10.0, 1, 0, outcomes))
+        policy.update(RoundObservation(0.01, 0.01, 0.0, 1, 10.0, 1, 0, outcomes))
         policy.caught_up()
     assert policy.mode is Mode.trial and not policy.wait._first_s
 
@@ -395,7 +392,7 @@ def test_what_a_row_costs_is_learned_from_rows_that_were_verified_and_prices_the
         found = enumerate(zip(lengths, counts, dropped, strict=True))
         outcomes = [DraftOutcome(i, k, range(1, n + 1), n + 1 if k > off else 0, off) for i, (k, n, off) in found]
         verify_s, draft_s = 0.01 + row_s * (size + sum(lengths) - sum(dropped)), 2e-4 * max(lengths)
-        seen = (verify_s + draft_s, verify_s, draft_s, sum(counts) + size, size, 100.0, size, 0, outcomes)
+        seen = (verify_s + draft_s, verify_s, draft_s, size, 100.0, size, 0, outcomes)
         policy.update(RoundObservation(*seen))
         if round_ >= 60:
             speeds.append((sum(counts) + size) / (verify_s + draft_s))
@@ -419,7 +416,7 @@ def test_requests_that_join_find_the_lengths_of_their_load():
                 DraftOutcome(i, k, range(1, n + 1), n + 1) for i, (k, n) in enumerate(zip(lengths, counts, strict=True))
             ]
             verify_s, draft_s = 0.1 + row_s * sum(lengths), 0.001 * max(lengths)
-            seen = (verify_s + draft_s, verify_s, draft_s, sum(counts) + size, size, 100.0, size, 0, outcomes)
+            seen = (verify_s + draft_s, verify_s, draft_s, size, 100.0, size, 0, outcomes)
             policy.update(RoundObservation(*seen))
         return max(policy.draft_length(i, 99) for i in range(size))
 

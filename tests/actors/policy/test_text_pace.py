@@ -60,6 +60,6 @@ def test_there_is_no_bound_without_a_time_and_before_anything_is_known():
 def test_a_policy_learns_from_passes_with_and_without_prompts():
     policy = Policy("plain", 0)
     for seconds, num_prompt_rows in ((2.0, 2000), (0.02, 0), (0.02, 0)):
-        policy.update(RoundObservation(seconds, seconds, 0.0, 1, 1, 10.0, 0, num_prompt_rows, ()))
+        policy.update(RoundObservation(seconds, seconds, 0.0, 1, 10.0, 0, num_prompt_rows, ()))
     assert policy.most_text(0.5) == 480  # of 1 ms each, beside a plain pass of 20 ms
     assert policy.most_text(0.1) == 140  # eight plain passes take longer
