@@ -113,7 +113,6 @@ class Automaton {
 
     int64_t num_tokens() const { return num_tokens_; }
     int64_t num_states() const { return static_cast<int64_t>(states_.size()); }
-    int32_t count(int64_t state) const { return states_[state].count; }
     int32_t length(int32_t state) const { return states_[state].length; }
     int32_t match() const { return std::max(states_[last_].link, 0); }
 
@@ -386,8 +385,6 @@ void suffixes_likeliest(Record *record, int64_t state, int64_t length, int64_t w
                         int32_t *parents) {
     record->found = record->automaton->likeliest(state, length, width, least, tokens, parents, record->score);
 }
-
-void suffixes_count(Record *record, int64_t state) { record->found = record->automaton->count(state); }
 
 void suffixes_num_bytes(Record *record) { record->found = record->automaton->num_bytes(); }
 }

@@ -39,7 +39,6 @@ class _Calls(NamedTuple):
     read: Callable[..., Any]
     followers: Callable[..., Any]
     likeliest: Callable[..., Any]
-    count: Callable[..., Any]
     num_bytes: Callable[..., Any]
 
 
@@ -53,7 +52,6 @@ def _calls() -> _Calls:
         "read": (c_void_p, c_int64),
         "followers": (c_int64, c_int64, c_void_p, c_void_p, c_void_p),
         "likeliest": (c_int64, c_int64, c_int64, c_double, c_void_p, c_void_p),
-        "count": (c_int64,),
         "num_bytes": (),
     }
     found: dict[str, Any] = {name: function(f"suffixes_{name}", c_void_p, *types) for name, types in arguments.items()}
@@ -92,11 +90,6 @@ class CompiledSuffixAutomaton:
     def match(self) -> tuple[int, int]:
         """State and length; (0, 0) where nothing repeats."""
         return self._record.match, self._record.match_len
-
-    def count(self, state: int) -> int:
-        self._check(state)
-        self._calls.count(self._at, state)
-        return self._record.found
 
     def read(self, state: int, matched: int, token_ids: Sequence[int]) -> tuple[int, int]:
         """State and length of the longest match after these tokens; `state` and `matched` are those before them."""

@@ -83,9 +83,6 @@ class SuffixAutomaton:
         state = self._link[self._last]
         return (state, self._length[state]) if state > 0 else (0, 0)
 
-    def count(self, state: int) -> int:
-        return self._count[state]
-
     def read(self, state: int, matched: int, token_ids: Sequence[int]) -> tuple[int, int]:
         """State and length of the longest match after these tokens; `state` and `matched` are those before them."""
         for token in token_ids:

@@ -35,7 +35,6 @@ class Pair:
         assert (found.num_tokens, found.num_states) == (expected.num_tokens, expected.num_states)
         assert found.match == expected.match
         for state in states:
-            self.call("count", state)
             for width in (1, 2, 9, 10**9):
                 self.call("followers", state, width)
             for length, width, least in ((0, 1, 0.1), (8, 1, 0.1), (9, 3, 0.05), (20, 2, 0.0)):
@@ -109,7 +108,7 @@ def test_a_state_that_is_not_there_is_refused(state):
     automaton = CompiledSuffixAutomaton()
     automaton.extend([1, 2, 3])
     calls = [
-        *(lambda: automaton.count(state), lambda: automaton.read(state, 1, [1])),
+        lambda: automaton.read(state, 1, [1]),
         *(lambda: automaton.followers(state, 1), lambda: automaton.likeliest(state, 3, 1, 0.1)),
     ]
     for call in calls:
