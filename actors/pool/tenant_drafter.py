@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from actors.drafters.draft_ahead.width import Step, WidthChooser
@@ -49,15 +49,7 @@ class SharedDrafter:
     `read_chunk` tokens are read at a time. A step of draft-ahead whose width is not chosen by measured costs feeds
     `ahead_width` nodes for each tenant, 0: as the drafter does."""
 
-    def __init__(
-        self,
-        passes: MergedPasses,
-        kv_slots: int | None,
-        read_chunk: int,
-        ahead_width: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.clock = clock
+    def __init__(self, passes: MergedPasses, kv_slots: int | None, read_chunk: int, ahead_width: int = 0) -> None:
         self.passes = passes
         passes.restart = self._restart
         self.kv_slots = kv_slots
@@ -156,14 +148,14 @@ class TenantDrafter:
             drafter.open(context)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        started = self._shared.clock()
+        started = time.monotonic()
         drafts = {context.request_id: Draft.nothing(context) for context in contexts}
         fitting = self._fitting()
         able = [(one, budget) for one, budget in zip(contexts, budgets, strict=True) if one.request_id in fitting]
         self.counts.num_beyond_share += len(contexts) - len(able)
         if able:
             drafts |= self._propose([context for context, _ in able], [budget for _, budget in able])
-        self._answered_at = self._shared.clock()
+        self._answered_at = time.monotonic()
         self._shared.draft_s.update(self._answered_at - started)
         return [drafts[context.request_id] for context in contexts]
 
@@ -193,7 +185,7 @@ class TenantDrafter:
 
     def observe(self, context: Context, commit: Commit) -> None:
         if self._answered_at is not None:
-            self._history.rest_s.update(self._shared.clock() - self._answered_at)
+            self._history.rest_s.update(time.monotonic() - self._answered_at)
             self._answered_at = None
         # what another drafter of the engine, or a grammar, has proposed is accepted too
         num_drafted = self._num_drafted.pop(context.request_id, 0)
@@ -284,7 +276,7 @@ class TenantDrafter:
         return self._shared.previews_of(self)
 
     def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
-        self._answered_at = self._shared.clock()
+        self._answered_at = time.monotonic()
         if self._streams:  # whose draft this is, the engine knows and counts
             self._work_behind(context, budget, tree)
             return

@@ -59,12 +59,12 @@ class Quantization:
             return {f"{module}.{part}": (size,) for part, size in found.items()} | order
         return {name: (shape,)}
 
-    def packing(self, kind: Literal["int8", "fp8"] = "fp8") -> Packing:
+    def packing(self) -> Packing:
         """How the matrices are kept for kernels, of the most bytes: `scaled` ones as if every block had a scale."""
         from parallel.kernels.packing import Packing
 
         if self.method == "scaled":
-            return Packing(kind, self.block[1])
+            return Packing("fp8", self.block[1])
         return Packing("int4", self.group, has_zeros=self.method != "packed", scale_bytes=2)
 
     @staticmethod

@@ -67,9 +67,9 @@ class CapturedPasses:
     The graphs go with the connections of the group whose collectives they captured (`Group.hold`).
     """
 
-    def __init__(self, decoder: Decoder, most: int = MOST_GRAPHS) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._most = most
+        self._most = MOST_GRAPHS
         self._captured: OrderedDict[tuple[object, ...], _Captured] = OrderedDict()
         self._generation = decoder.group.generation
         self._memory = torch.cuda.graph_pool_handle()

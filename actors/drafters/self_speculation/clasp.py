@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.drafters.interface import Context
-from actors.drafters.self_speculation.layer_search import CLOCK, Agree, Clock, LayerSearch
+from actors.drafters.self_speculation.layer_search import Agree, LayerSearch
 from parallel.model.layer_plan import LayerPlan
 from parallel.self_speculation.replay import Replay
 
@@ -66,11 +66,10 @@ class ClaspSearch(LayerSearch):
         *,
         num_skipped: int,
         every: int,
-        clock: Clock = CLOCK,
     ) -> None:
         self._num_layers = num_layers
         self._num_skipped = num_skipped
-        super().__init__(LayerPlan.prefix(num_layers - num_skipped), replay, agree, every, clock)
+        super().__init__(LayerPlan.prefix(num_layers - num_skipped), replay, agree, every)
 
     def _look(self, context: Context) -> bool:
         num_rows, length = self._num_skipped + 2, len(context.token_ids)

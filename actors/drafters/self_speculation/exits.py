@@ -11,7 +11,7 @@ Source: the choice of DEL (arXiv 2504.05598), tokens per layer, with bytes of we
 from __future__ import annotations
 
 from actors.drafters.interface import Context
-from actors.drafters.self_speculation.layer_search import CLOCK, Agree, Clock, LayerSearch, Scores, TextWindow
+from actors.drafters.self_speculation.layer_search import Agree, LayerSearch, Scores, TextWindow
 from actors.drafters.self_speculation.sublayers import PassShares, best_speed
 from actors.policy.estimators import Ewma
 from parallel.model.layer_plan import LayerPlan
@@ -33,14 +33,13 @@ class ExitSearch(LayerSearch):
         longest: int,
         window: int,
         every: int,
-        clock: Clock = CLOCK,
     ) -> None:
         self._scores = scores
         self._longest = longest
         self._window = window
         self._shares = [shares.of(LayerPlan.prefix(stop)) for stop in range(1, num_layers)]
         self._acceptance = [Ewma(_MEMORY) for _ in self._shares]
-        super().__init__(LayerPlan.prefix(max(1, num_layers // 2)), scores.replay, agree, every, clock)
+        super().__init__(LayerPlan.prefix(max(1, num_layers // 2)), scores.replay, agree, every)
 
     def _look(self, context: Context) -> bool:
         window = TextWindow.of(context, self._window)

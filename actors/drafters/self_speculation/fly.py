@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from actors.drafters.interface import Context
-from actors.drafters.self_speculation.layer_search import CLOCK, Agree, Clock, LayerSearch
+from actors.drafters.self_speculation.layer_search import Agree, LayerSearch
 from actors.drafters.self_speculation.sublayers import Sublayers
 from parallel.model.layer_plan import LayerPlan
 from parallel.self_speculation.replay import Replay
@@ -50,14 +50,13 @@ class FlySearch(LayerSearch):
         *,
         threshold: float,
         window: int,
-        clock: Clock = CLOCK,
     ) -> None:
         self._num_layers = num_layers
         self._threshold = threshold
         self._window = window
         self._cosines: dict[int, list[float]] = {}
         self._batch: tuple[int, ...] = ()
-        super().__init__(LayerPlan.whole(num_layers), replay, agree, 1, clock)
+        super().__init__(LayerPlan.whole(num_layers), replay, agree, 1)
 
     def before_draft(self, contexts: Sequence[Context]) -> LayerPlan:
         for context in contexts:

@@ -25,7 +25,6 @@ from parallel.self_speculation.replay import Replay, ReplayedRows
 Agree = Callable[[Sequence[float]], list[float]]
 """Numbers of rank 0 on every rank, as `Group.agree` brings them."""
 Clock = Callable[[], float]
-CLOCK: Clock = time.monotonic
 
 MOST_STEPS = 10_000
 """Steps that are remembered: a search may go on as long as the engine runs."""
@@ -113,7 +112,9 @@ class LayerSearch(ABC):
 
     tries_others = False
 
-    def __init__(self, layers: LayerPlan, replay: Replay, agree: Agree, every: int, clock: Clock) -> None:
+    def __init__(
+        self, layers: LayerPlan, replay: Replay, agree: Agree, every: int, clock: Clock = time.monotonic
+    ) -> None:
         self.layers = layers
         self.history: deque[SearchStep] = deque(maxlen=MOST_STEPS)
         self._replay = replay

@@ -11,8 +11,10 @@ optimisation in turn.
 
 from __future__ import annotations
 
+import time
+
 from actors.drafters.interface import Context
-from actors.drafters.self_speculation.layer_search import CLOCK, Agree, Clock, LayerSearch, Scores, TextWindow
+from actors.drafters.self_speculation.layer_search import Agree, Clock, LayerSearch, Scores, TextWindow
 from actors.drafters.self_speculation.mask_search import MaskSearch, MaskSpace
 from actors.drafters.self_speculation.sublayers import Sublayers
 from actors.policy.estimators import Ewma
@@ -43,7 +45,7 @@ class SwiftSearch(LayerSearch):
         every: int,
         trials: int,
         fruitless: int,
-        clock: Clock = CLOCK,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._sublayers = sublayers
         self._scores = scores
