@@ -8,14 +8,12 @@ import shutil
 import pytest
 import transformers
 
-from actors.options import PipelineConfig, PipelineName, SchedulerConfig, TargetConfig
-from actors.protocol.messages import SamplingParams
+from actors.options import SchedulerConfig
 from actors.roles.diffusion_target import DiffusionTargetRole
 from cluster.io.text import load_tokenizer
 from tests.actors.whole_text_diffusion import WholeTextDiffusion
+from tests.cluster.engine.diffusion_engines import MAX_TOKENS, PROMPTS, open_target, tokens_of
 
-PROMPTS = ["def median(values):", "return", "class Stack:\n    pass", "a"]
-MAX_TOKENS = 11
 FAMILIES = {"llada": "Llama", "dream": "Qwen2"}
 
 
@@ -41,17 +39,6 @@ def expected(diffusion):
         decoder: [diffusion.decoded(ids, MAX_TOKENS, decoder) for ids in prompts]
         for decoder in ("static", "prefix", "dual")
     }
-
-
-def open_target(open_engine, diffusion, *, tp=1, scheduler=None, **options):
-    target = TargetConfig(path=str(diffusion.path), device="cpu", **options)
-    plain = PipelineConfig(PipelineName.plain)
-    return open_engine("none", tp=tp, target=target, pipeline=plain, scheduler=scheduler or SchedulerConfig())
-
-
-def tokens_of(engine, prompts=PROMPTS):
-    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
-    return [completion.token_ids for completion in engine.generate(prompts, params)]
 
 
 @pytest.mark.extended

@@ -10,21 +10,12 @@ from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
 from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.options import PipelineConfig, TargetConfig, VerifyConfig
-from cluster.config.jobs import GenerateConfig
-from cluster.config.schema import ClusterConfig, LaunchConfig, PlacementConfig, PlacementName
+from actors.options import TargetConfig
+from cluster.config.schema import ClusterConfig, PlacementConfig, PlacementName
 from cluster.placement.nodes import Node, over_nodes
 from cluster.runtime.ray_reservation import device_bundles
+from tests.cluster.placement.default_launch import CONFIG
 
-CONFIG = LaunchConfig(
-    target=TargetConfig(),
-    drafter=ModelDrafterConfig(placement=Placement.separate),
-    verify=VerifyConfig(),
-    pipeline=PipelineConfig(),
-    placement=PlacementConfig(),
-    cluster=ClusterConfig(),
-    job=GenerateConfig(),
-)
 LOOKUP = NgramDrafterConfig(placement=Placement.separate)
 CPUS = [Node("10.0.0.1", "n1", 2), Node("10.0.0.2", "n2", 4)]
 GPUS = [Node("10.0.0.1", "n1", 32, 4), Node("10.0.0.2", "n2", 32, 4)]

@@ -9,20 +9,11 @@ import pytest
 from actors.drafters.config import NoDrafterConfig, Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.options import PipelineConfig, PipelineName, TargetConfig, VerifyConfig
-from cluster.config.jobs import GenerateConfig
-from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig, PlacementName
+from actors.options import PipelineConfig, PipelineName, TargetConfig
+from cluster.config.schema import ClusterConfig, ClusterName, PlacementConfig, PlacementName
 from cluster.placement.ranks import Devices, lay_out
+from tests.cluster.placement.default_launch import CONFIG
 
-CONFIG = LaunchConfig(
-    target=TargetConfig(),
-    drafter=ModelDrafterConfig(placement=Placement.separate),
-    verify=VerifyConfig(),
-    pipeline=PipelineConfig(),
-    placement=PlacementConfig(),
-    cluster=ClusterConfig(),
-    job=GenerateConfig(),
-)
 FOUR, TWO, ONE = Devices((0, 1, 2, 3)), Devices((4, 6)), Devices((0,))
 GPUS = Devices((0, 1, 2, 3), num_gpus=4)
 
