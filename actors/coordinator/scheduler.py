@@ -143,16 +143,21 @@ class Scheduler:
         counts = self.waiting.counts.items()
         return min(free, sum([min(count, MOST_NEW, max(0, share - places[scope])) for scope, count in counts]))
 
-    def plan(self, held: Collection[int] = (), most_text: int | None = None) -> RoundPlan:
-        """The rows of the next pass, with the proposals that the sequences hold; requests in `held` sit it out. At most
-        `most_text` rows of text are read while others decode; None: as many as fit."""
+    def plan(self, held: Collection[int] = (), most_text: Callable[[float], int | None] = lambda _: None) -> RoundPlan:
+        """The rows of the next pass, with the proposals that the sequences hold; requests in `held` sit it out.
+
+        While others decode, at most so many rows of text are read as `most_text` says to take a number of seconds;
+        None: as many as fit.
+        """
         plan = RoundPlan()
         if self.waiting:
             self._fill_batch(plan)
         most = self.limits.max_num_batched_tokens
         if (tested := self.tested) is None:
-            if most_text is not None and not self.capacity.block_size and not all(map(_reads_text, self.running)):
-                most = min(most, most_text)
+            num_reading = sum(map(_reads_text, self.running))
+            if 0 < num_reading < len(self.running) and not self.capacity.block_size:
+                bound = most_text(self.limits.text_pass_ms / 1e3)
+                most = most if bound is None else min(most, bound)
             demands = self._demands([sequence for sequence in self.running if sequence.request_id not in held], most)
         else:
             self.running.remove(tested)

@@ -354,7 +354,7 @@ class Coordinator:
 
     def _start_pass(self, held: Collection[int], now: float) -> list[VerifyBatch]:
         """Plan the next pass without the requests that are `held`; none if there is nothing to compute."""
-        plan = self._scheduler.plan(held, self._policy.most_text(self._scheduler.limits.text_pass_ms / 1e3))
+        plan = self._scheduler.plan(held, self._policy.most_text)
         if plan.preempted:
             self._preempt(plan.preempted)
         if plan.admitted:

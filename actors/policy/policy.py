@@ -169,7 +169,8 @@ class Policy:
     def update(self, seen: RoundObservation) -> None:
         """A round ended."""
         self.wait.update_pass(seen.verify_s, reads_prompt=seen.num_prompt_rows > 0)
-        self._text_pace.saw_pass(seen.verify_s, seen.num_prompt_rows, self.wait.verify_s)
+        if seen.num_prompt_rows:
+            self._text_pace.saw_pass(seen.verify_s, seen.num_prompt_rows, self.wait.verify_s)
         for outcome in seen.outcomes:
             if outcome.num_tokens:
                 self.wait.update_acceptance(outcome.num_tokens)

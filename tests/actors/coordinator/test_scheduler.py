@@ -46,7 +46,7 @@ def plan_with(scheduler: Scheduler, proposals: dict[int, Proposal], most_text: i
     """The next pass if the running sequences hold these proposals, which it uses up."""
     for sequence in (*scheduler.running, *scheduler.waiting):
         sequence.draft.proposal = proposals.get(sequence.request_id)
-    plan = scheduler.plan(most_text=most_text)
+    plan = scheduler.plan(most_text=lambda _: most_text)
     for sequence in (*scheduler.running, *scheduler.waiting):
         sequence.draft.proposal = None
     return plan
@@ -218,26 +218,31 @@ def test_decode_rows_come_before_prompt_chunks():
 
 
 def test_less_text_is_read_beside_requests_that_decode():
-    scheduler = running_scheduler(SchedulerConfig(8, 100, 40), 400, 4)
+    scheduler = running_scheduler(SchedulerConfig(8, 100, 40, text_pass_ms=250.0), 400, 4)
     for request_id in (8, 9):
         scheduler.add(sequence_of(50, request_id=request_id))
 
-    def rows(**bound) -> dict[int, int]:
-        return {sequence.request_id: rows for sequence, rows, _ in scheduler.plan(**bound).rows}
+    times = []
 
-    assert rows() == rows(most_text=None) == rows(most_text=1000) == {0: 1, 8: 40, 9: 40}
-    assert rows(most_text=60) == {0: 1, 8: 40, 9: 20}
-    assert rows(most_text=10) == rows(most_text=10, held=[3]) == {0: 1, 8: 10}
-    assert rows(most_text=10, held=[0]) == {8: 10}, "it decodes, though not in this pass"
+    def rows(most: int | None, held=()) -> dict[int, int]:
+        plan = scheduler.plan(held, lambda pass_s: times.append(pass_s) or most)
+        return {sequence.request_id: rows for sequence, rows, _ in plan.rows}
+
+    assert rows(None) == rows(1000) == {0: 1, 8: 40, 9: 40}
+    assert rows(60) == {0: 1, 8: 40, 9: 20}
+    assert rows(10) == rows(10, [3]) == {0: 1, 8: 10}
+    assert rows(10, [0]) == {8: 10}, "it decodes, though not in this pass"
+    assert times == [0.25] * 6
     scheduler.remove(scheduler.running[0])
-    assert rows(most_text=10) == {8: 40, 9: 40}, "nothing waits for them"
+    assert rows(10) == {8: 40, 9: 40}, "nothing waits for them"
+    assert times == [0.25] * 6, "and nothing has to be known"
 
 
 def test_the_bounded_text_of_a_pass_is_shared_by_clients():
     scheduler = running_scheduler(SchedulerConfig(8, 100, 40), 400, 4)
     for request_id, scope in ((7, 1), (8, 1), (9, 2)):
         scheduler.add(sequence_of(50, request_id=request_id, scope=scope))
-    rows = {sequence.request_id: rows for sequence, rows, _ in scheduler.plan(most_text=30).rows}
+    rows = {sequence.request_id: rows for sequence, rows, _ in scheduler.plan(most_text=lambda _: 30).rows}
     assert rows == {0: 1, 7: 10, 9: 10}
 
 
@@ -245,12 +250,12 @@ def test_passes_over_masks_and_of_a_tested_request_read_as_much_as_fits():
     masks = Scheduler(SchedulerConfig(8, 100, 40), Capacity(400, 64, block_size=4))
     for request_id, prompt_len in enumerate((1, 50)):
         masks.add(sequence_of(prompt_len, request_id=request_id))
-    assert [rows for _, rows, _ in masks.plan(most_text=10).rows] == [1, 40]
+    assert [rows for _, rows, _ in masks.plan(most_text=lambda _: 10).rows] == [1, 40]
     tested = running_scheduler(SchedulerConfig(8, 100, 40), 400, 4)
     tested.add(sequence_of(50, request_id=9))
     tested.plan()
     tested.running[1].probation = True
-    assert [(one.request_id, rows) for one, rows, _ in tested.plan(most_text=10).rows] == [(9, 40)]
+    assert [(one.request_id, rows) for one, rows, _ in tested.plan(most_text=lambda _: 10).rows] == [(9, 40)]
 
 
 def test_an_older_prompt_does_not_push_a_root_out_of_the_pass():
