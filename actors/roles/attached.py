@@ -108,10 +108,11 @@ class AttachedDrafter(AfterVerdicts):
         # features are read of requests that the drafter knows
         is_due = self._outbox.is_due and self.role.drafter.capabilities.reads_features is not None
         if not (orders or is_due or top_tokens):
-            self._keep_paths(batch.items, answer.verdicts)
+            if any(item.proposal is not None for item in batch.items):
+                self._committed(batch.items, answer.verdicts)
             self.role.read_features(features)
             return answer
-        self._note_texts(batch.items, answer.verdicts, contexts)
+        self._note_texts(self._committed(batch.items, answer.verdicts), contexts)
         order = DraftBatch(
             batch.round,
             *self._outbox.flush(),
@@ -131,9 +132,10 @@ class AttachedDrafter(AfterVerdicts):
         asked = {item.request_id: item for item in batch.items if item.num_draft_tokens or item.reads_text}
         if not asked:
             return []
-        known = self._outbox.known
-        reading = known - {verdict.request_id for verdict in verdicts}
-        orders = [DraftOrder(id_, 0) for id_, item in asked.items() if item.reads_text and id_ in reading]
+        known, orders = self._outbox.known, list[DraftOrder]()
+        if len(verdicts) < len(batch.items):  # others are in the middle of their prompts
+            reading = known - {verdict.request_id for verdict in verdicts}
+            orders = [DraftOrder(id_, 0) for id_, item in asked.items() if item.reads_text and id_ in reading]
         for verdict in verdicts:
             request_id = verdict.request_id
             if request_id not in known or verdict.none_follows or (item := asked.get(request_id)) is None:
@@ -147,32 +149,30 @@ class AttachedDrafter(AfterVerdicts):
                 orders.append(DraftOrder(request_id, 0))
         return orders
 
-    def _keep_paths(self, items: Sequence[VerifyItem], verdicts: Sequence[Verdict]) -> None:
-        """The last drafts, of which the drafter hears with its next batch, were verified."""
-        drafted = {one.request_id for one in items if one.proposal is not None and not one.proposal.is_forced}
-        if drafted:
-            self._paths |= {one.request_id: one.path for one in verdicts if one.request_id in drafted}
-
-    def _note_texts(
-        self, items: Sequence[VerifyItem], verdicts: Sequence[Verdict], contexts: Mapping[int, TargetContext]
-    ) -> None:
-        """What the texts have beyond those of the drafter, the tokens of these verdicts included, leaves with its next
-        batch."""
-        self._keep_paths(items, verdicts)
-        proposals = {item.request_id: item.proposal for item in items}
-        committed = dict[int, tuple[int, ...]]()
+    def _committed(self, items: Sequence[VerifyItem], verdicts: Sequence[Verdict]) -> dict[int, tuple[int, ...]]:
+        """The tokens of each request that goes on. Of its last draft the drafter hears with its next batch."""
+        proposals, committed = {item.request_id: item.proposal for item in items}, {}
         for verdict in verdicts:
-            if not verdict.none_follows:
-                proposal = proposals[verdict.request_id]
-                accepted = [proposal.tree.token_ids[node] for node in verdict.path] if proposal is not None else []
-                committed[verdict.request_id] = (*accepted, *verdict.token_ids)
-        for request_id, context in contexts.items():
-            if request_id not in self._outbox.known:
+            if verdict.none_follows:
                 continue
-            start = len((self._outbox.admits.get(request_id) or self.role.contexts[request_id]).token_ids)
+            request_id, token_ids = verdict.request_id, verdict.token_ids
+            if (proposal := proposals[request_id]) is not None:
+                token_ids = (*[proposal.tree.token_ids[node] for node in verdict.path], *token_ids)
+                if not proposal.is_forced:
+                    self._paths[request_id] = verdict.path
+            committed[request_id] = token_ids
+        return committed
+
+    def _note_texts(self, committed: Mapping[int, tuple[int, ...]], contexts: Mapping[int, TargetContext]) -> None:
+        """What the texts have beyond those of the drafter, these tokens included, leaves with its next batch."""
+        outbox, known = self._outbox, self.role.contexts
+        for request_id, context in contexts.items():
+            if request_id not in outbox.known:
+                continue
+            start = len((outbox.admits.get(request_id) or known[request_id]).token_ids)
             if token_ids := (*context.token_ids[start:], *committed.get(request_id, ())):
                 path = self._paths.pop(request_id, ())
-                self._outbox.add_commit(Commit(request_id, context.admit.epoch, start, path, token_ids))
+                outbox.add_commit(Commit(request_id, context.admit.epoch, start, path, token_ids))
 
     def _release_rows(self) -> None:
         if (shares := self.role.drafter.capabilities.shares_rows) is not None:
