@@ -195,12 +195,10 @@ class Coordinator:
         choice goes on, from as many at once as is enough for the drafter."""
         if not self.may_learn:
             return
-        seen, self._unlearned, policy = self._unlearned, [], self._policy
-        for one in seen:
-            policy.update(one)
-            for outcome in one.outcomes:
-                if outcome.request_id not in self._sequences:
-                    policy.release(outcome.request_id)
+        seen, self._unlearned = self._unlearned, []
+        self._policy.update(*seen)
+        for request_id in {outcome.request_id for one in seen for outcome in one.outcomes} - self._sequences.keys():
+            self._policy.release(request_id)
 
     # --- a round ------------------------------------------------------------------------------------------------------
 

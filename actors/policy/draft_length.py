@@ -90,7 +90,7 @@ class DraftLengths:
 
     def update(self, outcomes: Sequence[DraftOutcome], acceptance: AcceptanceModel) -> None:
         """A round ended: attempts that had waited long enough are judged."""
-        for outcome in outcomes:
+        for outcome in outcomes if self._retries else ():
             retry = self._retries.get(outcome.request_id)
             if retry is None:
                 continue

@@ -166,14 +166,15 @@ class Policy:
         """What a drafter may weigh its drafts against."""
         return MeasuredCosts(self.wait.verify_s)
 
-    def update(self, seen: RoundObservation) -> None:
-        """A round ended."""
-        self.wait.update_pass(seen.verify_s, reads_prompt=seen.num_prompt_rows > 0)
-        if seen.num_prompt_rows:
-            self._text_pace.saw_pass(seen.verify_s, seen.num_prompt_rows, self.wait.verify_s)
-        for outcome in seen.outcomes:
-            if outcome.num_tokens:
-                self.wait.update_acceptance(outcome.num_tokens)
+    def update(self, *rounds: RoundObservation) -> None:
+        """Rounds ended, in this order; what follows from all of them is decided once."""
+        for seen in rounds:
+            self.wait.update_pass(seen.verify_s, reads_prompt=seen.num_prompt_rows > 0)
+            if seen.num_prompt_rows:
+                self._text_pace.saw_pass(seen.verify_s, seen.num_prompt_rows, self.wait.verify_s)
+            for outcome in seen.outcomes:
+                if outcome.num_tokens:
+                    self.wait.update_acceptance(outcome.num_tokens)
 
     def expect_load(self, num_running: int, samples: bool) -> None:
         """Requests joined: the next rounds are of so many sequences, most of them sampled or greedy."""
@@ -277,9 +278,10 @@ class AdaptivePolicy(Policy):
 
     @property
     def may_learn_later(self) -> bool:
-        """While a choice goes on that may go on for long. Of a trial or a probe each round counts, and where requests
-        have joined."""
-        return self.mode is Mode.speculate and self._decision.is_settled and self._since_joined >= NEW_ROUNDS
+        """While a choice goes on that may go on for long. Of a trial or a probe each round counts, and of drafts where
+        requests have joined."""
+        goes_on = self.mode is Mode.rest or (self.mode is Mode.speculate and self._since_joined >= NEW_ROUNDS)
+        return goes_on and self._decision.is_settled
 
     def begin_scoring(self) -> None:
         self._until_scoring, self.may_score = SCORE_EVERY, False
@@ -352,13 +354,31 @@ class AdaptivePolicy(Policy):
     def forget_acceptance(self) -> None:
         self._acceptance = AcceptanceModel(self.longest_draft)
 
-    def update(self, seen: RoundObservation) -> None:
-        super().update(seen)
-        if not seen.outcomes:
-            return
+    def update(self, *rounds: RoundObservation) -> None:
+        super().update(*rounds)
+        verified = [seen for seen in rounds if seen.outcomes]
+        for seen in verified:
+            before, is_last = self._load, seen is verified[-1]
+            drafted = any(outcome.num_ordered for outcome in seen.outcomes)
+            self._learn(seen, drafted=drafted)
+            request_ids = [outcome.request_id for outcome in seen.outcomes]
+            tradeoffs, estimates = {}, None if seen.num_may_speculate else {}
+            if seen.num_may_speculate and (is_last or self._load is not before):
+                tradeoffs = {way: self._tradeoff(way, request_ids) for way in self._ways}
+                estimates = self._estimates(tradeoffs, request_ids)
+            self._count(seen, estimates, drafted=drafted)
+            if is_last and estimates:
+                self._decide(tradeoffs, estimates, request_ids, len(verified))
+                self._may_end = self._decision.may_end
+        if self.mode is not Mode.rest:
+            self._scored.weight = 0.0
+        self.may_score = (self._scores or self._decision.is_far) and self.mode is Mode.rest and self._until_scoring <= 0
+
+    # --- what was measured --------------------------------------------------------------------------------------------
+
+    def _learn(self, seen: RoundObservation, *, drafted: bool) -> None:
         self._num_running = seen.num_running
         self._since_joined += 1
-        drafted = any(outcome.num_ordered for outcome in seen.outcomes)
         shown = self._choose_load(seen)
         self._learn_acceptance(seen, drafted=drafted)
         if self.mode is Mode.rest:
@@ -366,23 +386,15 @@ class AdaptivePolicy(Policy):
         self._learn_costs(seen, shown, drafted=drafted)
         came = any(outcome.num_ordered and outcome.num_tokens for outcome in seen.outcomes)
         self._notice_late_drafts(seen, late=seen.skipped_drafts and not came)
-        request_ids = [outcome.request_id for outcome in seen.outcomes]
-        tradeoffs = {way: self._tradeoff(way, request_ids) for way in self._ways} if seen.num_may_speculate else {}
-        estimates = self._estimates(tradeoffs, request_ids) if tradeoffs else {}
+
+    def _count(self, seen: RoundObservation, estimates: Estimates | None, *, drafted: bool) -> None:
+        """What the round cost and earned, by the estimates under its load; None: those of the last decision."""
         if self.mode is not Mode.speculate:  # texts that are read while drafts go on are no exploration
             self._decision.charge((seen.unused_s + seen.read_s) / self._usual_s(seen))
         if drafted is self._decision.choice.drafts:
             tokens, expected_s = self._expected(seen, drafted=drafted)
             took_s = seen.seconds / self._speed.factor if self._load.has_measured(self._decision.choice) else expected_s
             self._decision.count(tokens, expected_s, took_s, estimates)
-        if estimates:
-            self._decide(tradeoffs, estimates, request_ids)
-            self._may_end = self._decision.may_end
-        if self.mode is not Mode.rest:
-            self._scored.weight = 0.0
-        self.may_score = (self._scores or self._decision.is_far) and self.mode is Mode.rest and self._until_scoring <= 0
-
-    # --- what was measured --------------------------------------------------------------------------------------------
 
     def _choose_load(self, seen: RoundObservation) -> LoadCosts:
         """Set the load that decides, and return the one that the round shows.
@@ -469,7 +481,7 @@ class AdaptivePolicy(Policy):
 
     def _expected(self, seen: RoundObservation, *, drafted: bool) -> tuple[float, float]:
         """Tokens of a request in the mean, and seconds, of rounds like this one."""
-        tokens = self._acceptance.expected_of(self._text_class, seen.outcomes, self._way)
+        tokens = self._acceptance.expected_of(self._text_class, seen.outcomes, self._way) if drafted else 1.0
         lengths = [outcome.num_ordered for outcome in seen.outcomes]
         lines = self._load.by_length(self._way if drafted else Decoding.plain)
         seconds = lines.round_of(max(lengths), sum(lengths) / len(lengths))
@@ -491,9 +503,13 @@ class AdaptivePolicy(Policy):
         return estimates
 
     def _decide(
-        self, tradeoffs: Mapping[Decoding, Tradeoff], estimates: Estimates, request_ids: Collection[int]
+        self,
+        tradeoffs: Mapping[Decoding, Tradeoff],
+        estimates: Estimates,
+        request_ids: Collection[int],
+        num_rounds: int,
     ) -> None:
-        """Choose for the next round, and the draft lengths if it has drafts."""
+        """Choose for the next rounds, about as many as were learned from, and the draft lengths if they have drafts."""
         drafted = self._decision.choice.drafts
         self._decision.decide(estimates)
         way, self._least_chance = self._way, 0.0
@@ -508,7 +524,10 @@ class AdaptivePolicy(Policy):
         if self.weighs_waiting and self.mode is Mode.speculate:  # in a trial all are verified, which shows more
             speed = tradeoffs[way].speeds[tradeoffs[way].best]
             self._least_chance = speed * self._load.by_length(way).verify_s
-        self._lengths.choose(tradeoffs[way], request_ids, self._acceptance, chances, self._decision.spend)
+        spend = self._decision.spend
+        self._lengths.choose(
+            tradeoffs[way], request_ids, self._acceptance, chances, lambda lost: spend(num_rounds * lost)
+        )
         if is_trial:
             self._lengths.choose_for_all(tradeoffs[way].informative())
 

@@ -6,13 +6,14 @@ states (`bridge.py`) serves one elsewhere. None of them may know how a pass is c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from actors.drafters.interface import FeatureRows
 from actors.protocol.messages import Verdict, VerdictBatch, VerifyBatch, VerifyItem
 
 if TYPE_CHECKING:
+    from actors.roles.target import TargetContext
     from parallel.runtime.decoder_runner import DecoderRunner
 
 
@@ -37,8 +38,15 @@ class AfterVerdicts:
         """The verdicts on which `follow` works on this rank; only the lead has those of the pass."""
         return tuple(verdicts)
 
-    def follow(self, batch: VerifyBatch, answer: VerdictBatch, features: Sequence[FeatureRows]) -> VerdictBatch:
-        """The answer with what else it brings; `features` are those of the tokens that the pass committed."""
+    def follow(
+        self,
+        batch: VerifyBatch,
+        answer: VerdictBatch,
+        features: Sequence[FeatureRows],
+        contexts: Mapping[int, TargetContext],
+    ) -> VerdictBatch:
+        """The answer with what else it brings; `features` are those of the tokens that the pass committed, `contexts`
+        the requests of the target, whose texts do not have these tokens yet."""
         return answer
 
     def answered(self) -> None:

@@ -3,14 +3,16 @@
 A `DraftRole` does the work; what the coordinator would send it, batch by batch, follows here from the target's own
 batch and its verdicts. A verdict that the coordinator cuts ends its request, so nothing assumed here is ever taken
 back. Every rank of the target runs the same drafter on the same verdicts, which rank 0 shares. Where nothing is
-ordered, the drafter gets the features alone; the text waits for the next order.
+ordered, the drafter gets the features alone, and nothing is done for it: requests that came and went, and text, wait
+for the next order, with which it gets what the target's texts have beyond its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +31,9 @@ from actors.roles.after_verdicts import AfterVerdicts
 from actors.roles.draft import DraftRole
 from parallel.comm.group import Group
 from parallel.runtime.decoder_runner import DecoderRunner
+
+if TYPE_CHECKING:
+    from actors.roles.target import TargetContext
 
 _MOST_OWN = 1
 """Tokens of its own that the target of these ranks brings with a verdict."""
@@ -50,6 +55,7 @@ class AttachedDrafter(AfterVerdicts):
         self._group = group
         self._device = device
         self._outbox = Outbox()
+        self._paths: dict[int, tuple[int, ...]] = {}  # accepted of drafts, of which it has not heard yet
 
     def verifying(self, target: DecoderRunner) -> DecoderRunner:
         shares = self.role.drafter.capabilities.shares_rows
@@ -60,6 +66,7 @@ class AttachedDrafter(AfterVerdicts):
         self._release_rows()
         for request_id in batch.releases:
             self._outbox.release(request_id)
+            self._paths.pop(request_id, None)
         for admit in batch.admits:
             if admit.speculates:
                 self._outbox.open(admit)
@@ -88,13 +95,24 @@ class AttachedDrafter(AfterVerdicts):
             shared.append(Verdict(request_id, epoch, prefix_len, path, own, bool(none_follows), forced=forced))
         return tuple(verdicts if is_lead else shared)  # what else they carry is the lead's alone
 
-    def follow(self, batch: VerifyBatch, answer: VerdictBatch, features: Sequence[FeatureRows]) -> VerdictBatch:
+    def follow(
+        self,
+        batch: VerifyBatch,
+        answer: VerdictBatch,
+        features: Sequence[FeatureRows],
+        contexts: Mapping[int, TargetContext],
+    ) -> VerdictBatch:
         """Drafts for the prefixes that the verdicts lead to. The pass's top tokens stay here."""
         top_tokens = () if answer.top_tokens is None else (answer.top_tokens,)
-        orders = self._orders(batch, answer.verdicts)
-        if not (orders or self._outbox.is_due or top_tokens):
+        orders = self._orders(batch, answer.verdicts, contexts)
+        # features are read of requests that the drafter knows
+        is_due = self._outbox.is_due and self.role.drafter.capabilities.reads_features is not None
+        if not (orders or is_due or top_tokens):
+            if any(item.proposal is not None for item in batch.items):
+                self._committed(batch.items, answer.verdicts)
             self.role.read_features(features)
             return answer
+        self._note_texts(self._committed(batch.items, answer.verdicts), contexts)
         order = DraftBatch(
             batch.round,
             *self._outbox.flush(),
@@ -107,32 +125,54 @@ class AttachedDrafter(AfterVerdicts):
         (drafts,) = self.role.answer(order, features)
         return replace(answer, drafts=drafts, top_tokens=None)
 
-    def _orders(self, batch: VerifyBatch, verdicts: Sequence[Verdict]) -> list[DraftOrder]:
-        """Those of the batch that the verdicts leave room for; what the verdicts committed is noted."""
-        items = {item.request_id: item for item in batch.items}
-        known = self._outbox.known
-        reading = known - {verdict.request_id for verdict in verdicts}
-        orders = [DraftOrder(id_, 0) for id_, item in items.items() if item.reads_text and id_ in reading]
+    def _orders(
+        self, batch: VerifyBatch, verdicts: Sequence[Verdict], contexts: Mapping[int, TargetContext]
+    ) -> list[DraftOrder]:
+        """Those of the batch that the verdicts leave room for."""
+        asked = {item.request_id: item for item in batch.items if item.num_draft_tokens or item.reads_text}
+        if not asked:
+            return []
+        known, orders = self._outbox.known, list[DraftOrder]()
+        if len(verdicts) < len(batch.items):  # others are in the middle of their prompts
+            reading = known - {verdict.request_id for verdict in verdicts}
+            orders = [DraftOrder(id_, 0) for id_, item in asked.items() if item.reads_text and id_ in reading]
         for verdict in verdicts:
-            if verdict.request_id not in known or verdict.none_follows:
+            request_id = verdict.request_id
+            if request_id not in known or verdict.none_follows or (item := asked.get(request_id)) is None:
                 continue
-            item = items[verdict.request_id]
-            tokens = [item.proposal.tree.token_ids[node] for node in verdict.path] if item.proposal else []
-            path = () if item.proposal is not None and item.proposal.is_forced else verdict.path
-            committed = (*tokens, *verdict.token_ids)
-            self._outbox.add_commit(Commit(verdict.request_id, verdict.epoch, verdict.prefix_len, path, committed))
-            left = self._num_left(verdict.request_id, verdict.prefix_len + len(committed))
+            admit, length = contexts[request_id].admit, verdict.prefix_len + len(verdict.path) + len(verdict.token_ids)
+            left = admit.prompt_len + admit.sampling.max_tokens - length
             # the target adds one token of its own after the path, so the last one is never worth drafting
             if (num_draft_tokens := min(item.num_draft_tokens, left - 1)) > 0 and not verdict.forced:
-                orders.append(DraftOrder(verdict.request_id, num_draft_tokens))
+                orders.append(DraftOrder(request_id, num_draft_tokens))
             elif item.reads_text:
-                orders.append(DraftOrder(verdict.request_id, 0))
+                orders.append(DraftOrder(request_id, 0))
         return orders
 
-    def _num_left(self, request_id: int, length: int) -> int:
-        """Tokens that a request whose text has this length may still get."""
-        request = self._outbox.admits.get(request_id) or self.role.contexts[request_id]
-        return request.prompt_len + request.sampling.max_tokens - length
+    def _committed(self, items: Sequence[VerifyItem], verdicts: Sequence[Verdict]) -> dict[int, tuple[int, ...]]:
+        """The tokens of each request that goes on. Of its last draft the drafter hears with its next batch."""
+        proposals, committed = {item.request_id: item.proposal for item in items}, {}
+        for verdict in verdicts:
+            if verdict.none_follows:
+                continue
+            request_id, token_ids = verdict.request_id, verdict.token_ids
+            if (proposal := proposals[request_id]) is not None:
+                token_ids = (*[proposal.tree.token_ids[node] for node in verdict.path], *token_ids)
+                if not proposal.is_forced:
+                    self._paths[request_id] = verdict.path
+            committed[request_id] = token_ids
+        return committed
+
+    def _note_texts(self, committed: Mapping[int, tuple[int, ...]], contexts: Mapping[int, TargetContext]) -> None:
+        """What the texts have beyond those of the drafter, these tokens included, leaves with its next batch."""
+        outbox, known = self._outbox, self.role.contexts
+        for request_id, context in contexts.items():
+            if request_id not in outbox.known:
+                continue
+            start = len((outbox.admits.get(request_id) or known[request_id]).token_ids)
+            if token_ids := (*context.token_ids[start:], *committed.get(request_id, ())):
+                path = self._paths.pop(request_id, ())
+                outbox.add_commit(Commit(request_id, context.admit.epoch, start, path, token_ids))
 
     def _release_rows(self) -> None:
         if (shares := self.role.drafter.capabilities.shares_rows) is not None:
@@ -143,6 +183,7 @@ class AttachedDrafter(AfterVerdicts):
         self._release_rows()
         self.role.forget()
         self._outbox = Outbox()
+        self._paths.clear()
 
     def rejoin(self) -> None:
         self.role.rejoin(None)

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from parallel.comm.group import SINGLE, Group, PeerLost, Sending
 from parallel.comm.rendezvous import connect_store, join
 
 if TYPE_CHECKING:
+    from actors.roles.target import TargetContext
     from parallel.speculators.fusing import TapFuser
 
 MEETING_S = 20.0
@@ -121,7 +122,13 @@ class FeatureSender(BridgeEnd, AfterVerdicts):
     def wants_features(self, batch: VerifyBatch) -> bool:
         return batch.bridge > 0
 
-    def follow(self, batch: VerifyBatch, answer: VerdictBatch, features: Sequence[FeatureRows]) -> VerdictBatch:
+    def follow(
+        self,
+        batch: VerifyBatch,
+        answer: VerdictBatch,
+        features: Sequence[FeatureRows],
+        contexts: Mapping[int, TargetContext],  # noqa: ARG002 (hidden states are of this pass)
+    ) -> VerdictBatch:
         span, self._span = self._span, None
         export = self.announce(features, batch.bridge, batch.num_received) if batch.bridge else None
         return replace(answer, export=export, exported=span)

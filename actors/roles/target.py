@@ -172,7 +172,7 @@ class TargetRole:
         answer = replace(answer, verdicts=verdicts, finished=finished, num_tokens=num_rows, top_tokens=top_tokens)
         if prompts := self._verifier.prompt_logprobs():
             answer = replace(answer, prompt_logprobs=tuple(prompts))
-        return drafter.follow(batch, answer, features)
+        return drafter.follow(batch, answer, features, self.contexts)
 
     def _committed_features(self, inputs: Sequence[VerifyInput], verdicts: Sequence[Verdict]) -> list[FeatureRows]:
         """The features of the tokens that this pass committed, whose rows are still pending, for requests that are

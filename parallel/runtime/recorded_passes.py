@@ -1,10 +1,10 @@
-"""Passes of few rows on a CPU whose kernels are called at once: where matrices are small, what Python does between the
-calls of a pass takes a third of its time.
+"""Passes on a CPU whose kernels are called at once: where matrices are small, what Python and PyTorch do between the
+calls of a pass of one row takes a third of its time, and of 80 rows a fifth.
 
 The layers of a pass run over memory without contents, while their calls are recorded (`parallel/kernels/steps.py`);
 passes of the same kind then make those calls over their own rows. The bits are those of the layers called one by one.
-Layers that need an operation of PyTorch cannot be recorded and run as they are, and so do passes of many rows. Knows no
-sequences and no sampling.
+Layers that need an operation of PyTorch cannot be recorded and run as they are, and so do passes of very many rows.
+Knows no sequences and no sampling.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from parallel.model.layers.attention import AttentionBackend, Heads, PassPlan
 from parallel.model.layers.ragged import RaggedBackend, RaggedPlan, RaggedReads
 from parallel.model.layers.rope import Rope, Rotation
 
-MOST_ROWS = 64
-"""Rows of a pass that is recorded: with more, what is between the kernels hardly counts, and a recording keeps room for
-the results of so many."""
+MOST_ROWS = 2048
+"""Rows of a pass that is recorded, as many as a batch takes by default. A recording keeps room for the results of so
+many; what no pass has filled yet takes no memory."""
 WORTH_RECORDING = 5
 """Passes of one kind before which none is recorded: to record one of six layers takes about 2 ms, a recorded pass saves
 0.3 ms, and drafters that search for layers to skip run most choices once."""
@@ -55,8 +55,8 @@ class Chain(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Recording:
     steps: Steps
-    results: list[Tensor]
-    """Memory of the recording in place of what a run makes: sizes and types."""
+    results: list[tuple[int, torch.dtype]]
+    """What each run makes: numbers of a row, and their type."""
     places: list[int]
     """What was computed, by its places among what enters and then `results`."""
 
@@ -106,16 +106,18 @@ class RecordedPasses:
             return None
         entering = [one.contiguous() for one in entering]
         tables = [table for rope in self._ropes for table in rope.table(plan.attention.last_position)]
-        made = [_empty(plan.num_rows, one) for one in recording.results]
+        made = [_empty(plan.num_rows, *one) for one in recording.results]
         tensors = *entering, plan.positions, *tables, *made
         recording.steps.run([plan.num_rows, *_addresses(plan), *map(Tensor.data_ptr, tensors)])
         tensors = *entering, *made
         return [tensors[place] for place in recording.places]
 
-    def chain(self, kind: Hashable, layers: Compute, like: Sequence[Tensor], num_passes: int) -> Chain | None:
-        """Runs so many passes of a kind, one after the other in one call: what enters one may be what the pass before
-        it makes. None where they are not recorded. What enters are rows like these."""
-        if self._backend is None:
+    def chain(
+        self, kind: Hashable, layers: Compute, like: Sequence[Tensor], num_rows: int, num_passes: int
+    ) -> Chain | None:
+        """Runs so many passes of a kind, each of so many rows at most, one after the other in one call: what enters one
+        may be what the pass before it makes. None where they are not recorded. What enters are rows like these."""
+        if self._backend is None or num_rows > MOST_ROWS:
             return None
         plan = PassPlan(0, torch.empty(0), None, self._backend.any_plan(()))
         recording = self._recording(kind, layers, plan, like, num_passes)
@@ -171,7 +173,7 @@ class RecordedPasses:
         results = list({one.data_ptr(): one for one in wanted if one.data_ptr() not in known}.values())
         addresses = [*known, *(one.data_ptr() for one in results)]
         places = [addresses.index(one.data_ptr()) for one in wanted]
-        return _Recording(recorder.steps(results), results, places)
+        return _Recording(recorder.steps(results), [(one.shape[1], one.dtype) for one in results], places)
 
 
 def _addresses(plan: PassPlan) -> list[int]:
@@ -183,12 +185,12 @@ def _addresses(plan: PassPlan) -> list[int]:
     return [plan.attention.address, plan.source.address]
 
 
-def _empty(num_rows: int, like: Tensor) -> Tensor:
-    """Room for so many rows like these. NumPy keeps Python's lock, which PyTorch gives up while it allocates: a thread
+def _empty(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Room for so many rows. NumPy keeps Python's lock, which PyTorch gives up while it allocates: a thread
     that waits for it would take it just before the pass, not beside it."""
-    if like.dtype != torch.float32:
-        return torch.empty(num_rows, like.shape[1], dtype=like.dtype)
-    return torch.from_numpy(np.empty((num_rows, like.shape[1]), dtype=np.float32))
+    if dtype != torch.float32:
+        return torch.empty(num_rows, size, dtype=dtype)
+    return torch.from_numpy(np.empty((num_rows, size), dtype=np.float32))
 
 
 class _PassKind(NamedTuple):
@@ -235,10 +237,11 @@ class RecordedDecoder:
         logits = others.pop() if kind.has_logits else wanted_logits(self._decoder, hidden, plan)
         return hidden, tuple(others), logits
 
-    def chain(self, num_steps: int) -> Callable[[Tensor, ChainRows, Race], Tensor] | None:
-        """Runs the passes of a chain of so many steps (`_run_chain`), if they are recorded."""
+    def chain(self, num_rows: int, num_steps: int) -> Callable[[Tensor, ChainRows, Race], Tensor] | None:
+        """Runs the passes of a chain of so many steps, the first of so many rows (`_run_chain`), if they are
+        recorded."""
         like = torch.empty(0, dtype=torch.int64), any_race()
-        run = self.passes.chain("chain", self._choose, like, num_steps)
+        run = self.passes.chain("chain", self._choose, like, num_rows, num_steps)
         return None if run is None else partial(self._run_chain, run)
 
     def _run_chain(self, run: Chain, token_ids: Tensor, rows: ChainRows, race: Race) -> Tensor:

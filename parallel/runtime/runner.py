@@ -36,7 +36,7 @@ from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.device import use_device
 from parallel.runtime.graph_list import ChainShape, GraphList, GraphShape, bucket, example_rows
 from parallel.runtime.interface import PassOutput, StepChoice
-from parallel.runtime.recorded_passes import MOST_ROWS, RecordedDecoder
+from parallel.runtime.recorded_passes import RecordedDecoder
 from parallel.transfers import upload
 
 if TYPE_CHECKING:
@@ -246,8 +246,7 @@ class ModelRunner(DecoderRunner):
         self, recorded: RecordedDecoder, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice
     ) -> Tensor | None:
         """None where the passes of such a chain are not recorded."""
-        num_rows = sum(span.num_tokens for span in spans)
-        run = None if num_rows > MOST_ROWS else recorded.chain(len(choice))
+        run = recorded.chain(sum(span.num_tokens for span in spans), len(choice))
         if run is None:
             return None
         longer = [replace(span, num_tokens=span.num_tokens + len(choice) - 1) for span in spans]

@@ -42,12 +42,13 @@ class MoodyPolicy(Policy):
     def num_followed(self, num_requests: int) -> int:
         return 0 if self._mode is Mode.rest else num_requests
 
-    def update(self, seen: RoundObservation) -> None:
-        super().update(seen)
-        if not seen.outcomes:
+    def update(self, *rounds: RoundObservation) -> None:
+        super().update(*rounds)
+        verified = [seen for seen in rounds if seen.outcomes]
+        if not verified:
             return
-        self.rounds_in[self._mode] += 1
-        self._lengths = {outcome.request_id: self._choose.randrange(6) for outcome in seen.outcomes}
+        self.rounds_in[self._mode] += len(verified)
+        self._lengths = {outcome.request_id: self._choose.randrange(6) for outcome in verified[-1].outcomes}
         self._works_ahead = self._choose.random() < 0.5
         self._may_learn_later = not self._may_learn_later
         if self._mode is not Mode.catch_up and self._choose.random() < 0.6:

@@ -44,8 +44,8 @@ Orders = Sequence[tuple[Context, int]]
 _LONGEST_RUN = 7
 """Tokens in a row that a drafter was right about, beyond which a longer run predicts no more."""
 UNMEASURED = RoundTimes(lambda *_: 0.0, 1.0, 0.0)
-"""Stands for the times of rounds before one was measured, for which any drafts serve, and where no pass verifies
-drafts."""
+"""Stands for the times of rounds before one was measured, for which any drafts serve, and of those where no pass
+verifies drafts, which are not asked for."""
 
 
 @dataclass(slots=True)
@@ -233,6 +233,8 @@ class AutoDrafter(Members):
         offers = []
         for row, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
             offers.append(self._offers(context, budget, {i: drafted[row] for i, drafted in shown.items()}))
+        if contexts[0].is_unverified:  # which take no row, so nothing is weighed
+            return self._agree([_most_accepted(own) for own in offers])
         if times is not UNMEASURED:
             request_ids = [context.request_id for context in contexts]
             offers = self.choice.weigh_reading(request_ids, [_num_generated(one) for one in contexts], offers, times)
@@ -459,6 +461,12 @@ def _measure(member: Member, longest: int, unread: Sequence[int], seconds: float
         member.read_s.update(read_s / sum(late), sum(late))
     else:
         member.drafted(longest, sum(unread) / len(unread), len(unread), seconds)
+
+
+def _most_accepted(offers: Sequence[Offer]) -> tuple[int, int]:
+    """The offer with the most tokens, as long as it can be."""
+    best = max(offers, key=lambda offer: offer.expected[-1], default=None)
+    return (NO_DRAFTER, 0) if best is None else (best.drafter, best.lengths[-1])
 
 
 def _num_generated(context: Context) -> int:

@@ -25,7 +25,7 @@ from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.ragged import RaggedBackend
 from parallel.model.layers.rope import Rotation
 from parallel.runtime.interface import StepChoice
-from parallel.runtime.recorded_passes import MOST_ROWS, RecordedPasses
+from parallel.runtime.recorded_passes import RecordedPasses
 from parallel.speculators.eagle.config import DraftLayerConfig
 from parallel.speculators.eagle.layers import DraftLayers
 from parallel.speculators.place import SpeculatorPlace
@@ -85,7 +85,7 @@ class DraftLayerRunner(PooledRunner):
         """None where the passes of such a chain are not recorded."""
         num_steps, count = len(choice), len(seq_ids)
         like = torch.empty(0, dtype=torch.int64), any_race(), self._outputs
-        run = self._passes.chain("chain", self._choose, like, num_steps) if count <= MOST_ROWS else None
+        run = self._passes.chain("chain", self._choose, like, count, num_steps)
         if run is None:
             return None
         laid_out = lay_out(self.pool, self._pending, [Span(seq_id, num_steps) for seq_id in seq_ids])

@@ -47,9 +47,9 @@ class RecordingPolicy(Policy):
     def expect_load(self, num_running, samples):
         self.loads.append((num_running, samples))
 
-    def update(self, seen):
-        self.seen.append(seen)
-        super().update(seen)
+    def update(self, *rounds):
+        self.seen += rounds
+        super().update(*rounds)
 
     def draft_length(self, request_id, remaining):
         self.asked[request_id] = remaining

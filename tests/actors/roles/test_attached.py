@@ -21,6 +21,7 @@ from actors.protocol.messages import (
     VerifyItem,
 )
 from actors.roles.attached import AttachedDrafter
+from actors.roles.target import TargetContext
 from parallel.comm.group import SINGLE
 from tests.actors.roles.test_draft import Recorder
 from tests.parallel.conftest import on_ranks  # noqa: F401  a fixture
@@ -36,16 +37,43 @@ def proposal(request_id, tree=TREE, prefix_len=2):
     return Proposal(request_id, 5, prefix_len, 0, tree)
 
 
+class Attached(AttachedDrafter):
+    """With the texts of the target that it follows: a batch changes them before its pass, what a verdict commits comes
+    with the batch after it."""
+
+    def __init__(self):
+        super().__init__(Recorder(), SINGLE, "cpu")
+        self.contexts: dict[int, TargetContext] = {}
+        self.committed: dict[int, list[int]] = {}
+
+    def begin(self, batch):
+        super().begin(batch)
+        for request_id in batch.releases:
+            self.contexts.pop(request_id, None)
+            self.committed.pop(request_id, None)
+        for request_id, token_ids in self.committed.items():
+            self.contexts[request_id].token_ids += token_ids
+        self.committed.clear()
+        self.contexts |= {one.request_id: TargetContext(one, [*one.token_ids]) for one in batch.admits}
+
+    def commit(self, items, verdicts):
+        proposals = {item.request_id: item.proposal for item in items}
+        for one in verdicts:
+            accepted = [proposals[one.request_id].tree.token_ids[node] for node in one.path]
+            self.committed[one.request_id] = [*accepted, *one.token_ids]
+
+
 @pytest.fixture
 def attached():
-    return AttachedDrafter(Recorder(), SINGLE, "cpu")
+    return Attached()
 
 
 def followed(attached, batch, verdicts=(), features=(), top_tokens=None):
     """The drafts that leave with the verdicts."""
     answer = VerdictBatch(batch.round, verdicts, 0.0, 0.5, top_tokens=top_tokens)
-    after = attached.follow(batch, answer, features)
+    after = attached.follow(batch, answer, features, attached.contexts)
     assert after == replace(answer, drafts=after.drafts, top_tokens=None), "all else is the target's"
+    attached.commit(batch.items, verdicts)
     return after.drafts
 
 
@@ -82,14 +110,29 @@ def test_a_draft_follows_the_accepted_path_and_the_target_s_own_token(attached):
 
 
 def test_text_of_rounds_without_orders_is_sent_with_the_next_one(attached):
-    drafted(attached, VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2),)), Verdict(1, 5, 2, (), (6,)))
-    for number, token in ((2, 7), (3, 8)):
-        quiet = VerifyBatch(number, items=(VerifyItem(1, 1),))
-        assert drafted(attached, quiet, Verdict(1, 5, number + 1, (), (token,))) == (None, [])
-    assert attached.role.contexts[1].token_ids == [3, 4, 6]
-    drafts, heard = drafted(attached, VerifyBatch(4, items=(VerifyItem(1, 1, None, 2),)), Verdict(1, 5, 5, (), (9,)))
-    assert drafts == {1: 2} and heard == [("observe", 1, (3, 4, 6), ()), ("propose", (1, 2))]
-    assert attached.role.contexts[1].token_ids == [3, 4, 6, 7, 8, 9]
+    first = VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2, None, 3),))
+    assert drafted(attached, first, Verdict(1, 5, 2, (), (4,)))[0] == {1: 3}
+    verified = VerifyBatch(2, items=(VerifyItem(1, 1, proposal(1, prefix_len=3)),))
+    assert drafted(attached, verified, Verdict(1, 5, 3, (2, 3), (6,))) == (None, [])
+    quiet = VerifyBatch(3, items=(VerifyItem(1, 1),))
+    assert drafted(attached, quiet, Verdict(1, 5, 6, (), (7,))) == (None, [])
+    assert attached.role.contexts[1].token_ids == [3, 4, 4]
+    drafts, heard = drafted(attached, VerifyBatch(4, items=(VerifyItem(1, 1, None, 2),)), Verdict(1, 5, 7, (), (5,)))
+    assert drafts == {1: 2} and heard == [("observe", 1, (3, 4, 4), (2, 3)), ("propose", (1, 2))]
+    assert attached.role.contexts[1].token_ids == [3, 4, 4, 8, 9, 6, 7, 5]
+    drafts, heard = drafted(attached, VerifyBatch(5, items=(VerifyItem(1, 1, None, 1),)), Verdict(1, 5, 8, (), (6,)))
+    assert heard[0] == ("observe", 1, (3, 4, 4, 8, 9, 6, 7, 5), ()), "of each draft it hears once"
+
+
+def test_nothing_is_done_for_the_drafter_until_something_is_ordered(attached):
+    """Requests that come and go while decoding is plain: none of their texts is followed token by token."""
+    drafted(attached, VerifyBatch(1, (admit(1), admit(2)), items=(VerifyItem(1, 2), VerifyItem(2, 2))))
+    attached.role.answer = attached._note_texts = None  # called by nothing
+    for number in range(2, 40):
+        items = (VerifyItem(1, 1),) if number > 20 else (VerifyItem(1, 1), VerifyItem(2, 1))
+        batch = VerifyBatch(number, releases=(2,) if number == 21 else (), items=items)
+        verdicts = [Verdict(item.request_id, 5, number, (), (number,)) for item in items]
+        assert drafted(attached, batch, *verdicts) == (None, [])
 
 
 @pytest.mark.parametrize(("max_tokens", "length"), [(9, 4), (6, 4), (5, 3), (4, 2), (3, 1), (2, 0), (1, 0)])
@@ -97,8 +140,8 @@ def test_no_more_is_drafted_than_may_be_emitted(attached, max_tokens, length):
     """One token was emitted; the target adds one to the last draft."""
     batch = VerifyBatch(1, (admit(1, max_tokens=max_tokens),), items=(VerifyItem(1, 2, None, 4),))
     drafts, _ = drafted(attached, batch, Verdict(1, 5, 2, (), (6,)))
-    assert drafts == ({1: length} if length else {})
-    again = AttachedDrafter(Recorder(), SINGLE, "cpu")
+    assert drafts == ({1: length} if length else None)
+    again = Attached()
     known = VerifyBatch(1, (admit(1, max_tokens=max_tokens),))
     drafted(again, known)
     drafts, _ = drafted(again, VerifyBatch(2, items=(VerifyItem(1, 2, None, 4),)), Verdict(1, 5, 2, (), (6,)))
@@ -116,25 +159,26 @@ def test_texts_are_read_where_the_batch_says_so(attached):
 
 
 def test_requests_that_end_are_released_once_and_unheard_ones_never(attached):
-    drafted(attached, VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2),)), Verdict(1, 5, 2, (), (6,)))
+    drafted(attached, VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2, None, 1),)), Verdict(1, 5, 2, (), (6,)))
     drafted(attached, VerifyBatch(2, items=(VerifyItem(1, 1),)), Verdict(1, 5, 3, (), (7,)))
     attached.begin(VerifyBatch(3, (admit(2), admit(3, drafter="none"))))
-    drafts, heard = drafted(attached, VerifyBatch(4, releases=(1, 2, 3)))
-    assert (drafts, heard) == ({}, [("release", 1)]) and not attached.role.contexts
-    assert drafted(attached, VerifyBatch(5)) == (None, [])
+    assert drafted(attached, VerifyBatch(4, releases=(1, 2, 3))) == (None, [])
     again = VerifyBatch(6, (admit(1, epoch=6),), items=(VerifyItem(1, 2, None, 1),))
     drafts, heard = drafted(attached, again, Verdict(1, 6, 2, (), (9,)))
-    assert heard[1] == ("observe", 1, (3, 4), ()) and attached.role.contexts[1].token_ids == [3, 4, 9], (
-        "nothing of its former life"
-    )
+    assert drafts == {1: 1} and heard[:3] == [("release", 1), ("open", 1, (3, 4)), ("observe", 1, (3, 4), ())]
+    assert attached.role.contexts[1].token_ids == [3, 4, 9], "nothing of its former life"
+    following = VerifyBatch(7, items=(VerifyItem(1, 1, None, 1),))
+    assert [one[0] for one in drafted(attached, following, Verdict(1, 6, 3, (), (5,)))[1]] == ["observe", "propose"]
 
 
 def test_verdicts_of_requests_it_does_not_follow_or_that_end_are_left_out(attached):
-    batch = VerifyBatch(
-        1, (admit(1), admit(2, drafter="none")), items=(VerifyItem(1, 2, None, 4), VerifyItem(2, 2, None, 4))
-    )
-    drafts, heard = drafted(attached, batch, Verdict(1, 5, 2, (), (), none_follows=True), Verdict(2, 5, 2, (), (6,)))
-    assert (drafts, heard) == ({}, [("open", 1, (3, 4))])
+    numbers = 1, 2, 3
+    items = tuple([VerifyItem(number, 2, None, 4) for number in numbers])
+    batch = VerifyBatch(1, (admit(1), admit(2, drafter="none"), admit(3)), items=items)
+    ends, *go_on = Verdict(1, 5, 2, (), (), none_follows=True), Verdict(2, 5, 2, (), (6,)), Verdict(3, 5, 2, (), (6,))
+    drafts, heard = drafted(attached, batch, ends, *go_on)
+    assert drafts == {3: 4}
+    assert heard[:3] == [("open", 1, (3, 4)), ("open", 3, (3, 4)), ("observe", 3, (3, 4), ())]
 
 
 def test_top_tokens_and_features_reach_the_drafter(attached):

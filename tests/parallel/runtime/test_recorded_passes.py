@@ -13,7 +13,6 @@ from parallel.kv.pass_plan import Span
 from parallel.kv.row_limits import ChunkLimits
 from parallel.model.layer_plan import LayerPlan
 from parallel.runtime import recorded_passes
-from parallel.runtime.recorded_passes import MOST_ROWS
 from parallel.runtime.row_policies import ChunkRows
 from parallel.runtime.runner import ModelRunner, open_model
 from parallel.runtime.weight_update import update_weights
@@ -24,6 +23,8 @@ from tests.parallel.runtime.test_weight_update import FEW_EXPERTS
 
 pytestmark = pytest.mark.skipif(not has_attention(), reason="no compiler")
 
+MOST_ROWS = 64
+"""Rows of a pass that is recorded, here."""
 WAYS = {
     "float32": {},
     "bfloat16": {"dtype": torch.bfloat16},
@@ -53,6 +54,7 @@ def runs(monkeypatch):
 
     monkeypatch.setattr(Steps, "run", counted)
     monkeypatch.setattr(recorded_passes, "WORTH_RECORDING", 1)
+    monkeypatch.setattr(recorded_passes, "MOST_ROWS", MOST_ROWS)
     return seen
 
 
@@ -90,6 +92,24 @@ def test_every_family_has_the_bits_of_its_layers(tiny_checkpoint, runs, family, 
     found = outputs(opened(path, eager=False, dtype=dtype))
     assert runs == [5, 5, 5, MOST_ROWS, 1]
     assert_equal(found, outputs(opened(path, eager=True, dtype=dtype)))
+
+
+def test_the_largest_pass_that_is_recorded_leaves_nothing_to_a_small_one(tiny_checkpoint, monkeypatch):
+    """Passes of all sizes fill the same memory."""
+    monkeypatch.setattr(recorded_passes, "WORTH_RECORDING", 1)
+    found, runs, run = [], [], Steps.run
+    monkeypatch.setattr(Steps, "run", lambda steps, *times: (runs.append(times[0][0]), run(steps, *times)))
+    sizes = recorded_passes.MOST_ROWS, 1, 700, 1
+    for eager in (False, True):
+        model = open_model(tiny_checkpoint("Llama"), num_slots=sum(sizes), backend="ragged")
+        if eager:
+            model.run_eagerly()
+        model.open("a")
+        for size in sizes:
+            found.append(model.forward([Span("a", size)], [7 * row % 97 for row in range(size)]).logits)
+            model.commit("a", range(size))
+    assert runs == [*sizes]
+    assert_equal(found[: len(sizes)], found[len(sizes) :])
 
 
 @pytest.mark.parametrize("of_target", [False, True])

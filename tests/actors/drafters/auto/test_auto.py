@@ -451,8 +451,9 @@ def test_nothing_is_weighed_against_unknown_costs_or_where_no_pass_verifies_a_dr
     table = lookups(clock)
     given = watched(table, (0, 4))
     table.context.costs, table.context.is_unverified = costs, is_unverified
-    table.drafter.propose([table.context], [4])
-    assert given[0][1] is UNMEASURED
+    (draft,) = table.drafter.propose([table.context], [4])
+    assert draft.tree.num_draft_tokens == 4
+    assert [times is UNMEASURED for _, times in given] == ([] if is_unverified else [True])
 
 
 def test_drafts_for_many_have_a_price_of_their_own(clock):
