@@ -7,7 +7,8 @@ It must not know sockets or how the engine was started.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +22,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from actors.protocol.grammar import Grammar
-from cluster.completion import EngineError
+from cluster.completion import EngineError, Piece
 from cluster.config.schema import ServerConfig
 from cluster.observability.report import versions
 from cluster.serving.admission import InFlightLimit
@@ -54,7 +55,7 @@ from cluster.serving.requests import (
     TokenizeRequest,
 )
 from cluster.serving.served_model import LONG, NO_TEXTS, ServedModel
-from cluster.serving.streams import EventStream, while_connected
+from cluster.serving.streams import EventStream, Part, while_connected
 from cluster.serving.tools import NamedTool
 from cluster.serving.tracing import RequestTracer
 
@@ -317,7 +318,7 @@ class Api:
         asked = {"includes_proposers": body.includes_proposers, "includes_tokens": body.return_token_ids}
         writer = ReplyWriter(form, *facts, logprobs, **asked)
         if body.stream:
-            return EventStream(_events(body, generation, writer), generation.close, self._timeout_s)
+            return EventStream(_Events(body, generation, writer), generation.close, self._timeout_s)
         try:
             await while_connected(request.receive, self._finish(generation))
             scored = sum([_num_scored(choice, choice.completion.logprobs) for choice in generation.choices])
@@ -335,26 +336,42 @@ class Api:
                     generation.take(index, piece)
 
 
-async def _events(body: GenerationRequest, generation: Generation, writer: ReplyWriter) -> AsyncGenerator[bytes]:
+class _Events:
     """The chunks of a stream, as many as there are at a time; a choice opens with its first piece, whose weights are
     known by then."""
-    absent = None if body.includes_usage else UNSET
-    opened = set[int]()
-    while gained := await generation.gained():
+
+    def __init__(self, body: GenerationRequest, generation: Generation, writer: ReplyWriter) -> None:
+        self._body = body
+        self._generation = generation
+        self._writer = writer
+        self._opened = set[int]()
+
+    def notify(self, looker: Callable[[], None]) -> None:
+        self._generation.notify(looker)
+
+    def look(self) -> Part | None:
+        gained = self._generation.look()
+        if not gained:
+            return None
+        is_last, choices = self._generation.is_over, self._generation.choices
+        scored = sum([_num_scored(choices[i], piece.logprobs, is_first=not piece.position) for i, piece in gained])
+        return Part(partial(self._written, gained, is_last=is_last), _SCORED * scored >= LONG, is_last)
+
+    def _written(self, gained: Sequence[tuple[int, Piece]], *, is_last: bool) -> bytes:
+        generation, writer, asks = self._generation, self._writer, self._body.usage_everywhere
+        absent = None if self._body.includes_usage else UNSET
         events = list[bytes]()
         for index, piece in gained:
             choice = generation.take(index, piece)
-            if index not in opened:
-                opened.add(index)
-                before = usage_of(generation, (choice, piece)) if body.usage_everywhere else absent
-                events.append(writer.opening(choice, piece, before))
-            usage = usage_of(generation) if body.usage_everywhere else absent
-            scored = _num_scored(choice, piece.logprobs, is_first=not piece.position)
-            events.append(await _apart(_SCORED * scored, writer.chunk, choice, piece, usage))
-        yield b"".join(events)
-    if body.includes_usage:
-        yield writer.closing(generation)
-    yield DONE
+            if index not in self._opened:
+                self._opened.add(index)
+                events.append(writer.opening(choice, piece, usage_of(generation, (choice, piece)) if asks else absent))
+            events.append(writer.chunk(choice, piece, usage_of(generation) if asks else absent))
+        if is_last:
+            if self._body.includes_usage:
+                events.append(writer.closing(generation))
+            events.append(DONE)
+        return b"".join(events)
 
 
 def _num_scored(choice: RequestedText, logprobs: Sequence[object] | None, *, is_first: bool = True) -> int:

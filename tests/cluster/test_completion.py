@@ -241,7 +241,7 @@ def test_what_is_wanted_whole_wakes_its_loop_at_its_begin_and_end(opened, tokeni
 
 def test_a_loop_that_was_closed_is_forgotten(opened, tokenizer):
     async def leave_one():
-        completion.add_waiter(asyncio.Event())
+        completion.add_waiter(asyncio.Event().set)
 
     completion, _, _ = opened()
     loop = asyncio.new_event_loop()
