@@ -381,7 +381,7 @@ class Following:
 
     def look(self) -> list[tuple[int, Piece]]:
         """(index, what it gained since the last look) of those that gained something, possibly none. Raises the
-        EngineError of the first that failed, once the others have nothing new."""
+        EngineError of the first that failed, at a look after that which found what the others had gained until then."""
         found = list[tuple[int, Piece]]()
         for index, counts in list(self._seen.items()):
             completion = self._completions[index]

@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
@@ -45,6 +45,7 @@ from cluster.serving.reply_records import (
     ModelList,
     RecentRounds,
     TokenizeReply,
+    TokenUsage,
     VersionReply,
 )
 from cluster.serving.requests import (
@@ -336,9 +337,19 @@ class Api:
                     generation.take(index, piece)
 
 
+class _Gain(NamedTuple):
+    """What a choice gained, which opens with it or not. Usage as chunks have it, before it and with it."""
+
+    choice: RequestedText
+    piece: Piece
+    opens: bool
+    usage_before: TokenUsage | UnsetType | None
+    usage: TokenUsage | UnsetType | None
+
+
 class _Events:
     """The chunks of a stream, as many as there are at a time; a choice opens with its first piece, whose weights are
-    known by then."""
+    known by then. What counts is done in the loop, what writes may be done elsewhere."""
 
     def __init__(self, body: GenerationRequest, generation: Generation, writer: ReplyWriter) -> None:
         self._body = body
@@ -350,26 +361,32 @@ class _Events:
         self._generation.notify(looker)
 
     def look(self) -> Part | None:
-        gained = self._generation.look()
-        if not gained:
+        gains = [self._count(index, piece) for index, piece in self._generation.look()]
+        if not gains:
             return None
-        is_last, choices = self._generation.is_over, self._generation.choices
-        scored = sum([_num_scored(choices[i], piece.logprobs, is_first=not piece.position) for i, piece in gained])
-        return Part(partial(self._written, gained, is_last=is_last), _SCORED * scored >= LONG, is_last)
+        scored = sum([_num_scored(one.choice, one.piece.logprobs, is_first=not one.piece.position) for one in gains])
+        is_last = self._generation.is_over
+        return Part(partial(self._written, gains, is_last=is_last), _SCORED * scored >= LONG, is_last)
 
-    def _written(self, gained: Sequence[tuple[int, Piece]], *, is_last: bool) -> bytes:
-        generation, writer, asks = self._generation, self._writer, self._body.usage_everywhere
-        absent = None if self._body.includes_usage else UNSET
-        events = list[bytes]()
-        for index, piece in gained:
-            choice = generation.take(index, piece)
-            if index not in self._opened:
-                self._opened.add(index)
-                events.append(writer.opening(choice, piece, usage_of(generation, (choice, piece)) if asks else absent))
-            events.append(writer.chunk(choice, piece, usage_of(generation) if asks else absent))
+    def _count(self, index: int, piece: Piece) -> _Gain:
+        generation, opens = self._generation, index not in self._opened
+        self._opened.add(index)
+        choice = generation.take(index, piece)
+        if not self._body.usage_everywhere:
+            absent = None if self._body.includes_usage else UNSET
+            return _Gain(choice, piece, opens, absent, absent)
+        before = usage_of(generation, (choice, piece)) if opens else UNSET
+        return _Gain(choice, piece, opens, before, usage_of(generation))
+
+    def _written(self, gains: Sequence[_Gain], *, is_last: bool) -> bytes:
+        writer, events = self._writer, list[bytes]()
+        for one in gains:
+            if one.opens:
+                events.append(writer.opening(one.choice, one.piece, one.usage_before))
+            events.append(writer.chunk(one.choice, one.piece, one.usage))
         if is_last:
             if self._body.includes_usage:
-                events.append(writer.closing(generation))
+                events.append(writer.closing(self._generation))
             events.append(DONE)
         return b"".join(events)
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -50,8 +49,7 @@ class Connection(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Events that came to be since the last look. `write` may be called in a thread, and is if it takes long."""
 
     write: Callable[[], bytes]
@@ -150,7 +148,9 @@ class EventStream(Response):
         self._is_waiting = False
 
     async def _fail(self, send: Send, error: HTTPException) -> None:
-        """End with this error."""
+        """End with this error, unless the last part went out just before it."""
+        if self._is_over:
+            return
         self._is_over = True
         await _send_part(send, b"data: " + body_of(error) + b"\n\n", is_last=True)
 
