@@ -2,9 +2,10 @@
 
 One engine in this process, always drafting, completes the same prompts `--turns` times by `Engine.submit` and over
 HTTP, as streams or `--whole`, in turn, each time without known rows. The clients of HTTP are one process more, which
-only keeps what it reads until the clock has stopped. Prints tokens/s, CPU time a token of the engine's process, the
-server in it, of the server's own thread, of the thread that receives tokens, and of the clients, and the ratios turn by
-turn. Exit code 1 if a text differed.
+only keeps what it reads until the clock has stopped; with `--client sockets` it has no event loop, and with `asleep` it
+does not wake before a reply has ended, so that what is left of the cost is the server's. Prints tokens/s, CPU time a
+token of the engine's process, the server in it, of the server's own thread, of the thread that receives tokens, and of
+the clients, and the ratios turn by turn. Exit code 1 if a text differed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import selectors
+import socket
 import subprocess
 import sys
 import threading
@@ -110,9 +113,9 @@ def _cpu_by_thread() -> dict[str, float]:
 
 
 @contextmanager
-def clients(port: int) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+def clients(port: int, kind: str) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
     """A process that sends the requests it is given, and answers with their texts and times."""
-    command = [sys.executable, "-P", __file__, "--clients-of", str(port)]
+    command = [sys.executable, "-P", __file__, "--clients-of", str(port), "--client", kind]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -130,31 +133,74 @@ def clients(port: int) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
         process.wait()
 
 
-def be_clients(port: int) -> None:
+def be_clients(port: int, kind: str) -> None:
     """The process of `clients`."""
+    ask_all = CLIENTS[kind]
     for line in sys.stdin:
         asked = json.loads(line)
         wall, cpu = time.monotonic(), time.process_time()
-        replies = asyncio.run(ask_all(port, asked["bodies"], asked["streams"]))
+        replies = ask_all(port, asked["bodies"], asked["streams"])
         times = {"wall": time.monotonic() - wall, "cpu": time.process_time() - cpu}
         sys.stdout.write(json.dumps({"texts": list(map(text_of, replies)), **times}) + "\n")
         sys.stdout.flush()
 
 
-async def ask_all(port: int, bodies: Sequence[dict[str, Any]], streams: int) -> list[bytes]:
+def ask_by_loop(port: int, bodies: Sequence[dict[str, Any]], streams: int) -> list[bytes]:
     """The replies, with so many requests at a time, each on a connection of its own."""
+    return asyncio.run(_ask_by_loop(port, bodies, streams))
+
+
+async def _ask_by_loop(port: int, bodies: Sequence[dict[str, Any]], streams: int) -> list[bytes]:
     left, replies = iter(bodies), list[bytes]()
 
     async def client() -> None:
         for body in left:
-            content = json.dumps(body).encode()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(HEAD.format(len(content)).encode() + content)
+            writer.write(_request(body))
             replies.append(await reader.read())
             writer.close()
 
     await asyncio.gather(*(client() for _ in range(streams)))
     return replies
+
+
+def ask_by_sockets(port: int, bodies: Sequence[dict[str, Any]], streams: int, *, least_read: int = 1) -> list[bytes]:
+    """As `ask_by_loop`, with nothing between this and the sockets; it wakes for so many bytes, or an end."""
+    left, replies = iter(bodies), list[bytes]()
+    with selectors.DefaultSelector() as selector:
+
+        def start() -> None:
+            if (body := next(left, None)) is not None:
+                connection = socket.create_connection(("127.0.0.1", port))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least_read)
+                connection.sendall(_request(body))
+                selector.register(connection, selectors.EVENT_READ, list[bytes]())
+
+        for _ in range(streams):
+            start()
+        while selector.get_map():
+            for key, _ in selector.select():
+                assert isinstance(key.fileobj, socket.socket)
+                if part := key.fileobj.recv(1 << 20):
+                    key.data.append(part)
+                else:
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+                    replies.append(b"".join(key.data))
+                    start()
+    return replies
+
+
+def _request(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    return HEAD.format(len(content)).encode() + content
+
+
+CLIENTS = {
+    "loop": ask_by_loop,
+    "sockets": ask_by_sockets,
+    "asleep": partial(ask_by_sockets, least_read=1 << 20),
+}
 
 
 def text_of(reply: bytes) -> str:
@@ -176,7 +222,7 @@ def compare(options: argparse.Namespace) -> bool:
         service = HttpService(engine, config)
         server = HttpServer(service.application, bind("127.0.0.1", 0))
         try:
-            with clients(server.port) as ask:
+            with clients(server.port, options.client) as ask:
                 for streams in options.streams:
                     asked = [prompts[number % len(prompts)] for number in range(streams * options.each)]
                     ways = partial(by_api, engine, asked), partial(by_http, ask, not options.whole, asked)
@@ -233,12 +279,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="of each completion")
     parser.add_argument("--each", type=int, default=4, help="completions of each stream, one after the other")
     parser.add_argument("--whole", action="store_true", help="replies that are not streamed")
+    parser.add_argument("--client", choices=CLIENTS, default="loop")
     parser.add_argument("--prompts", default=str(pocket.PROMPTS))
     parser.add_argument("--limit", type=int, default=0, help="prompts of the file; 0: all")
     parser.add_argument("--clients-of", type=int, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args()
     if options.clients_of:
-        be_clients(options.clients_of)
+        be_clients(options.clients_of, options.client)
     else:
         sys.exit(not compare(options))
 
