@@ -412,7 +412,7 @@ class Following:
 
 
 def _nothing() -> None:
-    """For what comes after one has left."""
+    """Takes the place of a looker that has left."""
 
 
 async def follow(completions: Sequence[Completion]) -> AsyncGenerator[tuple[int, Piece]]:

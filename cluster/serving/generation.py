@@ -59,7 +59,7 @@ class Generation:
         self._following.notify(looker)
 
     def look(self) -> list[tuple[int, Piece]]:
-        """As `gained`, of what is there by now, possibly nothing."""
+        """What `gained` would wait for, as far as it is there by now, possibly nothing."""
         return self._following.look()
 
     @property

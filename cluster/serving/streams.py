@@ -40,8 +40,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class Connection(Protocol):
-    """How the client is connected."""
+class FlowState(Protocol):
+    """Whether the client reads what it is sent."""
 
     @property
     def is_full(self) -> bool:
@@ -114,7 +114,7 @@ class EventStream(Response):
         except EngineError as error:
             await self._fail(send, engine_failure(error))
 
-    def _send_at_once(self, send: Send, connection: Connection) -> None:
+    def _send_at_once(self, send: Send, connection: FlowState) -> None:
         """Called in the loop: sends what came, or lets the task do what has to wait."""
         if self._is_waiting or self._is_over or self._due.is_set() or connection.is_full:
             self._due.set()
