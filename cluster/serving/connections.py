@@ -87,7 +87,7 @@ class BoundedConnection(HttpToolsProtocol):
         return self.flow.write_paused
 
     def on_headers_complete(self) -> None:
-        self.scope["state"]["connection"] = self
+        self.scope.setdefault("state", {})["connection"] = self
         self._num_unread = self._num_chunks = 0
         self._limit.idle.pop(self, None)
         if self._reading is not None:

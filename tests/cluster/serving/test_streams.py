@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
+from starlette.types import Message
 
 from cluster.completion import EngineError
 from cluster.serving.streams import EventStream, Part
@@ -56,6 +57,11 @@ class Scripted:
         if message["type"] == "http.response.body":
             self.sent.append((message["body"], not message["more_body"]))
 
+    async def receive(self) -> Message:
+        """The client stays."""
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
     def close(self) -> None:
         self.num_closed += 1
 
@@ -83,7 +89,7 @@ async def streaming(timeout_s: float = 60.0):
     script = Scripted()
     stream = EventStream(script, script.close, timeout_s)
     state = {"send": script.send, "connection": script}
-    task = asyncio.ensure_future(stream({"type": "http", "state": state}, asyncio.Event().wait, script.send))
+    task = asyncio.ensure_future(stream({"type": "http", "state": state}, script.receive, script.send))
     while script.looker is None:
         await asyncio.sleep(0)
     yield script, task
