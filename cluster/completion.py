@@ -116,7 +116,7 @@ class Completion:
         self._error: str | None = None
         self._abort = abort
         self._changed = threading.Condition()
-        self._waiters: list[tuple[_LoopWaker, Callable[[], None], bool]] = []
+        self._waiters: list[tuple[_LoopWaker, asyncio.Event, bool]] = []
 
     @property
     def text(self) -> str:
@@ -243,15 +243,15 @@ class Completion:
         end = piece.position + len(piece.token_ids)
         return [(min(num, end), text) for num, (text, _) in enumerate(self.token_texts(piece), piece.position + 1)]
 
-    def add_waiter(self, waiter: Callable[[], None], *, of_parts: bool = True) -> None:
-        """Call `waiter`, in the loop that runs here, whenever this completion has grown or ended; without `of_parts`
-        only when it has begun and ended. It must not raise."""
+    def add_waiter(self, waiter: asyncio.Event, *, of_parts: bool = True) -> None:
+        """Set `waiter`, in the loop that runs here, whenever this completion grows or ends; without `of_parts` only
+        when it begins and ends."""
         with self._changed:
             self._waiters = [*self._waiters, (_LoopWaker.of_this_loop(), waiter, of_parts)]
 
-    def remove_waiter(self, waiter: Callable[[], None]) -> None:
+    def remove_waiter(self, waiter: asyncio.Event) -> None:
         with self._changed:
-            self._waiters = [entry for entry in self._waiters if entry[1] != waiter]
+            self._waiters = [entry for entry in self._waiters if entry[1] is not waiter]
 
     @property
     def has_failed(self) -> bool:
@@ -309,14 +309,14 @@ class Completion:
 
 
 class _LoopWaker:
-    """Calls waiters in one loop, from other threads. A round brings tokens for many requests: one wake-up of the loop,
+    """Sets events of one loop from other threads. A round brings tokens for many requests: one wake-up of the loop,
     which is a write to a pipe and a read, is enough for all that are due when it comes."""
 
     _known: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopWaker]] = WeakKeyDictionary()
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = ref(loop)
-        self._due: list[Callable[[], None]] = []
+        self._due: list[asyncio.Event] = []
         self._lock = threading.Lock()
 
     @staticmethod
@@ -324,7 +324,7 @@ class _LoopWaker:
         loop = asyncio.get_running_loop()
         return _LoopWaker._known.setdefault(loop, _LoopWaker(loop))
 
-    def wake(self, waiter: Callable[[], None]) -> None:
+    def wake(self, waiter: asyncio.Event) -> None:
         with self._lock:
             self._due.append(waiter)
             if len(self._due) > 1:
@@ -332,18 +332,18 @@ class _LoopWaker:
         loop = self._loop()
         try:
             if loop is not None:
-                loop.call_soon_threadsafe(self._call_due)
+                loop.call_soon_threadsafe(self._set_due)
         except RuntimeError:
             loop = None
         if loop is None:  # it was closed with an iterator left in it
             with self._lock:
                 self._due.clear()
 
-    def _call_due(self) -> None:
+    def _set_due(self) -> None:
         with self._lock:
             due, self._due = self._due, []
         for waiter in due:
-            waiter()
+            waiter.set()
 
 
 class Following:
@@ -355,40 +355,27 @@ class Following:
         self._seen: dict[int, tuple[int, int]] = dict.fromkeys(range(len(completions)), (0, 0))  # tokens and texts
         self._changed = asyncio.Event()
         self._changed.set()  # they may have begun
-        self._notify: Callable[[], None] = self._changed.set
         for completion in completions:
-            completion.add_waiter(self._note, of_parts=of_parts)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the ends of all were found."""
-        return not self._seen
-
-    def notify(self, looker: Callable[[], None]) -> None:
-        """Call this from now on whenever there is something to `look` for, and once now; nothing waits for `gained`
-        then. It must not raise."""
-        self._notify = looker
-        looker()
+            completion.add_waiter(self._changed, of_parts=of_parts)
 
     async def gained(self) -> list[tuple[int, Piece]]:
-        """What `look` finds, once there is something; empty after the ends of all. Raises as `look`."""
+        """(index, what it gained since the last call) of those that gained something, once one has; empty after the
+        ends of all. Raises the EngineError of the first that failed."""
         while self._seen:
             await self._changed.wait()
             self._changed.clear()
-            if found := self.look():
+            if found := self._look():
                 return found
         return []
 
-    def look(self) -> list[tuple[int, Piece]]:
-        """(index, what it gained since the last look) of those that gained something, possibly none. Raises the
-        EngineError of the first that failed, at a look after that which found what the others had gained until then."""
+    def _look(self) -> list[tuple[int, Piece]]:
         found = list[tuple[int, Piece]]()
         for index, counts in list(self._seen.items()):
             completion = self._completions[index]
             piece, *now = completion.piece_since(*counts)
             if piece.finish_reason is not None:
                 if found and completion.has_failed:  # what the others gained comes first; the next look raises
-                    asyncio.get_running_loop().call_soon(self._note)
+                    self._changed.set()
                     return found
                 completion.check()
                 del self._seen[index]
@@ -401,18 +388,10 @@ class Following:
 
     def leave(self) -> None:
         """Abort those that still run."""
-        self._notify = _nothing
         for completion in self._completions:
-            completion.remove_waiter(self._note)
+            completion.remove_waiter(self._changed)
             if not completion.finished:
                 completion.abort()
-
-    def _note(self) -> None:
-        self._notify()
-
-
-def _nothing() -> None:
-    """Takes the place of a looker that has left."""
 
 
 async def follow(completions: Sequence[Completion]) -> AsyncGenerator[tuple[int, Piece]]:

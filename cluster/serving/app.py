@@ -7,22 +7,21 @@ It must not know sockets or how the engine was started.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from actors.protocol.grammar import Grammar
-from cluster.completion import EngineError, Piece
+from cluster.completion import EngineError
 from cluster.config.schema import ServerConfig
 from cluster.observability.report import versions
 from cluster.serving.admission import InFlightLimit
@@ -45,7 +44,6 @@ from cluster.serving.reply_records import (
     ModelList,
     RecentRounds,
     TokenizeReply,
-    TokenUsage,
     VersionReply,
 )
 from cluster.serving.requests import (
@@ -56,7 +54,7 @@ from cluster.serving.requests import (
     TokenizeRequest,
 )
 from cluster.serving.served_model import LONG, NO_TEXTS, ServedModel
-from cluster.serving.streams import EventStream, Part, while_connected
+from cluster.serving.streams import EventStream, while_connected
 from cluster.serving.tools import NamedTool
 from cluster.serving.tracing import RequestTracer
 
@@ -319,7 +317,7 @@ class Api:
         asked = {"includes_proposers": body.includes_proposers, "includes_tokens": body.return_token_ids}
         writer = ReplyWriter(form, *facts, logprobs, **asked)
         if body.stream:
-            return EventStream(_Events(body, generation, writer), generation.close, self._timeout_s)
+            return EventStream(_events(body, generation, writer), generation.close, self._timeout_s)
         try:
             await while_connected(request.receive, self._finish(generation))
             scored = sum([_num_scored(choice, choice.completion.logprobs) for choice in generation.choices])
@@ -337,58 +335,26 @@ class Api:
                     generation.take(index, piece)
 
 
-class _Gain(NamedTuple):
-    """What a choice gained, which opens with it or not. Usage as chunks have it, before it and with it."""
-
-    choice: RequestedText
-    piece: Piece
-    opens: bool
-    usage_before: TokenUsage | UnsetType | None
-    usage: TokenUsage | UnsetType | None
-
-
-class _Events:
+async def _events(body: GenerationRequest, generation: Generation, writer: ReplyWriter) -> AsyncGenerator[bytes]:
     """The chunks of a stream, as many as there are at a time; a choice opens with its first piece, whose weights are
-    known by then. What counts is done in the loop, what writes may be done elsewhere."""
-
-    def __init__(self, body: GenerationRequest, generation: Generation, writer: ReplyWriter) -> None:
-        self._body = body
-        self._generation = generation
-        self._writer = writer
-        self._opened = set[int]()
-
-    def notify(self, looker: Callable[[], None]) -> None:
-        self._generation.notify(looker)
-
-    def look(self) -> Part | None:
-        gains = [self._count(index, piece) for index, piece in self._generation.look()]
-        if not gains:
-            return None
-        scored = sum([_num_scored(one.choice, one.piece.logprobs, is_first=not one.piece.position) for one in gains])
-        is_last = self._generation.is_over
-        return Part(partial(self._written, gains, is_last=is_last), _SCORED * scored >= LONG, is_last)
-
-    def _count(self, index: int, piece: Piece) -> _Gain:
-        generation, opens = self._generation, index not in self._opened
-        self._opened.add(index)
-        choice = generation.take(index, piece)
-        if not self._body.usage_everywhere:
-            absent = None if self._body.includes_usage else UNSET
-            return _Gain(choice, piece, opens, absent, absent)
-        before = usage_of(generation, (choice, piece)) if opens else UNSET
-        return _Gain(choice, piece, opens, before, usage_of(generation))
-
-    def _written(self, gains: Sequence[_Gain], *, is_last: bool) -> bytes:
-        writer, events = self._writer, list[bytes]()
-        for one in gains:
-            if one.opens:
-                events.append(writer.opening(one.choice, one.piece, one.usage_before))
-            events.append(writer.chunk(one.choice, one.piece, one.usage))
-        if is_last:
-            if self._body.includes_usage:
-                events.append(writer.closing(self._generation))
-            events.append(DONE)
-        return b"".join(events)
+    known by then."""
+    absent = None if body.includes_usage else UNSET
+    opened = set[int]()
+    while gained := await generation.gained():
+        events = list[bytes]()
+        for index, piece in gained:
+            choice = generation.take(index, piece)
+            if index not in opened:
+                opened.add(index)
+                before = usage_of(generation, (choice, piece)) if body.usage_everywhere else absent
+                events.append(writer.opening(choice, piece, before))
+            usage = usage_of(generation) if body.usage_everywhere else absent
+            scored = _num_scored(choice, piece.logprobs, is_first=not piece.position)
+            events.append(await _apart(_SCORED * scored, writer.chunk, choice, piece, usage))
+        yield b"".join(events)
+    if body.includes_usage:
+        yield writer.closing(generation)
+    yield DONE
 
 
 def _num_scored(choice: RequestedText, logprobs: Sequence[object] | None, *, is_first: bool = True) -> int:

@@ -81,13 +81,7 @@ class BoundedConnection(HttpToolsProtocol):
         if (self._num_unread > _MOST_UNREAD or self._num_chunks > _MOST_CHUNKS) and not self.transport.is_closing():
             self._refuse()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether what is sent waits until the client has read some of what it was sent before."""
-        return self.flow.write_paused
-
     def on_headers_complete(self) -> None:
-        self.scope.setdefault("state", {})["connection"] = self
         self._num_unread = self._num_chunks = 0
         self._limit.idle.pop(self, None)
         if self._reading is not None:

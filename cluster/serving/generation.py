@@ -54,19 +54,6 @@ class Generation:
         """(index of a choice, what it gained) for each `take`, once there is something; empty after the ends of all."""
         return await self._following.gained()
 
-    def notify(self, looker: Callable[[], None]) -> None:
-        """Call this, in this loop, whenever there is something to `look` for, and once now. It must not raise."""
-        self._following.notify(looker)
-
-    def look(self) -> list[tuple[int, Piece]]:
-        """What `gained` would wait for, as far as it is there by now, possibly nothing."""
-        return self._following.look()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the ends of all choices were found."""
-        return self._following.is_over
-
     def take(self, index: int, piece: Piece) -> RequestedText:
         """Count what this choice gained."""
         choice = self.choices[index]

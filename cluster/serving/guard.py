@@ -43,7 +43,7 @@ def open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 class Guard:
     """Around `app`: replies carry the request's X-Request-Id or one made here, which `scope["state"]` holds too, beside
-    the server's own `send` and `connection`. A path may end with a slash."""
+    the server's own `send`. A path may end with a slash."""
 
     def __init__(self, app: ASGIApp, keys: Collection[str], max_body: int) -> None:
         self._app = app

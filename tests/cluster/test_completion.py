@@ -221,52 +221,6 @@ def test_a_round_wakes_an_event_loop_once(opened, tokenizer, monkeypatch):
     asyncio.run(rounds())
 
 
-def test_a_looker_is_called_in_the_wake_up_itself(opened, tokenizer):
-    """Not in a task that this wakes in turn: the next step of the loop would come after the cores' next pass."""
-
-    async def rounds():
-        completions = [opened()[0] for _ in range(3)]
-        following, found = Following(completions), []
-        following.notify(lambda: found.append([(index, piece.text) for index, piece in following.look()]))
-        assert found == [[]], "once at first"
-        for completion in completions:
-            completion.append(Tokens(7, 0, ids(tokenizer, "c")))
-        await asyncio.sleep(0)
-        assert found == [[], [(0, "c"), (1, "c"), (2, "c")], [], []]
-        for completion in completions:
-            completion.append(Tokens(7, 1, ids(tokenizer, "d"), "length"))
-        await asyncio.sleep(0)
-        assert found[4:] == [[(0, "d"), (1, "d"), (2, "d")], [], []] and following.is_over
-        following.leave()
-        completions[0].fail("late")
-        await asyncio.sleep(0)
-        assert len(found) == 7, "one that has left is not called"
-
-    asyncio.run(rounds())
-
-
-def test_a_failure_comes_after_what_the_others_gained(opened, tokenizer):
-    async def rounds():
-        completions, found = [opened()[0] for _ in range(2)], []
-        following = Following(completions)
-
-        def look():
-            try:
-                found.append([(index, piece.text) for index, piece in following.look()])
-            except EngineError as error:
-                found.append(str(error))
-
-        following.notify(look)
-        completions[1].fail("lost")
-        completions[0].append(Tokens(7, 0, ids(tokenizer, "c")))
-        await asyncio.sleep(0)
-        assert found == [[], [(0, "c")], "lost"]
-        await asyncio.sleep(0)
-        assert found[3:] == ["lost"], "the look that was due after what the other gained"
-
-    asyncio.run(rounds())
-
-
 def test_what_is_wanted_whole_wakes_its_loop_at_its_begin_and_end(opened, tokenizer, monkeypatch):
     async def rounds():
         loop, calls, found = asyncio.get_running_loop(), [], []
@@ -287,7 +241,7 @@ def test_what_is_wanted_whole_wakes_its_loop_at_its_begin_and_end(opened, tokeni
 
 def test_a_loop_that_was_closed_is_forgotten(opened, tokenizer):
     async def leave_one():
-        completion.add_waiter(asyncio.Event().set)
+        completion.add_waiter(asyncio.Event())
 
     completion, _, _ = opened()
     loop = asyncio.new_event_loop()
