@@ -1,4 +1,4 @@
-"""Where the time of a batch goes, by kind of round: `python docs/measurements/batch_rounds.py --prompts FILE [overrides]`.
+"""Where the time of a batch goes, by kind of round: `python docs/measurements/batch_rounds.py --prompts FILE`.
 
 One engine completes the prompts with drafts and without in turn, so many at a time, and its own timeline tells of every
 round what its pass read, how long pass and drafts took, and what was between two passes. `of plain` is what the tokens
@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,20 +48,23 @@ class Sums:
 def kinds_of(spans: Iterable[Sequence[Any]]) -> dict[str, Sums]:
     """A round begins where the pass before it ended."""
     drafted: defaultdict[int, float] = defaultdict(float)
+    draft_tokens: defaultdict[int, int] = defaultdict(int)
     passes = []
     for lane, name, started, finished, facts in spans:
         if lane == "draft":
             drafted[facts["round"]] += finished - started
+            draft_tokens[facts["round"]] += facts.get("tokens", 0)
         elif lane == "target" and name in ("verify", "prefill", "decode"):
             passes.append((started, finished, name, facts))
     kinds: defaultdict[str, Sums] = defaultdict(Sums)
-    for (_, last, _, before), (started, finished, name, facts) in zip(passes, passes[1:], strict=False):
+    for (_, last, _, before), (started, finished, name, facts) in pairwise(passes):
         drafts = drafted.get(before["round"], 0.0)  # behind the pass before, on the target's ranks
         one = kinds[name + (" behind drafts" if drafts and name != "verify" else "")]
         one.rounds += 1
         one.requests += facts["requests"]
         one.tokens += facts["tokens"]
-        one.prompt_rows += facts["rows"] - facts["requests"] if name == "prefill" else 0
+        num_drafted = draft_tokens[before["round"]] if name == "verify" else 0
+        one.prompt_rows += facts["rows"] - facts["requests"] - num_drafted
         one.passes += finished - started
         one.drafts += drafts
         one.between += started - last - drafts

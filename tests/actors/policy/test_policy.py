@@ -464,7 +464,9 @@ def test_rounds_that_are_learned_from_together_are_decided_for_once(monkeypatch,
         assert policy.mode is Mode.rest and policy.may_learn_later
         policy._decision.budget = -50.0  # no trial begins within the rounds below
         decide = policy._decide
-        monkeypatch.setattr(policy, "_decide", lambda *given, decide=decide: (decided.append(given[-1]), decide(*given)))
+        monkeypatch.setattr(
+            policy, "_decide", lambda *given, decide=decide: (decided.append(given[-1]), decide(*given))
+        )
         for _ in range(40 // number):
             outcomes = [DraftOutcome(i, 0, ()) for i in range(num_running)]
             load = num_running, num_running, 100.0, num_running, 0
