@@ -469,7 +469,7 @@ def test_rounds_that_are_learned_from_together_are_decided_for_once(monkeypatch,
         )
         for _ in range(40 // number):
             outcomes = [DraftOutcome(i, 0, ()) for i in range(num_running)]
-            load = num_running, num_running, 100.0, num_running, 0
+            load = num_running, 100.0, num_running, 0
             policy.update(*[RoundObservation(0.01, 0.01, 0.0, *load, outcomes) for _ in range(number)])
     assert decided == [1] * 40 + [4] * 10
     one, four = policies[1], policies[4]
