@@ -452,3 +452,28 @@ def test_prompts_that_are_read_in_every_round_do_not_hide_what_drafts_cost():
     one = policy._decision.estimates[Decoding.in_turn]
     assert one.seconds == pytest.approx(0.2, rel=0.1)
     assert policy._decision.estimates[Decoding.plain].seconds == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("num_running", [1, 16])
+def test_rounds_that_are_learned_from_together_are_decided_for_once(monkeypatch, num_running):
+    """At rest four rounds teach and earn what they do one by one, and what follows from them is computed once."""
+    policies, decided = {}, []
+    for number in (1, 4):
+        policy = policies[number] = AdaptivePolicy("sync", 0, LONGEST, scores=True)
+        played(policy, num_running, 20, (1.5e-3, 0.0))
+        assert policy.mode is Mode.rest and policy.may_learn_later
+        policy._decision.budget = -50.0  # no trial begins within the rounds below
+        decide = policy._decide
+        monkeypatch.setattr(
+            policy, "_decide", lambda *given, decide=decide: (decided.append(given[-1]), decide(*given))
+        )
+        for _ in range(40 // number):
+            outcomes = [DraftOutcome(i, 0, ()) for i in range(num_running)]
+            load = num_running, 100.0, num_running, 0
+            policy.update(*[RoundObservation(0.01, 0.01, 0.0, *load, outcomes) for _ in range(number)])
+    assert decided == [1] * 40 + [4] * 10
+    one, four = policies[1], policies[4]
+    assert one.mode is four.mode is Mode.rest
+    assert one._decision.budget == pytest.approx(four._decision.budget, abs=0.02)
+    assert one._load.plain.mean_s == pytest.approx(four._load.plain.mean_s)
+    assert one._until_scoring == four._until_scoring
