@@ -47,10 +47,12 @@ class SeparatePort(DrafterPort):
         self._top_tokens: deque[TopTokens] = deque(maxlen=_MOST_UNSENT)
         self._read_chunk = read_chunk
         self._last_read = first_round  # the last round whose batch held text to read
+        self._noted: dict[int, PendingOrder] = {}  # batches of drafts that were read off previews, by round
 
     def lose(self, sequences: Collection[Sequence]) -> None:
         self.is_present, self.pending, self._outbox = False, None, Outbox()
         self._top_tokens.clear()
+        self._noted.clear()
         self.scored.lose()
         for sequence in sequences:
             proposal = sequence.draft.proposal
@@ -91,7 +93,12 @@ class SeparatePort(DrafterPort):
             if sequence is not None and sequence.is_current(preview):
                 sequence.preview = PreviewTree.read(preview)
 
+    def order_of(self, batch: ProposalBatch) -> PendingOrder | None:
+        return self._noted.get(batch.round) or super().order_of(batch)
+
     def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence], now: float) -> int:
+        if self._noted.pop(batch.round, None) is not None:
+            return 0
         pending, num_stale = self.pending, 0
         assert pending is not None
         if pending.prefixes:
@@ -188,7 +195,13 @@ class SeparatePort(DrafterPort):
             return [self._scored_batch(scored, running, least_round, now)]
         if not (chosen or reading or self._is_due):
             return []
-        return [self._batch(chosen, reading, running, least_round, now)]
+        batch = self._batch(chosen, reading, running, least_round, now)
+        pending = self.pending
+        assert pending is not None
+        if pending.num_prefetched and not (pending.prefixes or pending.reads_text or batch.exports):
+            # The next order need not wait for the answer, which brings no draft: it is an exchange away.
+            self._noted[self.round], self.pending = pending, None
+        return [batch]
 
     def _scorable(self, running: Collection[Sequence]) -> Orders:
         """Sequences that may get a draft to compare with the text, and its length."""

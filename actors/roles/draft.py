@@ -143,6 +143,7 @@ class DraftRole:
         if timing is not None:
             timing.record_arrival(arrived)
             timing.streams = batch.streams
+            timing.round_s = batch.costs.round_s
         if ahead is not None:
             ahead.may_work_ahead = batch.works_ahead
         orders = self._update_contexts(batch, features)

@@ -3,8 +3,9 @@
 A pass that runs when a verdict arrives delays the answer to it, and the target idles for as long. So the drafter learns
 the interval from its answer to the next record, and puts off a pass that would run into the expected arrival until the
 record is there or is late. A preview of the prepared drafts has to leave before that, by the time it takes to arrive:
-clocks of two hosts cannot measure that time, but whether previews arrive in time shows. Times come from the caller;
-they influence speed only.
+clocks of two hosts cannot measure that time, but whether previews arrive in time shows. Of a far drafter most of the
+interval is the record's way, so its previews leave within a pass of the target. Times come from the caller; they
+influence speed only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ SPARE = 5
 """Passes between two records from which on one pass may be put off; of fewer, each brings more than it may cost."""
 
 SHOWN = 4
-"""Previews between two records, at most, where they stream: none is then older than a quarter of a round."""
+"""Previews between two records, at most, where they stream or the drafter is far away: none is then older than a quarter
+of a round."""
+FAR = 1.5
+"""Rounds of the target without drafts, in which it answers, that pass between two records of a far drafter at least."""
 
 
 class DraftAheadTiming:
@@ -33,6 +37,8 @@ class DraftAheadTiming:
         self._last_pass = (0.0, 0.0)
         self._lead_s = 0.0  # by how much earlier than before the last pass a preview leaves
         self._shown_at = -inf
+        self.round_s = 0.0
+        """Seconds of a round of the target without drafts; 0: not known."""
         self.streams = False
         """Previews are for any later verdict, so they leave all the time."""
 
@@ -58,7 +64,18 @@ class DraftAheadTiming:
             return now >= self._shown_at + self._interval.mean / SHOWN
         if self._answered_at is None:
             return False
-        return now > self._answered_at + self._interval.mean - self._pass_s.mean - self._lead_s
+        due_at = self._due_at(self._answered_at)
+        was_shown = self._is_far and self._shown_at > due_at and now < self._shown_at + self.round_s / SHOWN
+        return now > due_at and not was_shown
+
+    @property
+    def _is_far(self) -> bool:
+        return 0 < FAR * self.round_s < self._interval.mean
+
+    def _due_at(self, answered_at: float) -> float:
+        """When a preview has to leave to be there before the verdict on this answer."""
+        until_s = self.round_s if self._is_far else self._interval.mean
+        return answered_at + until_s - self._pass_s.mean - self._lead_s
 
     def record_preview(self, now: float) -> None:
         self._shown_at = now
@@ -68,7 +85,7 @@ class DraftAheadTiming:
         record."""
         if self._answered_at is None or not self._pass_s.mean:
             return 1
-        due_at = self._answered_at + self._interval.mean - self._pass_s.mean - self._lead_s
+        due_at = self._due_at(self._answered_at)
         if self.streams:
             due_at = min(due_at, self._shown_at + self._interval.mean / SHOWN)
         return max(1, int(max(0.0, due_at - now) / self._pass_s.mean))
