@@ -97,7 +97,9 @@ class SeparatePort(DrafterPort):
         return self._noted.get(batch.round) or super().order_of(batch)
 
     def receive(self, batch: ProposalBatch, sequences: Mapping[int, Sequence], now: float) -> int:
-        if self._noted.pop(batch.round, None) is not None:
+        if batch.round in self._noted:
+            if not batch.num_missing:
+                del self._noted[batch.round]
             return 0
         pending, num_stale = self.pending, 0
         assert pending is not None

@@ -73,6 +73,12 @@ PROBE_ROUNDS = 2
 """Measured rounds of plain decoding before drafts are tried."""
 PLAIN_ROUNDS = 1.5
 """Rounds of plain decoding that must be measured, less what was forgotten of them, before a trial."""
+PROOF = 1.0
+"""Standard errors of what drafts bring that a far drafter must be faster than plain decoding by, to be tried."""
+PROOF_IN_DEBT = 2.0
+"""The same once drafts that were proven so have lost more than exploration may."""
+MOST_LOST = 8.0
+"""Rounds that drafts of a far drafter may really have lost, since they began, whatever is expected of them."""
 IMMINENT = 0.97
 """Share of its weight that plain decoding may lose until the next probe is due, for it to be expected at any round."""
 
@@ -111,7 +117,16 @@ class Estimate:
     def token_error(self) -> float:
         """That of the logarithm of `tokens` alone."""
         variance = TOKEN_ERROR**2 * max(0.0, 1 / max(self.num_drafts, 1e-6) - 1 / FULL_WEIGHT)
-        return sqrt(variance + REQUEST_ERROR**2 * max(0.0, 1 / (1 + self.num_own_drafts) - 1 / FULL_WEIGHT))
+        return sqrt(variance + self._request_variance)
+
+    @property
+    def whole_token_error(self) -> float:
+        """The same with what no more drafts rid it of, since as many are forgotten."""
+        return sqrt(TOKEN_ERROR**2 / max(self.num_drafts, 1e-6) + self._request_variance)
+
+    @property
+    def _request_variance(self) -> float:
+        return REQUEST_ERROR**2 * max(0.0, 1 / (1 + self.num_own_drafts) - 1 / FULL_WEIGHT)
 
 
 Estimates = Mapping[Decoding, Estimate]
@@ -132,11 +147,15 @@ class Decision:
     is_far: bool = False
     """An exchange with the drafter takes longer than a pass, and drafts beside plain decoding show what it brings: a
     trial has to be expected to pay by that."""
+    is_too_far: bool = False
+    """An exchange takes longer than a draft of which all is accepted is worth: it would not be waited for."""
     _rounds: int = SETTLE_ROUNDS  # of the present choice
     _is_caught_up: bool = False
     _has_drafted: bool = False
     _saves_up: bool = False  # for a choice that might be better, and cannot be afforded yet
     _unpaid: float = 0.0  # rounds' worth of what was done for drafts outside of rounds, not yet taken from the budget
+    _budget_before: float = 0.0  # as drafts of a far drafter began
+    _lost: float = 0.0  # plain rounds that these have really lost since
     _gained: float = 0.0  # rounds that drafts have saved since they last came too late
 
     def __post_init__(self) -> None:
@@ -183,14 +202,25 @@ class Decision:
         self.budget = max(self.budget - min(self._unpaid - paid, MOST_CHARGED_BESIDE), least)
         self._unpaid = 0.0
 
-    def count(self, tokens: float, expected_s: float, seconds: float, estimates: Estimates | None = None) -> None:
+    def count(
+        self,
+        tokens: float,
+        expected_s: float,
+        seconds: float,
+        estimates: Estimates | None = None,
+        brought: float | None = None,
+    ) -> None:
         """A round of the present choice took so long. Rounds like it are expected to take `expected_s`, and to bring a
         request so many tokens in the mean; what the first one takes beyond that is the price of the change.
 
         `estimates` are those under the load of this round, if it is another one than the last; where they are empty,
-        since no request may be drafted for, it neither costs nor earns.
+        since no request may be drafted for, it neither costs nor earns. `brought` are the tokens that it really brought
+        a request, where they are not as many as expected.
         """
         self._rounds += 1
+        plain = self.estimates.get(Decoding.plain)
+        if self.is_far and self.choice.drafts and plain is not None and plain.is_known:
+            self._lost += min(seconds, OUTLIER * expected_s) / plain.seconds - (tokens if brought is None else brought)
         best = (self.estimates if estimates is None else estimates).get(self.best)
         if best is None or not best.is_known:
             return
@@ -233,6 +263,10 @@ class Decision:
         if self.mode is Mode.trial and self.choice is self.best:
             self._unpaid = 0.0  # the text is read for drafts that go on
         self._pay()
+        if self.is_far and self.choice.drafts and self._lost > MOST_LOST:
+            self.best = Decoding.plain
+            self._change(Decoding.plain)
+            return
         if self._rounds < _least_rounds(self.choice):
             if self.mode is Mode.rest:
                 self._await_drafts()
@@ -243,6 +277,8 @@ class Decision:
         if self.choice.drafts or (self.mode is Mode.probe and wanted.drafts):
             self._change(wanted)
         else:
+            if self.mode is Mode.probe:
+                self._pay_in_full()
             self._await_drafts()
 
     def _await_drafts(self) -> None:
@@ -264,9 +300,20 @@ class Decision:
     def _change(self, choice: Decoding) -> None:
         if choice is not self.choice:
             is_probe = self.choice.drafts and self.best.drafts
+            if choice.drafts and self.mode in (Mode.rest, Mode.catch_up):
+                self._budget_before, self._lost = self.budget, 0.0
+            elif self.choice.drafts and not choice.drafts and not is_probe:
+                self._pay_in_full()
             self.mode = Mode.speculate if choice.drafts else Mode.probe if is_probe else Mode.rest
             self.choice, self._rounds = choice, 0
         self.awaited, self._is_caught_up = None, False
+
+    def _pay_in_full(self) -> None:
+        """Drafts of a far drafter end. They were proven to pay, so most of their rounds were no exploration; where they
+        have lost time all the same, the proof was luck, and what they really lost is paid."""
+        if self.is_far:
+            self.budget = min(self.budget, self._budget_before - self._lost)
+        self._lost = 0.0
 
     def _best(self, estimates: Estimates) -> Decoding:
         known = {choice: one.log_speed for choice, one in estimates.items() if one.is_known}
@@ -299,6 +346,8 @@ class Decision:
         one, best = self.estimates[choice], self.estimates[self.best]
         if choice is self.best or (choice is self.choice and best.log_speed - one.log_speed < STAYING_LOSS):
             return True
+        if self.is_far and self.mode in (Mode.rest, Mode.catch_up):
+            return True  # where it is not risky
         if choice is self.choice or self.budget < 0:
             return self.budget >= 0
         if not one.is_known:
@@ -311,10 +360,13 @@ class Decision:
         them. Plain rounds rid the estimate of it at no cost, so no budget is spent on that."""
         if not self.is_far:
             return False
+        if self.is_too_far:
+            return True
         one, plain = self.estimates.get(choice), self.estimates.get(Decoding.plain)
         if one is None or plain is None or not one.is_known or not plain.is_known:
             return True
-        return self.budget < 0 or one.log_speed - one.token_error < plain.log_speed
+        proof = PROOF if self.budget >= 0 else PROOF_IN_DEBT
+        return one.log_speed - proof * one.whole_token_error < plain.log_speed
 
     def _upper_bound(self, choice: Decoding, fade: float) -> float:
         """Logarithm of the speed that the choice has if the error of its estimate is in its favour."""

@@ -204,8 +204,8 @@ SCORED_SHARE = 0.01
 """Share of the time that they may take."""
 FAR = 1.0
 """Target passes that an exchange with a far drafter takes at least."""
-SPARED = 0.5
-"""Share of an exchange that a round takes at best where a far drafter works ahead."""
+SPARED = 0.65
+"""Share of an exchange that a round takes where a far drafter works ahead, until it is measured."""
 LEAST_ROUND = 0.5
 """Share of a plain round that any round is expected to take, whatever prompts take of it."""
 _PROMPT_MEMORY = 0.97
@@ -337,6 +337,8 @@ class AdaptivePolicy(Policy):
     def saw_exchange(self, seconds: float, busy_s: float, longest: int) -> None:
         self._exchanges_s.append(max(0.0, seconds - busy_s))
         self._decision.is_far = self._is_far
+        most_s = self.longest_draft * self.wait.pass_s
+        self._decision.is_too_far = self._is_far and min(self._exchanges_s) > most_s
         if longest and self._is_far:
             for way in self._ways:
                 spared = SPARED if way is Decoding.ahead else 1.0
@@ -394,7 +396,10 @@ class AdaptivePolicy(Policy):
         if drafted is self._decision.choice.drafts:
             tokens, expected_s = self._expected(seen, drafted=drafted)
             took_s = seen.seconds / self._speed.factor if self._load.has_measured(self._decision.choice) else expected_s
-            self._decision.count(tokens, expected_s, took_s, estimates)
+            brought = None
+            if self._decision.is_far:
+                brought = sum([max(1, one.num_tokens) for one in seen.outcomes]) / seen.num_running
+            self._decision.count(tokens, expected_s, took_s, estimates, brought)
 
     def _choose_load(self, seen: RoundObservation) -> LoadCosts:
         """Set the load that decides, and return the one that the round shows.

@@ -359,6 +359,7 @@ class World:
         self.drafter.is_far = far
         self.answers: dict[str, deque] = {role: deque() for role in ("target", *roles)}
         self.senders: dict[int, str] = {}  # of answers, by their identity
+        self.noted: set[tuple[str, int]] = set()  # roles and rounds of batches whose drafts were all read off previews
         self.sent: list = []
         self.past: list = []
         self.lost: set[str] = set()
@@ -412,8 +413,10 @@ class World:
                 case DraftBatch():
                     role = seat_role(answer.seat)
                     assert role not in self.lost, "drafts were ordered from a drafter that is not there"
-                    out = [record for record in self.answers[role] if isinstance(record, ProposalBatch)]
-                    assert self.drafter.is_far or not out, "drafts were ordered while some are out"
+                    out = {(role, one.round) for one in self.answers[role] if isinstance(one, ProposalBatch)}
+                    assert self.drafter.is_far or out <= self.noted, "drafts were ordered while some are out"
+                    if answer.orders and all(order.prefetched is not None for order in answer.orders):
+                        self.noted.add((role, answer.round))
                     made = self.drafters[role].answer(answer)
                     self.senders |= {id(record): role for record in made}
                     self.answers[role].extend(made)

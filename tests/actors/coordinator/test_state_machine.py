@@ -197,6 +197,21 @@ def test_what_is_foreseen_is_verified_before_the_drafter_hears_of_the_verdict():
     assert stats.num_branch_hits == stats.num_branch_lookups == len(taking) == world.drafter.num_prefetched
 
 
+def test_behind_a_draft_that_was_prepared_the_next_one_is_ordered_before_the_drafter_answers():
+    """Its answer brings no draft, and is an exchange away: of a far drafter, four passes or more."""
+    request = Request(1, (3, 4), SamplingParams(max_tokens=60, ignore_eos=True))
+    world = World(random.Random(1), "branches", answers=("right",), previews=1.0)
+    world.deliver(request)
+    while not world.noted:
+        world.deliver_one()
+    assert len(world.answers["draft"]) == 2, "the answer, and a preview for the next verdict"
+    world.deliver(world.answers["target"].popleft())
+    (order,) = [batch for batch in world.sent if isinstance(batch, DraftBatch)][-1].orders
+    assert order.prefetched is None and order.num_draft_tokens and len(world.answers["draft"]) > 2
+    world.settle()
+    assert world.tokens[1] == oracle(request) and world.coordinator.stats.num_stale == 0
+
+
 @pytest.mark.parametrize("answer", ["right", "wrong", "missing"])
 def test_what_a_drafter_is_worth_shows_in_the_counters(answer):
     request = Request(1, (3, 4), SamplingParams(max_tokens=21, ignore_eos=True))

@@ -13,12 +13,14 @@ from actors.policy.decision import (
     EXPLORED_SHARE,
     FULL_WEIGHT,
     MOST_BUDGET,
+    MOST_LOST,
     NEW_COST,
     PROBE_ROUNDS,
     SETTLE_ROUNDS,
     Decision,
     Decoding,
     Estimate,
+    Estimates,
     Mode,
 )
 
@@ -307,6 +309,69 @@ def test_a_far_drafter_is_tried_only_where_drafts_beside_plain_decoding_say_that
             decision.decide(estimates)
         begins = decision.awaited is IN_TURN
         assert begins is (speed > 1 and num_drafts > 1 if is_far else speed > 1 or num_drafts == 1.0)
+
+
+@pytest.mark.parametrize("is_too_far", [False, True])
+def test_a_drafter_so_far_that_none_of_its_drafts_is_worth_the_wait_is_never_tried(is_too_far):
+    decision = Decision(PLAIN, is_far=True, is_too_far=is_too_far)
+    for _ in range(3):
+        decision.count(1.0, ROUND_S, ROUND_S)
+        decision.decide(
+            {PLAIN: Estimate(1.0, ROUND_S, 0, 10.0), IN_TURN: Estimate(9.0, 5 * ROUND_S, 8, 2.0, 30.0, 30.0)}
+        )
+    assert (decision.awaited is None) is is_too_far
+
+
+def begin_far(decision: Decision, tokens: float) -> Estimates:
+    """Drafts of a far drafter begin, and are expected to bring so many tokens in five plain rounds."""
+    estimates = {
+        PLAIN: Estimate(1.0, ROUND_S, 0, 10.0),
+        IN_TURN: Estimate(tokens, 5 * ROUND_S, 8, 10.0, 30.0, 30.0),
+    }
+    while decision.choice is PLAIN:
+        decision.count(1.0, ROUND_S, ROUND_S)
+        decision.decide(estimates)
+        decision.caught_up()
+    decision.count(tokens, 5 * ROUND_S, 5 * ROUND_S, estimates, tokens)  # the first of a process is paid by none
+    return estimates
+
+
+def test_what_drafts_of_a_far_drafter_have_lost_is_paid_in_full_and_the_next_ones_need_twice_the_proof():
+    """They look faster to the end, so no round of them is exploration; and each brings a token instead of six."""
+    decision = Decision(PLAIN, is_far=True)
+    estimates = begin_far(decision, 6.0)
+    before, lost = decision.budget, 0.0
+    while decision.choice is IN_TURN:
+        decision.decide(estimates)
+        if decision.choice is IN_TURN:
+            decision.count(6.0, 5 * ROUND_S, 5 * ROUND_S, estimates, 1.0)
+            lost += 4.0
+    assert MOST_LOST < lost < MOST_LOST + 8, "it ends, whatever is expected"
+    assert decision.mode is Mode.rest and decision.budget < before - lost + 2
+    tokens = {1.1: False, 1.2: False, 1.4: True}  # times as fast as plain decoding, of which an error of 0.11 is known
+    for speed, begins in tokens.items():
+        decision.decide(estimates | {IN_TURN: Estimate(5 * speed, 5 * ROUND_S, 8, 10.0, 30.0, 30.0)})
+        for _ in range(3):
+            decision.count(1.0, ROUND_S, ROUND_S)
+            decision.decide(estimates | {IN_TURN: Estimate(5 * speed, 5 * ROUND_S, 8, 10.0, 30.0, 30.0)})
+        assert (decision.awaited is IN_TURN) is begins
+    rested = Decision(PLAIN, is_far=True)
+    for _ in range(3):
+        rested.count(1.0, ROUND_S, ROUND_S)
+        rested.decide(estimates | {IN_TURN: Estimate(5 * 1.2, 5 * ROUND_S, 8, 10.0, 30.0, 30.0)})
+    assert rested.awaited is IN_TURN, "a negative control: without debt once is enough"
+
+
+def test_drafts_of_a_far_drafter_that_pay_leave_the_budget_as_it_is():
+    decision = Decision(PLAIN, is_far=True)
+    estimates = begin_far(decision, 8.0)
+    before = decision.budget
+    for _ in range(20):
+        decision.decide(estimates)
+        decision.count(8.0, 5 * ROUND_S, 5 * ROUND_S, estimates, 8.0)
+    for _ in range(3):
+        decision.decide(estimates | {IN_TURN: Estimate(2.0, 5 * ROUND_S, 8, 10.0, 30.0, 30.0)})
+    assert decision.choice is PLAIN and decision.budget >= before
 
 
 def test_plain_rounds_that_wait_for_the_proof_of_a_far_drafter_are_no_exploration():

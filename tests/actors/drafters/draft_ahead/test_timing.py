@@ -96,3 +96,21 @@ def test_previews_that_stream_leave_four_times_a_round():
     assert [timing.is_preview_due(now) for now in (10.9, 11.0)] == [False, True]
     timing.record_preview(11.0)
     assert not timing.is_preview_due(11.9) and timing.num_passes(12.5) == 1
+
+
+@pytest.mark.parametrize(("round_s", "due_s"), [(0.0, 3.9), (3.0, 3.9), (1.0, 0.9)])
+def test_previews_of_a_far_drafter_leave_within_a_round_of_the_target(round_s, due_s):
+    """Between the answer and the next record the target makes one pass; the rest is the way there and back."""
+    timing = DraftAheadTiming()
+    timing.record_answer(0.0)
+    timing.record_pass(0.0, 0.1)
+    timing.record_arrival(4.0)
+    timing.round_s = round_s
+    timing.record_answer(10.0)
+    assert [timing.is_preview_due(10 + due_s + off) for off in (-1e-4, 1e-4)] == [False, True]
+    assert timing.num_passes(10.0) in (round(10 * due_s) - 1, round(10 * due_s)), "up to the preview"
+    shown_at = 10 + due_s + 0.01
+    timing.record_preview(shown_at)
+    is_far = round_s == 1.0
+    assert timing.is_preview_due(shown_at + 0.1) is not is_far, "four in a round of the target at most"
+    assert timing.is_preview_due(shown_at + 0.26)
