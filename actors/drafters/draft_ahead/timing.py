@@ -21,8 +21,8 @@ SPARE = 5
 """Passes between two records from which on one pass may be put off; of fewer, each brings more than it may cost."""
 
 SHOWN = 4
-"""Previews between two records, at most, where they stream: none is then older than a quarter of a round. Of a far drafter
-so many in a round of the target."""
+"""Previews between two records, at most, where they stream: none is then older than a quarter of a round. Of a far
+drafter so many in a round of the target."""
 FAR = 1.5
 """Rounds of the target without drafts that pass between two records of a far drafter at least."""
 
