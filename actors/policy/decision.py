@@ -75,7 +75,7 @@ PLAIN_ROUNDS = 1.5
 """Rounds of plain decoding that must be measured, less what was forgotten of them, before a trial."""
 PROOF = 1.0
 """Standard errors of what drafts bring that a far drafter must be faster than plain decoding by, to be tried."""
-PROOF_IN_DEBT = 2.0
+PROOF_AFTER_LOSS = 2.0
 """The same once drafts that were proven so have lost more than exploration may."""
 MOST_LOST = 8.0
 """Rounds that drafts of a far drafter may really have lost, since they began, whatever is expected of them."""
@@ -365,7 +365,7 @@ class Decision:
         one, plain = self.estimates.get(choice), self.estimates.get(Decoding.plain)
         if one is None or plain is None or not one.is_known or not plain.is_known:
             return True
-        proof = PROOF if self.budget >= 0 else PROOF_IN_DEBT
+        proof = PROOF if self.budget >= 0 else PROOF_AFTER_LOSS
         return one.log_speed - proof * one.whole_token_error < plain.log_speed
 
     def _upper_bound(self, choice: Decoding, fade: float) -> float:

@@ -359,7 +359,7 @@ def test_what_drafts_of_a_far_drafter_have_lost_is_paid_in_full_and_the_next_one
     for _ in range(3):
         rested.count(1.0, ROUND_S, ROUND_S)
         rested.decide(estimates | {IN_TURN: Estimate(5 * 1.2, 5 * ROUND_S, 8, 10.0, 30.0, 30.0)})
-    assert rested.awaited is IN_TURN, "a negative control: without debt once is enough"
+    assert rested.awaited is IN_TURN, "a negative control: where nothing was lost once is enough"
 
 
 def test_drafts_of_a_far_drafter_that_pay_leave_the_budget_as_it_is():
