@@ -20,7 +20,6 @@ from actors.policy.decision import (
     Decision,
     Decoding,
     Estimate,
-    Estimates,
     Mode,
 )
 
@@ -322,7 +321,7 @@ def test_a_drafter_so_far_that_none_of_its_drafts_is_worth_the_wait_is_never_tri
     assert (decision.awaited is None) is is_too_far
 
 
-def begin_far(decision: Decision, tokens: float) -> Estimates:
+def begin_far(decision: Decision, tokens: float) -> dict[Decoding, Estimate]:
     """Drafts of a far drafter begin, and are expected to bring so many tokens in five plain rounds."""
     estimates = {
         PLAIN: Estimate(1.0, ROUND_S, 0, 10.0),
