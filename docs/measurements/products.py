@@ -79,7 +79,7 @@ void multiply_w8a8(int64_t count, float *out) {
 }
 }
 """
-MODELS = {"115M": (768, 12, 2048, 32000), "500M": (1536, 16, 4608, 32000)}
+MODELS = {"pocket": (384, 6, 896, 4096), "115M": (768, 12, 2048, 32000), "500M": (1536, 16, 4608, 32000)}
 """Hidden size, layers, inner size of the MLP and vocabulary of Llama shapes."""
 FEW, MANY = (1, 2, 4, 6), (16, 64, 512)
 Product = Callable[[Tensor], object]
