@@ -35,7 +35,9 @@ inline bool has_tiles() {
 constexpr int TILE = 16;              // steps, rows at most, and outputs
 constexpr int CHUNK_TILES = 6;        // whose sums are kept in the first cache
 constexpr int BLOCK_TILES = 8;        // of steps, at least: two panels take 16 KiB of the first cache
-constexpr int64_t STREAM_AHEAD = 2;   // tiles of steps from a read to its prefetch
+constexpr int PAGE_TILES = 4;         // of steps, in 4 KiB
+constexpr int FIRST_LINES = 3;        // of a page, after which the processor reads ahead by itself to the page's end
+constexpr int LINES_BETWEEN = 32;     // that are asked for while sums become results
 constexpr int64_t CACHED = 1 << 20;   // bytes of rows that stay in the second cache while panels pass
 
 // A step of each output of a panel, or 16 steps of a row.
@@ -125,10 +127,12 @@ struct LastSteps {
     }
 };
 
-// sums[row][column], `stride` bytes a row, of one or two tiles of rows and a panel. The panel `next` is read after it.
+// sums[row][column], `stride` bytes a row, of one or two tiles of rows and a panel. The panel `next` is read after it, of
+// which `lines` more lines are asked for at the end.
 template <class Stored, int Tiles, class Sum>
 void multiply_panel(const Stored *panel, const Stored *next, const Line *rows, int64_t height, int64_t steps, Sum *sums,
-                    int64_t stride) {
+                    int64_t stride, int lines) {
+    constexpr int AHEAD = Tiles, APART = 3 - Tiles;  // tiles from a read to its prefetch; the second of two lines comes along
     const int64_t whole = steps / TILE;
     const auto add = [&](int64_t k, const void *weights) __attribute__((always_inline)) {
         load_tile<6>(weights);
@@ -142,11 +146,16 @@ void multiply_panel(const Stored *panel, const Stored *next, const Line *rows, i
     zero_tile<0>();
     if constexpr (Tiles == 2) zero_tile<1>();
     for (int64_t k = 0; k < whole; k++) {
-        const int64_t ahead = k + STREAM_AHEAD;
-        const Stored *ask = ahead < whole ? panel + ahead * TILE * TILE : next + (ahead - whole) * TILE * TILE;
-        for (int line = 0; line < TILE; line++) __builtin_prefetch(ask + line * TILE, 0, 2);
-        add(k, panel + k * TILE * TILE);
+        const int64_t ahead = k + AHEAD;
+        const Stored *weights = panel + k * TILE * TILE;
+        const Stored *ask = ahead < whole ? weights + AHEAD * TILE * TILE : next + (ahead - whole) * TILE * TILE;
+        for (int line = 0; line < TILE; line += APART) __builtin_prefetch(ask + line * TILE, 0, 2);
+        if (k % PAGE_TILES == 0)
+            for (int line = 0; line < FIRST_LINES; line++)
+                __builtin_prefetch(weights + (PAGE_TILES * TILE + line) * TILE, 0, 2);
+        add(k, weights);
     }
+    for (int line = 0; line < lines; line++) __builtin_prefetch(next + (AHEAD * TILE + line) * TILE, 0, 2);
     if (whole * TILE < steps) add(whole, LastSteps(panel + whole * TILE * TILE, steps % TILE).lines);
     store_tile<0>(sums, stride);
     if constexpr (Tiles == 2) store_tile<1>(reinterpret_cast<char *>(sums) + height * stride, stride);
@@ -212,8 +221,9 @@ void multiply_tiled_chunk(const TiledRows &rows, int64_t tile, const Stored *pan
             for (int64_t i = 0; i < tiles; i += 2) {
                 Sum *to = sums + i * height * columns + p * TILE;
                 const Line *from = rows.pair(tile + i);
-                if (tiles - i > 1) multiply_panel<Stored, 2>(panel, after, from, height, steps, to, stride);
-                else multiply_panel<Stored, 1>(panel, after, from, height, steps, to, stride);
+                const int lines = p + 1 < Panels ? 0 : LINES_BETWEEN;
+                if (tiles - i > 1) multiply_panel<Stored, 2>(panel, after, from, height, steps, to, stride, lines);
+                else multiply_panel<Stored, 1>(panel, after, from, height, steps, to, stride, lines);
             }
         }
         return;

@@ -273,6 +273,8 @@ void multiply(const Job<Stored, Number> &job, const Stored *matrix) {
     share_out((columns + PANEL - 1) / PANEL, is_large, [&](int64_t panel, int64_t last) {
         if constexpr (IS_TILED<Stored>)
             if (job.tiles) {
+                for (int line = 0; line < LINES_BETWEEN; line++)
+                    __builtin_prefetch(matrix + (panel * job.steps + line) * PANEL, 0, 2);
                 const TileShapes shapes(job.tiles->height());
                 constexpr int64_t CHUNK_ROWS = MOST_ROWS<Stored> / SUMMANDS<Stored>;
                 const int64_t chunks = CACHED / (MOST_ROWS<Stored> * (job.tiles->length() + 1) * sizeof(Line)) + 1;
@@ -351,6 +353,13 @@ inline void split_row(const float *x, int64_t inputs, Bfloat *first, Bfloat *sec
         store_some(second + i, cut(left), inputs - i);
         store_some(third + i, left - cut(left), inputs - i);
     }
+}
+
+// A row's bits must not depend on the rows beside it. Sums of integers have the same ones without AMX, which up to a tile
+// of registers reads no faster.
+template <class Stored>
+inline bool takes_tiles(int64_t num_rows) {
+    return has_tiles() && (!std::is_same_v<Stored, Quad> || num_rows > ROWS);
 }
 
 // The product of rows of `inputs` numbers each, which are laid out as tiles beforehand, once for all outputs.
@@ -461,12 +470,15 @@ void multiply_rows(const void *x, const void *panels, const float *scales, const
                                          static_cast<const Number *>(bias), out, num_rows, steps, outputs,
                                          is_gated != 0, is_wide != 0};
         if constexpr (IS_TILED<Stored>)
-            if (has_tiles()) return multiply_by_tiles(job, static_cast<const Number *>(x), inputs, largest, matrix);
+            if (takes_tiles<Stored>(num_rows)) return multiply_by_tiles(job, static_cast<const Number *>(x), inputs, largest, matrix);
         if constexpr (std::is_same_v<Stored, Quad>)
             multiply_rounded(job, static_cast<const Number *>(x), inputs, largest, matrix);
         else multiply(job, matrix);
     });
 }
+
+// Whether rows that a matrix of bfloat16 multiplies are summed as AMX sums.
+void find_tiles(int64_t *has) { *has = has_tiles(); }
 
 // matrix [outputs, inputs] -> panels, whose last one is filled up with zeros.
 void pack_panels(const void *matrix, void *panels, int64_t inputs, int64_t outputs, int stored) {
