@@ -215,7 +215,7 @@ void multiply_tiled_chunk(const TiledRows &rows, int64_t tile, const Stored *pan
     const int64_t tiles = rows.num_tiles() - tile < CHUNK_TILES ? rows.num_tiles() - tile : CHUNK_TILES;
     const int64_t pairs = (tiles + 1) / 2, height = rows.height(), stride = columns * sizeof(Sum);
     const int64_t distance = steps * TILE;
-    if (Panels == 1 || pairs == 1) {
+    if (Panels == 1 || rows.num_tiles() <= 2) {
         for (int p = 0; p < Panels; p++) {
             const Stored *panel = panels + p * distance, *after = p + 1 < Panels ? panel + distance : next;
             for (int64_t i = 0; i < tiles; i += 2) {
