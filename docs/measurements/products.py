@@ -3,10 +3,10 @@ are stored in bfloat16, rows and matrices of bfloat16, and of int8 (`weights=w8a
 the way).
 
 Reads: all weights of a pass at few rows, against a loop that only reads as many bytes. Dot products: many rows, against
-a loop that only multiplies registers. Everything is timed in turn in one run; medians. PyTorch multiplies float32, by
-float32 matrices, and bfloat16 by its libraries; of int8 `int_mm` multiplies rows that are rounded already, `dynamic`
-rounds all rows by one factor. Needs a processor with AVX512-BF16 and AVX512-VNNI and a C++ compiler. Knows no
-checkpoints: weights are random.
+a loop that only multiplies registers, or tiles of AMX where the kernels do. Everything is timed in turn in one run;
+medians. PyTorch multiplies float32, by float32 matrices, and bfloat16 by its libraries; of int8 `int_mm` multiplies
+rows that are rounded already, `dynamic` rounds all rows by one factor. Needs a processor with AVX512-BF16 and
+AVX512-VNNI and a C++ compiler. Knows no checkpoints: weights are random.
 
     python docs/measurements/products.py --types w8a8 --threads 2 --repeats 9
 """
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.kernels.library import find_compiler
-from parallel.kernels.products import LARGEST_CODE, Panels
+from parallel.kernels.products import LARGEST_CODE, Panels, has_tiles
 
 LIMITS = r"""
 #include <immintrin.h>
@@ -77,10 +77,34 @@ void multiply_w8a8(int64_t count, float *out) {
     for (int k = 1; k < 8; k++) total[0] = _mm512_add_epi32(total[0], total[k]);
     *out = _mm512_reduce_add_epi32(total[0]);
 }
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+struct Shapes {
+    Shapes() {
+        alignas(64) uint8_t shapes[64] = {1};
+        for (int tile = 0; tile < 8; tile++) shapes[16 + 2 * tile] = 64, shapes[48 + tile] = 16;
+        asm volatile("ldtilecfg %0\n tilezero %%tmm0\n tilezero %%tmm1\n tilezero %%tmm2\n tilezero %%tmm3\n"
+                     "tilezero %%tmm4\n tilezero %%tmm5" :: "m"(shapes));
+    }
+    ~Shapes() { asm volatile("tilerelease"); }
+};
+void tiles_bfloat16(int64_t count, float *) {
+    const Shapes shapes;
+    for (int64_t i = 0; i < count; i++)
+        asm volatile("tdpbf16ps %tmm5, %tmm4, %tmm0\n tdpbf16ps %tmm5, %tmm4, %tmm1\n"
+                     "tdpbf16ps %tmm5, %tmm4, %tmm2\n tdpbf16ps %tmm5, %tmm4, %tmm3");
+}
+void tiles_float32(int64_t count, float *out) { tiles_bfloat16(count, out); }
+void tiles_w8a8(int64_t count, float *) {
+    const Shapes shapes;
+    for (int64_t i = 0; i < count; i++)
+        asm volatile("tdpbsud %tmm5, %tmm4, %tmm0\n tdpbsud %tmm5, %tmm4, %tmm1\n"
+                     "tdpbsud %tmm5, %tmm4, %tmm2\n tdpbsud %tmm5, %tmm4, %tmm3");
+}
+#endif
 }
 """
-MODELS = {"115M": (768, 12, 2048, 32000), "500M": (1536, 16, 4608, 32000)}
-"""Hidden size, layers, inner size of the MLP and vocabulary of Llama shapes."""
+MODELS = {"pocket": (384, 6, 896, 4096), "115M": (768, 12, 2048, 32000), "500M": (1536, 16, 4608, 32000)}
+"""Hidden size, layers, inner size of the MLP and vocabulary of Llama shapes; "pocket" is the bundled target's."""
 FEW, MANY = (1, 2, 4, 6), (16, 64, 512)
 Product = Callable[[Tensor], object]
 
@@ -94,6 +118,8 @@ class Kind:
     rows: torch.dtype
     per_instruction: int
     """Operations of a dot product of registers of 64 bytes."""
+    per_tiles: float
+    """Operations of a product of tiles of AMX; rows of float32 take three."""
 
 
 def in_float32(shape: tuple[int, int]) -> Mapping[str, Product]:
@@ -124,9 +150,9 @@ def in_int8(shape: tuple[int, int]) -> Mapping[str, Product]:
 
 
 KINDS = {
-    "float32": Kind(in_float32, torch.float32, 32),
-    "bfloat16": Kind(in_bfloat16, torch.bfloat16, 64),
-    "w8a8": Kind(in_int8, torch.float32, 128),
+    "float32": Kind(in_float32, torch.float32, 32, 16 * 16 * 64 / 3),
+    "bfloat16": Kind(in_bfloat16, torch.bfloat16, 64, 16 * 16 * 64),
+    "w8a8": Kind(in_int8, torch.float32, 128, 16 * 16 * 128),
 }
 
 
@@ -170,10 +196,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     limits, out = open_limits(), (ctypes.c_float * 64)()
-    memory = mmap.mmap(-1, 1 << 30)
+    memory = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)  # as the memory of the kernels
     room = torch.frombuffer(memory, dtype=torch.int32).fill_(1)
-    share, num_loops = room.nbytes // options.threads, 3_000_000
+    share, num_loops = room.nbytes // options.threads, 1_000_000
 
     def read(i: int) -> None:
         limits.read_all(ctypes.c_void_p(room.data_ptr() + i * share), ctypes.c_int64(share), ctypes.byref(out, 4 * i))
@@ -192,9 +218,10 @@ def main() -> None:
         for _ in range(options.repeats):
             keep(room.nbytes / in_threads(read, options.threads) / 1e9, "read")
             for kind in options.types:
-                multiply = getattr(limits, f"multiply_{kind}")
+                multiply = getattr(limits, f"{'tiles' if has_tiles() else 'multiply'}_{kind}")
                 loop = lambda i: multiply(ctypes.c_int64(num_loops), ctypes.byref(out, 4 * i))  # noqa: B023, E731
-                operations = options.threads * num_loops * 8 * KINDS[kind].per_instruction
+                per_loop = 4 * KINDS[kind].per_tiles if has_tiles() else 8 * KINDS[kind].per_instruction
+                operations = options.threads * num_loops * per_loop
                 keep(operations / in_threads(loop, options.threads) / 1e9, "peak", kind)
             for name, kind, products in cases:
                 for rows in options.rows:

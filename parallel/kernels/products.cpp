@@ -12,6 +12,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "amx.h"
 #include "vectors.h"
 
 namespace {
@@ -86,11 +87,22 @@ struct Rounding {
     uint32_t excess;
 };
 
+// Whether AMX multiplies by a matrix that is stored so, where there is AMX, and as how many rows of bfloat16 it takes a row.
+template <class Stored>
+constexpr bool IS_TILED = COMPILES_TILES && sizeof(Stored) == 4 && !std::is_same_v<Stored, float>;
+template <class Stored>
+constexpr int SUMMANDS = std::is_same_v<Stored, Halves> ? 3 : 1;
+
+// Rows of a chunk, whose results are kept in the first cache; fewer where AMX is not.
+template <class Stored>
+constexpr int MOST_ROWS = IS_TILED<Stored> ? CHUNK_TILES * TILE : CHUNK;
+
 // Rows, bias and results are `Number`s.
 template <class Stored, class Number>
 struct Job {
     const typename Given<Stored>::Step *x;
     const Rounding *roundings;  // of the rows; null where they are not rounded
+    const TiledRows *tiles;  // of x; null where AMX does not multiply
     const float *scales;
     const Number *bias;
     void *out;
@@ -169,18 +181,36 @@ void multiply_tiles(const Stored *panels, int64_t stride, const Step *x, int64_t
     }
 }
 
+// results[row][column] are sums of the parts of a row, of which the first is by far the largest.
+inline void add_summands(float *results, int64_t rows, int64_t columns) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t n = 0; n < columns; n += WIDTH) {
+            const float *sums = results + 3 * r * COLUMNS + n;
+            const Floats small = load(sums + 2 * COLUMNS) + load(sums + COLUMNS);
+            store(results + r * COLUMNS + n, small + load(sums));
+        }
+}
+
 // results[row][column] of a chunk of rows, scaled, with the bias. The panels from the column `after` on are read next.
 template <class Stored, int Panels, class Number>
 void multiply_chunk(const Job<Stored, Number> &job, const Stored *matrix, int64_t column, int64_t after, int64_t row,
                     int64_t rows, float *results) {
     auto *sums = reinterpret_cast<typename Given<Stored>::Sum *>(results);
     const Stored *panels = matrix + column * job.steps;
-    const auto *x = job.x + row * job.steps;
-    const int64_t length = rows <= ROWS ? job.steps : BLOCK;
-    for (int64_t i = 0; i < job.steps || i == 0; i += length) {
-        const int64_t steps = job.steps - i < length ? job.steps - i : length;
-        const Stored *next = i + length < job.steps ? panels + (i + length) * PANEL : matrix + after * job.steps;
-        multiply_tiles<Stored, Panels>(panels + i * PANEL, job.steps, x + i, job.steps, steps, i > 0, sums, rows, next);
+    if (job.tiles) {
+        if constexpr (IS_TILED<Stored>) {
+            multiply_tiled_chunk<Stored, Panels>(*job.tiles, row * SUMMANDS<Stored> / TILE, panels, matrix + after * job.steps,
+                                                 job.steps, sums, COLUMNS);
+            if constexpr (SUMMANDS<Stored> == 3) add_summands(results, rows, Panels * PANEL);
+        }
+    } else {
+        const auto *x = job.x + row * job.steps;
+        const int64_t length = rows <= ROWS ? job.steps : BLOCK;
+        for (int64_t i = 0; i < job.steps || i == 0; i += length) {
+            const int64_t steps = job.steps - i < length ? job.steps - i : length;
+            const Stored *next = i + length < job.steps ? panels + (i + length) * PANEL : matrix + after * job.steps;
+            multiply_tiles<Stored, Panels>(panels + i * PANEL, job.steps, x + i, job.steps, steps, i > 0, sums, rows, next);
+        }
     }
     const int64_t valid = job.outputs - column < Panels * PANEL ? job.outputs - column : Panels * PANEL;
     for (int64_t r = 0; r < rows; r++) {
@@ -198,13 +228,15 @@ void multiply_chunk(const Job<Stored, Number> &job, const Stored *matrix, int64_
     }
 }
 
-// All rows with `Panels` panels of the result, which has `columns`, from the column `first` on
+// A block of rows with `Panels` panels of the result, which has `columns`, from the column `first` on
 template <class Stored, int Panels, class Number>
-void multiply_panels(const Job<Stored, Number> &job, const Stored *matrix, int64_t first, int64_t columns) {
+void multiply_panels(const Job<Stored, Number> &job, const Stored *matrix, int64_t first, int64_t columns, int64_t row,
+                     int64_t end) {
     const int64_t valid = columns - first < Panels * PANEL ? columns - first : Panels * PANEL;
-    for (int64_t row = 0; row < job.num_rows; row += CHUNK) {
-        const int64_t rows = job.num_rows - row < CHUNK ? job.num_rows - row : CHUNK;
-        float results[CHUNK * COLUMNS], others[CHUNK * COLUMNS];
+    const int64_t chunk = job.tiles ? MOST_ROWS<Stored> / SUMMANDS<Stored> : CHUNK;
+    for (; row < end; row += chunk) {
+        const int64_t rows = end - row < chunk ? end - row : chunk;
+        alignas(64) float results[MOST_ROWS<Stored> * COLUMNS], others[MOST_ROWS<Stored> * COLUMNS];
         const int64_t after = first + Panels * PANEL < columns ? first + Panels * PANEL : first;
         multiply_chunk<Stored, Panels>(job, matrix, first, job.is_gated ? first + columns : after, row, rows, results);
         if (job.is_gated) multiply_chunk<Stored, Panels>(job, matrix, first + columns, after, row, rows, others);
@@ -221,16 +253,39 @@ void multiply_panels(const Job<Stored, Number> &job, const Stored *matrix, int64
     }
 }
 
+// All rows with the panels `panel` to `last` of the result.
+template <class Stored, class Number>
+void multiply_share(const Job<Stored, Number> &job, const Stored *matrix, int64_t panel, int64_t last, int64_t columns,
+                    int64_t row, int64_t end) {
+    if constexpr (PANELS == 4) {
+        for (; panel + 4 <= last; panel += 4)
+            multiply_panels<Stored, 4>(job, matrix, panel * PANEL, columns, row, end);
+        for (; panel + 2 <= last; panel += 2)
+            multiply_panels<Stored, 2>(job, matrix, panel * PANEL, columns, row, end);
+    }
+    for (; panel < last; panel++) multiply_panels<Stored, 1>(job, matrix, panel * PANEL, columns, row, end);
+}
+
 template <class Stored, class Number>
 void multiply(const Job<Stored, Number> &job, const Stored *matrix) {
     const int64_t columns = job.is_gated ? job.outputs / 2 : job.outputs;
     const bool is_large = job.num_rows * job.steps * job.outputs >= WORTH_THREADS;
     share_out((columns + PANEL - 1) / PANEL, is_large, [&](int64_t panel, int64_t last) {
-        if constexpr (PANELS == 4) {
-            for (; panel + 4 <= last; panel += 4) multiply_panels<Stored, 4>(job, matrix, panel * PANEL, columns);
-            for (; panel + 2 <= last; panel += 2) multiply_panels<Stored, 2>(job, matrix, panel * PANEL, columns);
-        }
-        for (; panel < last; panel++) multiply_panels<Stored, 1>(job, matrix, panel * PANEL, columns);
+        if constexpr (IS_TILED<Stored>)
+            if (job.tiles) {
+                for (int line = 0; line < LINES_BETWEEN; line++)
+                    __builtin_prefetch(matrix + (panel * job.steps + line) * PANEL, 0, 2);
+                const TileShapes shapes(job.tiles->height());
+                constexpr int64_t CHUNK_ROWS = MOST_ROWS<Stored> / SUMMANDS<Stored>;
+                const int64_t chunks = CACHED / (MOST_ROWS<Stored> * (job.tiles->length() + 1) * sizeof(Line)) + 1;
+                for (int64_t row = 0; row < job.num_rows; row += chunks * CHUNK_ROWS) {
+                    const int64_t left = job.num_rows - row;
+                    const int64_t end = row + (left < chunks * CHUNK_ROWS ? left : chunks * CHUNK_ROWS);
+                    multiply_share(job, matrix, panel, last, columns, row, end);
+                }
+                return;
+            }
+        multiply_share(job, matrix, panel, last, columns, 0, job.num_rows);
     });
 }
 
@@ -283,6 +338,53 @@ void multiply_rounded(Job<Quad, Number> job, const Number *x, int64_t inputs, co
             roundings[row] = round_row(x + row * inputs, inputs, largest ? largest + row : nullptr, &codes[row * job.steps]);
     });
     job.x = codes.get(), job.roundings = roundings.get();
+    multiply(job, matrix);
+}
+
+// A row of float32 is the sum of three of bfloat16, each the first eight digits of what those before it leave; what is
+// not finite is whole in the first.
+inline void split_row(const float *x, int64_t inputs, Bfloat *first, Bfloat *second, Bfloat *third) {
+    const auto cut = [](Floats value) { return (Floats)((Words)value & 0xffff0000u); };
+    for (int64_t i = 0; i < inputs; i += WIDTH) {
+        const Floats value = load_some(x + i, inputs - i);
+        const auto is_finite = ((Words)value & 0x7f800000u) != 0x7f800000u;
+        const Floats most = is_finite ? cut(value) : value, left = is_finite ? value - most : Floats{};
+        store_some(first + i, most, inputs - i);
+        store_some(second + i, cut(left), inputs - i);
+        store_some(third + i, left - cut(left), inputs - i);
+    }
+}
+
+// A row's bits must not depend on the rows beside it. Sums of integers have the same ones without AMX, which up to a tile
+// of registers reads no faster.
+template <class Stored>
+inline bool takes_tiles(int64_t num_rows) {
+    return has_tiles() && (!std::is_same_v<Stored, Quad> || num_rows > ROWS);
+}
+
+// The product of rows of `inputs` numbers each, which are laid out as tiles beforehand, once for all outputs.
+template <class Stored, class Number>
+void multiply_by_tiles(Job<Stored, Number> job, const Number *x, int64_t inputs, const float *largest, const Stored *matrix) {
+    constexpr int COUNT = SUMMANDS<Stored>;
+    TiledRows tiles(COUNT * job.num_rows, job.steps);
+    const std::unique_ptr<Rounding[]> roundings(std::is_same_v<Stored, Quad> ? new Rounding[job.num_rows] : nullptr);
+    share_out(job.num_rows, job.num_rows * inputs >= WORTH_THREADS, [&](int64_t row, int64_t last) {
+        const int64_t length = tiles.length();
+        const std::unique_ptr<Line[]> lines(new Line[COUNT * length]());
+        for (; row < last; row++) {
+            const Number *from = x + row * inputs;
+            void *to[COUNT];
+            for (int k = 0; k < COUNT; k++) to[k] = lines.get() + k * length;
+            if constexpr (std::is_same_v<Stored, Quad>)
+                roundings[row] = round_row(from, inputs, largest ? largest + row : nullptr, static_cast<Quad *>(to[0]));
+            else if constexpr (COUNT == 3)
+                split_row(from, inputs, static_cast<Bfloat *>(to[0]), static_cast<Bfloat *>(to[1]), static_cast<Bfloat *>(to[2]));
+            else std::memcpy(to[0], from, inputs * sizeof(Number));
+            for (int k = 0; k < COUNT; k++) tiles.put(COUNT * row + k, lines.get() + k * length);
+        }
+    });
+    tiles.fill_up();
+    job.tiles = &tiles, job.roundings = roundings.get();
     multiply(job, matrix);
 }
 
@@ -364,14 +466,19 @@ void multiply_rows(const void *x, const void *panels, const float *scales, const
     with_type(stored, panels, inputs, [&](auto *matrix, int64_t steps, auto number) {
         using Stored = std::remove_const_t<std::remove_pointer_t<decltype(matrix)>>;
         using Number = decltype(number);
-        const Job<Stored, Number> job = {static_cast<const typename Given<Stored>::Step *>(x), nullptr, scales,
+        const Job<Stored, Number> job = {static_cast<const typename Given<Stored>::Step *>(x), nullptr, nullptr, scales,
                                          static_cast<const Number *>(bias), out, num_rows, steps, outputs,
                                          is_gated != 0, is_wide != 0};
+        if constexpr (IS_TILED<Stored>)
+            if (takes_tiles<Stored>(num_rows)) return multiply_by_tiles(job, static_cast<const Number *>(x), inputs, largest, matrix);
         if constexpr (std::is_same_v<Stored, Quad>)
             multiply_rounded(job, static_cast<const Number *>(x), inputs, largest, matrix);
         else multiply(job, matrix);
     });
 }
+
+// Whether rows that a matrix of bfloat16 multiplies are summed as AMX sums.
+void find_tiles(int64_t *has) { *has = has_tiles(); }
 
 // matrix [outputs, inputs] -> panels, whose last one is filled up with zeros.
 void pack_panels(const void *matrix, void *panels, int64_t inputs, int64_t outputs, int stored) {

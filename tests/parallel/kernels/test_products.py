@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel.kernels import library, products
-from parallel.kernels.products import MOST_INPUTS, Panels, has_products, look_up_rows, multiply_rounded
+from parallel.kernels.products import MOST_INPUTS, Panels, has_products, has_tiles, look_up_rows, multiply_rounded
 
 pytestmark = pytest.mark.skipif(not has_products(), reason="needs a C++ compiler; apt-get install g++")
 SHAPES = [(64, 32), (97, 33), (5, 7), (2, 300), (640, 192), (608, 40)]
@@ -46,7 +46,7 @@ def test_every_kind_of_weight_and_what_follows_the_product(num_threads, shape):
 
 
 def summed_in_pairs(x, matrix):
-    """x @ matrix.T as `products.py` defines it for bfloat16, addition by addition."""
+    """x @ matrix.T as `products.py` defines it for bfloat16 without AMX, addition by addition."""
     x, matrix = (F.pad(one, (0, one.shape[1] % 2)).float() for one in (x, matrix))
     total = torch.zeros(len(x), len(matrix))
     for i in range(0, x.shape[1], 2):
@@ -55,11 +55,36 @@ def summed_in_pairs(x, matrix):
     return total
 
 
+def summed_in_tiles(x, matrix):
+    """The same with AMX."""
+    x, matrix = (F.pad(one, (0, -one.shape[1] % 32)).float() for one in (x, matrix))
+    total = torch.zeros(len(x), len(matrix))
+    for first in range(0, x.shape[1], 32):
+        even, odd = torch.zeros_like(total), torch.zeros_like(total)
+        for i in range(first, first + 32, 2):
+            even = even + x[:, i, None] * matrix[:, i]
+            odd = odd + x[:, i + 1, None] * matrix[:, i + 1]
+        total = total + (even + odd)
+    return total
+
+
+def three_of_bfloat16(x):
+    """Rows of float32 as the sum of three."""
+
+    def cut(numbers):
+        return (numbers.view(torch.int32) & ~0xFFFF).view(torch.float32)
+
+    first = cut(x)
+    second = cut(x - first)
+    return [part.bfloat16() for part in (first, second, x - first - second)]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_of_bfloat16_are_multiplied_as_defined_to_the_bit(num_threads, shape):
     torch.manual_seed(0)
     matrix, bias, x = (torch.randn(size).bfloat16() for size in (shape, shape[0], (50, shape[1])))
-    panels, expected = Panels(matrix, rows=torch.bfloat16), summed_in_pairs(x, matrix)
+    summed = summed_in_tiles if has_tiles() else summed_in_pairs
+    panels, expected = Panels(matrix, rows=torch.bfloat16), summed(x, matrix)
     assert torch.equal(panels.multiply(x, wide=True), expected)
     assert torch.equal(panels.multiply(x, bias), (expected + bias.float()).bfloat16()), "rounded once"
     # every addition rounds by at most 2^-24 of a sum that is not larger than that of all sizes
@@ -76,15 +101,16 @@ HAS = (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else 
 
 @pytest.fixture
 def compile_without(monkeypatch, tmp_path):
-    """Use kernels that are compiled without these instructions of x86."""
+    """Use kernels that are compiled without AMX and these instructions of x86."""
 
     def compile_(*instructions):
-        flags = [*library._flags(), "-O1", *(f"-mno-{name}" for name in instructions)]
+        flags = [*library._flags(), "-O1", *(f"-mno-{name}" for name in ("amx-tile", *instructions))]
         monkeypatch.setattr(library, "_flags", lambda: flags)
         other = ctypes.CDLL(str(library.build(tmp_path)))
         monkeypatch.setattr(library, "library", lambda: other)
         for name in ("_multiply", "_gather", "_pack"):
-            monkeypatch.setattr(products, name, getattr(products, name).__wrapped__)
+            kernel = getattr(products, name)
+            monkeypatch.setattr(products, name, getattr(kernel, "__wrapped__", kernel))
 
     return compile_
 
@@ -93,12 +119,63 @@ def compile_without(monkeypatch, tmp_path):
 def test_without_the_instruction_the_bits_are_the_same(compile_without):
     torch.manual_seed(0)
     matrix, x = torch.randn(80, 301).bfloat16(), torch.randn(9, 301).bfloat16()
-    expected = Panels(matrix, rows=torch.bfloat16).multiply(x, wide=True)
-    compile_without("avx512bf16")
-    assert torch.equal(Panels(matrix, rows=torch.bfloat16).multiply(x, wide=True), expected)
+    expected = summed_in_pairs(x, matrix)
+    for instructions in ([], ["avx512bf16"]):
+        compile_without(*instructions)
+        assert not has_tiles()
+        assert torch.equal(Panels(matrix, rows=torch.bfloat16).multiply(x, wide=True), expected)
+
+
+@pytest.mark.skipif(not has_tiles(), reason="this processor or system has no AMX")
+@pytest.mark.parametrize("shape", [*SHAPES, (48, 1000)])
+@pytest.mark.parametrize("num_rows", [1, 5, 6, 11, 33, 100])
+def test_rows_of_float32_are_multiplied_in_three_parts(num_threads, shape, num_rows):
+    torch.manual_seed(0)
+    matrix, bias, x = torch.randn(shape).bfloat16(), torch.randn(shape[0]), torch.randn(num_rows, shape[1])
+    x *= torch.logspace(-4, 4, shape[1])[torch.randperm(shape[1])]
+    first, second, third = (summed_in_tiles(part, matrix) for part in three_of_bfloat16(x))
+    assert torch.equal(Panels(matrix).multiply(x, bias), first + (second + third) + bias)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e30])
+@pytest.mark.parametrize("is_even", [True, False])
+def test_rows_of_float32_are_as_exact_as_float32_by_matrices_of_bfloat16(scale, is_even):
+    """Against float64, beside sums of float32 in the order of the inputs; where inputs are not even, large ones lie
+    among small ones."""
+    torch.manual_seed(0)
+    matrix, x = torch.randn(96, 2048).bfloat16(), scale * torch.randn(20, 2048)
+    if not is_even:
+        x *= torch.logspace(-6, 6, 2048)[torch.randperm(2048)]
+    exact, sizes = x.double() @ matrix.double().T, x.double().abs() @ matrix.double().abs().T
+    plain = torch.zeros(20, 96)
+    for i in range(2048):
+        plain = plain + x[:, i, None] * matrix[:, i].float()
+    off, allowed = (((found - exact) / sizes).abs() for found in (Panels(matrix).multiply(x), plain))
+    assert off.mean() <= 1.1 * allowed.mean() and off.max() <= 1.5 * allowed.max()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_row_that_is_not_finite_shows_and_changes_no_other(bad):
+    torch.manual_seed(0)
+    for rows in (torch.float32, torch.bfloat16):
+        matrix, x = torch.randn(20, 37).bfloat16(), torch.randn(3, 37).to(rows)
+        panels = Panels(matrix, rows=rows)
+        before = panels.multiply(x)
+        x[1, 36] = bad
+        after = panels.multiply(x)
+        assert torch.equal(after[::2], before[::2])
+        torch.testing.assert_close(after[1], F.linear(x[1], matrix.to(rows)), rtol=0, atol=0, equal_nan=True)
+
+
+def test_nan_of_any_bits_and_the_largest_number_keep_their_kind():
+    """The first half of such a NaN is infinity's; the largest float32 rounds to infinity in bfloat16."""
+    bits = torch.tensor([[0x7F800001, 0], [0x7F7FFFFF, 0]], dtype=torch.int32)
+    found = Panels(torch.eye(2).bfloat16()).multiply(bits.view(torch.float32))
+    assert found[0, 0].isnan() and found[1, 0] == torch.finfo(torch.float32).max
 
 
 VECTORS = {
+    "vectors as wide": (),
     "pairs of 16 bits": ("avx512vnni", "avxvnni"),
     "half as wide": ("avx512f", "avxvnni"),
     "byte after byte": ("avx512bw", "avx512vnni"),
