@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel.comm.group import SINGLE
-from parallel.kernels.products import has_products
+from parallel.kernels.products import has_products, has_tiles
 from parallel.kernels.triton_launch import has_triton
 from parallel.kv.pass_plan import Span
 from parallel.kv.slot_mirror import BYTES_PER_SLOT
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_named(llama, monkeypatch):
         choose_dtype("int8", "cpu")
 
 
-def test_what_a_checkpoint_stores_in_bfloat16_is_kept_so_and_changes_no_bit(llama, tmp_path):
+def test_what_a_checkpoint_stores_in_bfloat16_is_kept_so_and_changes_nothing(llama, tmp_path):
     copy.deepcopy(llama.model).to(torch.bfloat16).save_pretrained(tmp_path)
     sizes = {str(path): fit_slots(str(path), SINGLE, "cpu", "auto", max_num_seqs=1) for path in (llama.path, tmp_path)}
     assert [fit.weights for fit in sizes.values()] == [
@@ -158,7 +158,9 @@ def test_what_a_checkpoint_stores_in_bfloat16_is_kept_so_and_changes_no_bit(llam
         model = open_model(tmp_path, num_slots=8, weights=weights)
         model.open(0)
         logits.append(model.forward([Span(0, 5, num_logits=5)], [3, 1, 4, 1, 5]).logits)
-        assert not has_products() or torch.equal(logits[0], logits[-1])
+    if has_products() and not has_tiles():
+        assert torch.equal(*logits)
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
 
 
 def test_smaller_weights_are_for_float32_on_cpu():

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.comm.group import SINGLE
+from parallel.kernels.products import has_tiles
 from parallel.kernels.triton_launch import runs_on
 from parallel.runtime.runner import Span, open_model
 from parallel.speculators.block.layers import embedding_of
@@ -323,7 +324,10 @@ def test_matrices_may_be_stored_rounded(stored, pair, tmp_path):
         runner.read_features(0, 0, features[:11])
         logits.append(drafted(runner, 0, tokens[:12], [3, 1, 4]))
     off = (logits[1] - logits[0]).abs().max() / logits[0].abs().max()
-    assert off == 0 if stored == torch.bfloat16 else 0 < off < 0.1, "the checkpoint's numbers are bfloat16"
+    if stored == torch.bfloat16:
+        assert off <= (1e-5 if has_tiles() else 0), "the checkpoint's numbers are bfloat16"
+    else:
+        assert 0 < off < 0.1
 
 
 def test_the_confidence_of_a_node_is_that_of_training_and_knows_nothing_of_what_is_drawn(pair, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from statistics import mean
 
 import pytest
 
@@ -187,10 +188,13 @@ def test_drafts_for_a_large_batch_are_not_taken_for_cheaper_than_they_are():
     """An exchange of 20 ms beside passes of 15, and rows that are dear: drafts for 16 requests lose a few per cent."""
     far = scenario("sync", (0.8, 1.5e-3, 15e-3, 0.3e-3, 16))
     far = replace(far, draft_link_s=10e-3, adaptive=True)
+    texts = [replace(far, language=replace(far.language, seed=seed)) for seed in range(2)]
     plain = simulate(replace(far, adaptive=False, pipeline="plain")).tokens_per_s
-    policy = far.make_policy()
+    policies = [text.make_policy() for text in texts]
     for _ in range(2):
-        assert simulate(far, policy).tokens_per_s > 0.97 * plain
+        shares = [simulate(text, policy).tokens_per_s / plain for text, policy in zip(texts, policies, strict=True)]
+        assert mean(shares) > 0.97
+        assert min(shares) > 0.96
 
 
 @pytest.mark.extended
