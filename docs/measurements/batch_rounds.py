@@ -30,7 +30,7 @@ COMMON = ("cluster=inprocess", "cluster.dashboard=false", "sampling.max_tokens=9
 
 @dataclass(slots=True)
 class Sums:
-    """Of rounds of one kind; times in seconds."""
+    """Rounds of one kind, added up; times in seconds."""
 
     rounds: float = 0
     requests: float = 0
