@@ -15,12 +15,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 from actors.protocol.messages import SamplingParams
@@ -29,6 +27,8 @@ from cluster.config import load_config
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine
 from cluster.io.prompts import read_prompts
+from docs.measurements import lines
+from docs.measurements.long_contexts import modules
 from docs.measurements.serving import quantile
 
 
@@ -59,10 +59,9 @@ class Turn:
 
 def long_texts(engine: Engine, num_tokens: int) -> Iterator[tuple[int, ...]]:
     """So many tokens of each module of the standard library that has them."""
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        token_ids = engine.tokenizer.encode(file.read_text(encoding="utf-8")).ids[:num_tokens]
-        if len(token_ids) == num_tokens:
-            yield tuple(token_ids)
+    for token_ids in modules(engine.tokenizer):
+        if len(token_ids) >= num_tokens:
+            yield tuple(token_ids[:num_tokens])
 
 
 async def run_turn(engine: Engine, texts: Sequence[tuple[int, ...]], options: argparse.Namespace, salt: str) -> Turn:
@@ -132,7 +131,7 @@ def _config(text_pass_ms: float, overrides: Sequence[str]) -> LaunchConfig:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--text-pass-ms", type=float, nargs="+", default=[0, 150])
     parser.add_argument("--streams", type=int, default=4)

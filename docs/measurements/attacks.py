@@ -13,7 +13,6 @@ more.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import tempfile
@@ -29,6 +28,7 @@ from cluster.client import connect
 from cluster.completion import Completion
 from cluster.config import load_config
 from cluster.engine import Engine
+from docs.measurements import lines
 from tests.cluster.engine.test_attacks import (
     ATTACKS,
     GREEDY,
@@ -159,7 +159,7 @@ def cost(folder: Path, name: str, num_rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="attacks; all by default")
     parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()

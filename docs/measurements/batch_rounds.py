@@ -8,14 +8,12 @@ a kind take beyond that is their loss.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from cluster.config import load_config
 from cluster.engine import Engine
 from cluster.io.prompts import read_prompts
 from cluster.run_prompts import all_completed, serve_prompts
+from docs.measurements import lines
 
 COMMON = ("cluster=inprocess", "cluster.dashboard=false", "sampling.max_tokens=96", "sampling.ignore_eos=true")
 
@@ -77,13 +76,13 @@ def table(runs: Sequence[dict[str, Sums]], costs: Sequence[float]) -> str:
         kind: Sums(*[sum(getattr(run.get(kind, Sums()), one.name) for run in runs) / len(runs) for one in fields(Sums)])
         for kind in {kind for run in runs for kind in run}
     }
-    rows = ["| rounds | number | requests | tokens | prompt rows | passes | drafts | between | all | of plain |"]
-    rows.append("|---" * 10 + "|")
+    columns = ("number", "requests", "tokens", "prompt rows", "passes", "drafts", "between", "all", "of plain")
+    rows = [lines.head("rounds", *columns)]
     for kind, one in sorted(means.items(), key=lambda item: -item[1].seconds):
         plain_s = one.tokens * costs[0] + one.prompt_rows * costs[1]
-        counts = f"{one.rounds:.0f} | {one.requests:.0f} | {one.tokens:.0f} | {one.prompt_rows:.0f}"
-        times = " | ".join(f"{1e3 * part:.0f}" for part in (one.passes, one.drafts, one.between, one.seconds, plain_s))
-        rows.append(f"| {kind} | {counts} | {times} |")
+        counts = one.rounds, one.requests, one.tokens, one.prompt_rows
+        times_ms = (1e3 * part for part in (one.passes, one.drafts, one.between, one.seconds, plain_s))
+        rows.append(lines.row(kind, *(f"{figure:.0f}" for figure in (*counts, *times_ms))))
     return "\n".join(rows) + "\n"
 
 
@@ -95,7 +94,7 @@ def plain_costs(runs: Sequence[dict[str, Sums]]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
@@ -119,7 +118,7 @@ def main() -> None:
     costs = plain_costs(found[False])
     for speculate in (False, True):
         sys.stdout.write(f"\n{'with drafts' if speculate else 'plain'}\n\n{table(found[speculate], costs)}")
-    sys.stdout.write(f"\nof plain decoding: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})\n")
+    sys.stdout.write(f"\nof plain decoding: {lines.spread(ratios, '.2f')}\n")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,13 +27,13 @@ from cluster.tools.bench.peers.interface import PeerApart, PeerSetup
 from cluster.tools.bench.peers.registry import open_peer
 from cluster.tools.bench.plan import Setting
 from cluster.tools.bench.tasks import BenchTask
+from docs.measurements import lines
 
 Result = tuple[float, list[list[int]]]
 Complete = Callable[[Sequence[Sequence[int]], int], Result]
 """Seconds and tokens of all prompts, each completed by so many tokens."""
 
 COMMON = ("cluster=inprocess", "cluster.dashboard=false", "target.dtype=bfloat16", "scheduler.max_num_seqs=64")
-KEPT = "tokens_per_s", "prompts_s", "decode_per_s"
 
 
 def make_model(directory: Path, seed: int = 0) -> None:
@@ -59,9 +57,7 @@ def measure(options: argparse.Namespace) -> None:
     for start in range(options.starts):
         for setting in options.settings:
             for line in windows(options, setting):
-                with options.file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"setting": setting, "start": start} | line) + "\n")
-                sys.stderr.write(f"{setting}: {line}\n")
+                lines.append(options.file, {"setting": setting, "start": start} | line)
 
 
 def windows(options: argparse.Namespace, setting: str) -> list[dict[str, object]]:
@@ -126,22 +122,18 @@ def _prompts(count: int, length: int) -> list[list[int]]:
     return [[chooser.randrange(3, 32000) for _ in range(length)] for _ in range(count)]
 
 
-def table(lines: list[dict[str, float]]) -> str:
+def table(found: Sequence[lines.Line]) -> str:
     """Medians over the starts, and the range of the tokens a second."""
-    rows = ["| setting | requests | tokens/s | prompts, s | decoding, tokens/s |", "|---|---|---|---|---|"]
-    for setting, batch in dict.fromkeys((line["setting"], line["requests"]) for line in lines):
-        own = [line for line in lines if (line["setting"], line["requests"]) == (setting, batch)]
-        mean = {key: median([line[key] for line in own]) for key in KEPT}
-        speeds = [line["tokens_per_s"] for line in own]
-        rows.append(
-            f"| `{setting}` | {batch} | {mean['tokens_per_s']:.0f} ({min(speeds):.0f} to {max(speeds):.0f}) | "
-            f"{mean['prompts_s']:.2f} | {mean['decode_per_s']:.0f} |"
-        )
-    return "\n".join(rows) + "\n"
+    rows = [lines.head("setting", "requests", "tokens/s", "prompts, s", "decoding, tokens/s")]
+    for (setting, batch), own in lines.grouped(found, "setting", "requests").items():
+        prompts_s, decode_per_s = (median([line[key] for line in own]) for key in ("prompts_s", "decode_per_s"))
+        speeds = lines.spread([line["tokens_per_s"] for line in own])
+        rows.append(lines.row(f"`{setting}`", batch, speeds, f"{prompts_s:.2f}", f"{decode_per_s:.0f}"))
+    return "\n".join(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--make", action="store_true")
@@ -158,7 +150,7 @@ def main() -> None:
     if options.make:
         make_model(options.model)
     if options.table:
-        sys.stdout.write(table([json.loads(line) for line in options.file.read_text().splitlines()]))
+        print(table(lines.read(options.file)))
     else:
         measure(options)
 

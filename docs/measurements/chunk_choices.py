@@ -12,7 +12,6 @@ chunks hold at these tokens, over all heads.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 
+from docs.measurements import lines
 from docs.measurements.long_contexts import text_of
 from docs.measurements.recall import recall_text
 from parallel.kv.row_limits import ChunkLimits
@@ -153,7 +153,7 @@ def measure(
 def library_texts(pair: Path, length: int, starts: int, count: int) -> Iterator[tuple[list[int], list[int]]]:
     """Parts of the library that follow each other, and the tokens behind each."""
     room = length + starts + 1
-    tokens = text_of(pair, room * count)
+    tokens = text_of(pair / "target", room * count)
     for first in range(0, room * count, room):
         yield tokens[first : first + length], tokens[first + length : first + room]
 
@@ -167,7 +167,7 @@ def recall_texts(length: int, starts: int, count: int) -> Iterator[tuple[list[in
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = lines.parser_of(__doc__)
     parser.add_argument("pair", type=Path, help="of Llamas: what recall_pair.py or long_contexts.py --make made")
     parser.add_argument("--lengths", nargs="+", type=int, default=[448, 4096])
     parser.add_argument("--chunks", nargs="+", type=int, default=[4, 8, 16, 32, 128])
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     AttentionInterface.register("in_part", attention)
     loaded = LlamaForCausalLM.from_pretrained(options.pair / "target", dtype=torch.float32)
     loaded.set_attn_implementation("in_part")
-    print("| rows of the text | chunks | " + " | ".join(GROUPINGS) + " |\n" + "|---" * (2 + len(GROUPINGS)) + "|")
+    print(lines.head("rows of the text", "chunks", *GROUPINGS))
     for length in options.lengths:
         budgets = [num for num in options.chunks if 2 * num * SIZE <= length]
         agreements = {(name, num): Agreement() for name in GROUPINGS for num in budgets}
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             measure(rows, following, budgets, agreements)
         for num in budgets:
             cells = [agreements[name, num].over(agreements["all", num]) for name in GROUPINGS]
-            print(f"| {length:,} | {num} | " + " | ".join(cells) + " |", flush=True)
+            print(lines.row(f"{length:,}", num, *cells), flush=True)
 
 
 if __name__ == "__main__":

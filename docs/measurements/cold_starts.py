@@ -7,7 +7,6 @@ by the first of their prompts, and the mean.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from statistics import mean
 from actors.protocol.messages import SamplingParams
 from cluster.config import load_config
 from cluster.engine import Engine
+from docs.measurements import lines
 
 LAUNCH = ("cluster=inprocess", "drafter=auto", "drafter.placement=attached")
 SAMPLING = SamplingParams(max_tokens=96, ignore_eos=True)
@@ -31,7 +31,7 @@ def tokens_per_s(prompts: Sequence[str], overrides: Sequence[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--first", type=int, nargs="+", default=[1, 13, 25, 37, 49, 61], help="prompts, from 1")
     parser.add_argument("--count", type=int, default=4, help="prompts of a start")

@@ -10,18 +10,16 @@ Where a lookup and a draft model are chosen from, rounds are those of `test_draf
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import product
 from statistics import mean
 
 from actors.policy.policy import AdaptivePolicy
-from cluster.tools.simulation import simulate
-from docs.measurements import far_drafters
+from docs.measurements import far_drafters, lines
+from docs.measurements.decider import decided
 from tests.actors.policy.test_changing_batches import Batches
 from tests.actors.policy.test_drafter_choice import World, unlucky_start
 from tests.actors.policy.test_noisy_machine import LONGEST, Machine
@@ -91,9 +89,8 @@ def _batches(batches: Batches, seed: int) -> float:
 
 
 def _far(pipeline: str, delay_ms: float, acceptance: float, *, is_warm: bool) -> float:
-    case = replace(far_drafters.scenario(pipeline, acceptance, 15, delay_ms, 600, 0), adaptive=True)
-    policy = case.make_policy()
-    return [simulate(case, policy).tokens_per_s for _ in range(1 + is_warm)][-1]
+    cold, warm = decided(far_drafters.scenario(pipeline, acceptance, 15, delay_ms, 600, 0))
+    return (warm if is_warm else cold).tokens_per_s
 
 
 def ratios(runs: Sequence[Case], before: Sequence[float], setting: str) -> str:
@@ -103,18 +100,17 @@ def ratios(runs: Sequence[Case], before: Sequence[float], setting: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("settings", nargs="+", metavar="FILE.NAME=NUMBER")
     parser.add_argument("--seeds", type=int, default=16)
     parser.add_argument("--only", metavar="TEXT", default="", help="rows whose names have this text")
     given = parser.parse_args()
-    print("| rounds |", " | ".join(f"`{setting}`" for setting in given.settings), "|")
-    print("|---" * (1 + len(given.settings)) + "|")
+    print(lines.head("rounds", *(f"`{setting}`" for setting in given.settings)))
     for name, runs in cases(given.seeds).items():
         if given.only not in name:
             continue
         before = [run() for run in runs]
-        print(f"| {name} |", " | ".join(ratios(runs, before, setting) for setting in given.settings), "|", flush=True)
+        print(lines.row(name, *(ratios(runs, before, setting) for setting in given.settings)), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ and without an engine: no clock enters. One table for all prompts of a workload,
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from itertools import product
 
@@ -25,6 +24,7 @@ from cluster.io.console import Terminal
 from cluster.io.prompts import read_prompts
 from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.tools.bench.rounds import CountedRound, complete
+from docs.measurements import lines
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.runner import open_model
 
@@ -79,7 +79,7 @@ def rounds_of(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The trees of ADED.")
+    parser = lines.parser_of(__doc__)
     parser.add_argument("--prompts", type=int, default=24, help="prompts of each workload, at most")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each completion")
     options = parser.parse_args(arguments)

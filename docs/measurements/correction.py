@@ -29,6 +29,7 @@ from cluster.tools.training.corpus import library_sources, load_corpus
 from cluster.tools.training.pairs import library_pairs
 from cluster.tools.training.specdec import TokenPairs, written_pairs
 from cluster.tools.training.trainer import Recipe, StepOutcome, TrainingBudget, fit
+from docs.measurements import lines
 
 START = 0
 """The pocket tokenizer's end of text, with which a text starts and ends."""
@@ -109,7 +110,7 @@ def write_prompts(run: Path, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("what", choices=["target", "prompts", "score"])
     parser.add_argument("run", type=Path)
     parser.add_argument("--minutes", type=float, default=8.0)

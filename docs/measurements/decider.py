@@ -7,14 +7,14 @@ the fastest of `LENGTHS` in the case's pipeline or in `sync`, on the very same t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import mean
 
 from actors.drafters.model.config import ModelDrafterConfig
-from cluster.tools.simulation import Disturbances, Language, PassCost, Scenario, power_law, simulate
+from cluster.tools.simulation import Disturbances, Language, PassCost, Scenario, SimulationResult, power_law, simulate
 from cluster.tools.simulation.language import RequestText
+from docs.measurements import lines
 
 LENGTHS = (1, 2, 3, 4, 6, 8)
 PASS_S, DRAFT_S = 15e-3, 1.5e-3
@@ -90,6 +90,17 @@ def cases(seed: int) -> Iterator[tuple[str, Scenario]]:
             yield f"drifting text, {pipeline}, {requests}", replace(near, language=drifting, draft=PassCost.flat(3e-3))
 
 
+def at_length(case: Scenario, length: int) -> Scenario:
+    return replace(case, drafter=replace(case.drafter, num_draft_tokens=length))
+
+
+def decided(case: Scenario) -> list[SimulationResult]:
+    """Runs of the decision: from a cold start, and of the same policy once more."""
+    adaptive = replace(case, adaptive=True)
+    policy = adaptive.make_policy()
+    return [simulate(adaptive, policy) for _ in range(2)]
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """Speeds in tokens/s: plain decoding, the best fixed choice, and the policy, cold and warm."""
@@ -106,26 +117,22 @@ def measure(case: Scenario) -> Row:
     fixed = {0: plain}
     for pipeline in dict.fromkeys((case.pipeline, "sync")):
         for length in LENGTHS:
-            drafter = replace(case.drafter, num_draft_tokens=length)
+            one = at_length(replace(case, pipeline=pipeline), length)
             if pipeline != "sync":
-                drafter = replace(drafter, ahead_width=8 * case.num_requests)
-            speed = simulate(replace(case, pipeline=pipeline, drafter=drafter)).tokens_per_s
-            fixed[length] = max(speed, fixed.get(length, 0.0))
-    adaptive = replace(case, adaptive=True)
-    policy = adaptive.make_policy()
-    cold, warm = (simulate(adaptive, policy).tokens_per_s for _ in range(2))
+                one = replace(one, drafter=replace(one.drafter, ahead_width=8 * case.num_requests))
+            fixed[length] = max(simulate(one).tokens_per_s, fixed.get(length, 0.0))
+    cold, warm = (run.tokens_per_s for run in decided(case))
     best = max(fixed, key=lambda length: fixed[length])
     return Row(plain, fixed[best], best, cold, warm)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("wanted", nargs="*", metavar="PART")
     parser.add_argument("--texts", type=int, default=2)
     given = parser.parse_args()
     columns = "case, requests", "plain", "best fixed (tokens)", "cold / plain", "cold / best", "warm / plain"
-    print("|", " | ".join((*columns, "warm / best", "worst")), "|")
-    print("|---" * (len(columns) + 2) + "|")
+    print(lines.head(*columns, "warm / best", "worst"))
     for name, *_ in cases(0):
         if given.wanted and not any(part in name for part in given.wanted):
             continue
@@ -135,7 +142,7 @@ def main() -> None:
         worst = min(row.warm / row.best for row in rows)
         lengths = ", ".join(str(row.best_length) for row in rows)
         ratios = (f"{ratio:.3f}" for ratio in (cold / plain, cold / best, warm / plain, warm / best, worst))
-        print(f"| {name} | {plain:.0f} | {best:.0f} ({lengths}) |", " | ".join(ratios), "|", flush=True)
+        print(lines.row(name, f"{plain:.0f}", f"{best:.0f} ({lengths})", *ratios), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
-import statistics
 import tempfile
 import time
 from contextlib import ExitStack
@@ -31,9 +29,10 @@ from cluster.config import load_config
 from cluster.engine import Engine
 from cluster.io.prompts import read_prompts
 from cluster.io.text import load_tokenizer
+from cluster.tools.training.models import copy_tokenizer
+from docs.measurements import lines
 
 ARCHITECTURES = {"sdar": "SDARForCausalLM", "dream": "DreamModel"}
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 COLUMNS = (
     "block",
     "threshold",
@@ -73,9 +72,7 @@ def make_target(folder: Path, layout: str, block: int, layers: int, width: int) 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {"architectures": [ARCHITECTURES[layout]], "block_size": block, "mask_token_id": vocab_size - 1}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    for name in TOKENIZER:
-        if (source / name).exists():
-            shutil.copy(source / name, folder)
+    copy_tokenizer(source, folder)
     return vocab_size
 
 
@@ -119,7 +116,7 @@ def engine_of(folder: Path, states: int, threshold: float, options: argparse.Nam
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = lines.parser_of(__doc__)
     parser.add_argument("--target", type=Path)
     parser.add_argument("--layout", choices=ARCHITECTURES, default="sdar")
     parser.add_argument("--decoder", choices=("static", "prefix", "dual"), default="static")
@@ -134,8 +131,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     options = parser.parse_args()
-    print(f"| {' | '.join(COLUMNS)} |")
-    print("|---" * len(COLUMNS) + "|")
+    print(lines.head(*COLUMNS))
     if options.target:
         config = json.loads((options.target / "config.json").read_text(encoding="utf-8"))
         compare(options.target, bundled_prompts(options.target, options.prompts), config["block_size"], options)
@@ -174,17 +170,11 @@ def compare(folder: Path, prompts: list[list[int]], block: int, options: argpars
             passes, guesses = (now[name] - then[name] for name in ("num_rounds", "num_guessed_states"))
             per_token = passes / count * min(options.batch, len(prompts))
             ratios = [rate / first for rate, first in zip(one.rates(), turns[0].rates(), strict=True)]
-            speeds = f"{median_of(one.rates(), '.0f')} | {median_of(ratios, '.2f')}"
+            speeds = lines.spread(one.rates()), lines.spread(ratios, ".2f")
             equal = "yes" if all(texts == expected for texts in one.tokens) else "NO"
             shared = f"{same_share(one.tokens[0], one_by_one):.0%}" if one_by_one else ""
-            row = f"{block} | {threshold:g} | {states} | {per_token:.2f} | {guesses / count:.2f}"
-            print(f"| {row} | {speeds} | {equal} | {shared} |", flush=True)
-
-
-def median_of(values: list[float], digits: str) -> str:
-    """The median, with the range behind it where there are several."""
-    middle = format(statistics.median(values), digits)
-    return f"{middle} ({min(values):{digits}} to {max(values):{digits}})" if len(values) > 1 else middle
+            costs = f"{per_token:.2f}", f"{guesses / count:.2f}"
+            print(lines.row(block, f"{threshold:g}", states, *costs, *speeds, equal, shared), flush=True)
 
 
 def same_share(texts: list[list[int]], others: list[list[int]]) -> float:

@@ -18,10 +18,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+
+import torch
 
 from actors.drafters.model.config import ModelDrafterConfig
 from cluster.config import load_config
@@ -29,12 +31,13 @@ from cluster.tools.fleet.description import Fleet, FleetLoad, Merging, PoolDraft
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
 from cluster.tools.fleet.simulation import simulate_fleet
 from cluster.tools.offline import open_alone, read_task
+from cluster.tools.planning.layer_choice import write_texts
+from cluster.tools.planning.rounds import KnownText
+from cluster.tools.planning.transcript import Transcript, record
 from cluster.tools.simulation.language import RequestText
-from parallel.kv.pass_plan import Span
+from docs.measurements import lines
 
 COMMON = ("cluster=inprocess", "pipeline.adaptive=false", "sampling.max_tokens=96", "job.baseline=false")
-NUM_CHOICES = 16
-"""Of the draft model at a token, more than any branches need."""
 MODEL = ("drafter=model", "drafter.num_draft_tokens=5", "verify=coupled")
 
 
@@ -121,9 +124,7 @@ def measure(options: argparse.Namespace) -> None:
                 plain = plain or texts[0]
                 equal = all(one == plain for one in texts)
                 line = {"setting": name, "targets": num_targets, "start": start, "equal": equal} | found
-                with options.file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
-                sys.stderr.write(f"{line}\n")
+                lines.append(options.file, line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,55 +134,22 @@ class Recorded:
     The prompts of the simulator have one length, and tokens of their own, which no draft is compared with.
     """
 
-    texts: Sequence[RecordedText]
+    texts: Sequence[Transcript]
 
     def text(self, request_id: int, prompt: tuple[int, ...] = ()) -> RequestText:
-        return replace(self.texts[request_id % len(self.texts)], prompt=prompt)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedText:
-    """A completion, and at each of its tokens and behind the last one the drafter's choices after the true text."""
-
-    token_ids: Sequence[int]
-    choices: Sequence[tuple[list[int], list[float]]]
-    prompt: tuple[int, ...] = ()
-
-    def token(self, position: int) -> int:
-        place = position - len(self.prompt)
-        return self.prompt[position] if place < 0 else self.token_ids[min(place, len(self.token_ids) - 1)]
-
-    def children(self, position: int, distance: int, count: int) -> tuple[list[int], list[float]]:  # noqa: ARG002
-        token_ids, log_probs = self.choices[min(position - len(self.prompt), len(self.choices) - 1)]
-        return token_ids[:count], log_probs[:count]
+        return self.texts[request_id % len(self.texts)].text(0, prompt)
 
 
 def recorded(options: argparse.Namespace) -> Recorded:
-    """What the target writes after each prompt, with one pass of the draft model over it."""
+    """What the target writes after each prompt, and what the draft model would choose at each of its tokens."""
     config = load_config([*COMMON, *MODEL, f"job.limit={options.limit}"])
-    assert isinstance(config.drafter, ModelDrafterConfig)
-    prompts, length = read_task(config).prompts, config.sampling.max_tokens
-    room = max(map(len, prompts)) + length + 1
-    target, drafter = (open_alone(model, room, "cpu") for model in (config.target, config.drafter))
-    texts = []
-    for prompt in prompts:
-        text = [*prompt]
-        for runner in (target, drafter):
-            runner.open(0)
-        cached_len = 0
-        for _ in range(length):
-            rows = text[cached_len:]
-            span = Span(0, len(rows), num_logits=1)
-            text.append(int(target.forward([span], rows).logits.argmax()))
-            target.commit(0, range(len(rows)))
-            cached_len += len(rows)
-        span = Span(0, len(text), num_logits=length + 1)
-        scores = drafter.forward([span], text).logits.log_softmax(-1).topk(NUM_CHOICES)
-        for runner in (target, drafter):
-            runner.close(0)
-        choices = zip(scores.indices.tolist(), scores.values.tolist(), strict=True)
-        texts.append(RecordedText(text[len(prompt) :], [*choices]))
-    return Recorded(texts)
+    drafter, task = config.drafter, read_task(config)
+    assert isinstance(drafter, ModelDrafterConfig)
+    target = open_alone(config.target, len(task.prompts) * (task.longest + 1), "cpu")
+    with torch.inference_mode():
+        written = write_texts(target, task, config.scheduler.prefill_chunk)
+    texts = [KnownText(tuple(one.token_ids), one.prompt_len) for one in written]
+    return Recorded([record(drafter, "cpu", [text], task.sampling[0], task.eos_token_ids) for text in texts])
 
 
 def simulated(
@@ -209,37 +177,31 @@ def simulated(
 
 
 def table(options: argparse.Namespace) -> str:
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for line in options.file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        groups.setdefault((row["setting"], row["targets"]), []).append(row)
-    rows = [
-        "| drafter | targets | tokens/s of each target, median of starts (range) | simulated, costs as set |"
-        " as measured | round of plain decoding, pass of the pool, its host for each target: ms | tokens equal |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    groups = lines.grouped(lines.read(options.file), "setting", "targets")
+    columns = ["drafter", "targets", "tokens/s of each target, median of starts (range)", "simulated, costs as set"]
+    columns += ["as measured", "round of plain decoding, pass of the pool, its host for each target: ms"]
+    rows = [lines.head(*columns, "tokens equal")]
     texts = recorded(options) if options.simulated else Recorded([])
-    for (name, targets), lines in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
-        means = [line["mean"] for line in lines]
-        spread = f"{median(means):.1f} ({min(means):.1f} to {max(means):.1f})"
+    for (name, targets), starts in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
+        means = [line["mean"] for line in starts]
         paces = {"target_ms": options.target_ms, "draft_ms": options.draft_ms, "host_ms": 0.0}
-        plain = groups.get(("plain", targets), lines)
+        plain = groups.get(("plain", targets), starts)
         measured = paces | {"target_ms": median(line["decode_ms"] for line in plain)}
         if name == "pool":
-            measured |= {key: median(line[key] for line in lines) for key in ("draft_ms", "host_ms")}
+            measured |= {key: median(line[key] for line in starts) for key in ("draft_ms", "host_ms")}
         models = ["", ""]
         if options.simulated and name != "own":
             speeds = [simulated(options, name, targets, costs, texts) for costs in (paces, measured)]
             models = [f"{speed:.1f} ({speed / median(means):.2f})" for speed in speeds]
         shown = {"plain": ("target_ms",), "pool": ("target_ms", "draft_ms", "host_ms")}.get(name, ())
         costs = ", ".join(f"{measured[key]:.2f}" for key in shown)
-        cells = [name, f"{targets}", spread, *models, costs, "yes" if all(line["equal"] for line in lines) else "NO"]
-        rows.append(f"| {' | '.join(cells)} |")
+        equal = "yes" if all(line["equal"] for line in starts) else "NO"
+        rows.append(lines.row(name, targets, lines.spread(means, ".1f"), *models, costs, equal))
     return "\n".join(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--targets", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--settings", nargs="+", choices=("plain", "own", "pool"), default=["plain", "own", "pool"])
@@ -252,7 +214,7 @@ def main() -> None:
     parser.add_argument("--simulated", action="store_true", help="and what the simulator gives")
     options = parser.parse_args()
     if options.table or options.simulated:
-        sys.stdout.write(table(options) + "\n")
+        print(table(options))
     else:
         measure(options)
 

@@ -9,7 +9,6 @@ with it, and with it the decision from a cold start and once more.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,6 +16,8 @@ from statistics import mean
 
 from actors.drafters.model.config import ModelDrafterConfig
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate
+from docs.measurements import lines
+from docs.measurements.decider import at_length, decided
 
 DELAYS_MS = (1, 5, 10, 20, 30, 50, 80)
 ACCEPTANCES, PASSES_MS, PIPELINES = (0.6, 0.8, 0.95), (15, 50), ("sync", "branches")
@@ -46,23 +47,17 @@ def plain_tokens_per_s(verify: PassCost, tokens: int) -> float:
 
 def shares(case: Scenario) -> tuple[float, float, float]:
     """Speed over that of plain decoding: the best fixed length, and the decision cold and warm."""
-    lengths = [replace(case, drafter=replace(case.drafter, num_draft_tokens=length)) for length in FIXED]
-    adaptive = replace(case, adaptive=True)
-    policy = adaptive.make_policy()
-    speeds = [max(simulate(fixed).tokens_per_s for fixed in lengths)]
-    speeds += [simulate(adaptive, policy).tokens_per_s for _ in range(2)]
+    best = max(simulate(at_length(case, length)).tokens_per_s for length in FIXED)
     plain = plain_tokens_per_s(case.verify, case.max_tokens)
-    fixed, cold, warm = (speed / plain for speed in speeds)
-    return fixed, cold, warm
+    cold, warm = (run.tokens_per_s / plain for run in decided(case))
+    return best / plain, cold, warm
 
 
 def shares_with_lookup(case: Scenario, acceptance: float) -> tuple[float, float, float, float]:
     """Speed over that of plain decoding: eight tokens fixed, the same with a lookup of this acceptance beside the
     target, and with that the decision cold and warm."""
     local = replace(case, local_acceptance=acceptance)
-    adaptive = replace(local, adaptive=True)
-    policy = adaptive.make_policy()
-    runs = [simulate(case), simulate(local), simulate(adaptive, policy), simulate(adaptive, policy)]
+    runs = [simulate(case), simulate(local), *decided(local)]
     plain = plain_tokens_per_s(case.verify, case.max_tokens)
     without, fixed, cold, warm = (run.tokens_per_s / plain for run in runs)
     return without, fixed, cold, warm
@@ -85,7 +80,7 @@ def break_even_ms(delays_ms: Sequence[float], speedups: Sequence[float]) -> floa
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=600)
     parser.add_argument("--texts", type=int, default=2)
     parser.add_argument("--delays", type=float, nargs="+")
@@ -96,8 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     far = given.lookup > 0
     delays = given.delays or (FAR_DELAYS_MS if far else DELAYS_MS)
-    print("| pipeline, acceptance, pass |", " | ".join(f"{delay:g} ms" for delay in delays), "| break-even |")
-    print("|---" * (len(delays) + 2) + "|")
+    print(lines.head("pipeline, acceptance, pass", *(f"{delay:g} ms" for delay in delays), "break-even"))
     lowest = list[tuple[float, str]]()  # of the decision over plain decoding, and where
     for pipeline in given.pipelines or (FAR_PIPELINES if far else PIPELINES):
         for acceptance in given.acceptances:
@@ -115,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
                 even = break_even_ms(delays, [cell[0] for cell in cells])
                 shown = (", ".join(f"{share:.2f}" for share in cell) for cell in cells)
                 known = "" if even is None else f"{even:.0f} ms"
-                print(f"| {pipeline}, {acceptance}, {pass_ms:g} ms |", " | ".join(shown), f"| {known} |", flush=True)
+                print(lines.row(f"{pipeline}, {acceptance}, {pass_ms:g} ms", *shown, known), flush=True)
     least = "; ".join(f"{share:.3f} ({where})" for share, where in sorted(lowest)[:8])
     print(f"\nThe decision, least of single texts, cold or warm: {least}")
     if far:

@@ -18,6 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from cluster.io.pictures import picture
+from docs.measurements import lines
+
 COLUMNS = (
     "tokens/s",
     "tokens/s of a stream",
@@ -75,7 +78,7 @@ def prompt_of(request: dict[str, Any]) -> str:
     return (json.loads(args) if isinstance(args, str) else args)["body"]["prompt"]
 
 
-def main(folder: Path, picture: Path, prompts: Path | None) -> None:
+def main(folder: Path, drawing: Path, prompts: Path | None) -> None:
     groups: dict[Key, list[list[float | None]]] = defaultdict(list)
     requests: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     for file in sorted(folder.glob("*-*-*.json")):
@@ -84,37 +87,36 @@ def main(folder: Path, picture: Path, prompts: Path | None) -> None:
         groups[mode, int(streams)].append(figures(benchmark))
         requests[mode, int(streams)] += benchmark["requests"]["successful"]
     medians = {key: [_median(column) for column in zip(*rows, strict=True)] for key, rows in groups.items()}
-    lines = _table(("streams", "server", *COLUMNS))
-    for (mode, streams), row in sorted(medians.items(), key=lambda item: (item[0][1], item[0][0])):
-        lines.append(_row(streams, mode, *row))
+    rows = [lines.head("streams", "server", *COLUMNS)]
+    for (mode, streams), found in sorted(medians.items(), key=lambda item: (item[0][1], item[0][0])):
+        rows.append(lines.row(streams, mode, *map(_cell, found)))
     texts: dict[str, set[str]] = defaultdict(set)
     for one in (one for done in requests.values() for one in done):
         texts[prompt_of(one)].add(one["output"])
     count, differing = sum(map(len, requests.values())), sum(len(found) > 1 for found in texts.values())
-    lines += ["", f"{count} completions of {len(texts)} prompts, {differing} with several texts"]
+    rows += ["", f"{count} completions of {len(texts)} prompts, {differing} with several texts"]
     if prompts is not None:
-        lines += ["", *by_domain(requests, prompts)]
-    sys.stdout.write("\n".join(lines) + "\n")
-    _draw(medians, picture)
+        rows += ["", *by_domain(requests, prompts)]
+    sys.stdout.write("\n".join(rows) + "\n")
+    _draw(medians, drawing)
 
 
 def by_domain(requests: dict[Key, list[dict[str, Any]]], prompts: Path) -> list[str]:
     """The second table: tokens/s of the median stream, and acceptance length, of each domain in each mode."""
-    records = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
-    domains = {record["prompt"]: record["domain"] for record in records}
+    domains = {record["prompt"]: record["domain"] for record in lines.read(prompts)}
     found: dict[tuple[int, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for (mode, streams), done in requests.items():
         for one in done:
             found[streams, domains[prompt_of(one)]][mode].append(one)
     modes = sorted({mode for mode, _ in requests})
     names = [f"{mode}, {figure}" for figure in ("tokens/s of a stream", "acceptance length") for mode in modes]
-    lines = _table(("streams", "domain", "prompts", *names))
+    rows = [lines.head("streams", "domain", "prompts", *names)]
     for (streams, domain), of in sorted(found.items()):
         speeds = [_median([1e3 / one[_ITL] for one in of[mode] if one[_ITL]]) for mode in modes]
         lengths = [acceptance_length(of[mode]) for mode in modes]
         num = len({prompt_of(one) for done in of.values() for one in done})
-        lines.append(_row(streams, domain, num, *speeds, *lengths))
-    return lines
+        rows.append(lines.row(streams, domain, num, *map(_cell, (*speeds, *lengths))))
+    return rows
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -122,41 +124,24 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def _table(names: Sequence[str]) -> list[str]:
-    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-
-
-def _row(*values: str | float | None) -> str:
-    cells = [_cell(value) for value in values]
-    return f"| {' | '.join(cells)} |"
-
-
-def _cell(value: str | float | None) -> str:
-    if not isinstance(value, float):
-        return "-" if value is None else str(value)
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
-def _draw(medians: dict[Key, list[float | None]], picture: Path) -> None:
+def _draw(medians: dict[Key, list[float | None]], path: Path) -> None:
     """Throughput against what one stream gets, by number of streams."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4))
-    for mode in sorted({mode for mode, _ in medians}):
-        rows = sorted((streams, row[:2]) for (name, streams), row in medians.items() if name == mode)
-        points = [(streams, of_one or 0.0, of_all or 0.0) for streams, (of_all, of_one) in rows]
-        axes.plot([x for _, x, _ in points], [y for *_, y in points], marker="o", label=LABELS.get(mode, mode))
-        for streams, x, y in points:
-            axes.annotate(str(streams), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
-    axes.set(
-        xlabel="tokens/s of a stream, 1 / median inter-token latency", ylabel="tokens/s of all streams", xscale="log"
-    )
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
+    with picture(path, 6, 4) as ((axes,),):
+        for mode in sorted({mode for mode, _ in medians}):
+            rows = sorted((streams, row[:2]) for (name, streams), row in medians.items() if name == mode)
+            points = [(streams, of_one or 0.0, of_all or 0.0) for streams, (of_all, of_one) in rows]
+            axes.plot([x for _, x, _ in points], [y for *_, y in points], marker="o", label=LABELS.get(mode, mode))
+            for streams, x, y in points:
+                axes.annotate(str(streams), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
+        axes.set_xlabel("tokens/s of a stream, 1 / median inter-token latency")
+        axes.set(ylabel="tokens/s of all streams", xscale="log")
+        axes.legend()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ ZeroMQ and the Unix socket (`actors/transport`), in turn.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import numpy as np
 from actors.protocol.messages import Commit, Proposal, TokenTree, Verdict, VerdictBatch, VerifyBatch, VerifyItem
 from actors.transport.channel import Hub, open_link
 from actors.transport.keys import HubKeys
+from docs.measurements import lines
 
 KEYS = HubKeys(bytes(32), ("target-0",))
 DRAFT = Proposal.deterministic(5, 1, 300, 2**63, TokenTree.chain(7, [8, 9, 10, 11, 12]))
@@ -72,7 +72,7 @@ def measure(cores: list[int], folder: str, num_rounds: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--starts", type=int, default=3)
     options = parser.parse_args()

@@ -35,6 +35,7 @@ from cluster.io.prompts import Prompt, read_prompts
 from cluster.run_prompts import serve_prompts
 from cluster.serving.server import HttpServer, bind
 from cluster.serving.service import HttpService
+from docs.measurements import lines
 
 HEAD = (
     "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
@@ -272,7 +273,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--turns", type=int, default=15)

@@ -21,6 +21,7 @@ from statistics import median
 from actors.protocol.messages import PLAIN_DECODING, SamplingParams
 from cluster.config import load_config
 from cluster.engine import Engine
+from docs.measurements import lines
 from docs.measurements.long_contexts import NOT_TIMED, SETTINGS, overrides, text_of
 
 COUNTERS = "num_spec_rounds", "draft_busy_s", "target_busy_s"
@@ -72,7 +73,7 @@ def serve(engine: Engine, texts: Sequence[list[int]], num_tokens: int, turns: Ba
 
 def measure(options: argparse.Namespace, name: str, num_requests: int) -> tuple[BatchTurns, BatchTurns]:
     """Plain decoding and drafts, in turn in one engine."""
-    tokens = text_of(options.pair, num_requests * options.length)
+    tokens = text_of(options.pair / "target", num_requests * options.length)
     texts = [tokens[first : first + options.length] for first in range(0, len(tokens), options.length)]
     rows = num_requests * (options.length + 2 * options.tokens + ROOM)
     words = overrides(options.pair, None, rows, SETTINGS[name])
@@ -91,13 +92,12 @@ def row(name: str, num_requests: int, plain: BatchTurns, drafted: BatchTurns) ->
     ratios = [own / other for own, other in zip(plain.ms, drafted.ms, strict=True)]
     cells = [f"{median(turns.ms):.1f}" for turns in (plain, drafted)]
     cells += [f"{drafted.ms_of_round(counter):.0f}" for counter in COUNTERS[1:]]
-    over = f"{median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
     equal = "yes" if plain.tokens == drafted.tokens else "no"
-    return f"| {name} | {num_requests} | {drafted.tokens_a_pass:.2f} | {' | '.join(cells)} | {over} | {equal} |"
+    return lines.row(name, num_requests, f"{drafted.tokens_a_pass:.2f}", *cells, lines.spread(ratios, ".2f"), equal)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = lines.parser_of(__doc__)
     parser.add_argument("pair", type=Path)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["self, streaming", "self, chunks"])
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 8])
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     head = ["", "requests", "tokens a pass", "ms a token, plain", "with drafts"]
     head += ["ms of a draft", "ms of its verification", "over plain", "tokens equal"]
-    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|", flush=True)
+    print(lines.head(*head), flush=True)
     for name in options.settings:
         for num_requests in options.requests:
             print(row(name, num_requests, *measure(options, name, num_requests)), flush=True)

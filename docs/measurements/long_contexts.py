@@ -14,18 +14,23 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
+import shutil
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from actors.protocol.messages import SamplingParams
+from cluster import pocket
 from cluster.config import load_config
 from cluster.engine import Engine
 from cluster.io.text import load_tokenizer
 from cluster.observability.report import drafter_bytes
+from docs.measurements import lines
 
 SETTINGS = {
     "plain": ["pipeline=plain", "drafter=none"],
@@ -46,27 +51,31 @@ NOT_TIMED = 16
 POLL_S = 2e-4
 
 
+def copy_with_room(checkpoint: Path, folder: Path, positions: int) -> None:
+    """A copy of the checkpoint whose config.json has so many positions."""
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    file = folder / "config.json"
+    fields = json.loads(file.read_text(encoding="utf-8")) | {"max_position_embeddings": positions}
+    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
 def make_pair(folder: Path, positions: int = 65_536) -> None:
-    """The bundled pair, and its config.json with so many positions."""
-    from cluster import pocket
-
     for name, source in (("target", pocket.TARGET), ("drafter", pocket.DRAFTER)):
-        (folder / name).mkdir(parents=True)
-        for file in source.iterdir():
-            (folder / name / file.name).write_bytes(file.read_bytes())
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        config["max_position_embeddings"] = positions
-        (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        copy_with_room(source, folder / name, positions)
 
 
-def text_of(pair: Path, length: int) -> list[int]:
-    """So many tokens of modules of the standard library, by their names."""
-    tokenizer, tokens = load_tokenizer(pair / "target"), list[int]()
+def modules(tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """The tokens of each module of the standard library that is one file, by their names."""
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        tokens += tokenizer.encode(file.read_text(encoding="utf-8")).ids
-        if len(tokens) >= length:
-            return tokens[:length]
-    raise ValueError(f"the standard library has {len(tokens)} tokens, not {length}; lower --lengths")
+        yield tokenizer.encode(file.read_text(encoding="utf-8")).ids
+
+
+def text_of(checkpoint: Path, length: int) -> list[int]:
+    """So many tokens of modules, one after the other."""
+    tokens = list(islice(chain.from_iterable(modules(load_tokenizer(checkpoint))), length))
+    if len(tokens) < length:
+        raise ValueError(f"the standard library has {len(tokens)} tokens, not {length}; lower --lengths")
+    return tokens
 
 
 def overrides(pair: Path, longspec: Path | None, longest: int, setting: Sequence[str]) -> list[str]:
@@ -84,10 +93,10 @@ def measure(options: argparse.Namespace, name: str) -> None:
     with Engine(load_config(words)) as engine:
         kv_bytes = drafter_bytes(engine.ready)["kv"]
         for length in options.lengths:
-            line = {"setting": name, "length": length} | figures(engine, text_of(options.pair, length), options.tokens)
-            with options.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line | {"kv_bytes": kv_bytes}) + "\n")
-            sys.stderr.write(f"{line}\n")
+            line = {"setting": name, "length": length} | figures(
+                engine, text_of(options.pair / "target", length), options.tokens
+            )
+            lines.append(options.file, line | {"kv_bytes": kv_bytes})
 
 
 def figures(engine: Engine, text: Sequence[int], num_tokens: int) -> dict[str, Any]:
@@ -107,22 +116,21 @@ def figures(engine: Engine, text: Sequence[int], num_tokens: int) -> dict[str, A
     }
 
 
-def table(lines: list[dict[str, Any]]) -> str:
+def table(found: Sequence[lines.Line]) -> str:
     """A row for each setting: milliseconds a token (tokens a pass) by length, and MiB of the drafter's KV rows."""
-    lengths = sorted({line["length"] for line in lines})
-    head = ["", *(f"{length:,}" for length in lengths), "draft rows, MiB"]
-    rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for name in dict.fromkeys(line["setting"] for line in lines):
-        own = {line["length"]: line for line in lines if line["setting"] == name}
+    lengths = sorted({line["length"] for line in found})
+    rows = [lines.head("", *(f"{length:,}" for length in lengths), "draft rows, MiB")]
+    for (name,), measured in lines.grouped(found, "setting").items():
+        own = {line["length"]: line for line in measured}
         cells = [
             f"{own[at]['ms_per_token']:.1f} ({own[at]['tokens_per_pass']:.1f})" if at in own else "" for at in lengths
         ]
-        rows.append(f"| {name} | " + " | ".join(cells) + f" | {next(iter(own.values()))['kv_bytes'] / 2**20:.1f} |")
+        rows.append(lines.row(name, *cells, f"{measured[0]['kv_bytes'] / 2**20:.1f}"))
     return "\n".join(rows) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = lines.parser_of(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--pair", type=Path, default=Path("long-pair"))
     parser.add_argument("--make", action="store_true")
@@ -136,7 +144,7 @@ def main() -> None:
     if options.make:
         make_pair(options.pair)
     if options.table:
-        print(table([json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()]))
+        print(table(lines.read(options.file)))
         return
     for name in options.settings:
         if name != "LongSpec" or options.longspec is not None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,11 @@ from transformers import AutoConfig, DynamicCache, LlamaForCausalLM
 from cluster import pocket
 from cluster.io.text import load_tokenizer
 from cluster.tools.training.corpus import load_corpus
-from cluster.tools.training.models import save_rounded
+from cluster.tools.training.models import copy_tokenizer, save_rounded
 from cluster.tools.training.trainer import Recipe, StepOutcome, TrainingBudget, fit
+from docs.measurements import lines
 from docs.measurements.far_texts import FarTexts, batch_of
+from docs.measurements.long_contexts import copy_with_room
 from parallel.training.precision import fast_passes
 
 BASE = 500_000.0
@@ -76,18 +77,9 @@ def train(given: argparse.Namespace) -> None:
     recipe, budget = Recipe(given.rate, given.rate / 2, warmup_steps=20), TrainingBudget(given.minutes, given.steps)
     record = fit(model, step_loss, recipe, budget, given.run / "work", resume=given.resume)
     save_rounded(model, given.run / "target")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(pocket.TARGET / name, given.run / "target" / name)
-    write_drafter(given.run / "drafter", reach)
+    copy_tokenizer(pocket.TARGET, given.run / "target")
+    copy_with_room(pocket.DRAFTER, given.run / "drafter", reach)
     print(record)
-
-
-def write_drafter(folder: Path, positions: int) -> None:
-    """The bundled draft model, and its config.json with so many positions."""
-    shutil.copytree(pocket.DRAFTER, folder, dirs_exist_ok=True)
-    file = folder / "config.json"
-    fields = json.loads(file.read_text(encoding="utf-8")) | {"max_position_embeddings": positions}
-    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.inference_mode()
@@ -135,7 +127,7 @@ def write_prompts(run: Path, distances: Sequence[int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("what", choices=["train", "loss", "prompts"])
     parser.add_argument("paths", type=Path, nargs="+", help="the run's folder; for a loss checkpoints")
     parser.add_argument("--start", type=Path, default=pocket.TARGET, help="the target to go on from")

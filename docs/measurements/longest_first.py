@@ -7,7 +7,6 @@ with `expected_tokens`, exact or off by up to 30 %.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from actors.protocol.messages import SamplingParams
 from cluster.config import load_config
 from cluster.engine import Engine
+from docs.measurements import lines
 
 NUM_REQUESTS, NUM_PLACES, ERROR = 64, 8, 0.3
 LAUNCH = "cluster=inprocess", "pipeline=plain", "target.pace_ms=10", f"scheduler.max_num_seqs={NUM_PLACES}"
@@ -32,7 +32,7 @@ def seconds(engine: Engine, lengths: Sequence[int], expected: Sequence[int]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=2)
     given = parser.parse_args()

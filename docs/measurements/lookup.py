@@ -10,13 +10,12 @@ reading them is part of a proposal, and of a prompt. A second table has the othe
 
 from __future__ import annotations
 
-import argparse
 import gc
-import sysconfig
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
 from statistics import median, quantiles
@@ -24,7 +23,6 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
 from actors.drafters.config import DrafterConfig, DraftSetup
@@ -40,10 +38,12 @@ from actors.protocol.messages import Commit, SamplingParams, TopTokens
 from actors.tokenizer_file import tokenizer_digest
 from cluster import pocket
 from cluster.io.console import Terminal, figure
+from cluster.io.pictures import picture
 from cluster.io.text import load_tokenizer
+from docs.measurements import lines
+from docs.measurements.long_contexts import text_of
 from parallel.comm.group import SINGLE
 from parallel.kernels.suffixes import CompiledSuffixAutomaton
-from parallel.whole_files import replaced_whole
 
 LENGTHS = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000)
 NUM_ROUNDS = 500
@@ -241,16 +241,8 @@ def with_datastore(config: DrafterConfig, folder: Path) -> DrafterConfig:
         return config
     path = folder / "library.store"
     if not path.exists():
-        write_datastore(path, [library_tokens(STORED)], tokenizer_digest(pocket.TARGET))
+        write_datastore(path, [text_of(pocket.TARGET, STORED)], tokenizer_digest(pocket.TARGET))
     return replace(config, datastore=str(path))
-
-
-def library_tokens(count: int) -> list[int]:
-    """The first tokens of the standard library's modules in the order of their names."""
-    tokenizer = load_tokenizer(pocket.TARGET)
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    tokens = (token for file in files for token in tokenizer.encode(file.read_text(encoding="utf-8")).ids)
-    return list(islice(tokens, count))
 
 
 def periodic_tokens(count: int) -> list[int]:
@@ -260,28 +252,26 @@ def periodic_tokens(count: int) -> list[int]:
 
 _SETUP = DraftSetup(VerifyConfig(), "sync", SchedulerConfig(), SINGLE, "cpu", ())
 _VOCAB_SIZE = load_tokenizer(pocket.TARGET).get_vocab_size()
-TEXTS = {"library": library_tokens, "periodic": periodic_tokens}
+TEXTS = {"library": partial(text_of, pocket.TARGET), "periodic": periodic_tokens}
 
 
 def draw(costs: dict[tuple[str, str, int], LookupCost], path: Path) -> None:
     """Time per proposal against the context, a panel for each text; dashed as child of a cascade's level."""
-    page = Figure(figsize=(9, 3.4), dpi=110, layout="constrained")
-    for panel, text in zip(page.subplots(1, len(TEXTS), sharey=True), TEXTS, strict=False):
-        for name in dict.fromkeys(drafter for drafter, *_ in costs):
-            lengths = [length for drafter, of_text, length in costs if (drafter, of_text) == (name, text)]
-            found = [costs[name, text, length] for length in lengths]
-            (line,) = panel.plot(lengths, [cost.propose_us for cost in found], marker="o", markersize=3, label=name)
-            panel.plot(lengths, [cost.take_back_us for cost in found], "--", color=line.get_color())
-        panel.set(xscale="log", yscale="log", title=f"{text} text", xlabel="tokens of context")
-        panel.grid(alpha=0.3)
-    page.legend(*panel.get_legend_handles_labels(), loc="outside right center", fontsize=8)
-    page.axes[0].set_ylabel(f"us per proposal\n(dashed: {TAKEN_BACK} tokens taken back before it)")
-    with replaced_whole(path) as partial:
-        page.savefig(partial, format=path.suffix[1:])
+    with picture(path, 9, 3.4, columns=len(TEXTS), sharey=True) as (panels,):
+        for panel, text in zip(panels, TEXTS, strict=True):
+            for name in dict.fromkeys(drafter for drafter, *_ in costs):
+                lengths = [length for drafter, of_text, length in costs if (drafter, of_text) == (name, text)]
+                found = [costs[name, text, length] for length in lengths]
+                (line,) = panel.plot(lengths, [cost.propose_us for cost in found], marker="o", markersize=3, label=name)
+                panel.plot(lengths, [cost.take_back_us for cost in found], "--", color=line.get_color())
+            panel.set(xscale="log", yscale="log", title=f"{text} text", xlabel="tokens of context")
+            panel.grid()
+        panels[0].figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+        panels[0].set_ylabel(f"us per proposal\n(dashed: {TAKEN_BACK} tokens taken back before it)")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Cost of lookup drafters.")
+    parser = lines.parser_of(__doc__)
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times against the context as well")
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), metavar="NAME")
     options = parser.parse_args(arguments)

@@ -14,7 +14,6 @@ flight, the server ends with code 0, and no process is left. Prints one JSON obj
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -33,6 +32,7 @@ from typing import Any
 
 from cluster import pocket
 from cluster.io.prompts import read_prompts
+from docs.measurements import lines
 
 ON_RAY = ("cluster.dashboard=false", "cluster.oversubscribe=true", "cluster.max_restarts=100000", "cluster.silence_s=5")
 """Overrides of every run; a starved heartbeat on busy cores is not to look like a hang."""
@@ -235,7 +235,7 @@ def _in_flight(port: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--clients", type=int, default=6)

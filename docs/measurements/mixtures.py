@@ -9,7 +9,6 @@ over plain decoding. Both print a Markdown table.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,8 @@ from torch import Tensor
 
 from actors.drafters.model.config import ModelDrafterConfig
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate
+from docs.measurements import lines
+from docs.measurements.decider import at_length, decided
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import ModelRunner, open_model
 
@@ -117,10 +118,9 @@ def measured(num_experts: int, per_token: int, repeats: int) -> tuple[list[float
 def passes(num_experts: int, per_token: int, repeats: int) -> None:
     experts, times = measured(num_experts, per_token, repeats)
     expected = [distinct(num_experts, per_token, rows) for rows in ROWS]
-    print("| rows |", " | ".join(map(str, ROWS)), "|")
-    print("|---" * (len(ROWS) + 1) + "|")
+    print(lines.head("rows", *ROWS))
     for name, values in (("experts expected", expected), ("experts used", experts), ("pass, ms", times)):
-        print(f"| {name} |", " | ".join(f"{value:.1f}" for value in values), "|")
+        print(lines.row(name, *(f"{value:.1f}" for value in values)))
 
 
 def cost(num_experts: int, per_token: int) -> PassCost:
@@ -146,17 +146,15 @@ def scenario(costs: PassCost, batch: int, acceptance: float, seed: int, tokens: 
 def speedups(case: Scenario) -> tuple[dict[int, float], float, float]:
     """Speed over plain decoding: fixed lengths, and the decision cold and warm."""
     plain = simulate(replace(case, pipeline="plain")).tokens_per_s
-    drafters = {length: replace(case.drafter, num_draft_tokens=length) for length in FIXED}
-    fixed = {length: simulate(replace(case, drafter=one)).tokens_per_s / plain for length, one in drafters.items()}
-    adaptive = replace(case, adaptive=True)
-    policy = adaptive.make_policy()
-    cold, warm = (simulate(adaptive, policy).tokens_per_s / plain for _ in range(2))
+    fixed = {length: simulate(at_length(case, length)).tokens_per_s / plain for length in FIXED}
+    cold, warm = (run.tokens_per_s / plain for run in decided(case))
     return fixed, cold, warm
 
 
 def lengths(shapes: Sequence[tuple[int, int]], tokens: int, texts: int) -> None:
-    print("| experts, of them each row's | batch | acceptance | best fixed (tokens) | decision, cold, warm |")
-    print("|---" * 5 + "|")
+    print(
+        lines.head("experts, of them each row's", "batch", "acceptance", "best fixed (tokens)", "decision, cold, warm")
+    )
     for num_experts, per_token in shapes:
         for batch in BATCHES:
             for acceptance in ACCEPTANCES:
@@ -168,12 +166,12 @@ def lengths(shapes: Sequence[tuple[int, int]], tokens: int, texts: int) -> None:
                 fixed = {length: fmean(run[0][length] for run in runs) for length in FIXED}
                 best = max(fixed, key=lambda length: fixed[length])
                 cold, warm = fmean(run[1] for run in runs), fmean(run[2] for run in runs)
-                cells = f"{num_experts}, {per_token} | {batch} | {acceptance} | {fixed[best]:.2f} ({best})"
-                print(f"| {cells} | {cold:.2f}, {warm:.2f} |", flush=True)
+                cells = f"{num_experts}, {per_token}", batch, acceptance, f"{fixed[best]:.2f} ({best})"
+                print(lines.row(*cells, f"{cold:.2f}, {warm:.2f}"), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("what", choices=("passes", "policy"))
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--per-token", type=int, default=2)

@@ -8,7 +8,6 @@ in these is the baseline. The picture has the same figures. Reads `report.json`;
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from cluster.io.console import figure
-from parallel.whole_files import replaced_whole
+from cluster.io.pictures import picture
+from docs.measurements import lines
 
 PANELS = {
     "mean_acceptance_length": "acceptance length",
@@ -67,9 +65,8 @@ def _plain_speeds(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str | None
 def markdown(overview: Overview) -> str:
     """One row per drafter, one column per workload."""
     drafters, workloads = names_in(overview)
-    lines = [["drafter", *workloads], ["---"] * (len(workloads) + 1)]
-    lines += [[drafter, *(_cell(overview.get((drafter, workload))) for workload in workloads)] for drafter in drafters]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    rows = [[drafter, *(_cell(overview.get((drafter, workload))) for workload in workloads)] for drafter in drafters]
+    return "\n".join([lines.head("drafter", *workloads), *(lines.row(*cells) for cells in rows)]) + "\n"
 
 
 def names_in(overview: Overview) -> tuple[list[str], list[str]]:
@@ -90,28 +87,26 @@ def _cell(values: Mapping[str, Sequence[float]] | None) -> str:
 def draw(overview: Overview, path: Path) -> None:
     """A panel for each figure, a row for each drafter, a mark for each workload."""
     drafters, workloads = names_in(overview)
-    page = Figure(figsize=(13, 1.4 + 0.3 * len(drafters)), dpi=110, layout="constrained")
-    panels = page.subplots(1, len(PANELS), sharey=True)
-    for panel, (key, title) in zip(panels, PANELS.items(), strict=True):
-        for workload, mark in zip(workloads, _MARKS, strict=False):
-            points = [
-                (median(values[key]), row)
-                for row, drafter in enumerate(drafters)
-                if (values := overview.get((drafter, workload))) and values[key]
-            ]
-            panel.plot(*zip(*points, strict=True), mark, markersize=5, label=workload) if points else None
-        panel.set(xlabel=title, xscale="log" if key == "ms_per_draft" else "linear")
-        panel.grid(alpha=0.3)
-    panels[-1].axvline(1.0, color="black", linewidth=0.8)
-    panels[0].set_yticks(range(len(drafters)), drafters)
-    panels[0].invert_yaxis()
-    page.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(workloads), frameon=False)
-    with replaced_whole(path) as partial:
-        page.savefig(partial, format=path.suffix[1:])
+    with picture(path, 13, 1.4 + 0.3 * len(drafters), columns=len(PANELS), sharey=True) as (panels,):
+        for panel, (key, title) in zip(panels, PANELS.items(), strict=True):
+            for workload, mark in zip(workloads, _MARKS, strict=False):
+                points = [
+                    (median(values[key]), row)
+                    for row, drafter in enumerate(drafters)
+                    if (values := overview.get((drafter, workload))) and values[key]
+                ]
+                panel.plot(*zip(*points, strict=True), mark, markersize=5, label=workload) if points else None
+            panel.set(xlabel=title, xscale="log" if key == "ms_per_draft" else "linear")
+            panel.grid()
+        panels[-1].axvline(1.0, color="black")
+        panels[0].set_yticks(range(len(drafters)), drafters)
+        panels[0].invert_yaxis()
+        labels = panels[0].get_legend_handles_labels()
+        panels[0].figure.legend(*labels, loc="outside upper center", ncols=len(workloads))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Runs of job=bench.")
+    parser = lines.parser_of(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the figures as well")
     options = parser.parse_args(arguments)

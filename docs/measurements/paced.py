@@ -10,7 +10,6 @@ of the first engine. `--table` prints what the files have: medians, and ranges i
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from actors.drafters.model.config import ModelDrafterConfig
 from cluster import pocket
 from cluster.config import load_config
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine
+from cluster.io.pictures import picture
 from cluster.io.prompts import Prompt, read_prompts
 from cluster.io.text import read_eos_token_ids
 from cluster.observability.report import figures
@@ -33,8 +31,8 @@ from cluster.run_prompts import all_completed, serve_prompts
 from cluster.tools.planning.rounds import KnownText
 from cluster.tools.planning.transcript import Transcript, record
 from cluster.tools.simulation import Scenario, simulate
+from docs.measurements import lines
 from parallel.pass_cost import PassCost
-from parallel.whole_files import replaced_whole
 
 COMMON = ("cluster=inprocess", "cluster.dashboard=false", "sampling.max_tokens=96", "sampling.ignore_eos=true")
 PIPELINES = "sync", "attached", "pearl", "branches", "tree"
@@ -69,10 +67,6 @@ class Setting:
         """Pipeline as it is named here, draft tokens, whether the policy adapts."""
         pipeline, length, *rest = [*self.name.split("-"), "1"][:3]
         return pipeline, int(length), rest == ["adaptive"]
-
-    @property
-    def pace(self) -> str:
-        return f"{self.target_ms:g} / {self.draft_ms:g}"
 
     def overrides(self) -> list[str]:
         pipeline, length, adaptive = self.parts
@@ -132,9 +126,7 @@ def measure(options: argparse.Namespace) -> None:
                 "target_pass_ms": _span_ms(run, "target", "verify"),
                 "ahead_pass_ms": _span_ms(run, "draft", "ahead"),
             }
-            with options.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            sys.stderr.write(f"{setting.pace:>9} {setting.name:<18} {found['tokens_per_s']:.0f} tokens/s\n")
+            lines.append(options.file, line)
 
 
 def _served(config: LaunchConfig, prompts: Sequence[Prompt], setting: Setting) -> tuple[Run, list[KnownText]]:
@@ -167,8 +159,7 @@ Found = dict[tuple[str, int, str, str], list[dict[str, Any]]]
 
 def read_lines(file: Path) -> Found:
     found: Found = {}
-    for text in file.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
+    for line in lines.read(file):
         pace = f"{line['target_ms']:g} / {line['draft_ms']:g}"
         found.setdefault((line["backend"], line["batch"], pace, line["setting"]), []).append(line)
     return found
@@ -188,19 +179,19 @@ def table(found: Found) -> str:
     """Markdown: a row for each setting."""
     head = "backend", "requests", "passes, ms", "setting", "starts", "tokens/s", "over `sync`", "of the virtual clock"
     head += "acceptance length", "hits", "target busy", "overhead, ms", "pass, ms", "ahead, ms", "of the ceiling"
-    lines = [list(head), ["---"] * len(head)]
+    rows = [lines.head(*head)]
     for (backend, batch, pace, name), starts in found.items():
         speeds = [one["tokens_per_s"] for one in starts]
         usual = _best(found, (backend, batch, pace), "sync")
         decoding = [batch * 1e3 / one["decode_ms_per_token"] for one in starts]
-        cells = [backend, str(batch), pace, name, str(len(starts)), _spread(speeds)]
+        cells = [backend, str(batch), pace, name, str(len(starts)), lines.spread(speeds)]
         over = f"{median(speeds) / median(usual):.2f}" if usual else ""
         cells += [over, f"{median(decoding) / starts[0]['simulated']:.2f}"]
         keys = {"mean_acceptance_length": 2, "branch_hit_rate": 2, "target_busy": 2, "round_overhead_ms": 1}
         keys |= {"target_pass_ms": 1, "ahead_pass_ms": 1}
         cells += [_middle([one[key] for one in starts], digits) for key, digits in keys.items()]
-        lines.append([*cells, _middle(list(map(of_ceiling, starts)), 2)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        rows.append(lines.row(*cells, _middle(list(map(of_ceiling, starts)), 2)))
+    return "\n".join(rows) + "\n"
 
 
 def _best(found: Found, place: tuple[str, int, str], pipeline: str) -> list[float]:
@@ -213,10 +204,6 @@ def _best(found: Found, place: tuple[str, int, str], pipeline: str) -> list[floa
     return max(of_lengths, key=median, default=[])
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
-
-
 def _middle(values: Sequence[float | None], digits: int) -> str:
     known = [one for one in values if one is not None]
     return f"{median(known):.{digits}f}" if known else ""
@@ -226,29 +213,25 @@ def draw(found: Found, path: Path) -> None:
     """Each pipeline at its best fixed length, with the range of its starts; a group of bars for every pace."""
     keys = [key for key in found if key[0] == "inprocess" and key[1] == 1]
     paces = list(dict.fromkeys(key[2] for key in keys))
-    page = Figure(figsize=(10, 4), dpi=110, layout="constrained")
-    axes = page.subplots()
-    for number, pipeline in enumerate(PIPELINES):
-        for at, pace in enumerate(paces):
-            plain, speeds = (_best(found, ("inprocess", 1, pace), name) for name in ("plain", pipeline))
-            if not (plain and speeds):
-                continue
-            ratios = [speed / median(plain) for speed in speeds]
-            middle = median(ratios)
-            error = [[middle - min(ratios)], [max(ratios) - middle]]
-            place = at + (number - (len(PIPELINES) - 1) / 2) * 0.13
-            label = pipeline if at == 0 else None
-            axes.bar(place, middle, 0.12, yerr=error, color=f"C{number}", label=label, error_kw={"linewidth": 0.8})
-    axes.set(ylabel="tokens/s over plain decoding", xlabel="milliseconds of a pass: target / draft model")
-    axes.set_xticks(range(len(paces)), paces)
-    axes.grid(axis="y", alpha=0.3)
-    page.legend(ncols=len(PIPELINES), frameon=False, loc="outside upper center")
-    with replaced_whole(path) as partial:
-        page.savefig(partial, format=path.suffix[1:])
+    with picture(path, 10, 4) as ((axes,),):
+        for number, pipeline in enumerate(PIPELINES):
+            for at, pace in enumerate(paces):
+                plain, speeds = (_best(found, ("inprocess", 1, pace), name) for name in ("plain", pipeline))
+                if not (plain and speeds):
+                    continue
+                ratios = [speed / median(plain) for speed in speeds]
+                middle = median(ratios)
+                error = [[middle - min(ratios)], [max(ratios) - middle]]
+                place = at + (number - (len(PIPELINES) - 1) / 2) * 0.13
+                axes.bar(place, middle, 0.12, yerr=error, color=f"C{number}", label="" if at else pipeline)
+        axes.set(ylabel="tokens/s over plain decoding", xlabel="milliseconds of a pass: target / draft model")
+        axes.set_xticks(range(len(paces)), paces)
+        axes.grid(axis="y")
+        axes.figure.legend(ncols=len(PIPELINES), loc="outside upper center")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Speed of pipelines at given times of passes.")
+    parser = lines.parser_of(__doc__)
     parser.add_argument("file", type=Path, help="lines of figures, appended to")
     parser.add_argument("settings", nargs="*", help="such as plain sync-5 attached-5 branches-5 sync-8-adaptive")
     parser.add_argument("--paces", nargs="+", default=["15/1.5"], help="milliseconds of a pass, target/draft")

@@ -8,7 +8,6 @@ from those before it in its window. Also the share of places where the likeliest
 
 from __future__ import annotations
 
-import argparse
 import math
 import sysconfig
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from cluster import pocket
 from cluster.io.text import load_tokenizer
 from cluster.tools.training.corpus import HELD_OUT
+from docs.measurements import lines
 from parallel.kv.pass_plan import Span
 from parallel.model.layers.weight import Stored
 from parallel.runtime.runner import open_model
@@ -59,7 +59,7 @@ def measure(path: Path, windows: Tensor, dtype: torch.dtype, weights: Stored | N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=16384)
     windows = held_out_windows(parser.parse_args().tokens)
     print(f"{windows.numel()} tokens in windows of {WINDOW}")

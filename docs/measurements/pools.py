@@ -7,7 +7,6 @@ engine's own coordinators and draft roles on the virtual clock (`docs/fleet.md`)
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from cluster.observability.report import write_csv
 from cluster.tools.fleet.description import Fleet, FleetLoad, Merging, PoolDrafter, Region, TargetReplica
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
 from cluster.tools.fleet.simulation import FleetResult, simulate_fleet
+from docs.measurements import lines
 
 FLAT = (15.0, 1.5)
 """Milliseconds of a target pass and of a draft pass, however many rows they have."""
@@ -128,7 +128,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], plain: Mapping[tuple[int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("outputs/pools"))
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--targets", default=",".join(map(str, TARGETS)))

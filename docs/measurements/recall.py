@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from actors.protocol.messages import SamplingParams
 from cluster.config import load_config
 from cluster.engine import Engine
 from cluster.observability.report import drafter_bytes
-from docs.measurements import long_contexts
+from docs.measurements import lines, long_contexts
 from docs.measurements.recall_texts import Block, Words
 
 SETTINGS = long_contexts.SETTINGS | {"suffix": ["drafter=suffix", "drafter.shared_tokens=0"]}
@@ -76,45 +73,38 @@ def measure(options: argparse.Namespace, name: str) -> None:
                         "digest": hashlib.sha256(repr(tokens).encode()).hexdigest()[:8],
                         "kv_bytes": kv_bytes,
                     }
-                    with options.file.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(line) + "\n")
-                    sys.stderr.write(f"{line}\n")
+                    lines.append(options.file, line)
 
 
-def tokens_a_pass(lines: Sequence[dict[str, Any]]) -> float:
-    passes = sum(line["passes"] for line in lines)
-    return 1 + sum(line["accepted"] for line in lines) / passes if passes else 1.0
+def tokens_a_pass(found: Sequence[lines.Line]) -> float:
+    passes = sum(line["passes"] for line in found)
+    return 1 + sum(line["accepted"] for line in found) / passes if passes else 1.0
 
 
-def differing(lines: Sequence[dict[str, Any]]) -> int:
+def differing(found: Sequence[lines.Line]) -> int:
     """Questions to which not all settings gave one answer."""
-    answers = dict[tuple[Any, ...], set[str]]()
-    for line in lines:
-        question = tuple(line[key] for key in ("length", "text", "kind", "distance"))
-        answers.setdefault(question, set()).add(line["digest"])
-    return sum(len(found) > 1 for found in answers.values())
+    questions = lines.grouped(found, "length", "text", "kind", "distance")
+    return sum(len({line["digest"] for line in answers}) > 1 for answers in questions.values())
 
 
-def table(lines: Sequence[dict[str, Any]]) -> str:
+def table(found: Sequence[lines.Line]) -> str:
     """For each kind and setting tokens a pass by length and distance, and MiB of the drafter's KV rows."""
-    columns = sorted({(line["length"], line["distance"]) for line in lines})
-    text = ""
-    for kind in dict.fromkeys(line["kind"] for line in lines):
-        own = [line for line in lines if line["kind"] == kind]
-        head = [kind, *(f"{length:,}: {distance:,}" for length, distance in columns), "draft rows, MiB"]
-        text += "| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|\n"
-        for name in dict.fromkeys(line["setting"] for line in own):
-            rows = [line for line in own if line["setting"] == name]
-            cells = [[line for line in rows if (line["length"], line["distance"]) == at] for at in columns]
-            shown = [f"{tokens_a_pass(cell):.1f}" if cell else "" for cell in cells]
-            text += f"| {name} | " + " | ".join(shown) + f" | {rows[0]['kv_bytes'] / 2**20:.1f} |\n"
-        text += "\n"
-    right = sum(line["right"] for line in lines)
-    return text + f"{right} of {len(lines)} answers right; {differing(lines)} questions answered differently\n"
+    columns, rows = sorted({(line["length"], line["distance"]) for line in found}), list[str]()
+    for (kind,), of_kind in lines.grouped(found, "kind").items():
+        places = [f"{length:,}: {distance:,}" for length, distance in columns]
+        rows.append(lines.head(kind, *places, "draft rows, MiB"))
+        for (name,), own in lines.grouped(of_kind, "setting").items():
+            cells = lines.grouped(own, "length", "distance")
+            shown = [f"{tokens_a_pass(cells[at]):.1f}" if at in cells else "" for at in columns]
+            rows.append(lines.row(name, *shown, f"{own[0]['kv_bytes'] / 2**20:.1f}"))
+        rows.append("")
+    right = sum(line["right"] for line in found)
+    rows.append(f"{right} of {len(found)} answers right; {differing(found)} questions answered differently\n")
+    return "\n".join(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = lines.parser_of(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--pair", type=Path)
     parser.add_argument("--longspec", type=Path)
@@ -127,7 +117,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
-        print(table([json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()]))
+        print(table(lines.read(options.file)))
         return
     for name in options.settings:
         if name != "LongSpec" or options.longspec is not None:

@@ -11,7 +11,6 @@ tokenizer names tokens by their numbers. `recall.py` measures with the pair; of 
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import cast
 
@@ -21,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from cluster.tools.training.models import SPECIAL_TOKENS
+from docs.measurements import lines
 from docs.measurements.recall_texts import SEPARATOR, VOCABULARY
 from parallel.speculators.glide.layouts import LONGSPEC
 from parallel.speculators.glide.training import GlideOptions, build
@@ -126,7 +126,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("run", type=Path)
     run: Path = parser.parse_args().run
     target = constructed(48, 0)

@@ -9,8 +9,7 @@ medians and ranges of what the file has.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -18,10 +17,9 @@ from cluster import pocket
 from cluster.config import load_config
 from cluster.engine import Engine
 from cluster.io.prompts import read_prompts
+from docs.measurements import lines
 
 COMMON = ("cluster.dashboard=false", "sampling.max_tokens=96", "sampling.ignore_eos=true")
-
-KEPT = "tokens_per_s", "round_ms", "overhead_ms", "share"
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -29,9 +27,7 @@ def measure(options: argparse.Namespace) -> None:
     for start in range(options.starts):
         for setting in options.settings:
             for line in windows(options, setting):
-                with options.file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"setting": setting, "start": start} | line) + "\n")
-                sys.stderr.write(f"{setting}: {line}\n")
+                lines.append(options.file, {"setting": setting, "start": start} | line)
 
 
 def windows(options: argparse.Namespace, setting: str) -> list[dict[str, float]]:
@@ -61,22 +57,18 @@ def _figures(counters: dict[str, float]) -> dict[str, float]:
     }
 
 
-def table(lines: list[dict[str, float]]) -> str:
+def table(found: Sequence[lines.Line]) -> str:
     """Medians over all windows, and the range of the share."""
-    rows = ["| setting | tokens/s | round, ms | overhead, ms | of a round |", "|---|---|---|---|---|"]
-    for setting in dict.fromkeys(line["setting"] for line in lines):
-        own = [line for line in lines if line["setting"] == setting]
-        mean = {key: median([line[key] for line in own]) for key in KEPT}
-        shares = [line["share"] for line in own]
-        rows.append(
-            f"| `{setting}` | {mean['tokens_per_s']:.0f} | {mean['round_ms']:.2f} | {mean['overhead_ms']:.2f} | "
-            f"{mean['share']:.1%} ({min(shares):.1%} to {max(shares):.1%}) |"
-        )
-    return "\n".join(rows) + "\n"
+    rows = [lines.head("setting", "tokens/s", "round, ms", "overhead, ms", "of a round")]
+    for (setting,), own in lines.grouped(found, "setting").items():
+        medians = [median([line[key] for line in own]) for key in ("tokens_per_s", "round_ms", "overhead_ms")]
+        cells = [f"{one:.{digits}f}" for one, digits in zip(medians, (0, 2, 2), strict=True)]
+        rows.append(lines.row(f"`{setting}`", *cells, lines.spread([line["share"] for line in own], ".1%")))
+    return "\n".join(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--prompts", default=str(pocket.PROMPTS))
     parser.add_argument("--limit", type=int, default=4)
@@ -87,7 +79,7 @@ def main() -> None:
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args()
     if options.table:
-        sys.stdout.write(table([json.loads(line) for line in options.file.read_text().splitlines()]))
+        print(table(lines.read(options.file)))
     else:
         measure(options)
 

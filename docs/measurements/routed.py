@@ -11,7 +11,6 @@ the member which most prompts of that domain went to. Prints Markdown.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from cluster.config.schema import LaunchConfig
 from cluster.io.prompts import Prompt, read_prompts
 from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.tools.bench.rounds import complete
+from docs.measurements import lines
 from docs.measurements.constructions import TeachingVerifier
 from parallel.comm.group import SINGLE
 from parallel.runtime.decoder_runner import DecoderRunner
@@ -118,7 +118,7 @@ def in_order(prompts: Sequence[Prompt], order: str, seed: int) -> list[Prompt]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Draft models that learn while the domain of the texts changes.")
+    parser = lines.parser_of(__doc__)
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="a JSONL file whose lines have a category")
     parser.add_argument("--every", type=int, default=1, help="of so many prompts one is taken")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each completion")
@@ -132,8 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prompts = in_order(read_prompts(options.prompts)[:: options.every], order, options.seed)
         domains = [prompt.category or "" for prompt in prompts]
         parts = parts_of(domains) if order == "file" else halves_of(domains)
-        print(f"| {order} | " + " | ".join(parts) + " | all | steps, rollbacks |")
-        print("|---" * (len(parts) + 3) + "|")
+        print(lines.head(order, *parts, "all", "steps, rollbacks"))
         for name in options.settings:
             ids = [tuple(tokenizer.encode(prompt.text).ids) for prompt in prompts]
             config = load_config(SETTINGS[name])
@@ -146,10 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ]
             learns = drafter.capabilities.learns
             learned = "" if learns is None else "{0.num_steps}, {0.num_rollbacks}".format(learns.learning())
-            print(f"| {name} | " + " | ".join(f"{length:.2f}" for length in lengths) + f" | {learned} |", flush=True)
+            print(lines.row(name, *(f"{length:.2f}" for length in lengths), learned), flush=True)
             if any(one.member for one in served):
                 shares = [f"{followed(served, domains, places):.0%}" for places in columns]
-                print("| to the domain's member | " + " | ".join(shares) + " | |", flush=True)
+                print(lines.row("to the domain's member", *shares, ""), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ One thread, medians and quartiles of repeats, in turn over the settings. Without
 
 from __future__ import annotations
 
-import argparse
 import time
 from statistics import quantiles
 
@@ -14,6 +13,7 @@ import torch
 
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import choose_plain, top_children
+from docs.measurements import lines
 
 SETTINGS = {
     "greedy": SamplingParams(),
@@ -37,7 +37,7 @@ def choose(name: str, logits: torch.Tensor) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[4096, 128_256])
     parser.add_argument("--deviation", type=float, default=3.0, help="standard deviation of the logits")

@@ -1,10 +1,9 @@
-"""The HTTP server under load: `python docs/measurements/serving.py OUT.jsonl [options] [OVERRIDE ...]`.
+"""The HTTP server with more clients than it takes: `python docs/measurements/serving.py OUT.jsonl [OVERRIDE ...]`.
 
-Starts `job=serve` as a process for each mode of speculation, lets `--streams` clients at a time ask for one streamed
-completion after another, and appends a line for each setting. Modes: off (`speculative.enabled=false`), on (always, by
-`pipeline.adaptive=false`), auto (while it pays). `--overload` sends one, two and three times as many clients as the
-server takes, which come again after each 429 until the same completions are done. `--table` prints what the file has,
-medians over starts. What the server costs beside the Python API is `http_overhead.py`'s.
+Starts a small `job=serve` as a process, sends it one, two and three times as many clients as it takes, which come again
+after each 429 until the same completions are done, and appends a line for each. `--table` prints what the file has,
+medians over starts. guidellm measures the server with as many clients as it takes (`guidellm_table.py`), and
+`http_overhead.py` what it costs beside the Python API.
 
 An inter-token latency is a mean over a request; the longest gap between two chunks is what a reader sees.
 """
@@ -26,13 +25,11 @@ from typing import Any
 
 from cluster import pocket
 from cluster.io.prompts import Prompt, read_prompts
+from docs.measurements import lines
 
-COMMON = ("cluster=inprocess",)
 CAPACITY, OVERLOAD = 16, 3
-"""Completions that a small server runs and queues, and how many times as many clients are sent to it at most."""
-SMALL = (f"scheduler.max_num_seqs={CAPACITY // 2}", f"server.max_waiting={CAPACITY // 2}")
-MODES = {"off": "true", "on": "false", "auto": "true"}
-"""And `pipeline.adaptive` of the server."""
+"""Completions that the server runs and queues, and how many times as many clients are sent to it at most."""
+SMALL = ("cluster=inprocess", f"scheduler.max_num_seqs={CAPACITY // 2}", f"server.max_waiting={CAPACITY // 2}")
 COLUMNS = (
     "tokens_per_s",
     "tokens_per_s_user",
@@ -160,53 +157,37 @@ def served(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Every start in turn, so that what else the machine does meets all settings alike."""
-    prompts = read_prompts(Path(options.prompts), options.limit)
+    """Every start in turn, so that what else the machine does meets all numbers of clients alike."""
+    prompts, texts = read_prompts(Path(options.prompts), options.limit), dict[str, str]()
     for start in range(options.starts):
-        plain: dict[str, str] = {}
-        for mode in options.modes:
-            with served([*COMMON, f"pipeline.adaptive={MODES[mode]}", *options.overrides]) as url:
-                for streams in options.streams:
-                    found = of_server(url, options, mode, prompts, streams, streams * options.each, plain)
-                    _write(options, mode, streams, start, found)
-        for factor in range(1, OVERLOAD + 1) if options.overload else ():
-            with served([*COMMON, *SMALL, *options.overrides]) as url:
-                num = OVERLOAD * CAPACITY * options.each  # the same work, so that repeated prompts help all alike
-                found = of_server(url, options, "auto", prompts, factor * CAPACITY, num, plain)
-            _write(options, "overload", factor * CAPACITY, start, found)
+        for factor in range(1, OVERLOAD + 1):
+            streams = factor * CAPACITY
+            with served([*SMALL, *options.overrides]) as url:
+                found = of_server(url, options, prompts, streams, texts)
+            lines.append(options.file, {"streams": streams, "start": start} | found)
 
 
 def of_server(
-    url: str,
-    options: argparse.Namespace,
-    mode: str,
-    prompts: Sequence[Prompt],
-    streams: int,
-    num: int,
-    plain: dict[str, str],
+    url: str, options: argparse.Namespace, prompts: Sequence[Prompt], streams: int, known: dict[str, str]
 ) -> dict[str, Any]:
-    """So many completions, `streams` at a time; `plain` collects the text that every prompt is to have."""
-    speculative = {"enabled": mode != "off"}
-    common = {"max_tokens": options.tokens, "temperature": 0, "ignore_eos": True, "speculative": speculative}
-    texts = [prompts[number % len(prompts)].text for number in range(num)]
+    """The same completions whatever `streams`, so that repeated prompts help all alike; `known` collects the text that
+    every prompt is to have."""
+    common = {"max_tokens": options.tokens, "temperature": 0, "ignore_eos": True}
+    texts = [prompts[number % len(prompts)].text for number in range(OVERLOAD * CAPACITY * options.each)]
     asyncio.run(drive(url, [{**common, "prompt": prompts[0].text}], 1))  # the first is slower
     started = time.monotonic()
     answers = asyncio.run(drive(url, [{**common, "prompt": text} for text in texts], streams, retry_s=1.0))
     found = figures(answers, time.monotonic() - started)
-    same = [one.text == plain.setdefault(one.prompt, one.text) for one in answers if one.status == 200]
+    same = [one.text == known.setdefault(one.prompt, one.text) for one in answers if one.status == 200]
     return found | {"texts_equal": all(same)}
 
 
 def table(file: Path) -> str:
-    """Markdown: a row for each setting, medians over starts."""
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        groups.setdefault((row["mode"], row["streams"]), []).append(row)
-    rows = [f"| mode | streams | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
-    for (mode, streams), lines in groups.items():
-        cells = [_cell([line[name] for line in lines if line.get(name) is not None]) for name in COLUMNS]
-        rows.append(f"| {mode} | {streams} | {' | '.join(cells)} |")
+    """Markdown: a row for each number of clients, medians over starts."""
+    rows = [lines.head("streams", *COLUMNS)]
+    for (streams,), own in lines.grouped(lines.read(file), "streams").items():
+        cells = [_cell([line[name] for line in own if line.get(name) is not None]) for name in COLUMNS]
+        rows.append(lines.row(streams, *cells))
     return "\n".join(rows)
 
 
@@ -218,29 +199,19 @@ def _cell(values: Sequence[float | bool]) -> str:
     return f"{median(values):.4g}"
 
 
-def _write(options: argparse.Namespace, mode: str, streams: int, start: int, found: dict[str, Any]) -> None:
-    line = {"mode": mode, "streams": streams, "start": start} | found
-    with options.file.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-    sys.stderr.write(f"{line}\n")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96, help="of each completion")
     parser.add_argument("--each", type=int, default=4, help="completions of each stream, one after the other")
     parser.add_argument("--prompts", default=str(pocket.PROMPTS))
     parser.add_argument("--limit", type=int, default=0, help="prompts of the file; 0: all")
-    parser.add_argument("--overload", action="store_true", help="also with more clients than a small server takes")
     parser.add_argument("--table", action="store_true", help="print what the file has")
     options = parser.parse_intermixed_args()
     if options.table:
-        sys.stdout.write(table(options.file) + "\n")
+        print(table(options.file))
     else:
         measure(options)
 

@@ -8,17 +8,16 @@ in turn, and appends one line for each window: median, 99th percentile and worst
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
 from actors.worker import openmp
+from docs.measurements import lines
 
 Decode = Callable[[list[int], int], list[float]]
 """Prompt and number of tokens -> milliseconds of each token."""
@@ -47,9 +46,7 @@ def measure(options: argparse.Namespace) -> None:
             times_ms = decode(ids, options.tokens) if not period_ms else beside(period_ms, decode, ids, options.tokens)
             line = {"label": options.label, "neighbour": period_ms, "window": window}
             line |= {"median_ms": median(times_ms), "p99_ms": quantiles(times_ms, n=100)[-1], "worst_ms": max(times_ms)}
-            with options.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            sys.stderr.write(f"{line}\n")
+            lines.append(options.file, line)
 
 
 def beside(period_ms: float, decode: Decode, ids: list[int], num_tokens: int) -> list[float]:
@@ -92,23 +89,20 @@ def decoder(num_threads: int) -> Decode:
     return decode
 
 
-def table(lines: list[dict[str, Any]]) -> str:
+def table(found: Sequence[lines.Line]) -> str:
     """Medians over the windows; the worst token is that of all."""
-    rows = [
-        "| | neighbour's period, ms | median, ms | p99, ms | worst, ms | worst / median |",
-        "|---|---|---|---|---|---|",
-    ]
-    for label, period in dict.fromkeys((line["label"], line["neighbour"]) for line in lines):
-        own = [line for line in lines if (line["label"], line["neighbour"]) == (label, period)]
+    rows = [lines.head("", "neighbour's period, ms", "median, ms", "p99, ms", "worst, ms", "worst / median")]
+    for (label, period), own in lines.grouped(found, "label", "neighbour").items():
         middle, p99 = (median([line[key] for line in own]) for key in ("median_ms", "p99_ms"))
         worst = max(line["worst_ms"] for line in own)
         beside = f"{period:g}" if period else "none"
-        rows.append(f"| {label} | {beside} | {middle:.2f} | {p99:.2f} | {worst:.2f} | {worst / middle:.1f} |")
-    return "\n".join(rows) + "\n"
+        times = [f"{one:.2f}" for one in (middle, p99, worst)]
+        rows.append(lines.row(label, beside, *times, f"{worst / middle:.1f}"))
+    return "\n".join(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--label", default="")
     parser.add_argument("--threads", type=int, default=2)
@@ -118,7 +112,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
-        sys.stdout.write(table([json.loads(line) for line in options.file.read_text().splitlines()]))
+        print(table(lines.read(options.file)))
     else:
         measure(options)
 

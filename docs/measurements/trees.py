@@ -7,7 +7,6 @@ takes its best one; the others are completed. Intervals are 95 %, by bootstrap o
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -33,6 +32,7 @@ from cluster.io.prompts import read_prompts
 from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.observability.report import versions, write_json
 from cluster.tools.bench.rounds import CountedRound, acceptance_by_rank, complete
+from docs.measurements import lines
 from parallel.runtime.runner import open_model
 
 LAW_SIZE = 64
@@ -265,7 +265,7 @@ def measure(pair: Pair, scheme: Scheme, config: ModelDrafterConfig, temperature:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Draft trees at equal nodes.")
+    parser = lines.parser_of(__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write every figure, after each cell")
     parser.add_argument("--prompts", type=int, default=32, help="prompts to complete, at most")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each completion")

@@ -30,12 +30,17 @@ from torch import Tensor
 from actors.drafters.model.config import LengthRule, ModelDrafterConfig
 from actors.policy.acceptance import DraftOutcome
 from actors.policy.policy import AdaptivePolicy, RoundObservation
+from actors.protocol.messages import SamplingParams
 from actors.sampling.noise import NoiseStream, gumbel, noise_key
 from cluster import pocket
 from cluster.io.prompts import read_prompts
 from cluster.io.text import load_tokenizer
+from cluster.tools.offline import OfflineTask
+from cluster.tools.planning.layer_choice import write_texts
 from cluster.tools.simulation import Scenario, simulate
 from cluster.tools.simulation.language import RequestText
+from docs.measurements import lines
+from docs.measurements.decider import at_length, decided
 from docs.measurements.pools import DRAFT_ROWS, TARGET_ROWS
 from parallel.kv.pass_plan import Span
 from parallel.pass_cost import PassCost
@@ -109,26 +114,15 @@ def draws(logits: Tensor, temperature: float, seed: int, positions: Sequence[int
 
 @torch.inference_mode()
 def written(prompts: Sequence[Sequence[int]], temperature: float, length: int) -> list[list[int]]:
-    """The prompts with what the target writes after each."""
+    """The prompts with what the target writes after each; prompt i takes seed i."""
     runner = open_model(pocket.TARGET, num_slots=TOGETHER * (LONGEST_PROMPT + length + 1))
+    params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=length) for seed in range(len(prompts))]
     texts: list[list[int]] = []
     for first in range(0, len(prompts), TOGETHER):
-        group = [[*prompt] for prompt in prompts[first : first + TOGETHER]]
-        fed = [0] * len(group)
-        for i in range(len(group)):
-            runner.open(i)
-        for _ in range(length):
-            spans = [Span(i, len(text) - fed[i]) for i, text in enumerate(group)]
-            rows = [token for i, text in enumerate(group) for token in text[fed[i] :]]
-            logits = runner.forward(spans, rows).logits
-            for i, text in enumerate(group):
-                runner.commit(i, range(len(text) - fed[i]))
-                fed[i] = len(text)
-                token, _ = draws(logits[i : i + 1], temperature, first + i, [len(text)])
-                text.append(int(token))
-        for i in range(len(group)):
-            runner.close(i)
-        texts += group
+        some = slice(first, first + TOGETHER)
+        for context in write_texts(runner, OfflineTask([*map(tuple, prompts[some])], params[some], ()), LONGEST_PROMPT):
+            runner.close(context.request_id)
+            texts.append(context.token_ids)
     return texts
 
 
@@ -390,10 +384,8 @@ def chances_of(recorded: Recorded, length: int, *, drawn: bool) -> tuple[np.ndar
 
 
 def compare_offline(recorded: Recorded, names: Sequence[str], batches: Sequence[int]) -> None:
-    print(
-        "| costs | batch | plain | best fixed | by request | after drafting | while it pays | known | after / before |"
-    )
-    print("|---" * 9 + "|")
+    columns = ("by request", "after drafting", "while it pays", "known", "after / before")
+    print(lines.head("costs", "batch", "plain", "best fixed", *columns))
     for name in names:
         costs = COSTS[name]
         for batch in batches:
@@ -412,13 +404,8 @@ def compare_offline(recorded: Recorded, names: Sequence[str], batches: Sequence[
             paying = decoded(recorded, batch, costs, while_it_pays(drawn, steps), expected)
             ratios = [one / plain for one in (speeds[length], shared, chosen, paying, known_best)]
             gain = max(chosen, paying) / max(expected, shared)
-            cells = [
-                f"{plain:.0f}",
-                f"{ratios[0]:.2f} ({length})",
-                *(f"{one:.2f}" for one in ratios[1:]),
-                f"{gain:.3f}",
-            ]
-            print(f"| {name} | {batch} |", " | ".join(cells), "|", flush=True)
+            cells = [f"{ratios[0]:.2f} ({length})", *(f"{one:.2f}" for one in ratios[1:]), f"{gain:.3f}"]
+            print(lines.row(name, batch, f"{plain:.0f}", *cells), flush=True)
 
 
 # --- the engine's policy, and all of the engine on the virtual clock --------------------------------------------------
@@ -453,24 +440,19 @@ def decoded_by_policy(recorded: Recorded, batch: int, costs: Costs) -> float:
 
 
 def compare_policy(recorded: Recorded, names: Sequence[str], batches: Sequence[int]) -> None:
-    print("| costs | batch | plain | best fixed | the policy |")
-    print("|---" * 5 + "|")
+    print(lines.head("costs", "batch", "plain", "best fixed", "the policy"))
     for name in names:
         for batch in batches:
             plain = decoded(recorded, batch, COSTS[name], fixed(0))
             best = max((decoded(recorded, batch, COSTS[name], fixed(length)), length) for length in (1, 2, 3, 4, 6, 8))
             speed = decoded_by_policy(recorded, batch, COSTS[name])
-            print(
-                f"| {name} | {batch} | {plain:.0f} | {best[0] / plain:.2f} ({best[1]}) | {speed / plain:.2f} |",
-                flush=True,
-            )
+            cells = f"{plain:.0f}", f"{best[0] / plain:.2f} ({best[1]})", f"{speed / plain:.2f}"
+            print(lines.row(name, batch, *cells), flush=True)
 
 
 def compare_engine(recorded: Recorded, names: Sequence[str], batches: Sequence[int]) -> None:
-    print(
-        "| costs | batch | plain | best fixed | `ordered`: cold, warm | `priced`: cold, warm | accepted of verified |"
-    )
-    print("|---" * 7 + "|")
+    rules = [f"`{rule}`: cold, warm" for rule in (LengthRule.ordered, LengthRule.priced)]
+    print(lines.head("costs", "batch", "plain", "best fixed", *rules, "accepted of verified"))
     for name in names:
         for batch in batches:
             target, draft = COSTS[name].of(batch)
@@ -486,25 +468,20 @@ def compare_engine(recorded: Recorded, names: Sequence[str], batches: Sequence[i
                 draft_link_s=5e-5,
             )
             plain = simulate(replace(case, pipeline="plain")).tokens_per_s
-            fixed_speeds = {
-                length: simulate(replace(case, drafter=replace(case.drafter, num_draft_tokens=length))).tokens_per_s
-                for length in (1, 2, 3, 4, 6)
-            }
+            fixed_speeds = {length: simulate(at_length(case, length)).tokens_per_s for length in (1, 2, 3, 4, 6)}
             length = max(fixed_speeds, key=lambda one: fixed_speeds[one])
             cells, shares = [f"{plain:.0f}", f"{fixed_speeds[length] / plain:.2f} ({length})"], []
             for rule in (LengthRule.ordered, LengthRule.priced):
-                adaptive = replace(case, adaptive=True, drafter=replace(case.drafter, length_rule=rule))
-                policy = adaptive.make_policy()
-                runs = [simulate(adaptive, policy) for _ in range(2)]
+                runs = decided(replace(case, drafter=replace(case.drafter, length_rule=rule)))
                 cells.append(", ".join(f"{run.tokens_per_s / plain:.2f}" for run in runs))
                 counters = runs[1].counters
                 drafts = counters["num_draft_tokens"]
                 shares.append(f"{counters['num_accepted_tokens'] / drafts:.2f}" if drafts else "none")
-            print(f"| {name} | {batch} |", " | ".join((*cells, ", ".join(shares))), "|", flush=True)
+            print(lines.row(name, batch, *cells, ", ".join(shares)), flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser_of(__doc__)
     parser.add_argument("what", choices=("record", "offline", "policy", "engine"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--prompts", type=Path, default=pocket.PROMPTS)

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from docs.measurements.draft_pools import NUM_CHOICES, Recorded, RecordedText, simulated, table
+from cluster.tools.planning.transcript import CHOICES, RecordedToken, Transcript
+from docs.measurements.draft_pools import Recorded, simulated, table
 
 OPTIONS = argparse.Namespace(pipeline="branches", target_ms=60.0, draft_ms=6.0, simulated=False)
 COSTS = {"target_ms": 60.0, "draft_ms": 6.0, "host_ms": 0.0}
@@ -16,12 +17,12 @@ TEXT = tuple(range(100, 196))
 
 def texts(right: float) -> Recorded:
     """The drafter's first choice is the text's token in this share of the places, and no choice is elsewhere."""
-    choices = []
-    for place, token in enumerate((*TEXT, 0)):
+    tokens, log_probs = list[RecordedToken](), tuple(-0.1 - 3 * i for i in range(CHOICES))
+    for place, token in enumerate(TEXT):
         is_right = int((place + 1) * right) > int(place * right)
-        others = [1000 + i for i in range(NUM_CHOICES)]
-        choices.append(([token, *others[1:]] if is_right else others, [-0.1 - 3 * i for i in range(NUM_CHOICES)]))
-    return Recorded([RecordedText(TEXT, choices)])
+        others = tuple(1000 + i for i in range(CHOICES))
+        tokens.append(RecordedToken(token, (token, *others[1:]) if is_right else others, log_probs))
+    return Recorded([Transcript(tuple(tokens))])
 
 
 @pytest.mark.extended
@@ -47,6 +48,6 @@ def test_the_table_has_medians_and_the_costs_that_were_measured(tmp_path):
     file.write_text("\n".join(map(json.dumps, lines)))
     options = argparse.Namespace(**vars(OPTIONS) | {"file": file})
     assert table(options).splitlines()[2:] == [
-        "| plain | 1 | 16.0 (16.0 to 16.0) |  |  | 61.00 | yes |",
+        "| plain | 1 | 16.0 |  |  | 61.00 | yes |",
         "| pool | 1 | 66.0 (60.0 to 72.0) |  |  | 61.00, 6.60, 1.00 | NO |",
     ]

@@ -15,7 +15,7 @@ def test_a_row_compares_drafts_with_plain_decoding() -> None:
     counters = Counter({"num_spec_rounds": 4, "draft_busy_s": 0.02, "target_busy_s": 0.1})
     plain = BatchTurns([10.0, 12.0, 8.0], [[[1, 2]]])
     drafted = BatchTurns([5.0, 4.0, 8.0], [[[1, 2]]], 10, 25, counters)
-    expected = "| self | 4 | 3.50 | 10.0 | 5.0 | 5 | 25 | 2.00x (1.00 to 3.00) | yes |"
+    expected = "| self | 4 | 3.50 | 10.0 | 5.0 | 5 | 25 | 2.00 (1.00 to 3.00) | yes |"
     assert row("self", 4, plain, drafted) == expected
     drafted.tokens.append([[1, 3]])
     assert row("self", 4, plain, drafted) == expected.replace("yes", "no")

@@ -32,10 +32,11 @@ def test_a_text_is_the_beginning_of_any_longer_one(pair: Path, tmp_path: Path, m
     for name in ("bisect.py", "cmd.py"):
         shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / name, tmp_path)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    long = text_of(pair, 2500)
-    assert len(long) == 2500 and text_of(pair, 700) == long[:700]
+    target = pair / "target"
+    long = text_of(target, 2500)
+    assert len(long) == 2500 and text_of(target, 700) == long[:700]
     with pytest.raises(ValueError, match="lower --lengths"):
-        text_of(pair, 10**9)
+        text_of(target, 10**9)
 
 
 def test_the_table_has_a_row_for_each_setting() -> None:
