@@ -43,6 +43,11 @@ class PassCost:
         table = milliseconds if isinstance(milliseconds, Mapping) else {1: milliseconds}
         return PassCost(tuple(sorted((rows, ms / 1e3) for rows, ms in table.items())), context_ms / 1e6)
 
+    @property
+    def context_ms(self) -> float:
+        """Milliseconds for every 1,000 rows of KV."""
+        return self.context_s * 1e6
+
     def __call__(self, rows: int, context: int = 0) -> float:
         """Seconds of so many rows, over sequences that have `context` rows of KV in all."""
         behind = self.context_s * context

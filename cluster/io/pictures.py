@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from parallel.whole_files import replaced_whole
@@ -31,8 +30,3 @@ def picture(
         yield page.subplots(rows, columns, squeeze=False, **sharing)
         with replaced_whole(path) as partial:
             page.savefig(partial, format="png")
-
-
-def add_grid(axes: Axes, axis: Literal["x", "y"] = "y") -> None:
-    """Faint lines behind what is drawn."""
-    axes.grid(axis=axis)

@@ -66,8 +66,7 @@ def _plan_fleet(config: LaunchConfig, run_dir: Path) -> None:
     terminal, job = Terminal(), config.job
     fleet = read_fleet(Path(job.fleet))
     with terminal.starting() as progress:
-        plan = plan_fleet(fleet, job.pool_targets, progress)
-    entries = plan.entries()
+        entries = plan_fleet(fleet, job.pool_targets, progress)
     report = {"job": job.name, "best": entries[0], "layouts": entries, "fleet": to_builtins(fleet)}
     report |= {"machine": machine(), "versions": versions(), "config": asdict(config)}
     write_json(run_dir / "fleet.json", report)

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,20 +34,16 @@ from cluster.tools.planning.rounds import KnownText
 from cluster.tools.planning.transcript import Transcript, record
 from cluster.tools.simulation.language import RequestText
 from docs.measurements import lines
+from docs.measurements.serving import launched
 
 COMMON = ("cluster=inprocess", "pipeline.adaptive=false", "sampling.max_tokens=96", "job.baseline=false")
 MODEL = ("drafter=model", "drafter.num_draft_tokens=5", "verify=coupled")
 
 
-def launch(*overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-P", "-m", "cluster.launch", *overrides]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-
-
 @contextmanager
 def pool(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, ...]]:
     """Overrides of an engine that uses it."""
-    process = launch(
+    process = launched(
         "job=pool",
         "cluster=inprocess",
         "job.listen=tcp://127.0.0.1:*",
@@ -75,7 +69,7 @@ def run(options: argparse.Namespace, drafter: Sequence[str], num_targets: int, f
     pipeline = options.pipeline if drafter else "plain"
     runs = [folder / f"{i}" for i in range(num_targets)]
     started = [
-        launch(
+        launched(
             f"hydra.run.dir={place}",
             f"pipeline={pipeline}",
             f"target.pace_ms={options.target_ms}",

@@ -19,7 +19,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from typing import Any
 from cluster import pocket
 from cluster.io.prompts import read_prompts
 from docs.measurements import lines
+from docs.measurements.serving import address_of, launched
 
 ON_RAY = ("cluster.dashboard=false", "cluster.oversubscribe=true", "cluster.max_restarts=100000", "cluster.silence_s=5")
 """Overrides of every run; a starved heartbeat on busy cores is not to look like a hang."""
@@ -243,13 +243,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_intermixed_args()
-    command = [sys.executable, "-P", "-m", "cluster.launch", "job=serve", "server.port=0", *ON_RAY, *options.overrides]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    server = launched("job=serve", "server.port=0", *ON_RAY, *options.overrides)
+    port = int(address_of(server).rpartition(":")[2])
     assert server.stdout is not None
-    address = next((line.split()[3] for line in server.stdout if line.startswith("serving ")), None)
-    if address is None:
-        sys.exit("the server did not start")
-    port = int(address.rstrip(",").removesuffix("/v1").rpartition(":")[2])
     threading.Thread(target=server.stdout.read, daemon=True).start()
     seen = Seen()
     prompts = [prompt.text for prompt in read_prompts(pocket.PROMPTS, options.prompts)]

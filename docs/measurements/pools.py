@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.io.pictures import COLOURS, add_grid, picture
+from cluster.io.pictures import COLOURS, picture
 from cluster.observability.report import write_csv
 from cluster.tools.fleet.description import Fleet, FleetLoad, Merging, PoolDrafter, Region, TargetReplica
 from cluster.tools.fleet.layouts import Drafting, FleetLayout
@@ -119,7 +119,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], plain: Mapping[tuple[int
                 axes.axhline(plain[batch, costs], color="#b8b8b8", label="plain decoding")
                 axes.set_ylim(0)
                 axes.set_title(f"batch {batch}, costs {costs}")
-                add_grid(axes)
+                axes.grid(axis="y")
         for axes in panels[-1]:
             axes.set_xlabel("targets of one draft device")
         for line in panels:

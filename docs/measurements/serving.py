@@ -138,19 +138,27 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
+def launched(*overrides: str) -> subprocess.Popen[str]:
+    """A launch in a process of its own."""
+    command = [sys.executable, "-P", "-m", "cluster.launch", *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def address_of(server: subprocess.Popen[str]) -> str:
+    """The address of a server once it serves."""
+    assert server.stdout is not None
+    for line in server.stdout:
+        if line.startswith("serving "):
+            return line.split()[3].rstrip(",").removesuffix("/v1")
+    raise RuntimeError("the server did not start")
+
+
 @contextmanager
 def served(overrides: Sequence[str]) -> Iterator[str]:
     """The address of a server in a process of its own."""
-    command = [sys.executable, "-P", "-m", "cluster.launch", "job=serve", "server.port=0", *overrides]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = launched("job=serve", "server.port=0", *overrides)
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("serving "):
-                yield line.split()[3].rstrip(",").removesuffix("/v1")
-                break
-        else:
-            raise RuntimeError("the server did not start")
+        yield address_of(process)
     finally:
         process.terminate()
         process.wait()

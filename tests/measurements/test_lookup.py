@@ -26,7 +26,7 @@ def test_a_line_of_the_picture_is_one_drafter_on_one_text(monkeypatch, tmp_path)
     costs = {key: LookupCost(10 * i + 1, 0, 10 * i + 2, 0, 0) for i, key in enumerate(keys)}
     draw(costs, tmp_path / "lookup.png")
     for i, (panel, text) in enumerate(zip(pictures[0].axes, TEXTS, strict=True)):
-        assert panel.get_title() == f"{text} text"
+        assert panel.get_title(loc="left") == f"{text} text"
         drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in panel.lines]
         first, second = 40 * i, 40 * i + 20
         assert drawn == [

@@ -42,7 +42,7 @@ def test_runs_of_one_workload_are_put_together(tmp_path, capsys):
     main([*runs, "--plot", str(tmp_path / "overview.png")])
     assert capsys.readouterr().out.splitlines() == [
         "| drafter | editing | human |",
-        "| --- | --- | --- |",
+        "|---|---|---|",
         f"| d0 k=5 | 2.00; 0.25 + {ABSENT} ms; 1.25x (1.00-1.50) | 2.00; 0.25 + {ABSENT} ms; 0.90x |",
         "| d1 k=5 | 3.00; 0.25 + 3.50 ms; 2.10x (2.00-2.20) |  |",
         "| d2 k=5 | 4.00; 0.25 + 3.50 ms; 6.00x (3.00-9.00) |  |",

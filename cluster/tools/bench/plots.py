@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.io.pictures import COLOURS, add_grid, picture
+from cluster.io.pictures import COLOURS, picture
 from cluster.tools.bench.figures import BenchEntry
 from cluster.tools.bench.tables import comparisons
 from cluster.tools.bench.tasks import peer_sides
@@ -57,7 +57,7 @@ def draw_acceptance(path: Path, entries: Sequence[BenchEntry]) -> None:
         axes.set_ylim(0, 1.02)
         axes.set_xlabel("position in the draft")
         axes.set_ylabel("accepted")
-        add_grid(axes)
+        axes.grid(axis="y")
         if drawn:
             axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         axes.set_title("Acceptance by position")
@@ -77,7 +77,7 @@ def draw_drafters(path: Path, entries: Sequence[BenchEntry]) -> None:
             names = [entry["name"] for entry in group]
             for axes, (key, title) in zip(line, panels, strict=True):
                 axes.barh(names, [entry[key] or 0 for entry in group], height=0.65, color=COLOURS[0])
-                add_grid(axes, "x")
+                axes.grid(axis="x")
                 if group is groups[-1]:
                     axes.set_xlabel(title)
             predicted = [(entry["predicted_tokens_per_s"], entry["name"]) for entry in group]

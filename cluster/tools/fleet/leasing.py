@@ -5,16 +5,16 @@ Must not know requests, or when devices are lost.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import random
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from actors.pool.shares import share_of
 from cluster.tools.fleet.cell import MOST_POSITIONS, Cell, drafter_config
 from cluster.tools.fleet.description import Fleet, Merging
-from cluster.tools.fleet.links import VirtualLink
 from cluster.tools.fleet.pool_lane import Leased, PassLog, PoolLane
-from cluster.tools.simulation.clock import LaneClock, VirtualClock
+from cluster.tools.simulation.clock import ARRIVAL, LaneClock, VirtualClock
 from cluster.tools.simulation.roles import ScriptedRunner, TextOf, draft_role
 
 
@@ -119,10 +119,10 @@ class Leasing:
         role = draft_role(fleet.pipeline, drafter_config(fleet), runner, time, adapts=fleet.adaptive)
 
         def answer(record: Any, sent: float) -> None:
-            back.send(sent, lambda: cell.lane.queue(record) if lease.is_live else None)
+            back(sent, lambda: cell.lane.queue(record) if lease.is_live else None)
 
         def order(record: Any) -> None:
-            there.send(self._clock.now, lambda: lane.receive(lease.leased, record) if lease.is_live else None)
+            there(self._clock.now, lambda: lane.receive(lease.leased, record) if lease.is_live else None)
 
         lease = PoolLease(pool, lane, Leased(role, time, log, answer), runner)
         lane.open(lease.leased)
@@ -135,12 +135,20 @@ class Leasing:
         for lease in pool.leases.values():
             lease.runner.kv_slots = share_of(self._fleet.drafter.kv_slots, len(pool.leases))
 
-    def _link(self, pool: PoolSite, cell: Cell) -> VirtualLink:
-        links, self._num_links = self._fleet.links, self._num_links + 1
-        jitter_s = links.jitter_ms / 1e3 if pool.region != cell.region else 0.0
-        return VirtualLink(
-            self._clock, self._delay_s(pool, cell), jitter_s, f"{self._fleet.seed} link {self._num_links}"
-        )
+    def _link(self, pool: PoolSite, cell: Cell) -> Callable[[float, Callable[[], None]], None]:
+        """A direction of a connection: delivers calls in the order in which they were sent, as a stream of bytes would,
+        after the delay and, between regions, an exponential jitter."""
+        self._num_links += 1
+        draw, last = random.Random(f"{self._fleet.seed} link {self._num_links}"), 0.0
+        delay_s, jitter_ms = self._delay_s(pool, cell), self._fleet.links.jitter_ms
+        jitters = jitter_ms > 0 and pool.region != cell.region
+
+        def send(sent: float, deliver: Callable[[], None]) -> None:
+            nonlocal last
+            last = max(last, sent + delay_s + (draw.expovariate(1e3 / jitter_ms) if jitters else 0.0))
+            self._clock.at(last, ARRIVAL, deliver)
+
+        return send
 
     def _end(self, pool: PoolSite, cell: Cell) -> None:
         self._close(pool, cell)

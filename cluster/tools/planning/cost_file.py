@@ -128,8 +128,8 @@ def write_costs(path: Path, costs: PassCosts) -> None:
         coordinator_ms=costs.coordinator_s * 1e3,
         acceptance=list(costs.acceptance),
         runners_up=list(costs.runners_up),
-        target=[_entry(_TargetEntry, cost) for cost in costs.target],
-        drafter=[_entry(_DraftEntry, cost, cost.shape) for cost in costs.drafter],
+        target=[_entry(_TargetEntry, cost, cost.passes) for cost in costs.target],
+        drafter=[_entry(_DraftEntry, cost, cost.passes, cost.shape) for cost in costs.drafter],
     )
     write_text(path, yaml.safe_dump(to_builtins(file), sort_keys=False, default_flow_style=None))
 

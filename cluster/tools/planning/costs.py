@@ -29,11 +29,6 @@ class TargetCost:
     shape: Shape | None = None
     """The drafter it was measured with; None: measured alone, which fits any."""
 
-    @property
-    def context_ms(self) -> float:
-        """Milliseconds for every 1,000 rows of KV."""
-        return self.passes.context_s * 1e6
-
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
@@ -49,11 +44,6 @@ class DraftCost:
     beside: bool | None = None
     target_ranks: int = 0
     """Ranks of the target it was measured with; 0 fits any."""
-
-    @property
-    def context_ms(self) -> float:
-        """Milliseconds for every 1,000 rows of KV."""
-        return self.passes.context_s * 1e6
 
 
 @dataclass(frozen=True, slots=True)

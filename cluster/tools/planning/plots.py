@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster.io.pictures import COLOURS, add_grid, picture
+from cluster.io.pictures import COLOURS, picture
 from cluster.tools.planning.tables import Entry, shown
 
 _PLAIN = "#b8b8b8"
@@ -51,7 +51,7 @@ def draw_fidelity(path: Path, found: Sequence[Entry]) -> None:
             axes.set_xticks(sorted({max(one["partition"]) for one in found}))
             axes.set_xlabel("layers side by side")
             axes.margins(y=0.15)
-            add_grid(axes)
+            axes.grid(axis="y")
             axes.set_title(title)
         panels[0].legend(loc="lower left", title="calibrated")
 
@@ -65,6 +65,6 @@ def draw_searches(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]
         axes.axhline(1.0, color=_PLAIN)
         axes.set_xlabel("seconds of search")
         axes.set_ylabel("tokens/s over plain decoding, expected")
-        add_grid(axes)
+        axes.grid(axis="y")
         axes.legend(loc="lower right")
         axes.set_title("Layers to draft with: the choice over time")

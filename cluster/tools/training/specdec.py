@@ -28,7 +28,7 @@ from cluster.io.text import load_tokenizer
 from cluster.tools.training.corpus import library_sources, load_corpus
 from cluster.tools.training.models import copy_tokenizer
 from cluster.tools.training.pairs import Pair, library_pairs, read_pairs
-from cluster.tools.training.trainer import Recipe, StepOutcome, TrainingBudget, fit
+from cluster.tools.training.trainer import StepOutcome, fit_job
 from parallel.model.config_fields import MASK_FIELD
 from parallel.ranges import Range, require
 from parallel.speculators.pard import DEPTH_FIELD, MUTUAL_FIELD
@@ -217,15 +217,8 @@ def train(config: TrainConfig, target: Path, out: Path, work: Path, say: Callabl
     def evaluate() -> dict[str, float]:
         return net.metrics(kept)
 
-    settings = Recipe(
-        matrix_learning_rate=config.rate * 1e-3,
-        other_learning_rate=config.rate * 5e-4,
-        evaluation_minutes=config.evaluation_minutes,
-    )
-    budget, folder = TrainingBudget(config.minutes, config.steps), work / NAME
-    device = torch.device(config.device).type
-    record = fit(net, step_loss, settings, budget, folder, device=device, evaluate=evaluate, resume=config.resume)
-    before = json.loads((folder / "evaluation.jsonl").read_text().splitlines()[0])
+    record = fit_job(config, net, step_loss, (1e-3, 5e-4), work / NAME, evaluate=evaluate)
+    before = json.loads((work / NAME / "evaluation.jsonl").read_text().splitlines()[0])
     net.eval()
     net.save(out / "drafter")
     copy_tokenizer(target, out / "drafter")

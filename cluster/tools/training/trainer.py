@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
+from cluster.config.jobs import TrainConfig
 from cluster.io.console import RareLines
 from parallel.training.checkpoints import save_whole
 from parallel.training.muon import Muon
@@ -338,3 +339,18 @@ def fit(
         write_text(work / "record.json", json.dumps(asdict(record), indent=2) + "\n")
         run.save()
     return record
+
+
+def fit_job(
+    config: TrainConfig,
+    model: torch.nn.Module,
+    step_loss: StepLoss,
+    rates: tuple[float, float],
+    work: Path,
+    **more: Any,
+) -> TrainingRecord:
+    """`fit` as the keys of `job=train` say; `rates` are the recipe's, of Muon and of AdamW."""
+    muon, adamw = (config.rate * rate for rate in rates)
+    recipe = Recipe(muon, adamw, evaluation_minutes=config.evaluation_minutes)
+    more |= {"device": torch.device(config.device).type, "resume": config.resume}
+    return fit(model, step_loss, recipe, TrainingBudget(config.minutes, config.steps), work, **more)

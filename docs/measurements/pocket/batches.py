@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from parallel.training.precision import fast_passes
+from cluster.tools.training.continuations import TextRows
+from cluster.tools.training.speculators.frozen_target import FrozenTarget
+from parallel.speculators.config import FINAL
 
 
 class StreamBatches:
@@ -53,8 +55,8 @@ class StreamBatches:
 class DistillationSet:
     """Draws rows in a new order each epoch, together with the teacher's last hidden states.
 
-    Hidden states take a tenth of the memory of the teacher's distributions, which are one product away from them. They
-    are computed when a row is first drawn, so that later epochs run no pass of the teacher.
+    Hidden states take a tenth of the memory of the teacher's distributions, which are one product away from them; all
+    are kept, so that later epochs run no pass of the teacher.
     """
 
     def __init__(self, teacher: LlamaForCausalLM, rows: torch.Tensor, seed: int) -> None:
@@ -62,12 +64,10 @@ class DistillationSet:
 
         Memory: `2 * rows * length * hidden size` bytes on the CPU once every row was drawn.
         """
-        self._teacher = teacher
-        self._rows = rows
+        labels = torch.full((len(rows),), rows.shape[1])
+        self._rows = FrozenTarget(teacher, TextRows(rows, 0 * labels, labels), (FINAL,), cache_bytes=1 << 40)
         self._random = torch.Generator().manual_seed(seed)
         self._order = torch.empty(0, dtype=torch.long)
-        self._hidden = torch.empty(*rows.shape, teacher.config.hidden_size, dtype=torch.bfloat16)
-        self._known = torch.zeros(len(rows), dtype=torch.bool)
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the rows; hidden states are computed again."""
@@ -79,19 +79,10 @@ class DistillationSet:
         self._order = state["order"]
 
     def draw(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `[size, length]` tokens and `[size, length, hidden size]` bfloat16 hidden states of the teacher."""
+        """Return `[size, length]` tokens and `[size, length, hidden size]` hidden states of the teacher."""
         while len(self._order) < size:
-            self._order = torch.cat((self._order, torch.randperm(len(self._rows), generator=self._random)))
+            order = torch.randperm(len(self._rows.rows), generator=self._random)
+            self._order = torch.cat((self._order, order))
         chosen, self._order = self._order[:size], self._order[size:]
-        unknown = chosen[~self._known[chosen]]
-        if len(unknown):
-            self._hidden[unknown] = self._hidden_states(self._rows[unknown])
-            self._known[unknown] = True
-        return self._rows[chosen], self._hidden[chosen]
-
-    @torch.no_grad()
-    def _hidden_states(self, rows: torch.Tensor) -> torch.Tensor:
-        device = self._teacher.device
-        with fast_passes(device.type):
-            hidden = self._teacher.model(input_ids=rows.to(device), use_cache=False).last_hidden_state
-        return hidden.to("cpu", torch.bfloat16)
+        batch = self._rows.batch(chosen)
+        return batch.tokens, batch.taps[FINAL]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cluster.io.pictures import add_grid, picture
+from cluster.io.pictures import picture
 from cluster.tools.training.corpus import HELD_OUT, TEST_MEGABYTES, Corpus
 from cluster.tools.training.token_stream import pack, spread_rows
 from docs.measurements.pocket.config import RECIPE, SHORT_FRACTION, PairConfig
@@ -86,7 +86,7 @@ def draw_losses(work: Path, path: Path) -> None:
             lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
             plot.plot([line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines])
             plot.set(title=role, xlabel="million tokens", ylabel=f"{caption}, nats/token", ylim=(0, None))
-            add_grid(plot)
+            plot.grid(axis="y")
 
 
 def _row(role: str, parameters: int, record: dict[str, Any]) -> str:

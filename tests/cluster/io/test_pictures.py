@@ -8,7 +8,7 @@ import matplotlib
 import pytest
 from matplotlib.image import imread
 
-from cluster.io.pictures import add_grid, picture
+from cluster.io.pictures import picture
 
 
 def test_a_page_has_its_size_and_its_panels_and_no_frames(tmp_path):
@@ -36,11 +36,11 @@ def test_a_page_has_its_size_and_its_panels_and_no_frames(tmp_path):
 @pytest.mark.parametrize("axis", ["x", "y"])
 def test_lines_are_drawn_across_one_axis(tmp_path, axis):
     with picture(tmp_path / "page.png", 2, 2) as ((axes,),):
-        add_grid(axes, axis)
+        axes.grid(axis=axis)
         shown = {name: getattr(axes, f"{name}axis").get_gridlines()[0].get_visible() for name in "xy"}
         assert shown == {"x": axis == "x", "y": axis == "y"} and axes.get_axisbelow() is True
         if axis == "y":
-            add_grid(axes)
+            axes.grid(axis="y")
             assert not axes.xaxis.get_gridlines()[0].get_visible()
 
 

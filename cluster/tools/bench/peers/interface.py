@@ -186,15 +186,14 @@ class FilePeer(SpeculatingPeer):
     It writes each checkpoint once, and opens the model once for every number of threads and way to speculate.
     """
 
+    write: Callable[[str, Path, int], None]
+    """Writes a checkpoint at a place, with so many layers that change nothing."""
+
     def __init__(self, setup: PeerSetup, *, exact: bool) -> None:
         super().__init__(setup, exact=exact)
         self._folder = TemporaryDirectory(prefix="specdec-peer-")
         self._files: dict[str, str] = {}
         self._opened: dict[object, Any] = {}
-
-    @abstractmethod
-    def write(self, checkpoint: str, place: Path, stretch: int) -> None:
-        """Write the checkpoint at this place."""
 
     @abstractmethod
     def open(self, num_threads: int, target: str, drafter: str, speculation: Speculation) -> Any:
@@ -231,9 +230,3 @@ def checkpoint_dtype(path: str) -> str:
     """The number type that a checkpoint names, which transformers loads it in; float32 for one that names none."""
     config = json.loads((Path(path) / "config.json").read_text())
     return config.get("dtype") or config.get("torch_dtype") or "float32"
-
-
-def check_on_cpu(name: str, setup: PeerSetup) -> None:
-    """Raise ValueError, one line, for a target that this peer is not given."""
-    if setup.device != "cpu":
-        raise ValueError(f"job.peers={name}: runs on a CPU, not with target.device={setup.device}; set it or drop it")

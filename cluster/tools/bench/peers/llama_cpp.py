@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 from actors.protocol.messages import SamplingParams
@@ -15,14 +14,11 @@ from cluster.tools.bench.peers.interface import FilePeer, Means, Speculation, Ti
 class LlamaCpp(FilePeer):
     """A server of llama.cpp in this process, without a socket."""
 
-    name, package = "llama.cpp", "xllamacpp"
+    name, package, write = "llama.cpp", "xllamacpp", staticmethod(write_gguf)
 
     @property
     def arithmetic(self) -> str:
         return "float32 weights, " + ("float32 KV" if self.exact else "float16 KV and flash attention, its defaults")
-
-    def write(self, checkpoint: str, place: Path, stretch: int) -> None:
-        write_gguf(checkpoint, place, stretch)
 
     def open(self, num_threads: int, target: str, drafter: str, speculation: Speculation) -> Any:
         import xllamacpp  # pyright: ignore[reportMissingImports] (the user's to install)

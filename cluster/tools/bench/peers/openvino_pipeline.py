@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ _SHOWN = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATIO
 class OpenVino(FilePeer):
     """An LLM pipeline of OpenVINO GenAI; without `exact` its plugin for CPUs chooses: bfloat16 where that is native."""
 
-    name, package = "openvino", "openvino_genai"
+    name, package, write = "openvino", "openvino_genai", staticmethod(write_openvino)
 
     @property
     def arithmetic(self) -> str:
@@ -28,9 +27,6 @@ class OpenVino(FilePeer):
         core = openvino.Core()
         chosen = _FLOAT32 if self.exact else {name: _word(core.get_property("CPU", name)) for name in _SHOWN}
         return ", ".join(f"{name.lower()}={value}" for name, value in chosen.items())
-
-    def write(self, checkpoint: str, place: Path, stretch: int) -> None:
-        write_openvino(checkpoint, place, stretch)
 
     def open(self, num_threads: int, target: str, drafter: str, speculation: Speculation) -> Any:
         import openvino_genai  # pyright: ignore[reportMissingImports] (the user's to install)

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from actors.protocol.messages import SamplingParams
-from cluster.tools.bench.peers.interface import PeerApart, PeerSetup, SpeculatingPeer, check_on_cpu, checkpoint_dtype
+from cluster.tools.bench.peers.interface import PeerApart, PeerSetup, SpeculatingPeer, checkpoint_dtype
 
 _GREEDY = ("temperature", "max_tokens", "seed", "ignore_eos")
 _SAMPLED = ("top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids")
@@ -80,8 +80,8 @@ def open_peer(name: str, setup: PeerSetup) -> dict[str, PeerApart]:
     Raises ValueError, one line, for a target that it cannot be given.
     """
     kind = PEERS[name]
-    if kind.only_cpu:
-        check_on_cpu(name, setup)
+    if kind.only_cpu and setup.device != "cpu":
+        raise ValueError(f"job.peers={name}: runs on a CPU, not with target.device={setup.device}; set it or drop it")
     variants = {name: False} | ({f"{name} {setup.dtype}": True} if kind.differs(setup) else {})
     opened = {title: PeerApart(title, make_peer, kind.where, setup, exact) for title, exact in variants.items()}
     for peer in opened.values():

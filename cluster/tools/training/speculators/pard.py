@@ -44,6 +44,8 @@ class MaskRows:
 
     anchors: Tensor
     depths: Tensor
+    mutual: bool = False
+    """Whether the masks of an anchor see each other, or only those of smaller depths."""
 
     def positions(self, length: int) -> Tensor:
         """Positions of the text's rows and of these, int64 `[length + rows]`."""
@@ -54,8 +56,8 @@ class MaskRows:
         anchors = torch.cat((torch.arange(length), self.anchors))
         depths = torch.cat((torch.zeros(length, dtype=torch.long), self.depths))
         of_text = (depths == 0) & (anchors[:, None] >= anchors)
-        of_masks = (depths > 0) & (anchors[:, None] == anchors) & (depths[:, None] >= depths)
-        return of_text | of_masks
+        not_behind = depths[:, None] > 0 if self.mutual else depths[:, None] >= depths
+        return of_text | (depths > 0) & (anchors[:, None] == anchors) & not_behind
 
 
 def dropped_rows(length: int, depth: int, keep: float, least: float, generator: torch.Generator) -> MaskRows:
@@ -74,14 +76,18 @@ def dropped_rows(length: int, depth: int, keep: float, least: float, generator: 
 class PardDrafter(DistilledDrafter):
     """A causal language model that also fills masks."""
 
+    is_mutual = False
+
     def __init__(self, model: LlamaForCausalLM, options: PardOptions) -> None:
         super().__init__(model, options)
         self._options = options
         setattr(model.config, MASK_FIELD, options.mask_token)
         setattr(model.config, DEPTH_FIELD, options.depth)
 
-    def rows(self, anchors: Tensor, depths: Tensor) -> MaskRows:
-        return MaskRows(anchors, depths)
+    def blocks(self, anchors: Tensor) -> MaskRows:
+        """All masks of these anchors."""
+        further = torch.arange(1, self._options.depth)
+        return MaskRows(anchors.repeat(len(further)), further.repeat_interleave(len(anchors)), self.is_mutual)
 
     def trained_rows(self, length: int, generator: torch.Generator) -> MaskRows:
         """The mask rows of a step."""
@@ -133,8 +139,7 @@ class PardDrafter(DistilledDrafter):
             shown = self.shown_rows(rows, generator)
         else:
             anchors = torch.linspace(0, length - 1 - options.depth, EVALUATED_ANCHORS).long().unique()
-            further = torch.arange(1, options.depth)
-            rows = self.rows(anchors.repeat(len(further)), further.repeat_interleave(len(anchors)))
+            rows = self.blocks(anchors)
         labelled = rows.positions(length) + 1  # the token that a row predicts
         inside = labelled < length
         labelled = labelled.clamp(max=length - 1)

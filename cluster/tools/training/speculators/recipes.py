@@ -23,10 +23,8 @@ class SpeculatorRecipe:
     record: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What the recipe sets otherwise than the record does."""
-    matrix_learning_rate: float = 5e-3
-    """Peak rate of Muon (matrices that are no tables)."""
-    other_learning_rate: float = 3e-3
-    """Peak rate of AdamW (tables, norms, biases)."""
+    rates: tuple[float, float] = (5e-3, 3e-3)
+    """Peak rates of Muon (matrices that are no tables) and of AdamW (tables, norms, biases)."""
     writes: str = "drafter"
     """Folder of the run for the checkpoint: what it is."""
 
@@ -49,7 +47,7 @@ def _method(folder: str, record: str, method: str = "", **settings: Any) -> Spec
 
 def _whole(module: str, record: str, rates: tuple[float, float], writes: str = "drafter", **settings: Any) -> Any:
     """A recipe that tunes a model as a whole; `rates` are Muon's and AdamW's."""
-    return SpeculatorRecipe(f"cluster.tools.training.speculators.{module}", record, settings, *rates, writes)
+    return SpeculatorRecipe(f"cluster.tools.training.speculators.{module}", record, settings, rates, writes)
 
 
 _WHOLE = 5e-4, 3e-4

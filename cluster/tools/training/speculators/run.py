@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 from cluster import pocket
 from cluster.config.compose import typed_record
 from cluster.config.jobs import TrainConfig
-from cluster.io.pictures import add_grid, picture
+from cluster.io.pictures import picture
 from cluster.io.prompts import read_prompts
 from cluster.io.text import load_tokenizer
 from cluster.tools.training.continuations import (
@@ -40,7 +40,7 @@ from cluster.tools.training.speculators.distill import DistilledDrafter
 from cluster.tools.training.speculators.frozen_target import FrozenTarget, load_target, shape_of
 from cluster.tools.training.speculators.recipes import RECIPES, SpeculatorRecipe
 from cluster.tools.training.token_stream import pack, spread_rows
-from cluster.tools.training.trainer import Ranks, Recipe, StepOutcome, TrainingBudget, fit
+from cluster.tools.training.trainer import Ranks, StepOutcome, fit_job
 from parallel.ranges import require
 from parallel.training.interface import Speculator, TargetBatch, TrainingOptions
 from parallel.training.precision import fast_dtype, fast_passes
@@ -160,30 +160,14 @@ def train_rank(course: Course, texts: Texts, ranks: Ranks) -> dict[str, Any]:
         loss, metrics = whole(batch, _generator(config.seed, step, ranks.rank))
         return StepOutcome(loss, batch.tokens.numel(), metrics)
 
-    settings = Recipe(
-        matrix_learning_rate=config.rate * recipe.matrix_learning_rate,
-        other_learning_rate=config.rate * recipe.other_learning_rate,
-        evaluation_minutes=config.evaluation_minutes,
-    )
-    budget = TrainingBudget(config.minutes, config.steps)
-    record = fit(
-        net,
-        step_loss,
-        settings,
-        budget,
-        course.folder,
-        device=torch.device(config.device).type,
-        sources=[source],
-        evaluate=judge,
-        resume=config.resume,
-        ranks=ranks,
-    )
+    folder, loop = course.folder, {"sources": [source], "evaluate": judge, "ranks": ranks}
+    record = fit_job(config, net, step_loss, recipe.rates, folder, **loop)
     if ranks.rank:
         return {}
     checkpoint = Path(course.out) / recipe.writes
     net.save(checkpoint)
     copy_tokenizer(Path(course.target), checkpoint)
-    lines = [json.loads(line) for line in (course.folder / "evaluation.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
     return {
         "recipe": config.recipe,
         "options": asdict(cast(Any, course.options())),
@@ -314,7 +298,7 @@ def draw_curves(folder: Path, path: Path) -> None:
                 by_depth.plot(at, values, marker=".", label=name.removeprefix("accept_"))
         for plot, title in ((loss, "loss"), (by_depth, "greedy acceptance by depth"), (length, "tokens per round")):
             plot.set(title=title, xlabel="million tokens")
-            add_grid(plot)
+            plot.grid(axis="y")
             plot.legend()
 
 

@@ -38,17 +38,10 @@ class SpecdiffOptions(PardOptions):
     """Weight of the loss of accepted streaks (SpecDiff-2): the share of a draft that is expected to be rejected."""
 
 
-class BlockMaskRows(MaskRows):
-    """The masks of an anchor see each other."""
-
-    def visible(self, length: int) -> Tensor:
-        seen = super().visible(length)
-        anchors = torch.cat((torch.full((length,), -1), self.anchors))
-        return seen | ((anchors[:, None] == anchors) & (anchors >= 0))
-
-
 class SpecdiffDrafter(PardDrafter):
     """A causal language model that also fills blocks in steps."""
+
+    is_mutual = True
 
     def __init__(self, model: LlamaForCausalLM, options: SpecdiffOptions) -> None:
         super().__init__(model, options)
@@ -56,16 +49,12 @@ class SpecdiffDrafter(PardDrafter):
         setattr(model.config, MUTUAL_FIELD, True)
         setattr(model.config, STEPS_FIELD, options.steps)
 
-    def rows(self, anchors: Tensor, depths: Tensor) -> MaskRows:
-        return BlockMaskRows(anchors, depths)
-
     def trained_rows(self, length: int, generator: torch.Generator) -> MaskRows:
         """Whole blocks, behind some places of the text."""
-        options, further = self._options, torch.arange(1, self._options.depth)
+        options = self._options
         places = max(1, length - options.depth)
         count = min(places, max(1, round(max(options.keep, options.keep_least) * length)))
-        anchors = torch.randperm(places, generator=generator)[:count].sort().values
-        return self.rows(anchors.repeat(len(further)), further.repeat_interleave(count))
+        return self.blocks(torch.randperm(places, generator=generator)[:count].sort().values)
 
     def shown_rows(self, rows: MaskRows, generator: torch.Generator) -> Tensor:
         """Each block shows a share of its own, between none and all."""

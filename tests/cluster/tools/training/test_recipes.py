@@ -148,7 +148,7 @@ def test_the_page_of_recipes_is_as_the_registry_says():
 
 
 def test_a_model_that_is_tuned_as_a_whole_learns_slower_than_a_new_module():
-    rates = {name: (one.matrix_learning_rate, one.other_learning_rate) for name, one in RECIPES.items()}
+    rates = {name: one.rates for name, one in RECIPES.items()}
     whole = {name for name, pair in rates.items() if pair == (5e-4, 3e-4)}
     assert whole == {"layerskip", "distill", "sorted"} and {rates[name] for name in FILLING} == {(2e-3, 1e-3)}
     assert {rates[name] for name in rates.keys() - whole - FILLING} == {(5e-3, 3e-3)}

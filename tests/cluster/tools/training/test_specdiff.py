@@ -37,7 +37,7 @@ def drafted(net: SpecdiffDrafter, text: list[int], num_steps: int, start: int | 
     """Logits [depth, V] of a draft behind a text, step by step, each a pass over all of it. One of several drafts fills
     its first token, `start`, after the first pass, and no other."""
     anchor, num_masks = len(text) - 1, DEPTH - 1
-    rows = net.rows(torch.full((num_masks,), anchor), torch.arange(1, DEPTH))
+    rows = net.blocks(torch.tensor([anchor]))
     tokens, shown = torch.tensor([[*text, *[MASK] * num_masks]]), torch.zeros(num_masks, dtype=torch.bool)
     found = torch.zeros(DEPTH, 64)
     for step in range(num_steps):

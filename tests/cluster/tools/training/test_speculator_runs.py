@@ -17,7 +17,7 @@ from cluster import pocket
 from cluster.config.schema import LaunchConfig
 from cluster.io.text import load_tokenizer
 from cluster.jobs import train
-from cluster.tools.training import corpus
+from cluster.tools.training import corpus, trainer
 from cluster.tools.training.continuations import TextRows, written_rows
 from cluster.tools.training.models import drafter_config, initialised
 from cluster.tools.training.speculators import run as training
@@ -182,12 +182,12 @@ def test_fixed_text_has_as_many_rows_as_the_target_would_write(target: Path, tmp
 
 def test_the_rates_of_a_run_are_scaled(target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
-    monkeypatch.setattr(training, "fit", lambda *a, **_: seen.append(a[2]) or (_ for _ in ()).throw(Killed))
+    monkeypatch.setattr(trainer, "fit", lambda *a, **_: seen.append(a[2]) or (_ for _ in ()).throw(Killed))
     recipe = RECIPES["layerskip"]
     with pytest.raises(Killed):
         train.run(small(small_target(tmp_path / "three", 3), text, recipe="layerskip", rate=3), tmp_path)
-    assert seen[0].matrix_learning_rate == pytest.approx(3 * recipe.matrix_learning_rate)
-    assert seen[0].other_learning_rate == pytest.approx(3 * recipe.other_learning_rate)
+    rates = seen[0].matrix_learning_rate, seen[0].other_learning_rate
+    assert rates == pytest.approx([3 * rate for rate in recipe.rates])
 
 
 def test_the_judge_weighs_rows_alike_and_names_temperatures(target: Path, text: Path, monkeypatch: pytest.MonkeyPatch):
