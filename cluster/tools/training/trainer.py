@@ -288,7 +288,7 @@ def fit(
     Autocast is applied around `step_loss`. `work` receives `loss.jsonl`, `evaluation.jsonl`, `record.json` and
     `state.pt`, which `resume` goes on from as if nothing had happened; `sources` are the parts of the batches
     that have a place to go on from. The folder's name is the run's in the progress bar. Raises FloatingPointError if
-    the loss is not finite, ValueError for a state of another training.
+    the loss is not finite, ValueError for a state of another training, and for minutes without a step.
     """
     is_first = ranks.rank == 0
     make_folder(work)
@@ -331,6 +331,8 @@ def fit(
                 run.save()
                 saved_at = budget.seconds
     model.eval()
+    if not run.losses:
+        raise ValueError("job.minutes: were over before the first step; raise it")
     last = run.losses[-max(1, len(run.losses) // 10) :]
     record = TrainingRecord(run.step, run.tokens, budget.seconds, sum(last) / len(last))
     if is_first:

@@ -123,6 +123,11 @@ def test_tokens_of_all_ranks_are_counted(tmp_path: Path, monkeypatch: pytest.Mon
     assert fit(probe, loss, Recipe(), TrainingBudget(60, 2), tmp_path, ranks=Ranks(0, 3)).tokens == 2 * 3 * 7
 
 
+def test_minutes_that_are_over_before_the_first_step_are_an_error(tmp_path: Path):
+    with pytest.raises(ValueError, match="before the first step"):
+        fit(Probe(), lambda *_: pytest.fail("a step"), Recipe(), TrainingBudget(1e-9), tmp_path)
+
+
 def test_a_resumed_draw_goes_on_in_the_epoch():
     """Rows of distillation and windows of a stream: the rest of an epoch comes next, then the next one's order."""
     teacher = initialised(drafter_config(64), 0, "cpu")
