@@ -13,7 +13,6 @@ only an example of one.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -105,8 +104,7 @@ def score(run: Path, count: int) -> None:
 def write_prompts(run: Path, count: int) -> None:
     """Corrupted lines of the modules that are held out of all training."""
     pairs = library_pairs(list(load_corpus(0).held_out), count, SEED)
-    lines = [json.dumps({"prompt": pair.source, "category": "correction"}) for pair in pairs]
-    (run / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    lines.write(run / "prompts.jsonl", ({"prompt": pair.source, "category": "correction"} for pair in pairs))
 
 
 def main() -> None:

@@ -28,6 +28,11 @@ def append(file: Path, line: Mapping[str, Any]) -> None:
     sys.stderr.write(f"{dict(line)}\n")
 
 
+def write(file: Path, found: Iterable[Mapping[str, Any]]) -> None:
+    """Replace the file."""
+    file.write_text("".join(json.dumps(line) + "\n" for line in found), encoding="utf-8")
+
+
 def read(file: Path) -> list[Line]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 

@@ -15,7 +15,6 @@ the same texts for `job=bench`. The pair is an example; it is not made by `job=t
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,8 +121,7 @@ def write_prompts(run: Path, distances: Sequence[int]) -> None:
         for distance in distances:
             tokens = [[*front, *between[:distance], *text] for text in texts]
             prompts = [tokenizer.decode(one, skip_special_tokens=False) for one in tokens]
-            lines = [json.dumps({"prompt": prompt, "category": name}) for prompt in prompts]
-            (run / f"{name}-{distance}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            lines.write(run / f"{name}-{distance}.jsonl", ({"prompt": one, "category": name} for one in prompts))
 
 
 def main() -> None:

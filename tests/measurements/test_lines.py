@@ -10,6 +10,8 @@ def test_lines_are_read_as_they_were_appended(tmp_path, capsys):
     for line in added:
         lines.append(file, line)
     assert lines.read(file) == added and capsys.readouterr().err.count("\n") == 2
+    lines.write(file, added[1:])
+    assert lines.read(file) == added[1:]
 
 
 def test_groups_come_in_the_order_of_their_first_lines():

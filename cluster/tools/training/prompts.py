@@ -7,17 +7,14 @@ continues code whose purpose the text has stated.
 from __future__ import annotations
 
 import ast
-import json
 import random
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
 from cluster.tools.training.corpus import Source
-from parallel.whole_files import write_text
 
 FEWEST_TOKENS, MOST_TOKENS = 40, 250
 """Bounds on a prompt's length in tokens."""
@@ -88,8 +85,3 @@ def choose_prompts(sources: Iterable[Source], tokenizer: Tokenizer, seed: int, c
             if prompts and len(chosen) < count:
                 chosen.append(prompts.pop())
     return sorted(chosen, key=lambda prompt: (prompt.source, prompt.category, prompt.prompt))
-
-
-def write_prompts(prompts: Iterable[SourcePrompt], path: Path) -> None:
-    """Write one JSON object per line."""
-    write_text(path, "".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts))

@@ -23,9 +23,10 @@ from cluster.io.console import Terminal, figure
 from cluster.observability.report import write_json
 from cluster.tools.training.corpus import Corpus, library_sources, load_corpus
 from cluster.tools.training.models import CONTEXT, continue_text, drafter_config, grouped, initialised
-from cluster.tools.training.prompts import choose_prompts, write_prompts
+from cluster.tools.training.prompts import choose_prompts
 from cluster.tools.training.token_stream import pack, spread_rows
 from cluster.tools.training.trainer import Resumable, StepLoss, StepOutcome, TrainingBudget, TrainingRecord, fit
+from docs.measurements import lines
 from docs.measurements.pocket import report
 from docs.measurements.pocket.batches import DistillationSet, StreamBatches
 from docs.measurements.pocket.config import RECIPE, SHORT_FRACTION, PairConfig
@@ -67,7 +68,7 @@ def make_tokenizer(place: Workplace) -> None:
     for role in ("target", "drafter"):
         save_tokenizer(tokenizer, place.out / role, CONTEXT)
     prompts = choose_prompts(place.corpus.held_out, tokenizer, place.config.seed, place.config.num_prompts)
-    write_prompts(prompts, place.out / "prompts.jsonl")
+    lines.write(place.out / "prompts.jsonl", map(asdict, prompts))
 
 
 def make_target(place: Workplace) -> TrainingRecord:

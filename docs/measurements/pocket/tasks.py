@@ -9,7 +9,6 @@ bundled target has seen code alone, so on the last one its text means little, an
 from __future__ import annotations
 
 import ast
-import json
 import random
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from itertools import permutations
 from pathlib import Path
 
 from cluster.tools.training.corpus import Source, load_corpus
+from docs.measurements import lines
 
 NUM_PROMPTS = 24
 LONGEST = 700
@@ -89,8 +89,7 @@ def prompts_of_tasks() -> dict[str, list[str]]:
 
 def main(directory: Path) -> None:
     for name, prompts in prompts_of_tasks().items():
-        lines = [json.dumps({"prompt": prompt, "category": name}) for prompt in prompts]
-        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        lines.write(directory / f"{name}.jsonl", ({"prompt": prompt, "category": name} for prompt in prompts))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from cluster.tools.training.corpus import HELD_OUT, Source
-from cluster.tools.training.prompts import SourcePrompt, last_line, parse, write_prompts
+from cluster.tools.training.prompts import SourcePrompt, last_line, parse
+from docs.measurements import lines
 
 NUM_PROMPTS = 24
 FEWEST_TOKENS, MOST_TOKENS = 60, 170
@@ -149,7 +150,7 @@ def main(folder: Path) -> None:
             return [completion.token_ids for completion in engine.generate(prompts)]
 
         for name, prompts in choose_workloads(held_out_sources(), engine.tokenizer, complete).items():
-            write_prompts(prompts, folder / f"{name}.jsonl")
+            lines.write(folder / f"{name}.jsonl", map(asdict, prompts))
 
 
 if __name__ == "__main__":
