@@ -29,7 +29,7 @@ class AttachedPort(DrafterPort):
         self._is_scoring = False  # no pass verifies the drafts that are ordered with the present one
 
     def may_draft(self, sequence: Sequence) -> bool:
-        return sequence.request.speculates
+        return sequence.speculates
 
     def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
         """Chunks of prompts are read beside the target where drafts follow at once; texts before a trial without

@@ -54,7 +54,7 @@ class FarPort(SeparatePort):
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Also while the drafter is lost."""
-        return sequence.request.speculates
+        return sequence.speculates
 
     def _can_draft(self, sequence: Sequence) -> bool:
         return self.is_present and super()._can_draft(sequence)

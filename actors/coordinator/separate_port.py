@@ -65,7 +65,7 @@ class SeparatePort(DrafterPort):
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def may_draft(self, sequence: Sequence) -> bool:
-        return self.is_present and sequence.request.speculates
+        return self.is_present and sequence.speculates
 
     def admit(self, sequence: Sequence) -> None:
         """Sends the text at once, but where the policy weighs waiting: there while the drafter is idle."""

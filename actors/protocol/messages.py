@@ -144,6 +144,8 @@ class Proposal:
         forced `GRAMMAR`, "" where nothing is known."""
         if self.is_forced:
             return ((GRAMMAR, len(path)),)
+        if not self.parts:
+            return (("", len(path)),) if path else ()
         ends = [*accumulate([count for _, count in self.parts])]
         names = [self.parts[part][0] if (part := bisect_left(ends, node)) < len(ends) else "" for node in path]
         return tuple([(name, len([*run])) for name, run in groupby(names)])
@@ -153,14 +155,17 @@ class Proposal:
         self.tree.check()
         check_tokens("tree", self.tree.token_ids, vocab_size)
         num_nodes = len(self.tree.token_ids)
-        if any(len(given) not in (0, num_nodes) for given in (self.sampling_kinds, self.distributions)):
+        if len(self.sampling_kinds) not in (0, num_nodes) or len(self.distributions) not in (0, num_nodes):
             raise ValueError("sampling_kinds, distributions: must be one per node")
-        if sum([count for _, count in self.parts]) >= num_nodes or any(count < 0 for _, count in self.parts):
-            raise ValueError("parts: must not be of more nodes than there are")
-        if not all(name.isprintable() and len(name) <= _LONGEST_LEVEL for name, _ in self.parts):
-            raise ValueError(f"parts: a name must be at most {_LONGEST_LEVEL} printable characters")
-        if any(kind not in _KINDS for kind in self.sampling_kinds):
+        if not _KINDS.issuperset(self.sampling_kinds):
             raise ValueError(f"sampling_kinds: {self.sampling_kinds} names one that does not exist")
+        num_named = 0
+        for name, count in self.parts:
+            num_named += count
+            if count < 0 or num_named >= num_nodes:
+                raise ValueError("parts: must not be of more nodes than there are")
+            if not name.isprintable() or len(name) > _LONGEST_LEVEL:
+                raise ValueError(f"parts: a name must be at most {_LONGEST_LEVEL} printable characters")
         for distribution in self.distributions:
             if distribution is not None:
                 check_tokens("distributions", distribution.token_ids, vocab_size)

@@ -69,10 +69,12 @@ class TokenTree:
 
     def has_path(self, nodes: tuple[int, ...]) -> bool:
         """Whether each of these nodes is a child of the one before it, the first of them of the root."""
-        parents = self.parents
-        return all(
-            0 < node < len(parents) and parents[node] == (nodes[i - 1] if i else 0) for i, node in enumerate(nodes)
-        )
+        parents, above = self.parents, 0
+        for node in nodes:
+            if not 0 < node < len(parents) or parents[node] != above:
+                return False
+            above = node
+        return True
 
     def check(self) -> None:
         """Raise ValueError unless this is a tree in topological order."""

@@ -39,7 +39,7 @@ class Policy:
 def sequence(request_id, *, speculates=True, uncached=1, remaining=9, proposal=None):
     return SimpleNamespace(
         request_id=request_id,
-        request=SimpleNamespace(speculates=speculates),
+        speculates=speculates,
         uncached_len=uncached,
         may_reach_root=lambda num_tokens: num_tokens == uncached,
         most_per_round=remaining,
