@@ -115,7 +115,7 @@ class FarPort(SeparatePort):
         for one in running:
             if one.draft.is_answered or one.request_id in verifying or one.uncached_len != 1 or not self.may_draft(one):
                 continue
-            if length := self._policy.draft_length(one.request_id, one.most_per_round):
+            if length := self._policy.draft_length(one.request_id, one.most_draft_tokens):
                 found.append((one, length))
         return found
 

@@ -217,11 +217,11 @@ class Sequence:
         return self.max_len - len(self.token_ids)
 
     @property
-    def most_per_round(self) -> int:
-        """Tokens that a round with a draft may commit: those that remain, or a draft within the request's bound and the
-        target's own token."""
-        remaining, most = self.max_len - len(self.token_ids), self.request.num_draft_tokens
-        return remaining if most is None else min(remaining, most + 1)
+    def most_draft_tokens(self) -> int:
+        """Draft tokens that are of use to it, within its own bound: the target adds a token after the path, so the last
+        one that remains is never worth drafting."""
+        of_use, most = max(0, self.max_len - len(self.token_ids) - 1), self.request.num_draft_tokens
+        return of_use if most is None else min(of_use, most)
 
     def is_current(self, proposal: Proposal | DraftPreview) -> bool:
         """Whether it assumes exactly the present prefix; if not, it is stale."""

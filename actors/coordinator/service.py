@@ -66,6 +66,9 @@ ROUNDS_PER_INCARNATION = 10**9
 """Offset between the round numbers of a coordinator and those of its successor."""
 EPOCHS_PER_INCARNATION = 10**6
 """The same for epochs."""
+ROUNDS_AT_ONCE = 4
+"""Rounds that the policy learns from at once where a drafter is attached: nothing else is hidden behind a pass, and
+after one the caches hold neither code nor records."""
 LONGEST_FIELDS = (1 << 17) + 4 * MOST_GRAMMAR_CHARACTERS
 """Bytes of a request beside its text and reference: at the bounds of `SamplingParams` about 100,000, and a grammar."""
 TOKEN_BYTES = 5
@@ -473,6 +476,7 @@ class CoordinatorService:
             scores=spec.scores_drafts,
             runs_passes=spec.runs_passes,
             waits=spec.local_drafter == "none",
+            rounds_at_once=ROUNDS_AT_ONCE if spec.attached else 1,
         )
         drafter = open_port(
             policy,

@@ -197,12 +197,12 @@ class Coordinator:
     @property
     def may_learn(self) -> bool:
         """Whether enough rounds have ended for the policy to learn from."""
-        goes_on = self._policy.may_learn_later and not self._policy.may_end and self._sequences
-        return len(self._unlearned) >= (self._drafter.rounds_at_once if goes_on else 1)
+        num_unlearned = len(self._unlearned)
+        return num_unlearned > 0 and (num_unlearned >= self._policy.most_unlearned or not self._sequences)
 
     def learn(self) -> None:
-        """The policy learns from rounds that ended, beside the pass that was started since: from each, or while one
-        choice goes on, from as many at once as is enough for the drafter."""
+        """The policy learns from rounds that ended, beside the pass that was started since: from each, or from as many
+        at once as is enough for it."""
         if not self.may_learn:
             return
         seen, self._unlearned = self._unlearned, []
@@ -327,7 +327,7 @@ class Coordinator:
 
     def _draft_forced(self, sequence: Sequence, verdict: Verdict) -> None:
         """What the grammar forces next is the draft, and no drafter is asked for one."""
-        length = min(len(verdict.forced), sequence.most_per_round - 1, self._policy.longest_draft)
+        length = min(len(verdict.forced), sequence.most_draft_tokens, self._policy.longest_draft)
         if length > 0 and sequence.finish_reason is None and self._drafter.may_draft(sequence):
             tree = TokenTree.chain(sequence.token_ids[-1], verdict.forced[:length])
             proposal = replace(Proposal.deterministic(*sequence.prefix, tree), prepared=None, is_forced=True)
@@ -351,7 +351,7 @@ class Coordinator:
             if self._policy.mode in (Mode.rest, Mode.catch_up):  # a drafter is there, and the policy does without
                 self._end_outages(now - seconds, *self._lost_at)
         self._unlearned.append(seen)
-        if not self._policy.may_learn_later:
+        if not self._policy.most_unlearned:
             self.learn()
 
     def _order_drafts(self, now: float) -> list[DraftBatch]:
