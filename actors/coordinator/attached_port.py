@@ -49,14 +49,14 @@ class AttachedPort(DrafterPort):
         if self._is_scoring:
             self._has_read = False
             policy.begin_scoring()
-            able = [one for one in reached if self.may_draft(one) and one.request_id not in self.scored.drafts]
+            able = [one for one in reached if one.speculates and one.request_id not in self.scored.drafts]
             lengths = {one.request_id: min(policy.longest_draft, one.most_draft_tokens) for one in able}
             return {request_id: length for request_id, length in lengths.items() if length}
         if policy.may_end and any(sequence.draft.proposal for sequence in reached):
             return {}
         if policy.mode is Mode.catch_up and self._has_read:
             policy.caught_up()
-        able = [sequence for sequence in reached if self.may_draft(sequence)]
+        able = [sequence for sequence in reached if sequence.speculates]
         followed = able[: policy.num_followed(len(able))]
         self._has_read = policy.mode is Mode.catch_up and bool(followed)
         return {one.request_id: policy.draft_length(one.request_id, one.most_draft_tokens) for one in followed}

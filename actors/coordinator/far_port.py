@@ -27,9 +27,9 @@ from actors.protocol.messages import (
     DraftPreviewBatch,
     Proposal,
     ProposalBatch,
+    TokenTree,
     retract_hash,
 )
-from actors.protocol.token_tree import TokenTree
 
 MOST_UNANSWERED = 64
 """Batches without an answer: then no more are sent until the drafter answers, so that one that hangs is noticed."""

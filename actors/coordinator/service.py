@@ -352,10 +352,11 @@ class CoordinatorService:
                 role = "target" if isinstance(record, VerifyBatch) else self._lead_roles[1 + record.seat]
                 self._send_batch(self._memberships[role], record)
             elif isinstance(record, Tokens):
+                client, request = self._clients.origins[record.request_id]
                 if record.finish_reason is not None:
                     self._event_log.finished(record)
-                client, tokens = self._clients.address(record)
-                outputs.setdefault(client, []).append(tokens)
+                    self._clients.forget(record.request_id)
+                outputs.setdefault(client, []).append(replace(record, request_id=request.request_id))
             elif isinstance(record, WeightsUpdated):
                 self._end_update(record)
         for client, news in outputs.items():

@@ -44,6 +44,7 @@ from actors.protocol.messages import (
     ReportOrder,
     Request,
     Tokens,
+    TokenTree,
     UpdateWeights,
     Verdict,
     VerdictBatch,
@@ -51,7 +52,6 @@ from actors.protocol.messages import (
     VerifyItem,
     WeightsUpdated,
 )
-from actors.protocol.token_tree import TokenTree
 from actors.topology import TOP
 
 Answer = VerifyBatch | DraftBatch | Tokens | Report | WeightsUpdated
@@ -295,11 +295,11 @@ class Coordinator:
 
     def _commit(self, verdict: Verdict, now: float) -> Tokens:
         sequence, proposal = self._sequences[verdict.request_id], self._round.proposals[verdict.request_id]
-        position = sequence.num_generated
         known: dict[str, Any] = {}
         if self.weights is not None or sequence.versions:
             sequence.note_version(self._version)
         commit = sequence.commit(verdict, proposal)
+        position = commit.prefix_len - sequence.prompt_len
         self.stats.add_commit(proposal, commit, self._drafter.source_of(proposal))
         if sequence.logprobs is not None:
             logprobs = sequence.logprobs.add(verdict.logprobs, len(commit.token_ids))

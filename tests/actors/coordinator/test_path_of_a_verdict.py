@@ -23,12 +23,12 @@ from actors.protocol.messages import (
     ProposalBatch,
     Request,
     SamplingParams,
+    TokenTree,
     Verdict,
     VerdictBatch,
     VerifyBatch,
     extend_hash,
 )
-from actors.protocol.token_tree import TokenTree
 from tests.actors.service_harness import FACTS
 
 ROOT = Path(__file__).parents[3]

@@ -21,10 +21,10 @@ from actors.protocol.messages import (
     Request,
     SamplingParams,
     SparseDistribution,
+    TokenTree,
     VerdictBatch,
     VerifyBatch,
 )
-from actors.protocol.token_tree import TokenTree
 from tests.actors.scripted_roles import World
 from tests.actors.small_language import oracle
 
