@@ -269,7 +269,7 @@ class Scheduler:
         if texts:
             left = dict.fromkeys(places := self._places(), _share(most_text, places))
         for place, sequence in enumerate((*roots, *texts), start=1):
-            uncached_len = sequence.uncached_len
+            uncached_len = len(sequence.token_ids) - sequence.cached_len
             if place > len(roots) and sequence.reads_source:  # all of it at once, however long it is
                 if sequence.source_len >= budget and place > len(roots) + 1:
                     continue
