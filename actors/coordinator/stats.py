@@ -195,12 +195,13 @@ class PolicyCounters:
 
     def add_mode(self, mode: Mode, seconds: float, num_ordered: list[int]) -> None:
         """A round took `seconds` in one mode of the policy, and ordered these numbers of draft tokens."""
-        self.seconds_by_mode[mode.value] = self.seconds_by_mode.get(mode.value, 0.0) + seconds
+        name = mode.value
+        self.seconds_by_mode[name] = self.seconds_by_mode.get(name, 0.0) + seconds
         if mode in (Mode.rest, Mode.catch_up):
             self.rested_s += seconds
-        if mode.value != self.mode:
-            self.mode = mode.value
-            self.num_by_mode[mode.value] = self.num_by_mode.get(mode.value, 0) + 1
+        if name != self.mode:
+            self.mode = name
+            self.num_by_mode[name] = self.num_by_mode.get(name, 0) + 1
         counts = self.orders_by_length
         for length in num_ordered:
             if length >= len(counts):

@@ -112,8 +112,8 @@ class Rounds:
         return VerdictBatch(batch.round, (verdict,), started, time.monotonic(), num_rows, drafts=drafts)
 
 
-MOST = {("attached", False): (100, 21), ("sync", False): (96, 21), ("branches", False): (115, 22)}
-MOST |= {("sync", True): (180, 24), ("branches", True): (190, 26)}
+MOST = {("attached", False): (70, 15), ("sync", False): (69, 16), ("branches", False): (84, 16)}
+MOST |= {("attached", True): (150, 22), ("sync", True): (160, 22), ("branches", True): (160, 23)}
 """Functions and files of a round in each pipeline, and in `sync` with an attached drafter, with fixed draft lengths and
 with the decision, which takes other branches where the machine is busy."""
 
