@@ -234,8 +234,14 @@ class Coordinator:
                 held = missing
             elif missing and pending is not None:
                 num_plain = len(self._scheduler.running) - len(missing) - num_ready + self._scheduler.num_joining
-                is_begun = pending.has_first_part
-                wait_s = self._policy.wait_s(len(missing), num_ready, num_plain, has_first_part=is_begun)
+                wait_s = self._policy.wait.wait_s(
+                    len(missing),
+                    num_ready,
+                    num_plain,
+                    has_first_part=pending.has_first_part,
+                    works_ahead=self._policy.works_ahead,
+                    expected_s=self._policy.expected_gap_s,
+                )
                 if may_wait and wait_s:
                     self.wait_until = max(self._round.started, pending.asked_at) + wait_s
                     return [*orders]

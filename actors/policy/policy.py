@@ -8,9 +8,10 @@ After every round `AdaptivePolicy.update`
 3. takes the choice with the most tokens per second, or explores another one within a budget (`decision.py`);
 4. sets the length of each request's next draft (`draft_length.py`).
 
-Before a pass `wait_s` says how long drafts that are not there yet are waited for (`draft_wait.py`), and `most_text` how
-much of prompts it reads (`text_pace.py`). A `Policy` sees lengths, counts and seconds; never a tensor, a socket or a
-clock. What a drafter prepares while the target verifies is decided on its side (`actors/drafters/draft_ahead`).
+Before a pass `Policy.wait` says how long drafts that are not there yet are waited for (`draft_wait.py`), and
+`most_text` how much of prompts it reads (`text_pace.py`). A `Policy` sees lengths, counts and seconds; never a tensor,
+a socket or a clock. What a drafter prepares while the target verifies is decided on its side
+(`actors/drafters/draft_ahead`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.options import PipelineName
 from actors.policy.acceptance import ACCEPTANCE_MEMORY, AcceptanceModel, DraftOutcome
@@ -126,21 +128,6 @@ class Policy:
     def num_followed(self, num_requests: int) -> int:
         """The number of running requests, of so many, whose text the drafter should have read."""
         return num_requests
-
-    def wait_s(self, num_expecting: int, num_ready: int, num_plain: int, *, has_first_part: bool) -> float:
-        """Seconds that the target should wait for the next part of an answer; 0: start the pass now.
-
-        Of the requests of the pass `num_expecting`, one at least, await a draft, `num_ready` have one, `num_plain` need
-        none.
-        """
-        return self.wait.wait_s(
-            num_expecting,
-            num_ready,
-            num_plain,
-            has_first_part=has_first_part,
-            works_ahead=self.works_ahead,
-            expected_s=self.expected_gap_s,
-        )
 
     def most_text(self, pass_s: float) -> int | None:
         """Rows of prompts that the next pass may read while requests decode, so that it takes about `pass_s` seconds,
@@ -573,28 +560,8 @@ def _text_class(seen: RoundObservation) -> Hashable:
     return int(seen.mean_len / 512).bit_length(), seen.samples
 
 
-def make_policy(
-    pipeline: str,
-    shortest: int,
-    longest: int,
-    *,
-    adaptive: bool,
-    longest_only: bool = False,
-    waits: bool = True,
-    scores: bool = False,
-    runs_passes: bool = True,
-    rounds_at_once: int = 1,
-) -> Policy:
-    """The policy of a pipeline; without draft tokens it is not adaptive, because nothing can be adapted."""
+def make_policy(pipeline: str, shortest: int, longest: int, *, adaptive: bool, **options: Any) -> Policy:
+    """The policy of a pipeline, where it adapts with these `options`; without draft tokens nothing can be adapted."""
     if not (adaptive and longest):
         return Policy(pipeline, longest)
-    return AdaptivePolicy(
-        pipeline,
-        shortest,
-        longest,
-        longest_only=longest_only,
-        waits=waits,
-        scores=scores,
-        runs_passes=runs_passes,
-        rounds_at_once=rounds_at_once,
-    )
+    return AdaptivePolicy(pipeline, shortest, longest, **options)

@@ -27,7 +27,7 @@ def test_orders_are_within_their_bounds(pipeline):
     assert lengths == [0] * 10 if not pipeline.drafts else lengths == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6]
     halves = [0, 1, 1, 2, 2, 3] if pipeline.alternates else range(6)
     assert [policy.num_orders(num_running) for num_running in range(6)] == list(halves)
-    assert policy.wait_s(1, 0, 1, has_first_part=False) > 0
+    assert policy.wait.wait_s(1, 0, 1) > 0
     assert policy.mode is Mode.speculate and policy.findings() is None and not policy.may_end
 
 
