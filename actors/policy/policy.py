@@ -75,8 +75,9 @@ class RoundObservation:
     """What the drafter took for such drafts."""
 
 
-MOST_UNLEARNED = 4
-"""Rounds that fixed lengths are learned from at once: what a pass takes is all that they need to know."""
+MOST_UNLEARNED = 16
+"""Rounds that fixed lengths learn from at once: what a pass takes is all that they need to know, and to wake the thread
+that learns takes as long as to learn from four."""
 
 
 class Policy:
