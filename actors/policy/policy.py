@@ -77,7 +77,7 @@ class RoundObservation:
 
 MOST_UNLEARNED = 16
 """Rounds that fixed lengths learn from at once: what a pass takes is all that they need to know, and to wake the thread
-that learns takes as long as to learn from four."""
+that learns takes longer than to learn."""
 
 
 class Policy:
