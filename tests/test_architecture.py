@@ -46,7 +46,6 @@ STDLIB_ONLY = (
     "actors/protocol/sampling_params.py",
     "actors/protocol/grammar.py",
     "actors/protocol/logprobs.py",
-    "actors/protocol/token_tree.py",
     "actors/protocol/messages.py",
     "actors/protocol/membership.py",
     "actors/options.py",

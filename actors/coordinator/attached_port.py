@@ -19,7 +19,6 @@ class AttachedPort(DrafterPort):
     """Drafts are ordered for the prefix after the verdict."""
 
     is_present = True
-    rounds_at_once = 4  # nothing else is hidden behind a pass, and after one the caches hold neither code nor records
 
     def __init__(self, policy: Policy, first_round: int) -> None:
         super().__init__(first_round)
@@ -29,7 +28,7 @@ class AttachedPort(DrafterPort):
         self._is_scoring = False  # no pass verifies the drafts that are ordered with the present one
 
     def may_draft(self, sequence: Sequence) -> bool:
-        return sequence.request.speculates
+        return sequence.speculates
 
     def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
         """Chunks of prompts are read beside the target where drafts follow at once; texts before a trial without
@@ -41,7 +40,7 @@ class AttachedPort(DrafterPort):
             reading = [*self._lengths]
         elif self._policy.mode in (Mode.speculate, Mode.probe):
             reading = [sequence.request_id for sequence, num_rows, _ in rows if num_rows < sequence.uncached_len]
-        costs = self._policy.costs() if self._lengths else UNKNOWN_COSTS
+        costs = self._policy.costs if self._lengths else UNKNOWN_COSTS
         return PassOrders(self._lengths, reading, costs=costs, unverified=self._is_scoring)
 
     def _order(self, reached: list[Sequence]) -> dict[int, int]:
@@ -50,17 +49,17 @@ class AttachedPort(DrafterPort):
         if self._is_scoring:
             self._has_read = False
             policy.begin_scoring()
-            able = [one for one in reached if self.may_draft(one) and one.request_id not in self.scored.drafts]
-            lengths = {one.request_id: policy.longest_useful(one.most_per_round) for one in able}
+            able = [one for one in reached if one.speculates and one.request_id not in self.scored.drafts]
+            lengths = {one.request_id: min(policy.longest_draft, one.most_draft_tokens) for one in able}
             return {request_id: length for request_id, length in lengths.items() if length}
         if policy.may_end and any(sequence.draft.proposal for sequence in reached):
             return {}
         if policy.mode is Mode.catch_up and self._has_read:
             policy.caught_up()
-        able = [sequence for sequence in reached if self.may_draft(sequence)]
+        able = [sequence for sequence in reached if sequence.speculates]
         followed = able[: policy.num_followed(len(able))]
         self._has_read = policy.mode is Mode.catch_up and bool(followed)
-        return {one.request_id: policy.draft_length(one.request_id, one.most_per_round) for one in followed}
+        return {one.request_id: policy.draft_length(one.request_id, one.most_draft_tokens) for one in followed}
 
     def end_pass(self, batch: VerdictBatch, sequences: Mapping[int, Sequence]) -> int:
         """Keep the drafts, unless the policy has decided to decode plainly since."""
@@ -75,7 +74,7 @@ class AttachedPort(DrafterPort):
             sequence = sequences.get(proposal.request_id)
             if sequence is None or not sequence.is_current(proposal) or sequence.draft.proposal is not None:
                 num_stale += 1  # also where a grammar has made a draft
-            elif self._policy.draft_length(sequence.request_id, sequence.most_per_round):
+            elif self._policy.draft_length(sequence.request_id, sequence.most_draft_tokens):
                 length = self._lengths.get(proposal.request_id, 0)
                 sequence.draft = DraftState(num_ordered=length, is_answered=True, proposal=proposal)
         return num_stale

@@ -67,7 +67,7 @@ class BridgedPort(SeparatePort):
 
     def admit(self, sequence: Sequence) -> None:
         """Admits at once, since hidden states follow."""
-        if sequence.request.speculates and self._sends:
+        if sequence.speculates and self._sends:
             sequence.exported_len = 0
             self._outbox.admit(sequence)
 
@@ -84,7 +84,7 @@ class BridgedPort(SeparatePort):
         """Their hidden states can be sent now, and were not."""
         if not self._sends or self._unsent:
             return ()
-        return [one for one in running if one.request.speculates and one.exported_len is None]
+        return [one for one in running if one.speculates and one.exported_len is None]
 
     def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
         if not self._sends:

@@ -50,7 +50,7 @@ class Bridging:
         if self._has_stood or now - self._ordered_at < REPEAT_S:
             return []
         self._ordered_at = now
-        leads = [*self.target.links([0]), *self.draft.links([0])]
+        leads = [*self.target.links_of([0]), *self.draft.links_of([0])]
         return [(leads, Bridge(number, store, by_nccl=self._have_own_gpus()))]
 
     def _is_broken(self, now: float) -> bool:

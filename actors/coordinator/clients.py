@@ -14,7 +14,7 @@ import itertools
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from actors.protocol.messages import SCOPE_BYTES, Request, Tokens
+from actors.protocol.messages import SCOPE_BYTES, Request
 from actors.transport.channel import Hub
 from actors.transport.keys import OUT, OWNER, peer_of
 
@@ -70,7 +70,8 @@ class Clients:
         self._hub = hub
         self._numbers: dict[str, dict[int, int]] = {}  # here, by client and its own number
         self._in_flight: dict[str, InFlight] = {}  # by peer
-        self._origins: dict[int, tuple[str, Request]] = {}  # by the number here
+        self.origins: dict[int, tuple[str, Request]] = {}
+        """The client and its own form of each request in flight, by the number here."""
         self._next_number = itertools.count(1)
         self._absent_since: dict[str, float] = {}
 
@@ -88,7 +89,7 @@ class Clients:
         number = self.number_of(link, request.request_id)
         if number is None:
             return False
-        known = self._origins[number][1]
+        known = self.origins[number][1]
         return replace(request, generated=known.generated) != known
 
     def quota_refusal(self, link: str, request: Request) -> str | None:
@@ -109,17 +110,9 @@ class Clients:
         number = self.number_of(link, request.request_id)
         if number is None:
             number = self._numbers.setdefault(client, {})[request.request_id] = next(self._next_number)
-            self._origins[number] = client, request
+            self.origins[number] = client, request
             self._in_flight.setdefault(peer_of(client), InFlight()).count(request, +1)
         return replace(request, request_id=number, scope=scope_of(client))
-
-    def address(self, answer: Tokens) -> tuple[str, Tokens]:
-        """The client to send this answer to, and the answer under the client's number; the last tokens of a request
-        end its entry."""
-        client, request = self._origins[answer.request_id]
-        if answer.finish_reason is not None:
-            self._forget(answer.request_id)
-        return client, replace(answer, request_id=request.request_id)
 
     def abandoned(self, now: float) -> list[int]:
         """Numbers here of the requests of clients that have been away for `ABSENT_S` by `now`, a monotonic clock."""
@@ -128,8 +121,9 @@ class Clients:
         gone = [client for client, since in self._absent_since.items() if now - since >= ABSENT_S]
         return [number for client in gone for number in self._numbers[client].values()]
 
-    def _forget(self, number: int) -> None:
-        client, request = self._origins.pop(number)
+    def forget(self, number: int) -> None:
+        """The request has been sent its last tokens."""
+        client, request = self.origins.pop(number)
         del self._numbers[client][request.request_id]
         if not self._numbers[client]:
             del self._numbers[client]

@@ -27,9 +27,9 @@ from actors.protocol.messages import (
     DraftPreviewBatch,
     Proposal,
     ProposalBatch,
+    TokenTree,
     retract_hash,
 )
-from actors.protocol.token_tree import TokenTree
 
 MOST_UNANSWERED = 64
 """Batches without an answer: then no more are sent until the drafter answers, so that one that hangs is noticed."""
@@ -54,7 +54,7 @@ class FarPort(SeparatePort):
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Also while the drafter is lost."""
-        return sequence.request.speculates
+        return sequence.speculates
 
     def _can_draft(self, sequence: Sequence) -> bool:
         return self.is_present and super()._can_draft(sequence)
@@ -115,7 +115,7 @@ class FarPort(SeparatePort):
         for one in running:
             if one.draft.is_answered or one.request_id in verifying or one.uncached_len != 1 or not self.may_draft(one):
                 continue
-            if length := self._policy.draft_length(one.request_id, one.most_per_round):
+            if length := self._policy.draft_length(one.request_id, one.most_draft_tokens):
                 found.append((one, length))
         return found
 

@@ -54,15 +54,25 @@ class RoleRounds:
 
     longest_s: float = 0.0
     most_rows: int = 0
-    _rows: int = 0
+    _rows: int = 0  # tokens that the largest of the unanswered batches makes the role read, verify or draft
     _loads: bool = False
     _sent: tuple[int, float] = (0, 0.0)  # round of the batch without any answer, and when it left
 
     def ordered(self, batch: VerifyBatch | DraftBatch, now: float) -> None:
         """The role was sent this batch; unanswered batches count as the largest of them. Weights may take any time."""
-        self._sent = batch.round, now
-        self._loads = isinstance(batch, VerifyBatch) and batch.weights is not None
-        self._rows = max(self._rows, num_rows(batch))
+        self._sent, rows = (batch.round, now), 0
+        if isinstance(batch, VerifyBatch):
+            self._loads = batch.weights is not None
+            for item in batch.items:
+                rows += item.num_tokens
+                if item.proposal is not None:
+                    rows += item.proposal.tree.num_draft_tokens
+        else:
+            for record in (*batch.admits, *batch.commits):
+                rows += len(record.token_ids)
+            for order in batch.orders:
+                rows += order.num_draft_tokens
+        self._rows = max(self._rows, rows, 1)
 
     def answered(self, answer: VerdictBatch | ProposalBatch, now: float) -> float | None:
         """Returns the seconds for which batch and answer were on their way, if that is known: from the first answer to
@@ -123,10 +133,11 @@ class RoleMembership:
     weights: Weights | None = None
     rounds: RoleRounds = field(default_factory=RoleRounds)
     is_complete: bool = False
+    links: list[str] = field(default_factory=list)
+    """Those of all ranks that have a known process, lead first."""
     _ranks: list[_Rank] = field(default_factory=list)
     _since: float = 0.0
     _ordered_at: float = -REPEAT_S
-    _links: list[str] | None = None  # of all ranks, lead first; None after a change
 
     def __post_init__(self) -> None:
         self._ranks = [_Rank() for _ in range(self.size)]
@@ -135,18 +146,10 @@ class RoleMembership:
     def serving(self) -> bool:
         return self.phase is Phase.serving
 
-    def links(self, ranks: Iterable[int] | None = None) -> list[str]:
-        """Links of these ranks, by default of all; ranks without a known process are left out."""
-        if ranks is not None:
-            return [self._link(rank) for rank in ranks if self._ranks[rank].heartbeat is not None]
-        if self._links is None:
-            self._links = self.links(range(self.size))
-        return self._links
-
-    def _link(self, rank: int) -> str:
-        last = self._ranks[rank].heartbeat
-        assert last is not None
-        return link_name(identity_of(self.role, rank), last.incarnation)
+    def links_of(self, ranks: Iterable[int]) -> list[str]:
+        """Links of these ranks; those without a known process are left out."""
+        last = [(rank, self._ranks[rank].heartbeat) for rank in ranks]
+        return [link_name(identity_of(self.role, rank), one.incarnation) for rank, one in last if one is not None]
 
     @property
     def bridge(self) -> int:
@@ -167,11 +170,12 @@ class RoleMembership:
         is_new = rank.heartbeat is None or alive.incarnation > rank.heartbeat.incarnation
         if is_new:
             rank.joined_epoch, rank.busy_beats = 0, (0, 0)
-            self._links = None
         rank.last_event_s, rank.min_incarnation = now, alive.incarnation
         if alive.waiting and alive.epoch < rank.joined_epoch:
             return True
         rank.heartbeat = alive
+        if is_new:
+            self.links = self.links_of(range(self.size))
         if not alive.off_schedule:
             round_before, beats = rank.busy_beats
             rank.busy_beats = (alive.round, beats + 1 if alive.busy and round_before == alive.round else 0)
@@ -196,7 +200,8 @@ class RoleMembership:
         lost = self._ranks[rank]
         if incarnation < lost.min_incarnation:
             return
-        lost.heartbeat, lost.min_incarnation, lost.last_event_s, self._links = None, incarnation + 1, now, None
+        lost.heartbeat, lost.min_incarnation, lost.last_event_s = None, incarnation + 1, now
+        self.links = self.links_of(range(self.size))
         if self.phase is not Phase.gathering:
             self.start_new_epoch(now)
 
@@ -269,19 +274,3 @@ class RoleMembership:
         round_before, beats = rank.idle_beats
         rank.idle_beats = (awaited, (beats if round_before == awaited else 0) + 1 if is_idle else 0)
         return rank.idle_beats[1] >= MISSED_BEATS
-
-
-def num_rows(batch: VerifyBatch | DraftBatch) -> int:
-    """Tokens that a batch makes a role read, verify or draft; at least 1."""
-    rows = 0
-    if isinstance(batch, VerifyBatch):
-        for item in batch.items:
-            rows += item.num_tokens
-            if item.proposal is not None:
-                rows += item.proposal.tree.num_draft_tokens
-    else:
-        for record in (*batch.admits, *batch.commits):
-            rows += len(record.token_ids)
-        for order in batch.orders:
-            rows += order.num_draft_tokens
-    return max(1, rows)

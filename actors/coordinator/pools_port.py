@@ -180,7 +180,7 @@ class PoolsPort(DrafterPort):
         for sequence in running if ports else ():
             place = self._places.get(sequence.request_id)
             is_drafted = sequence.draft.proposal is not None or sequence.request_id in verifying
-            if place in ports or is_drafted or not sequence.request.speculates:
+            if place in ports or is_drafted or not sequence.speculates:
                 continue
             self.release(sequence)
             self._place(sequence, ports).admit(sequence)

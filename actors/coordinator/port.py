@@ -88,8 +88,6 @@ class DrafterPort:
     pending: PendingOrder | None = None
     num_seats = 1
     """Roles that draft for the target, each for a part of the requests."""
-    rounds_at_once = 1
-    """Rounds that the policy learns from at once, while one choice goes on."""
 
     def __init__(self, first_round: int = 0) -> None:
         self.round = first_round

@@ -61,10 +61,11 @@ class RecordChecks:
         self._num_draft_tokens = num_draft_tokens
         self._drafters = drafters
         self._clients = clients
+        self._allowed: dict[str, tuple[type, ...]] = {}  # by link, of ranks that have sent something
 
     def check(self, link: str, record: object) -> None:
         """Raise ValueError unless this link may send this record."""
-        if not isinstance(record, self._allowed(link)):
+        if not isinstance(record, self._allowed.get(link) or self._find_allowed(link)):
             raise ValueError(f"{link} may not send {type(record).__name__}")
         match record:
             case VerdictBatch():
@@ -98,7 +99,7 @@ class RecordChecks:
                     if type(size := record.facts.get(name, 0)) is not int or size < least:
                         raise ValueError(f"{name}: {size!r} is no number from {least} on")
 
-    def _allowed(self, link: str) -> tuple[type, ...]:
+    def _find_allowed(self, link: str) -> tuple[type, ...]:
         client = link.removesuffix(OUT)
         if client == CLIENT:
             return _OF_OWNER
@@ -107,7 +108,8 @@ class RecordChecks:
         role, _, rank = link.partition("#")[0].rpartition("-")
         if not rank.isdecimal() or int(rank) >= self._sizes.get(role, 0):
             return ()
-        return _OF_TARGET if role == "target" else _OF_DRAFT
+        allowed = self._allowed[link] = _OF_TARGET if role == "target" else _OF_DRAFT
+        return allowed
 
     def _check_request(self, link: str, request: Request) -> None:
         request.check(self.vocab_size, self.max_model_len, self._drafters, self.max_source_len)
@@ -130,7 +132,7 @@ class RecordChecks:
                 raise ValueError("values: must be one per node")
 
     def _check_verdicts(self, batch: VerdictBatch) -> None:
-        _check_finite((batch.started, batch.finished, batch.committed))
+        _check_finite((batch.started, batch.finished, batch.committed, *(batch.exported or ())))
         if not 0 <= batch.dropped_s < inf:
             raise ValueError(f"dropped_s: {batch.dropped_s} is no time")
         guessed, accepted = batch.guesses
@@ -142,15 +144,15 @@ class RecordChecks:
             self._check_proposals(batch.drafts)
         if batch.export is not None:
             batch.export.check(batch.num_tokens + sum([num_rows for _, num_rows in batch.hits]))
-        _check_finite(batch.exported or ())
         for known in (*batch.verdicts, *batch.prompt_logprobs):
             if known.logprobs is not None:
                 known.logprobs.check(self.vocab_size)
         for verdict in batch.verdicts:
             check_tokens("token_ids", verdict.token_ids, self.vocab_size)
-            check_tokens("forced", verdict.forced, self.vocab_size)
-            if len(verdict.forced) > MOST_FORCED:
-                raise ValueError(f"forced: {len(verdict.forced)} tokens; at most {MOST_FORCED}")
+            if verdict.forced:
+                check_tokens("forced", verdict.forced, self.vocab_size)
+                if len(verdict.forced) > MOST_FORCED:
+                    raise ValueError(f"forced: {len(verdict.forced)} tokens; at most {MOST_FORCED}")
 
     def _check_proposals(self, batch: ProposalBatch) -> None:
         _check_finite((batch.started, batch.finished, *(batch.imported or ())))
@@ -161,7 +163,8 @@ class RecordChecks:
             _check_finite((*times, *shares, learned.loss))
         for work in batch.levels:
             _check_finite((work.busy_s, *(time for span in work.spans for time in span)))
-        _check_finite(time for started, finished, _ in batch.ahead for time in (started, finished))
+        for started, finished, _ in batch.ahead:
+            _check_finite((started, finished))
         for proposal in batch.proposals:
             proposal.check(self.vocab_size)
             if (size := proposal.tree.num_draft_tokens) > self._num_draft_tokens:

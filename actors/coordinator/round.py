@@ -54,9 +54,9 @@ class Round:
     def add_outcome(self, commit: Commit, num_ordered: int, proposal: Proposal | None) -> None:
         """One sequence got its verdict; `num_ordered` draft tokens had been ordered for it."""
         path, brought, num_missing = (), 0, 0
-        if proposal is not None and not proposal.is_forced and proposal.tree.num_draft_tokens:
+        if proposal is not None and not proposal.is_forced and (size := proposal.tree.num_draft_tokens):
             path, brought = commit.path, len(commit.token_ids)  # what a grammar forced says nothing of the drafter
-            num_missing = max(0, num_ordered - proposal.tree.num_draft_tokens)
+            num_missing = max(0, num_ordered - size)
         self.seen.outcomes.append(DraftOutcome(commit.request_id, num_ordered, path, brought, num_missing))
 
     def observation(
@@ -64,11 +64,12 @@ class Round:
         batch: VerdictBatch,
         now: float,
         running: Collection[Sequence],
-        num_may_speculate: int,
         scored: Collection[DraftOutcome] = (),
+        *,
+        may_draft: bool,
     ) -> RoundObservation:
         """The round that ends with this verdict, as the policy learns from it; `scored`: drafts without a pass that the
-        texts have decided."""
+        texts have decided, `may_draft`: there is a drafter."""
         seen, num_decoding_rows = self.seen, len(batch.verdicts)
         for verdict in batch.verdicts:
             if (proposal := self.proposals.get(verdict.request_id)) is not None:
@@ -76,17 +77,13 @@ class Round:
         # with its own drafts: those that came with this verdict are of the next round
         seen.seconds = now - self.started - (batch.left_at - batch.finished) + self.drafted_before_s
         seen.verify_s = batch.finished - batch.started
-        num_running, seen.mean_len, seen.samples = load_of(running)
+        num_running, num_sampled, num_tokens, num_may_speculate = max(1, len(running)), 0, 0, 0
+        for sequence in running:
+            num_sampled += sequence.is_sampled
+            num_tokens += len(sequence.token_ids)
+            num_may_speculate += sequence.speculates
+        seen.mean_len, seen.samples = num_tokens / num_running, 2 * num_sampled > num_running
         seen.num_running = max(num_running, len(seen.outcomes))  # with those that ended in this round
-        seen.num_may_speculate, seen.scored = num_may_speculate, scored
+        seen.num_may_speculate, seen.scored = num_may_speculate if may_draft else 0, scored
         seen.num_prompt_rows = batch.num_tokens - num_decoding_rows
         return seen
-
-
-def load_of(running: Collection[Sequence]) -> tuple[int, float, bool]:
-    """Number of running sequences, at least one, their mean length, and whether most of them are sampled."""
-    num_running, num_sampled, num_tokens = max(1, len(running)), 0, 0
-    for sequence in running:
-        num_sampled += sequence.request.sampling.temperature > 0
-        num_tokens += len(sequence.token_ids)
-    return num_running, num_tokens / num_running, 2 * num_sampled > num_running

@@ -63,7 +63,7 @@ class Demand(NamedTuple):
         sequence = self.sequence
         if sequence.reserved_len:
             return 0
-        num_draft_tokens = self.proposal.tree.num_draft_tokens if self.proposal is not None else 0
+        num_draft_tokens = len(self.proposal.tree.token_ids) - 1 if self.proposal is not None else 0
         return (sequence.uncached_len if sequence.may_hit else self.num_rows) + num_draft_tokens
 
 
@@ -134,11 +134,11 @@ class Scheduler:
     @property
     def num_joining(self) -> int:
         """Waiting sequences for which there are places in the next pass."""
-        if not self.waiting:
+        if not self.waiting.size:
             return 0
         free = self.limits.max_num_seqs - len(self.running)
         if len(places := self._places()) == 1:
-            return min(len(self.waiting), free)
+            return min(self.waiting.size, free)
         share = _share(self.limits.max_num_seqs, places)
         counts = self.waiting.counts.items()
         return min(free, sum([min(count, MOST_NEW, max(0, share - places[scope])) for scope, count in counts]))
@@ -150,20 +150,29 @@ class Scheduler:
         None: as many as fit.
         """
         plan = RoundPlan()
-        if self.waiting:
+        if self.waiting.size:
             self._fill_batch(plan)
-        most = self.limits.max_num_batched_tokens
-        if (tested := self.tested) is None:
-            num_reading = sum(map(_reads_text, self.running))
-            if 0 < num_reading < len(self.running) and not self.capacity.block_size:
-                bound = most_text(self.limits.text_pass_ms / 1e3)
-                most = most if bound is None else min(most, bound)
-            demands = self._demands([sequence for sequence in self.running if sequence.request_id not in held], most)
-        else:
+        most, roots, texts = self.limits.max_num_batched_tokens, [], []
+        for sequence in self.running:
+            (texts if sequence.reads_text else roots).append(sequence)
+        if (tested := self.tested) is not None:
             self.running.remove(tested)
             self.running.insert(0, tested)  # of all it keeps its place
-            demands = self._demands([tested], most)
-        self._fit(demands, plan)
+            held = {sequence.request_id for sequence in self.running[1:]}
+        elif roots and texts and not self.capacity.block_size:
+            bound = most_text(self.limits.text_pass_ms / 1e3)
+            most = most if bound is None else min(most, bound)
+        if held:
+            roots = [sequence for sequence in roots if sequence.request_id not in held]
+            texts = [sequence for sequence in texts if sequence.request_id not in held]
+        demands = self._demands(roots, texts, most)
+        num_over = -self.capacity.kv_slots
+        for sequence in self.running:
+            num_over += sequence.num_rows
+        for demand in demands:
+            num_over += demand.num_slots
+        if num_over > 0:
+            self._fit(demands, num_over, plan)
         plan.rows = [demand for demand in demands if demand.num_rows]
         return plan
 
@@ -172,7 +181,10 @@ class Scheduler:
     @property
     def tested(self) -> Sequence | None:
         """The running sequence on probation, which has the next passes for itself."""
-        return next((sequence for sequence in self.running if sequence.probation), None)
+        for sequence in self.running:
+            if sequence.probation:
+                return sequence
+        return None
 
     @property
     def candidates(self) -> list[Sequence]:
@@ -182,7 +194,7 @@ class Scheduler:
     def _fill_batch(self, plan: RoundPlan) -> None:
         """Move waiting sequences into the batch while places, rows and slots last; one on probation alone."""
         blocked: dict[int, int] = {}  # clients whose next request does not fit, and the slots that each has
-        while self.waiting and self.tested is None:
+        while self.waiting.size and self.tested is None:
             without = [*self._full(self._places(), plan.admitted), *blocked]
             sequence = self.waiting.first(without, self._waits_for_rows)
             if sequence is None or (sequence.probation and plan.admitted):
@@ -250,19 +262,15 @@ class Scheduler:
 
     # --- rows of the pass ---------------------------------------------------------------------------------------------
 
-    def _demands(self, sequences: Iterable[Sequence], most_text: int) -> list[Demand]:
-        budget = self.limits.max_num_batched_tokens
-        # Sequences that only lack their root come first: neither a long prompt nor another's draft may delay them.
-        roots, texts = [], []
-        for sequence in sequences:
-            (texts if _reads_text(sequence) else roots).append(sequence)
-        demands = []
+    def _demands(self, roots: Series[Sequence], texts: Series[Sequence], most_text: int) -> list[Demand]:
+        """Sequences that only lack their root come first: neither a long prompt nor another's draft may delay them."""
+        budget, demands = self.limits.max_num_batched_tokens, []
         left: dict[int, int] = {}  # rows of text that each client may still have
         if texts:
             left = dict.fromkeys(places := self._places(), _share(most_text, places))
         for place, sequence in enumerate((*roots, *texts), start=1):
-            uncached_len = sequence.uncached_len
-            if sequence.reads_source:  # all of it at once, however long it is
+            uncached_len = len(sequence.token_ids) - sequence.cached_len
+            if place > len(roots) and sequence.reads_source:  # all of it at once, however long it is
                 if sequence.source_len >= budget and place > len(roots) + 1:
                     continue
                 budget = max(1, budget - sequence.source_len)
@@ -273,28 +281,27 @@ class Scheduler:
             budget -= rows
             proposal = sequence.draft.proposal if rows == uncached_len else None
             if proposal is not None:
-                if proposal.tree.num_draft_tokens > budget - max(0, len(roots) - place):
+                num_draft_tokens = len(proposal.tree.token_ids) - 1
+                if num_draft_tokens > budget - max(0, len(roots) - place):
                     proposal = None
                 else:
-                    budget -= proposal.tree.num_draft_tokens
+                    budget -= num_draft_tokens
             demands.append(Demand(sequence, rows, proposal))
         return demands
 
-    def _fit(self, demands: list[Demand], plan: RoundPlan) -> None:
-        """Shrink `demands` in place until they fit the pool: the oldest sequence alone always does."""
-        free = self.capacity.kv_slots - sum([sequence.num_rows for sequence in self.running])
-        needed = sum([demand.num_slots for demand in demands])
+    def _fit(self, demands: list[Demand], num_over: int, plan: RoundPlan) -> None:
+        """Shrink `demands` in place until they fit the pool, of which they take so many slots too many: the oldest
+        sequence alone always fits."""
         for i in range(len(demands) - 1, -1, -1):
-            if needed <= free:
+            if num_over <= 0:
                 return
             shrunk = demands[i]._replace(proposal=None)
-            needed -= demands[i].num_slots - shrunk.num_slots
+            num_over -= demands[i].num_slots - shrunk.num_slots
             demands[i] = shrunk
-        while needed > free:
+        while num_over > 0:
             victim = _youngest(self.running[1:], _slots_of)[0]
-            needed -= sum([demand.num_slots for demand in demands if demand.sequence is victim])
+            num_over -= sum([demand.num_slots for demand in demands if demand.sequence is victim]) + victim.num_rows
             demands[:] = [demand for demand in demands if demand.sequence is not victim]
-            free += victim.num_rows
             plan.preempted += self.preempt([victim])
 
 
@@ -317,11 +324,6 @@ def _num_common(one: Sequence, other: Sequence) -> int:
     rest = slice(least * BLOCK, least * BLOCK + BLOCK)
     same = takewhile(lambda pair: pair[0] == pair[1], zip(one.token_ids[rest], other.token_ids[rest], strict=False))
     return rest.start + sum(1 for _ in same)
-
-
-def _reads_text(sequence: Sequence) -> bool:
-    """Whether more than its root has to be read before it decodes."""
-    return sequence.uncached_len > 1 or sequence.reads_source
 
 
 def _slots_of(sequence: Sequence) -> int:

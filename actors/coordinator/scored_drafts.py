@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from actors.coordinator.sequence import Sequence
 from actors.policy.acceptance import DraftOutcome
-from actors.protocol.messages import Proposal
-from actors.protocol.token_tree import TokenTree
+from actors.protocol.messages import Proposal, TokenTree
 
 
 @dataclass(slots=True)

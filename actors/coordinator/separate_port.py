@@ -65,7 +65,7 @@ class SeparatePort(DrafterPort):
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def may_draft(self, sequence: Sequence) -> bool:
-        return self.is_present and sequence.request.speculates
+        return self.is_present and sequence.speculates
 
     def admit(self, sequence: Sequence) -> None:
         """Sends the text at once, but where the policy weighs waiting: there while the drafter is idle."""
@@ -172,7 +172,7 @@ class SeparatePort(DrafterPort):
             if sequence.draft.is_answered or sequence.request_id in verifying or sequence.uncached_len != 1:
                 continue
             length = (
-                policy.draft_length(sequence.request_id, sequence.most_per_round) if self._can_draft(sequence) else 0
+                policy.draft_length(sequence.request_id, sequence.most_draft_tokens) if self._can_draft(sequence) else 0
             )
             if length or awaited.get(sequence.request_id) == sequence.prefix_len:
                 found.append((sequence, length))
@@ -209,7 +209,7 @@ class SeparatePort(DrafterPort):
         """Sequences that may get a draft to compare with the text, and its length."""
         found = []
         for sequence in running:
-            request_id, length = sequence.request_id, self._policy.longest_useful(sequence.most_per_round)
+            request_id, length = sequence.request_id, min(self._policy.longest_draft, sequence.most_draft_tokens)
             if not length or not self.may_draft(sequence) or request_id in self._outbox.partial:
                 continue
             if not sequence.draft.num_ordered and request_id not in self.scored.drafts:
@@ -260,7 +260,7 @@ class SeparatePort(DrafterPort):
             works_ahead=self._policy.works_ahead,
             top_tokens=tuple(self._top_tokens),
             exports=exports,
-            costs=self._policy.costs(),
+            costs=self._policy.costs,
         )
         self._top_tokens.clear()
         return batch
@@ -295,7 +295,7 @@ class SeparatePort(DrafterPort):
         policy = self._policy
         if not policy.weighs_waiting or sequence.num_unread <= MOST_READ_WITH_DRAFT:
             return False
-        return policy.mode is Mode.catch_up or policy.draft_length(sequence.request_id, sequence.most_per_round) > 0
+        return policy.mode is Mode.catch_up or policy.draft_length(sequence.request_id, sequence.most_draft_tokens) > 0
 
     def _has_caught_up(self, running: Collection[Sequence]) -> bool:
         """Whether the drafter has read the texts of all requests of the coming trial."""

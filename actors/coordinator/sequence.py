@@ -9,6 +9,7 @@ Only `commit` changes the text. Knows nothing of models, drafters or sockets.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,6 @@ from actors.protocol.messages import (
     Verdict,
     extend_hash,
 )
-from actors.protocol.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from actors.coordinator.request_logprobs import RequestLogprobs
@@ -43,7 +43,7 @@ PROBATION = 3
 
 @dataclass
 class SpeculationCounts:
-    """Verdicts on drafts, of one request or of all; names as in vLLM's metrics."""
+    """Verdicts on drafts that are not empty, of one request or of all; names as in vLLM's metrics."""
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -51,18 +51,15 @@ class SpeculationCounts:
     acceptance_histogram: list[int] = field(default_factory=list)
     """Rounds that accepted 0, 1, 2, ... draft tokens."""
 
-    def add_verdict(self, tree: TokenTree, num_accepted: int) -> None:
-        """`num_accepted` tokens of the draft `tree`, which is not empty, were committed."""
+    def add_verdict(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """So many tokens of a draft were committed."""
         self.num_spec_steps += 1
-        self.num_draft_tokens += tree.num_draft_tokens
+        self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
-        count_at(self.acceptance_histogram, num_accepted)
-
-
-def count_at(counts: list[int], index: int) -> None:
-    """Add one to `counts[index]`; the list grows with zeros up to there."""
-    counts.extend([0] * (index + 1 - len(counts)))
-    counts[index] += 1
+        histogram = self.acceptance_histogram
+        if num_accepted >= len(histogram):
+            histogram.extend([0] * (num_accepted + 1 - len(histogram)))
+        histogram[num_accepted] += 1
 
 
 @dataclass(slots=True)
@@ -86,8 +83,11 @@ class Sequence:
     request: Request
     max_len: int  # committed tokens at which the request ends: its own limit or the model's context
     token_ids: list[int] = field(default_factory=list)
+    end_token_ids: frozenset[int] = frozenset()  # it ends with the first of them
     request_id: int = field(init=False)
     prompt_len: int = field(init=False)
+    speculates: bool = field(init=False)
+    is_sampled: bool = field(init=False)  # and not greedy
     prefix_hash: int = HASH_SEED
     epoch: int = 0
     cached_len: int = 0
@@ -112,8 +112,9 @@ class Sequence:
     """Committed tokens since the drafter last drafted for this request or read its text."""
     shares_rows: bool = False
     """The roles may have KV rows of its text from other requests."""
-    is_seen: bool = False
-    """The target has answered since its last admission, and so said how many rows of the text it had."""
+    may_hit: bool = False
+    """Whether the target may have rows of it that the coordinator does not know of: until it answers for the first time
+    since its admission, and so says how many it had."""
     num_cached_tokens: int | None = None
     """Tokens of the prompt whose rows the target had at the first admission; None before."""
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -128,11 +129,14 @@ class Sequence:
 
             self.logprobs = RequestLogprobs(self.request)
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt)
+        self.speculates, self.is_sampled = self.request.speculates, self.request.sampling.temperature > 0
 
     @staticmethod
-    def start(request: Request, max_model_len: int) -> Sequence:
-        max_len = min(len(request.prompt) + request.sampling.max_tokens, max_model_len)
-        sequence = Sequence(request, max_len, [*request.prompt, *request.generated])
+    def start(request: Request, max_model_len: int, eos_token_ids: Collection[int] = ()) -> Sequence:
+        sampling = request.sampling
+        max_len = min(len(request.prompt) + sampling.max_tokens, max_model_len)
+        ends = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)))
+        sequence = Sequence(request, max_len, [*request.prompt, *request.generated], ends)
         sequence.prefix_hash = extend_hash(HASH_SEED, sequence.token_ids)
         # an earlier coordinator counted from fewer generated tokens: no number repeats
         sequence.num_admissions = len(request.generated) << 16
@@ -147,6 +151,11 @@ class Sequence:
     @property
     def source_len(self) -> int:
         return len(self.request.source)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether more than its root has to be read before it decodes."""
+        return len(self.token_ids) - self.cached_len > 1 or (bool(self.request.source) and not self.cached_len)
 
     @property
     def reads_source(self) -> bool:
@@ -182,18 +191,13 @@ class Sequence:
             digests.append(hash((digests[-1] if digests else 0, *block)))
         return digests
 
-    @property
-    def may_hit(self) -> bool:
-        """Whether the target may have rows of it that the coordinator does not know of."""
-        return self.shares_rows and not self.is_seen
-
     def may_reach_root(self, num_tokens: int) -> bool:
         """Whether a verdict may follow if the target feeds so many tokens."""
-        return num_tokens == self.uncached_len or self.may_hit
+        return num_tokens == len(self.token_ids) - self.cached_len or self.may_hit
 
     def found(self, num_rows: int) -> None:
         """The target had so many rows when it was admitted, and fed what `cached_len` counts after them."""
-        self.is_seen = True
+        self.may_hit = False
         self.cached_len = min(self.cached_len + num_rows, self.prefix_len - 1)
 
     @property
@@ -213,43 +217,49 @@ class Sequence:
         return self.max_len - len(self.token_ids)
 
     @property
-    def most_per_round(self) -> int:
-        """Tokens that a round with a draft may commit: those that remain, or a draft within the request's bound and the
-        target's own token."""
-        most = self.request.num_draft_tokens
-        return self.remaining if most is None else min(self.remaining, most + 1)
+    def most_draft_tokens(self) -> int:
+        """Draft tokens that are of use to it, within its own bound: the target adds a token after the path, so the last
+        one that remains is never worth drafting."""
+        of_use, most = max(0, self.max_len - len(self.token_ids) - 1), self.request.num_draft_tokens
+        return of_use if most is None else min(of_use, most)
 
     def is_current(self, proposal: Proposal | DraftPreview) -> bool:
         """Whether it assumes exactly the present prefix; if not, it is stale."""
         return (
             proposal.epoch == self.epoch
-            and proposal.prefix_len == self.prefix_len
+            and proposal.prefix_len == len(self.token_ids)
             and proposal.prefix_hash == self.prefix_hash
             and proposal.tree.token_ids[0] == self.token_ids[-1]
         )
 
-    def is_prefix_of(self, verdict: Verdict) -> bool:
-        """Whether the verdict assumes exactly the present prefix."""
-        return (verdict.epoch, verdict.prefix_len) == (self.epoch, self.prefix_len)
-
-    def commit(self, verdict: Verdict, proposal: Proposal | None, eos_token_ids: frozenset[int]) -> Commit:
-        """Append the verdict's tokens, cut at end-of-sequence, stop tokens and `max_tokens`.
+    def commit(self, verdict: Verdict, proposal: Proposal | None) -> Commit:
+        """Append the verdict's tokens, cut behind the first that ends the request and at its greatest length.
 
         If none can follow them, and none of them has ended the request, it ends with an error. Returns the record to
         send to the roles; sets `finish_reason` if the request ends here.
         """
-        assert self.is_prefix_of(verdict)
+        prefix_len, path = len(self.token_ids), verdict.path
+        assert (verdict.epoch, verdict.prefix_len) == (self.epoch, prefix_len)
         assert self.finish_reason is None
-        path_tokens = [proposal.tree.token_ids[node] for node in verdict.path] if proposal else []
-        emitted = self._cut([*path_tokens, *verdict.token_ids], eos_token_ids)
+        emitted = [*verdict.token_ids]
+        if proposal is not None:
+            drafted = proposal.tree.token_ids
+            emitted = [drafted[node] for node in path] + emitted
+        if len(emitted) >= self.max_len - prefix_len:
+            del emitted[self.max_len - prefix_len :]
+            self.finish_reason = "length"
+        if not self.end_token_ids.isdisjoint(emitted):
+            first = next(place for place, token in enumerate(emitted) if token in self.end_token_ids)
+            del emitted[first + 1 :]
+            self.finish_reason = "stop"
         if verdict.none_follows and self.finish_reason is None:
             self.finish_reason = "error"
-        if proposal is not None and proposal.tree.num_draft_tokens:
-            self.counts.add_verdict(proposal.tree, min(len(verdict.path), len(emitted)))
-        record = Commit(self.request_id, self.epoch, self.prefix_len, verdict.path, tuple(emitted))
+        if proposal is not None and len(proposal.tree.token_ids) > 1:
+            self.counts.add_verdict(len(proposal.tree.token_ids) - 1, min(len(path), len(emitted)))
+        record = Commit(self.request_id, self.epoch, prefix_len, path, tuple(emitted))
         self.probation = max(0, self.probation - 1)
         # without a token after the path, its last one is the root, to be fed again
-        self.cached_len = self.prefix_len + len(verdict.path) - (not verdict.token_ids)
+        self.cached_len = prefix_len + len(path) - (not verdict.token_ids)
         self.token_ids.extend(emitted)
         self.prefix_hash = extend_hash(self.prefix_hash, emitted)
         return record
@@ -281,7 +291,7 @@ class Sequence:
         self.epoch += 1
         if self.logprobs is not None:
             self.logprobs.restart(self.num_generated)
-        self.cached_len, self.exported_len, self.is_seen = 0, None, False
+        self.cached_len, self.exported_len, self.may_hit = 0, None, self.shares_rows
         self.num_preemptions += 1
 
     def suspect(self) -> None:
@@ -300,20 +310,9 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens or 0,
         )
 
-    def resume(self, eos_token_ids: frozenset[int]) -> None:
+    def resume(self) -> None:
         """Set `finish_reason` if the request was complete when it arrived, with the tokens that its client has."""
-        generated = self.token_ids[self.prompt_len :]
-        if generated and self.request.sampling.stops(generated[-1], eos_token_ids):
+        if self.num_generated and self.token_ids[-1] in self.end_token_ids:
             self.finish_reason = "stop"
         elif self.remaining <= 0:
             self.finish_reason = "length"
-
-    def _cut(self, tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-        tokens, sampling = tokens[: self.remaining], self.request.sampling
-        for i, token in enumerate(tokens):
-            if sampling.stops(token, eos_token_ids):
-                self.finish_reason = "stop"
-                return tokens[: i + 1]
-        if len(tokens) == self.remaining:
-            self.finish_reason = "length"
-        return tokens

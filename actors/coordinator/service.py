@@ -55,7 +55,7 @@ from actors.protocol.messages import (
     VerifyBatch,
     WeightsUpdated,
 )
-from actors.topology import TOP, child_role, is_draft_role, parent_role
+from actors.topology import child_role, is_draft_role, parent_role
 from actors.transport.channel import Hub, heart_of
 from actors.transport.keys import CLIENTS, OUT, peer_of
 
@@ -66,6 +66,9 @@ ROUNDS_PER_INCARNATION = 10**9
 """Offset between the round numbers of a coordinator and those of its successor."""
 EPOCHS_PER_INCARNATION = 10**6
 """The same for epochs."""
+ROUNDS_AT_ONCE = 4
+"""Rounds that the policy learns from at once where a drafter is attached: nothing else is hidden behind a pass, and
+after one the caches hold neither code nor records."""
 LONGEST_FIELDS = (1 << 17) + 4 * MOST_GRAMMAR_CHARACTERS
 """Bytes of a request beside its text and reference: at the bounds of `SamplingParams` about 100,000, and a grammar."""
 TOKEN_BYTES = 5
@@ -117,7 +120,7 @@ class CoordinatorService:
             stop = self._serve(heartbeat)
             self._hub.send(self._clients.connected(), stop)
             for membership in self._memberships.values():
-                links = membership.links()
+                links = membership.links
                 self._hub.send([*links, *map(heart_of, links)], stop)
             return stop.reason
         finally:
@@ -268,20 +271,21 @@ class CoordinatorService:
         """A batch from the present lead of a role: for the state machine, or between two levels of a cascade."""
         role = link.partition("#")[0].rpartition("-")[0]
         membership = self._memberships.get(role)
-        if membership is None or link not in membership.links()[:1]:
+        if membership is None or not membership.links or link != membership.links[0]:
             return
         if isinstance(batch, DraftBatch):
             child = self._memberships.get(child_role(role))
             if child is not None and child.is_complete and batch.epoch == child.epoch:
                 self._send_batch(child, batch)
             return
+        coordinator, is_lead, now = self._coordinator, role in self._lead_roles, time.monotonic()
         if not isinstance(batch, DraftPreviewBatch):
-            link_s = membership.rounds.answered(batch, time.monotonic())
-            if link_s is not None and role in self._lead_roles and self._coordinator is not None:
-                self._coordinator.stats.add_link_trip(role, link_s)
-        if role in self._lead_roles:
-            self._apply_record(batch, role)
-        elif isinstance(batch, ProposalBatch):
+            link_s = membership.rounds.answered(batch, now)
+            if link_s is not None and is_lead and coordinator is not None:
+                coordinator.stats.add_link_trip(role, link_s)
+        if is_lead and coordinator is not None:
+            self._send(coordinator.on(batch, now, role))
+        elif not is_lead and isinstance(batch, ProposalBatch):
             self._send_to_parent(role, batch)
 
     def _receive_heartbeat(self, alive: Alive) -> None:
@@ -296,10 +300,10 @@ class CoordinatorService:
             membership.start_new_epoch(self._awake_s)
         self._follow(membership)
 
-    def _apply_record(self, record: object, role: str = TOP) -> None:
+    def _apply_record(self, record: object) -> None:
         """Pass a record to the state machine. Before there is one the record is dropped."""
         if self._coordinator is not None:
-            self._send(self._coordinator.on(record, time.monotonic(), role))
+            self._send(self._coordinator.on(record, time.monotonic()))
 
     def _submit(self, link: str, request: Request) -> None:
         """Admits a request; before there is a state machine it is dropped, and its client sends it again."""
@@ -348,10 +352,11 @@ class CoordinatorService:
                 role = "target" if isinstance(record, VerifyBatch) else self._lead_roles[1 + record.seat]
                 self._send_batch(self._memberships[role], record)
             elif isinstance(record, Tokens):
+                client, request = self._clients.origins[record.request_id]
                 if record.finish_reason is not None:
                     self._event_log.finished(record)
-                client, tokens = self._clients.address(record)
-                outputs.setdefault(client, []).append(tokens)
+                    self._clients.forget(record.request_id)
+                outputs.setdefault(client, []).append(replace(record, request_id=request.request_id))
             elif isinstance(record, WeightsUpdated):
                 self._end_update(record)
         for client, news in outputs.items():
@@ -360,7 +365,7 @@ class CoordinatorService:
     def _send_batch(self, membership: RoleMembership, batch: VerifyBatch | DraftBatch) -> None:
         """Multicast a batch to the ranks of a role."""
         membership.rounds.ordered(batch, time.monotonic())
-        self._hub.send(membership.links(), batch)
+        self._hub.send(membership.links, batch)
 
     def _end_update(self, update: WeightsUpdated) -> None:
         """Ranks that join from now on serve these weights too."""
@@ -376,7 +381,7 @@ class CoordinatorService:
         can be ended, because it is a thread or `silence_s` is 0, the role starts anew. Requests may be the reason."""
         role, _, rank = peer_of(link).rpartition("-")
         membership = self._memberships.get(role)
-        if membership is None or link.partition("/")[0] not in membership.links():
+        if membership is None or link.partition("/")[0] not in membership.links:
             return
         why = f"sent a record that was refused ({error})"
         self._event_log.refused(role, int(rank), why)
@@ -406,7 +411,7 @@ class CoordinatorService:
     def _follow_role(self, membership: RoleMembership) -> None:
         role = membership.role
         for ranks, order in membership.orders(self._last_round(role), self._store, self._awake_s):
-            links = membership.links(ranks)
+            links = membership.links_of(ranks)
             # a rank that waits inside a pass for a dead peer reads nothing but the link of its heartbeats
             hearts = [heart_of(link) for link in links] if isinstance(order, Recall) else []
             self._hub.send([*links, *hearts], order)
@@ -440,7 +445,7 @@ class CoordinatorService:
         if child is None:
             return
         if membership.is_complete:  # new ranks do not know whether the child level is complete
-            self._hub.send(membership.links(), _state_of(child))
+            self._hub.send(membership.links, _state_of(child))
         elif child.serving:  # the child holds requests of the lost level: start it anew
             child.start_new_epoch(self._awake_s)
             self._follow(child)
@@ -449,7 +454,7 @@ class CoordinatorService:
         """Send a record to the role that this level of a cascade drafts for."""
         parent = parent_role(level)
         assert parent is not None
-        self._hub.send(self._memberships[parent].links(), record)
+        self._hub.send(self._memberships[parent].links, record)
 
     def _start(self) -> None:
         """Create the state machine: at first once every role is complete, a successor as soon as the target is."""
@@ -472,6 +477,7 @@ class CoordinatorService:
             scores=spec.scores_drafts,
             runs_passes=spec.runs_passes,
             waits=spec.local_drafter == "none",
+            rounds_at_once=ROUNDS_AT_ONCE if spec.attached else 1,
         )
         drafter = open_port(
             policy,

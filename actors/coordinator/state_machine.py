@@ -26,7 +26,7 @@ from typing import Any
 
 from actors.coordinator.outbox import Outbox
 from actors.coordinator.port import DrafterPort
-from actors.coordinator.round import Round, load_of
+from actors.coordinator.round import Round
 from actors.coordinator.scheduler import Load, Scheduler
 from actors.coordinator.sequence import DraftState, Sequence
 from actors.coordinator.stats import CoordinatorStats
@@ -44,6 +44,7 @@ from actors.protocol.messages import (
     ReportOrder,
     Request,
     Tokens,
+    TokenTree,
     UpdateWeights,
     Verdict,
     VerdictBatch,
@@ -51,7 +52,6 @@ from actors.protocol.messages import (
     VerifyItem,
     WeightsUpdated,
 )
-from actors.protocol.token_tree import TokenTree
 from actors.topology import TOP
 
 Answer = VerifyBatch | DraftBatch | Tokens | Report | WeightsUpdated
@@ -100,26 +100,36 @@ class Coordinator:
         verifying = self._round.verifying
         if verifying is None or batch.round != self._verify_round:
             return True
-        prompts = {part.request_id: part for part in batch.prompt_logprobs}
-        live = [(self._sequences[number], part) for number, part in prompts.items() if number in self._sequences]
-        are_prompts = all(one.logprobs is not None and one.logprobs.fits_prompt(part) for one, part in live)
-        if not are_prompts or len(prompts) < len(batch.prompt_logprobs):
+        if (batch.prompt_logprobs or batch.hits) and not self._expects_of_prompts(batch):
             return False
+        answered = set[int]()
         for verdict in batch.verdicts:
-            if verdict.request_id not in verifying:
+            request_id = verdict.request_id
+            answered.add(request_id)
+            if request_id not in verifying:
                 continue  # ended since
-            sequence, proposal = self._sequences[verdict.request_id], self._round.proposals[verdict.request_id]
+            sequence, proposal = self._sequences[request_id], self._round.proposals[request_id]
+            is_current = (verdict.epoch, verdict.prefix_len) == (sequence.epoch, len(sequence.token_ids))
             is_path = proposal.tree.has_path(verdict.path) if proposal is not None else not verdict.path
             is_asked = verdict.logprobs is None
             if (kept := sequence.logprobs) is not None:
-                is_asked = kept.fits(verdict, prompts.get(verdict.request_id), sequence.num_generated)
-            if not (sequence.is_prefix_of(verdict) and is_path and is_asked):
+                prompt = next((part for part in batch.prompt_logprobs if part.request_id == request_id), None)
+                is_asked = kept.fits(verdict, prompt, sequence.num_generated)
+            if not (is_current and is_path and is_asked):
                 return False
-        admitted = {sequence.request_id: sequence for sequence, _ in self._round.admitted}
-        for request_id, num_rows in batch.hits:
-            if request_id not in admitted or not 0 < num_rows < admitted[request_id].prefix_len:
+        return len(answered) == len(batch.verdicts)
+
+    def _expects_of_prompts(self, batch: VerdictBatch) -> bool:
+        """Whether what it says of the rows and the log-probabilities of prompts is of requests that were asked for."""
+        prompts = {part.request_id: part for part in batch.prompt_logprobs}
+        if len(prompts) < len(batch.prompt_logprobs):
+            return False
+        for number, part in prompts.items():
+            sequence = self._sequences.get(number)
+            if sequence is not None and (sequence.logprobs is None or not sequence.logprobs.fits_prompt(part)):
                 return False
-        return len({verdict.request_id for verdict in batch.verdicts}) == len(batch.verdicts)
+        admitted = {sequence.request_id: sequence.prefix_len for sequence, _ in self._round.admitted}
+        return all(0 < num_rows < admitted.get(request_id, 0) for request_id, num_rows in batch.hits)
 
     def load(self) -> Load:
         return self._scheduler.load()
@@ -187,12 +197,12 @@ class Coordinator:
     @property
     def may_learn(self) -> bool:
         """Whether enough rounds have ended for the policy to learn from."""
-        goes_on = self._policy.may_learn_later and not self._policy.may_end and self._sequences
-        return len(self._unlearned) >= (self._drafter.rounds_at_once if goes_on else 1)
+        num_unlearned = len(self._unlearned)
+        return num_unlearned > 0 and (num_unlearned >= self._policy.most_unlearned or not self._sequences)
 
     def learn(self) -> None:
-        """The policy learns from rounds that ended, beside the pass that was started since: from each, or while one
-        choice goes on, from as many at once as is enough for the drafter."""
+        """The policy learns from rounds that ended, beside the pass that was started since: from each, or from as many
+        at once as is enough for it."""
         if not self.may_learn:
             return
         seen, self._unlearned = self._unlearned, []
@@ -224,14 +234,21 @@ class Coordinator:
                 held = missing
             elif missing and pending is not None:
                 num_plain = len(self._scheduler.running) - len(missing) - num_ready + self._scheduler.num_joining
-                is_begun = pending.has_first_part
-                wait_s = self._policy.wait_s(len(missing), num_ready, num_plain, has_first_part=is_begun)
+                wait_s = self._policy.wait.wait_s(
+                    len(missing),
+                    num_ready,
+                    num_plain,
+                    has_first_part=pending.has_first_part,
+                    works_ahead=self._policy.works_ahead,
+                    expected_s=self._policy.expected_gap_s,
+                )
                 if may_wait and wait_s:
                     self.wait_until = max(self._round.started, pending.asked_at) + wait_s
                     return [*orders]
                 for order in drafter.unanswered:
                     order.is_skipped = True
-        self._round.seen.skipped_drafts = any(order.is_skipped for order in drafter.unanswered)
+        is_skipped = pending is not None and any(order.is_skipped for order in drafter.unanswered)
+        self._round.seen.skipped_drafts = is_skipped
         # Both roles read a prompt at the same time. The target's batch goes first: it depends on no order made now.
         return [*self._start_pass(held, now), *orders, *self._order_drafts(now)]
 
@@ -284,11 +301,11 @@ class Coordinator:
 
     def _commit(self, verdict: Verdict, now: float) -> Tokens:
         sequence, proposal = self._sequences[verdict.request_id], self._round.proposals[verdict.request_id]
-        position = sequence.num_generated
         known: dict[str, Any] = {}
         if self.weights is not None or sequence.versions:
             sequence.note_version(self._version)
-        commit = sequence.commit(verdict, proposal, self._eos_token_ids)
+        commit = sequence.commit(verdict, proposal)
+        position = commit.prefix_len - sequence.prompt_len
         self.stats.add_commit(proposal, commit, self._drafter.source_of(proposal))
         if sequence.logprobs is not None:
             logprobs = sequence.logprobs.add(verdict.logprobs, len(commit.token_ids))
@@ -316,7 +333,7 @@ class Coordinator:
 
     def _draft_forced(self, sequence: Sequence, verdict: Verdict) -> None:
         """What the grammar forces next is the draft, and no drafter is asked for one."""
-        length = min(len(verdict.forced), sequence.most_per_round - 1, self._policy.longest_draft)
+        length = min(len(verdict.forced), sequence.most_draft_tokens, self._policy.longest_draft)
         if length > 0 and sequence.finish_reason is None and self._drafter.may_draft(sequence):
             tree = TokenTree.chain(sequence.token_ids[-1], verdict.forced[:length])
             proposal = replace(Proposal.deterministic(*sequence.prefix, tree), prepared=None, is_forced=True)
@@ -325,24 +342,22 @@ class Coordinator:
     def _observe(self, batch: VerdictBatch, now: float, *, is_test: bool) -> None:
         """Count the pass and the round that these verdicts end. The policy learns from it before the next drafts are
         ordered, where these may need it, else in `learn`; not from the test of a single request."""
-        round_, running, stats = self._round, self._scheduler.running, self.stats
-        has_drafter = self._drafter.is_present
-        num_may_speculate = sum([sequence.request.speculates for sequence in running]) if has_drafter else 0
-        scored = self._drafter.scored.take(self._sequences) if self._drafter.scored.drafts else ()
-        seen = round_.observation(batch, now, running, num_may_speculate, scored)
+        round_, drafter, stats = self._round, self._drafter, self.stats
+        scored = drafter.scored.take(self._sequences) if drafter.scored.drafts else ()
+        seen = round_.observation(batch, now, self._scheduler.running, scored, may_draft=drafter.is_present)
         speculated = any(proposal is not None for proposal in round_.proposals.values())
         stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
         if speculated:
             stats.add_spec_round(seen.seconds, seen.verify_s, seen.draft_s)
         if is_test:
             return
-        if seen.outcomes and num_may_speculate:
+        if seen.outcomes and seen.num_may_speculate:
             lengths, seconds = [outcome.num_ordered for outcome in seen.outcomes], seen.seconds + seen.unused_s
             stats.add_mode(self._policy.mode, seconds, lengths)
             if self._policy.mode in (Mode.rest, Mode.catch_up):  # a drafter is there, and the policy does without
                 self._end_outages(now - seconds, *self._lost_at)
         self._unlearned.append(seen)
-        if not self._policy.may_learn_later:
+        if not self._policy.most_unlearned:
             self.learn()
 
     def _order_drafts(self, now: float) -> list[DraftBatch]:
@@ -360,16 +375,16 @@ class Coordinator:
         if not plan.rows:
             return []
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
-        may_draft = any(self._drafter.may_draft(sequence) for sequence, *_ in plan.rows)
         orders = self._drafter.begin_pass(plan.rows, self._sequences.values())
-        items, proposals = list[VerifyItem](), dict[int, Proposal | None]()
+        items, proposals, may_draft = list[VerifyItem](), dict[int, Proposal | None](), False
         for sequence, num_rows, proposal in plan.rows:
             request_id = sequence.request_id
+            may_draft = may_draft or self._drafter.may_draft(sequence)
             num_draft_tokens, reads_text = orders.lengths.get(request_id, 0), request_id in orders.reading
             items.append(VerifyItem(request_id, num_rows, proposal, num_draft_tokens, reads_text))
             if sequence.may_reach_root(num_rows):
                 proposals[request_id] = proposal
-            if num_rows < sequence.uncached_len:
+            if num_rows < len(sequence.token_ids) - sequence.cached_len:
                 sequence.cached_len += num_rows  # a chunk of committed text: its rows stay whatever the verdicts are
             sequence.draft.proposal = None  # used up
         round_ = self._round
@@ -443,18 +458,18 @@ class Coordinator:
     def _submit(self, request: Request, now: float) -> list[Tokens]:
         if (known := self._sequences.get(request.request_id)) is not None:
             return known.tokens_since(len(request.generated))
-        sequence = Sequence.start(request, self._scheduler.capacity.max_model_len)
+        sequence = Sequence.start(request, self._scheduler.capacity.max_model_len, self._eos_token_ids)
         refusal = self._scheduler.refusal(sequence)
         if refusal is not None:
             return [Tokens(request.request_id, 0, (), "error", sequence.stats(), refusal)]
-        sequence.resume(self._eos_token_ids)
+        sequence.resume()
         if sequence.finish_reason is not None:  # only the news of its end was lost
             return [Tokens(request.request_id, len(request.generated), (), sequence.finish_reason, sequence.stats())]
         self._sequences[request.request_id] = sequence
         sequence.arrived_at = now
         # log-probabilities of a prompt are read where its rows are computed, and rows depend on the source
         may_share = request.prompt_logprobs is None and not request.source
-        sequence.shares_rows = self._scheduler.limits.prefix_cache and may_share
+        sequence.shares_rows = sequence.may_hit = self._scheduler.limits.prefix_cache and may_share
         self._scheduler.add(sequence)
         self.stats.num_prompt_tokens += sequence.prompt_len + sequence.source_len
         if self._active_since is None:
@@ -464,8 +479,8 @@ class Coordinator:
         return []
 
     def _open_at_roles(self, sequences: list[Sequence], now: float) -> None:
-        num_running, _, samples = load_of(self._scheduler.running)
-        self._policy.expect_load(num_running, samples)
+        running = self._scheduler.running
+        self._policy.expect_load(len(running), samples=2 * sum([one.is_sampled for one in running]) > len(running))
         for sequence in sequences:
             sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
             self._target_outbox.admit(sequence)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from actors.coordinator.sequence import Sequence, SpeculationCounts, count_at
+from actors.coordinator.sequence import Sequence, SpeculationCounts
 from actors.policy.decision import Mode
 from actors.protocol.messages import Commit, LevelWork, Proposal, ProposalBatch, Report, VerdictBatch
 
@@ -195,14 +195,18 @@ class PolicyCounters:
 
     def add_mode(self, mode: Mode, seconds: float, num_ordered: list[int]) -> None:
         """A round took `seconds` in one mode of the policy, and ordered these numbers of draft tokens."""
-        self.seconds_by_mode[mode.value] = self.seconds_by_mode.get(mode.value, 0.0) + seconds
+        name = mode.value
+        self.seconds_by_mode[name] = self.seconds_by_mode.get(name, 0.0) + seconds
         if mode in (Mode.rest, Mode.catch_up):
             self.rested_s += seconds
-        if mode.value != self.mode:
-            self.mode = mode.value
-            self.num_by_mode[mode.value] = self.num_by_mode.get(mode.value, 0) + 1
+        if name != self.mode:
+            self.mode = name
+            self.num_by_mode[name] = self.num_by_mode.get(name, 0) + 1
+        counts = self.orders_by_length
         for length in num_ordered:
-            count_at(self.orders_by_length, length)
+            if length >= len(counts):
+                counts.extend([0] * (length + 1 - len(counts)))
+            counts[length] += 1
 
 
 @dataclass
@@ -223,7 +227,7 @@ class CoordinatorStats(
         if proposal is None or not proposal.tree.num_draft_tokens:
             return
         tree, num_accepted = proposal.tree, min(len(commit.path), len(commit.token_ids))
-        self.add_verdict(tree, num_accepted)
+        self.add_verdict(tree.num_draft_tokens, num_accepted)
         if source:
             self.add_source(source, tree.num_draft_tokens, num_accepted)
         drafted, accepted, depth = self.num_drafted_per_pos, self.num_accepted_per_pos, max(tree.depths())
@@ -236,9 +240,12 @@ class CoordinatorStats(
 
     def add_exchange(self, batch: ProposalBatch, left_at: float, now: float) -> None:
         """An answer of a drafter on ranks of its own arrived. The order left at `left_at`, for the second part of an
-        answer the first part."""
+        answer the first part. Where two hosts' clocks disagree it is not known how long records were on their way."""
         began = batch.started if batch.imported is None else batch.imported[0]
-        self._add_messages(batch.round, "order", left_at, began, "proposal", batch.finished, now)
+        if began > left_at:
+            self.spans.append((MESSAGES, "order", left_at, began, {"round": batch.round}))
+        if now > batch.finished:
+            self.spans.append((MESSAGES, "proposal", batch.finished, now, {"round": batch.round}))
 
     def add_drafts(self, batch: ProposalBatch, num_prefetched: int = 0, num_missed: int = 0) -> None:
         """What the drafter did for an answer, wherever it is; `num_prefetched` proposals of its round had been read off
@@ -281,7 +288,10 @@ class CoordinatorStats(
 
     def add_pass(self, batch: VerdictBatch, sent_at: float, now: float, *, speculated: bool) -> None:
         """The verdicts of a target pass arrived, whose batch left at `sent_at`."""
-        self._add_messages(batch.round, "verify", sent_at, batch.started, "verdict", batch.left_at, now)
+        if batch.started > sent_at:
+            self.spans.append((MESSAGES, "verify", sent_at, batch.started, {"round": batch.round}))
+        if now > (left_at := batch.left_at):
+            self.spans.append((MESSAGES, "verdict", left_at, now, {"round": batch.round}))
         self.target_busy_s += batch.finished - batch.started
         self.num_passes_ahead += batch.ran_ahead
         self.dropped_pass_s += batch.dropped_s
@@ -301,15 +311,6 @@ class CoordinatorStats(
             self.num_exports += 1
             self.exported_rows += batch.export.num_rows
             self.exported_bytes += batch.export.num_bytes
-
-    def _add_messages(
-        self, round_: int, there: str, left: float, started: float, back: str, finished: float, now: float
-    ) -> None:
-        """A batch and its answer were on their way or waited to be read; unknown where two hosts' clocks disagree."""
-        if started > left:
-            self.spans.append((MESSAGES, there, left, started, {"round": round_}))
-        if now > finished:
-            self.spans.append((MESSAGES, back, finished, now, {"round": round_}))
 
     def report(self, now: float, *, spans: bool = True) -> Report:
         counters: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}

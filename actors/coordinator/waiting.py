@@ -27,10 +27,10 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._returned: deque[Sequence] = deque()
         self._queues: OrderedDict[int, list[Sequence]] = OrderedDict()  # the next in turn first; each as they are due
-        self._len = 0
+        self.size = 0
 
     def __len__(self) -> int:
-        return self._len
+        return self.size
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yields the requests in the order in which they are served, if none is added."""
@@ -45,13 +45,13 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         """A request arrived; that of a client with none waiting is after one of every other client."""
         insort(self._queues.setdefault(sequence.request.scope, []), sequence, key=_DUE)
-        self._len += 1
+        self.size += 1
 
     def put_back(self, sequences: Iterable[Sequence]) -> None:
         """They lost their place, the oldest first."""
         returned = [*sequences]
         self._returned.extendleft(reversed(returned))
-        self._len += len(returned)
+        self.size += len(returned)
 
     @property
     def counts(self) -> Counter[int]:
@@ -84,12 +84,12 @@ class WaitingQueue:
         if (place := self._place(sequence)) is not None:
             queue = self._queues[sequence.request.scope]
             del queue[place]
-            self._len -= 1
+            self.size -= 1
             if not queue:
                 del self._queues[sequence.request.scope]
         elif sequence in self._returned:
             self._returned.remove(sequence)
-            self._len -= 1
+            self.size -= 1
 
     def _place(self, sequence: Sequence) -> int | None:
         """Index in the queue of its client; None if it is not there or has had a place in the batch before."""

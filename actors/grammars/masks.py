@@ -21,8 +21,7 @@ from torch import Tensor
 
 from actors.grammars.compiler import GrammarCompiler
 from actors.protocol.grammar import Grammar
-from actors.protocol.messages import MOST_FORCED
-from actors.protocol.token_tree import TokenTree
+from actors.protocol.messages import MOST_FORCED, TokenTree
 from actors.transport.token_bucket import TokenBucket
 from parallel.transfers import to_device
 

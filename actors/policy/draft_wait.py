@@ -90,17 +90,19 @@ class DraftWait:
         work ahead, an answer without its rest is next to nothing, so its rest is judged as its first part is.
         """
 
+        is_rest = has_first_part and works_ahead
+        if not (self.weighs or is_rest):
+            return HANG_S
+
         def break_even_s(tokens: float) -> float:
             """Seconds in which the target makes as many tokens as drafts of this acceptance length bring."""
             return num_expecting * (tokens - 1) / (num_ready * tokens + num_expecting + num_plain) * self.pass_s
 
         lately = break_even_s(self._acceptance_len.mean)
-        if has_first_part and works_ahead:
+        if is_rest:
             if not _saves(self._rest_s, lately):
                 return 0.0
             return max(lately, JITTER_S) if self.weighs else HANG_S
-        if not self.weighs:
-            return HANG_S
         at_best = break_even_s(1.0 + self.longest_draft)
         if not _saves(self._first_s, at_best):
             return 0.0

@@ -8,9 +8,10 @@ After every round `AdaptivePolicy.update`
 3. takes the choice with the most tokens per second, or explores another one within a budget (`decision.py`);
 4. sets the length of each request's next draft (`draft_length.py`).
 
-Before a pass `wait_s` says how long drafts that are not there yet are waited for (`draft_wait.py`), and `most_text` how
-much of prompts it reads (`text_pace.py`). A `Policy` sees lengths, counts and seconds; never a tensor, a socket or a
-clock. What a drafter prepares while the target verifies is decided on its side (`actors/drafters/draft_ahead`).
+Before a pass `Policy.wait` says how long drafts that are not there yet are waited for (`draft_wait.py`), and
+`most_text` how much of prompts it reads (`text_pace.py`). A `Policy` sees lengths, counts and seconds; never a tensor,
+a socket or a clock. What a drafter prepares while the target verifies is decided on its side
+(`actors/drafters/draft_ahead`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.options import PipelineName
 from actors.policy.acceptance import ACCEPTANCE_MEMORY, AcceptanceModel, DraftOutcome
@@ -34,7 +36,7 @@ from actors.policy.draft_length import DraftLengths, Tradeoff
 from actors.policy.draft_wait import DraftWait
 from actors.policy.estimators import Ewma, batch_class
 from actors.policy.text_pace import TextPace
-from actors.protocol.messages import MeasuredCosts
+from actors.protocol.messages import UNKNOWN_COSTS, MeasuredCosts
 
 
 @dataclass(slots=True)
@@ -73,46 +75,41 @@ class RoundObservation:
     """What the drafter took for such drafts."""
 
 
+MOST_UNLEARNED = 16
+"""Rounds that fixed lengths learn from at once: what a pass takes is all that they need to know, and to wake the thread
+that learns takes longer than to learn."""
+
+
 class Policy:
-    """Fixed draft lengths; the first part of an answer is always waited for."""
+    """Fixed draft lengths; the first part of an answer is always waited for.
+
+    What a round reads are attributes: they change where rounds are learned from, beside a pass, or requests join.
+    """
 
     weighs_waiting = False
     """Whether drafts are waited for only while that costs less than they bring."""
     may_score = False
     """Whether drafts that no pass verifies should be made now, to see what drafts would bring."""
+    mode = Mode.speculate
+    may_end = False
+    """Whether the next round with drafts may be the last one for now."""
+    most_unlearned = 0
+    """Rounds that end before `update` learns from all of them at once, beside a pass; 0: what the next round is waits
+    for what this one teaches, as while prompts are read."""
+    expected_gap_s = 0.0
+    """Seconds in which the target is expected not to work in a round with drafts; 0: not known."""
+    costs = UNKNOWN_COSTS
+    """What a drafter may weigh its drafts against."""
 
     def __init__(self, pipeline: str, num_draft_tokens: int) -> None:
         order = PipelineName(pipeline)
         self.longest_draft = num_draft_tokens if order.drafts else 0
         self.alternates = order.alternates
         """Whether drafts are also ordered while the target is busy, and a pass leaves out requests without one."""
+        self.works_ahead = order.works_ahead
+        """Whether the drafter should work while the target verifies the drafts that are ordered now."""
         self.wait = DraftWait(self.weighs_waiting, num_draft_tokens)
         self._text_pace = TextPace()
-        self._may_work_ahead = order.works_ahead
-
-    @property
-    def works_ahead(self) -> bool:
-        """Whether the drafter should work while the target verifies the drafts that are ordered now."""
-        return self._may_work_ahead
-
-    @property
-    def mode(self) -> Mode:
-        return Mode.speculate
-
-    @property
-    def may_end(self) -> bool:
-        """Whether the next round with drafts may be the last one for now."""
-        return False
-
-    @property
-    def may_learn_later(self) -> bool:
-        """Whether what the next round is does not wait for `update` of the last one, which may come beside it."""
-        return False
-
-    def longest_useful(self, remaining: int) -> int:
-        """Draft tokens that could be of use to a request that may get `remaining` more: the target adds a token of its
-        own after the path, so the last one is never worth drafting."""
-        return max(0, min(self.longest_draft, remaining - 1))
 
     def begin_scoring(self) -> None:
         """Such drafts are ordered."""
@@ -121,9 +118,9 @@ class Policy:
         """The mode and the speeds that it follows from, under the present load; None where nothing is compared."""
         return None
 
-    def draft_length(self, request_id: int, remaining: int) -> int:  # noqa: ARG002 (a policy may tell requests apart)
-        """Draft tokens to order for a request that may get `remaining` more tokens; 0 for none."""
-        return self.longest_useful(remaining)
+    def draft_length(self, request_id: int, most: int) -> int:  # noqa: ARG002 (a policy may tell requests apart)
+        """Draft tokens to order for a request to which at most so many are of use; 0 for none."""
+        return min(self.longest_draft, most)
 
     def num_orders(self, num_running: int) -> int:
         """Requests to order drafts for at a time."""
@@ -133,38 +130,14 @@ class Policy:
         """The number of running requests, of so many, whose text the drafter should have read."""
         return num_requests
 
-    def wait_s(self, num_expecting: int, num_ready: int, num_plain: int, *, has_first_part: bool) -> float:
-        """Seconds that the target should wait for the next part of an answer; 0: start the pass now.
-
-        Of the requests of the pass `num_expecting`, one at least, await a draft, `num_ready` have one, `num_plain` need
-        none.
-        """
-        return self.wait.wait_s(
-            num_expecting,
-            num_ready,
-            num_plain,
-            has_first_part=has_first_part,
-            works_ahead=self.works_ahead,
-            expected_s=self.expected_gap_s,
-        )
-
     def most_text(self, pass_s: float) -> int | None:
         """Rows of prompts that the next pass may read while requests decode, so that it takes about `pass_s` seconds,
         or eight passes without prompts where those are longer; None: no bound."""
         return self._text_pace.most_rows(pass_s, self.wait.verify_s)
 
-    @property
-    def expected_gap_s(self) -> float:
-        """Seconds in which the target is expected not to work in a round with drafts; 0: not known."""
-        return 0.0
-
     def saw_exchange(self, seconds: float, busy_s: float, longest: int) -> None:
         """The drafter answered so long after an order, beside plain decoding, and worked for `busy_s` of that: it
         drafted `longest` tokens at most, or read text."""
-
-    def costs(self) -> MeasuredCosts:
-        """What a drafter may weigh its drafts against."""
-        return MeasuredCosts(self.wait.verify_s)
 
     def update(self, *rounds: RoundObservation) -> None:
         """Rounds ended, in this order; what follows from all of them is decided once."""
@@ -175,9 +148,13 @@ class Policy:
             for outcome in seen.outcomes:
                 if outcome.num_tokens:
                     self.wait.update_acceptance(outcome.num_tokens)
+        self.costs = MeasuredCosts(self.wait.verify_s)
+        reads_prompts = rounds[-1].num_prompt_rows > 0
+        self.most_unlearned = 0 if reads_prompts or self.weighs_waiting else MOST_UNLEARNED
 
-    def expect_load(self, num_running: int, samples: bool) -> None:
+    def expect_load(self, num_running: int, samples: bool) -> None:  # noqa: ARG002 (fixed lengths are those of any load)
         """Requests joined: the next rounds are of so many sequences, most of them sampled or greedy."""
+        self.most_unlearned = 0
 
     def caught_up(self) -> None:
         """The drafter has read the committed text that it missed."""
@@ -220,7 +197,8 @@ class AdaptivePolicy(Policy):
     Where plain decoding is ruled out, drafts are always waited for. With `longest_only` a request is ordered the
     longest draft or none, for a drafter that chooses lengths itself. Where it never `waits` for drafts, there is no
     drafting in turn. With `scores` the drafter can draft without a pass: while decoding is plain, such drafts are
-    compared with the text, which is all that its drafts bring, or the least where it `runs_passes` too.
+    compared with the text, which is all that its drafts bring, or the least where it `runs_passes` too. While one
+    choice goes on it learns from `rounds_at_once`.
     """
 
     def __init__(
@@ -233,12 +211,15 @@ class AdaptivePolicy(Policy):
         waits: bool = True,
         scores: bool = False,
         runs_passes: bool = True,
+        rounds_at_once: int = 1,
     ) -> None:
         shortest = min(shortest, longest)
         self.weighs_waiting = shortest == 0
         super().__init__(pipeline, longest)
         self._shortest = shortest
         self._longest_only = longest_only
+        self._rounds_at_once = rounds_at_once
+        self._may_work_ahead = self.works_ahead
         self._drafting = Decoding.ahead if self._may_work_ahead else Decoding.in_turn
         self._decision = Decision(self._drafting, best=self._drafting)
         if self.weighs_waiting:
@@ -263,25 +244,32 @@ class AdaptivePolicy(Policy):
         self._exchanges_s: deque[float] = deque(maxlen=4)  # beside the drafter's work
         self._until_scoring = 0.0  # rounds of rest
         self._scored = Ewma(ACCEPTANCE_MEMORY)  # tokens that agreed of a draft without a pass, in this rest
+        self._follow()
 
     @property
-    def works_ahead(self) -> bool:
-        return self._decision.choice is Decoding.ahead or (self._may_work_ahead and not self._decision.choice.drafts)
-
-    @property
-    def mode(self) -> Mode:
+    def _mode(self) -> Mode:
         return self._decision.mode if self.weighs_waiting else Mode.speculate
 
-    @property
-    def may_end(self) -> bool:
-        return self.weighs_waiting and (self.mode is Mode.trial or self._may_end)
+    def _follow(self) -> None:
+        """Set what rounds read, as it follows from the decision and from what is known of costs.
 
-    @property
-    def may_learn_later(self) -> bool:
-        """While a choice goes on that may go on for long. Of a trial or a probe each round counts, and of drafts where
-        requests have joined."""
-        goes_on = self.mode is Mode.rest or (self.mode is Mode.speculate and self._since_joined >= NEW_ROUNDS)
-        return goes_on and self._decision.is_settled
+        Rounds are learned from later while a choice goes on that may go on for long. Of a trial or a probe each counts,
+        and of drafts where requests have joined.
+        """
+        decision, mode, factor = self._decision, self._mode, self._speed.factor
+        self.mode, self._drafts = mode, decision.choice.drafts or not self.weighs_waiting
+        self.works_ahead = decision.choice is Decoding.ahead or (self._may_work_ahead and not decision.choice.drafts)
+        self.may_end = self.weighs_waiting and (mode is Mode.trial or self._may_end)
+        goes_on = mode is Mode.rest or (mode is Mode.speculate and self._since_joined >= NEW_ROUNDS)
+        self.most_unlearned = 0
+        if goes_on and decision.is_settled:
+            self.most_unlearned = 1 if self.may_end else self._rounds_at_once
+        lines, plain = self._load.by_length(self._way), self._load.plain
+        is_known = bool(self._load.by_choice[self._way].weight)
+        self.expected_gap_s = factor * lines.gap_of(self._lengths.longest_ordered) if is_known else 0.0
+        round_s = self._without_prompts(plain.mean_s or lines.pass_of(0.0)) if plain.weight or is_known else 0.0
+        row_s = lines.verify_s / self._num_running
+        self.costs = MeasuredCosts(factor * round_s, factor * row_s, self._least_chance)
 
     def begin_scoring(self) -> None:
         self._until_scoring, self.may_score = SCORE_EVERY, False
@@ -291,16 +279,16 @@ class AdaptivePolicy(Policy):
             return None
         plain_s = self._speed.factor * self._load.plain.mean_s
         return {
-            "mode": self.mode.value,
+            "mode": self._mode.value,
             "plain_tokens_per_s": self._num_running / plain_s if plain_s else None,
             "gain": self._decision.gain,
         }
 
-    def draft_length(self, request_id: int, remaining: int) -> int:
-        if self.weighs_waiting and not self._decision.choice.drafts:
+    def draft_length(self, request_id: int, most: int) -> int:
+        if not self._drafts:
             return 0
-        length, most = self._lengths.of(request_id), self.longest_useful(remaining)
-        return most if self._longest_only and length else min(most, length)
+        length = self._lengths.of(request_id)
+        return min(most, self.longest_draft if self._longest_only and length else length)
 
     def num_followed(self, num_requests: int) -> int:
         """Requests whose texts the drafter should have read: all, those of a trial, or none."""
@@ -311,24 +299,13 @@ class AdaptivePolicy(Policy):
                 return num_requests if self._tries_all else min(num_requests, _num_tried(num_requests))
         return num_requests
 
-    @property
-    def expected_gap_s(self) -> float:
-        if not self._load.by_choice[self._way].weight:
-            return 0.0
-        return self._speed.factor * self._load.by_length(self._way).gap_of(self._lengths.longest_ordered)
-
-    def costs(self) -> MeasuredCosts:
-        lines, factor = self._load.by_length(self._way), self._speed.factor
-        round_s = self._without_prompts(self._load.plain.mean_s or lines.pass_of(0.0))
-        known_s = factor * round_s if self._load.plain.weight or self._load.by_choice[self._way].weight else 0.0
-        return MeasuredCosts(known_s, factor * lines.verify_s / self._num_running, self._least_chance)
-
     def expect_load(self, num_running: int, samples: bool) -> None:
         self._num_running = num_running
         self._since_joined = 0
         before, self._load = self._load, self._loads.of((batch_class(num_running), samples, 0), self._ways)
         if self._load is not before and self._load.by_choice[self._way].weight:
             self._lengths.choose_for_all(self._tradeoff(self._way, ()).best)  # drafts for few may cost much for many
+        self._follow()
 
     @property
     def _is_far(self) -> bool:
@@ -344,10 +321,12 @@ class AdaptivePolicy(Policy):
                 spared = SPARED if way is Decoding.ahead else 1.0
                 factor = self._speed.factor
                 self._load.assume(way, spared * seconds / factor, spared * busy_s / factor, longest)
+        self._follow()
 
     def caught_up(self) -> None:
         if self._decision.caught_up():
             self.wait.clear_delays()
+        self._follow()
 
     def release(self, request_id: int) -> None:
         self._lengths.release(request_id)
@@ -372,9 +351,11 @@ class AdaptivePolicy(Policy):
             if is_last and estimates:
                 self._decide(tradeoffs, estimates, request_ids, len(verified))
                 self._may_end = self._decision.may_end
-        if self.mode is not Mode.rest:
+        is_rest = self._mode is Mode.rest
+        if not is_rest:
             self._scored.weight = 0.0
-        self.may_score = (self._scores or self._decision.is_far) and self.mode is Mode.rest and self._until_scoring <= 0
+        self.may_score = (self._scores or self._decision.is_far) and is_rest and self._until_scoring <= 0
+        self._follow()
 
     # --- what was measured --------------------------------------------------------------------------------------------
 
@@ -383,7 +364,7 @@ class AdaptivePolicy(Policy):
         self._since_joined += 1
         shown = self._choose_load(seen)
         self._learn_acceptance(seen, drafted=drafted)
-        if self.mode is Mode.rest:
+        if self._mode is Mode.rest:
             self._learn_scored(seen)
         self._learn_costs(seen, shown, drafted=drafted)
         came = any(outcome.num_ordered and outcome.num_tokens for outcome in seen.outcomes)
@@ -391,7 +372,7 @@ class AdaptivePolicy(Policy):
 
     def _count(self, seen: RoundObservation, estimates: Estimates | None, *, drafted: bool) -> None:
         """What the round cost and earned, by the estimates under its load; None: those of the last decision."""
-        if self.mode is not Mode.speculate:  # texts that are read while drafts go on are no exploration
+        if self._mode is not Mode.speculate:  # texts that are read while drafts go on are no exploration
             self._decision.charge((seen.unused_s + seen.read_s) / self._usual_s(seen))
         if drafted is self._decision.choice.drafts:
             tokens, expected_s = self._expected(seen, drafted=drafted)
@@ -449,7 +430,7 @@ class AdaptivePolicy(Policy):
         if after_prompt and not seen.num_prompt_rows and self._reads.mean < _STEADY:
             return  # it finds other data in the caches, and may be the first of its size
         if not drafted:
-            is_disturbed = self.mode is Mode.catch_up and shown.plain.weight >= PLAIN_ROUNDS
+            is_disturbed = self._mode is Mode.catch_up and shown.plain.weight >= PLAIN_ROUNDS
             if seen.serves_drafts or is_disturbed:
                 return
             num_rows = len(seen.outcomes) + seen.num_prompt_rows
@@ -518,15 +499,15 @@ class AdaptivePolicy(Policy):
         drafted = self._decision.choice.drafts
         self._decision.decide(estimates)
         way, self._least_chance = self._way, 0.0
-        is_trial = self.mode in (Mode.catch_up, Mode.trial)
-        if self.mode is not Mode.trial:  # of those that join a trial the texts would have to be read
+        is_trial = self._mode in (Mode.catch_up, Mode.trial)
+        if self._mode is not Mode.trial:  # of those that join a trial the texts would have to be read
             self._tries_all = is_trial and self._should_try_all(tradeoffs[way], estimates)
         if self._decision.choice.drafts and not drafted:
             self.wait.clear_delays()
         if not self._load.by_choice[way].weight or not (is_trial or self._decision.choice.drafts):
             return
         chances = self._acceptance.of_class(self._text_class).chances
-        if self.weighs_waiting and self.mode is Mode.speculate:  # in a trial all are verified, which shows more
+        if self.weighs_waiting and self._mode is Mode.speculate:  # in a trial all are verified, which shows more
             speed = tradeoffs[way].speeds[tradeoffs[way].best]
             self._least_chance = speed * self._load.by_length(way).verify_s
         spend = self._decision.spend
@@ -580,19 +561,8 @@ def _text_class(seen: RoundObservation) -> Hashable:
     return int(seen.mean_len / 512).bit_length(), seen.samples
 
 
-def make_policy(
-    pipeline: str,
-    shortest: int,
-    longest: int,
-    *,
-    adaptive: bool,
-    longest_only: bool = False,
-    waits: bool = True,
-    scores: bool = False,
-    runs_passes: bool = True,
-) -> Policy:
-    """The policy of a pipeline; without draft tokens it is not adaptive, because nothing can be adapted."""
+def make_policy(pipeline: str, shortest: int, longest: int, *, adaptive: bool, **options: Any) -> Policy:
+    """The policy of a pipeline, where it adapts with these `options`; without draft tokens nothing can be adapted."""
     if not (adaptive and longest):
         return Policy(pipeline, longest)
-    drafter = {"longest_only": longest_only, "waits": waits, "scores": scores, "runs_passes": runs_passes}
-    return AdaptivePolicy(pipeline, shortest, longest, **drafter)
+    return AdaptivePolicy(pipeline, shortest, longest, **options)

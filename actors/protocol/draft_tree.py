@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from actors.protocol.messages import DraftPreview
-from actors.protocol.token_tree import TokenTree
+from actors.protocol.messages import DraftPreview, TokenTree
 
 
 @dataclass(slots=True)
@@ -140,8 +139,8 @@ class DraftTree:
         """These nodes, a connected set with parents before children, as a tree to verify."""
         place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         return TokenTree(
-            (self.root.token, *(self.nodes[node].token for node in nodes)),
-            (-1, *(place[self.nodes[node].parent] for node in nodes)),
+            (self.nodes[0].token, *[self.nodes[node].token for node in nodes]),
+            (-1, *[place[self.nodes[node].parent] for node in nodes]),
         )
 
     def places(self, tree: TokenTree) -> list[int]:
@@ -196,7 +195,7 @@ class DraftTree:
         Returns (tree, old rows in their new order): a row kept at index i of the list is row i of the new tree.
         """
         tree = DraftTree(self.nodes[node].token)
-        tree.root.expanded = self.nodes[node].expanded
+        tree.nodes[0].expanded = self.nodes[node].expanded
         base, rows = self.nodes[node], []
         pending = [(child, 0) for child in base.children]
         for old, parent in pending:  # grows while it is walked: breadth first

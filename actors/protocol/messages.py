@@ -38,7 +38,6 @@ from actors.protocol.grammar import Grammar
 from actors.protocol.logprobs import MOST_LOGPROBS, Logprobs, PromptLogprobs
 from actors.protocol.membership import Weights
 from actors.protocol.sampling_params import SamplingParams
-from actors.protocol.token_tree import TokenTree
 from parallel.ranges import LARGEST
 
 HASH_SEED = 0xCBF29CE484222325
@@ -86,6 +85,85 @@ NO_TOKEN_FOLLOWS = "target: no token can follow"
 
 PLAIN_DECODING = "none"
 """The drafter's name of a request that is decoded plainly, whatever the engine's pipeline is."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Tokens in topological order: `parents[i] < i`, `parents[0] == -1`; siblings are in the order they are tested."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @staticmethod
+    def root(token: int) -> TokenTree:
+        """The empty proposal, which decodes plainly."""
+        return TokenTree((token,), (-1,))
+
+    @staticmethod
+    def chain(root: int, draft: tuple[int, ...] | list[int]) -> TokenTree:
+        return TokenTree((root, *draft), tuple(range(-1, len(draft))))
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return len(self.token_ids) - 1
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+    def depths(self) -> list[int]:
+        """Distance of every node from the root."""
+        depths = [0] * len(self.parents)
+        for i in range(1, len(self.parents)):
+            depths[i] = depths[self.parents[i]] + 1
+        return depths
+
+    def children(self) -> list[list[int]]:
+        """Child indices of every node, in test order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for i in range(1, len(self.parents)):
+            children[self.parents[i]].append(i)
+        return children
+
+    def path_to(self, node: int) -> list[int]:
+        """Node indices from the first node below the root to `node`; empty for the root."""
+        path = []
+        while node > 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def agreed_path(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The nodes below the root that a walk down by these tokens finds."""
+        children, path = self.children(), list[int]()
+        for token in token_ids:
+            below = children[path[-1] if path else 0]
+            child = next((child for child in below if self.token_ids[child] == token), None)
+            if child is None:
+                break
+            path.append(child)
+        return tuple(path)
+
+    def agreed_depth(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens a walk down from the root finds."""
+        return len(self.agreed_path(token_ids))
+
+    def has_path(self, nodes: tuple[int, ...]) -> bool:
+        """Whether each of these nodes is a child of the one before it, the first of them of the root."""
+        parents, above = self.parents, 0
+        for node in nodes:
+            if not 0 < node < len(parents) or parents[node] != above:
+                return False
+            above = node
+        return True
+
+    def check(self) -> None:
+        """Raise ValueError unless this is a tree in topological order."""
+        if not self.token_ids or len(self.token_ids) != len(self.parents) or self.parents[0] != -1:
+            raise ValueError("a token tree needs a root and one parent per node")
+        for i in range(1, len(self.parents)):
+            if not 0 <= self.parents[i] < i:
+                raise ValueError(f"node {i} of the token tree names parent {self.parents[i]}")
 
 
 class SamplingKind(IntEnum):
@@ -144,6 +222,8 @@ class Proposal:
         forced `GRAMMAR`, "" where nothing is known."""
         if self.is_forced:
             return ((GRAMMAR, len(path)),)
+        if not self.parts:
+            return (("", len(path)),) if path else ()
         ends = [*accumulate([count for _, count in self.parts])]
         names = [self.parts[part][0] if (part := bisect_left(ends, node)) < len(ends) else "" for node in path]
         return tuple([(name, len([*run])) for name, run in groupby(names)])
@@ -153,14 +233,17 @@ class Proposal:
         self.tree.check()
         check_tokens("tree", self.tree.token_ids, vocab_size)
         num_nodes = len(self.tree.token_ids)
-        if any(len(given) not in (0, num_nodes) for given in (self.sampling_kinds, self.distributions)):
+        if len(self.sampling_kinds) not in (0, num_nodes) or len(self.distributions) not in (0, num_nodes):
             raise ValueError("sampling_kinds, distributions: must be one per node")
-        if sum([count for _, count in self.parts]) >= num_nodes or any(count < 0 for _, count in self.parts):
-            raise ValueError("parts: must not be of more nodes than there are")
-        if not all(name.isprintable() and len(name) <= _LONGEST_LEVEL for name, _ in self.parts):
-            raise ValueError(f"parts: a name must be at most {_LONGEST_LEVEL} printable characters")
-        if any(kind not in _KINDS for kind in self.sampling_kinds):
+        if not _KINDS.issuperset(self.sampling_kinds):
             raise ValueError(f"sampling_kinds: {self.sampling_kinds} names one that does not exist")
+        num_named = 0
+        for name, count in self.parts:
+            num_named += count
+            if count < 0 or num_named >= num_nodes:
+                raise ValueError("parts: must not be of more nodes than there are")
+            if not name.isprintable() or len(name) > _LONGEST_LEVEL:
+                raise ValueError(f"parts: a name must be at most {_LONGEST_LEVEL} printable characters")
         for distribution in self.distributions:
             if distribution is not None:
                 check_tokens("distributions", distribution.token_ids, vocab_size)

@@ -23,8 +23,7 @@ from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.fixed_trees import best_trees, expected_accepted, write_trees
 from actors.drafters.model.tree_growth import Candidate, GrowingTree, StaticGrowth
 from actors.options import VerifyRule
-from actors.protocol.messages import SamplingParams
-from actors.protocol.token_tree import TokenTree
+from actors.protocol.messages import SamplingParams, TokenTree
 from actors.verification.verifier import Verifier
 from cluster import pocket
 from cluster.io.console import Terminal

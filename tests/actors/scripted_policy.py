@@ -14,49 +14,35 @@ class MoodyPolicy(Policy):
     def __init__(self, choose: random.Random, pipeline: str, num_draft_tokens: int = 4) -> None:
         self.weighs_waiting = choose.random() < 0.7
         super().__init__(pipeline, num_draft_tokens)
-        self._mode = Mode.speculate
+        self.mode = Mode.speculate
         self.rounds_in = dict.fromkeys(Mode, 0)
         self._choose = choose
         self._lengths: dict[int, int] = {}
-        self._works_ahead = True
-        self._may_learn_later = False
+        self.works_ahead, self.most_unlearned = True, 0
 
-    @property
-    def works_ahead(self) -> bool:
-        return self._works_ahead
-
-    @property
-    def may_learn_later(self) -> bool:
-        return self._may_learn_later
-
-    @property
-    def mode(self) -> Mode:
-        return self._mode
-
-    def draft_length(self, request_id: int, remaining: int) -> int:
-        if self._mode not in (Mode.speculate, Mode.trial):
+    def draft_length(self, request_id: int, most: int) -> int:
+        if self.mode not in (Mode.speculate, Mode.trial):
             return 0
-        most = super().draft_length(request_id, remaining)
-        return min(most, self._lengths.get(request_id, most))
+        return min(longest := super().draft_length(request_id, most), self._lengths.get(request_id, longest))
 
     def num_followed(self, num_requests: int) -> int:
-        return 0 if self._mode is Mode.rest else num_requests
+        return 0 if self.mode is Mode.rest else num_requests
 
     def update(self, *rounds: RoundObservation) -> None:
         super().update(*rounds)
         verified = [seen for seen in rounds if seen.outcomes]
         if not verified:
             return
-        self.rounds_in[self._mode] += len(verified)
+        self.rounds_in[self.mode] += len(verified)
         self._lengths = {outcome.request_id: self._choose.randrange(6) for outcome in verified[-1].outcomes}
-        self._works_ahead = self._choose.random() < 0.5
-        self._may_learn_later = not self._may_learn_later
-        if self._mode is not Mode.catch_up and self._choose.random() < 0.6:
-            self._mode = self._choose.choice([mode for mode in Mode if mode is not Mode.trial])
+        self.works_ahead = self._choose.random() < 0.5
+        self.most_unlearned = 1 - self.most_unlearned
+        if self.mode is not Mode.catch_up and self._choose.random() < 0.6:
+            self.mode = self._choose.choice([mode for mode in Mode if mode is not Mode.trial])
 
     def caught_up(self) -> None:
-        assert self._mode is Mode.catch_up, "only then the drafter reads what it missed"
-        self._mode = Mode.trial
+        assert self.mode is Mode.catch_up, "only then the drafter reads what it missed"
+        self.mode = Mode.trial
 
     def release(self, request_id: int) -> None:
         self._lengths.pop(request_id, None)

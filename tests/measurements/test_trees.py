@@ -11,7 +11,7 @@ import pytest
 from actors.drafters.model.config import Draws, ModelDrafterConfig, Strategy
 from actors.drafters.model.fixed_trees import best_trees, expected_accepted, read_trees
 from actors.options import PipelineName
-from actors.protocol.token_tree import TokenTree
+from actors.protocol.messages import TokenTree
 from actors.verification.compatibility import check_scheme
 from cluster.tools.bench.rounds import CountedRound
 from docs.measurements import trees

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from actors.drafters.interface import Context, Drafter
 from actors.drafters.model.prefill import prefill
-from actors.protocol.messages import Commit, Proposal, SamplingParams
-from actors.protocol.token_tree import TokenTree
+from actors.protocol.messages import Commit, Proposal, SamplingParams, TokenTree
 from actors.verification.features import FeatureReader
 from actors.verification.verifier import Verifier, VerifyInput
 

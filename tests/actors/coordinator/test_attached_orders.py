@@ -18,19 +18,17 @@ class Policy:
     """Orders three tokens for everybody it follows."""
 
     may_score = False
+    costs = COSTS
 
     def __init__(self, mode, *, may_end=False, num_followed=9, length=3):
         self.mode, self.may_end, self._num_followed, self._length = mode, may_end, num_followed, length
         self.num_caught_up = 0
 
-    def costs(self):
-        return COSTS
-
     def num_followed(self, num_able):
         return min(num_able, self._num_followed)
 
-    def draft_length(self, request_id, remaining):
-        return min(self._length, remaining)
+    def draft_length(self, request_id, most):
+        return min(self._length, most)
 
     def caught_up(self):
         self.num_caught_up += 1
@@ -39,10 +37,10 @@ class Policy:
 def sequence(request_id, *, speculates=True, uncached=1, remaining=9, proposal=None):
     return SimpleNamespace(
         request_id=request_id,
-        request=SimpleNamespace(speculates=speculates),
+        speculates=speculates,
         uncached_len=uncached,
         may_reach_root=lambda num_tokens: num_tokens == uncached,
-        most_per_round=remaining,
+        most_draft_tokens=remaining,
         draft=SimpleNamespace(proposal=proposal),
         is_current=lambda proposal: proposal.prefix_len == 5,
     )

@@ -16,13 +16,11 @@ class Decided:
     """A policy that is in one mode, and follows some of the requests."""
 
     may_end = may_score = False
+    costs = UNKNOWN_COSTS
 
     def __init__(self, mode: Mode, num_followed: int = 2, length: int = 3) -> None:
         self.mode, self.length, self._num_followed = mode, length, num_followed
         self.num_caught_up = 0
-
-    def costs(self):
-        return UNKNOWN_COSTS
 
     def caught_up(self):
         self.num_caught_up += 1
@@ -30,7 +28,7 @@ class Decided:
     def num_followed(self, num_requests):
         return min(num_requests, self._num_followed)
 
-    def draft_length(self, request_id, remaining):
+    def draft_length(self, request_id, most):
         return self.length if self.mode in (Mode.speculate, Mode.trial) else 0
 
 

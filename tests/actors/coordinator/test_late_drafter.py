@@ -92,8 +92,8 @@ class Changing(Policy):
 
     resting: int | None = 2
 
-    def draft_length(self, request_id: int, remaining: int) -> int:
-        return 0 if request_id == self.resting else super().draft_length(request_id, remaining)
+    def draft_length(self, request_id: int, most: int) -> int:
+        return 0 if request_id == self.resting else super().draft_length(request_id, most)
 
 
 def test_once_time_is_up_no_draft_is_ordered_of_a_text_that_is_verified_next():

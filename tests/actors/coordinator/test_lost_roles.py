@@ -284,11 +284,9 @@ class Resting(Policy):
 
     weighs_waiting = True
 
-    @property
-    def mode(self) -> Mode:
-        return Mode.rest
+    mode = Mode.rest
 
-    def draft_length(self, request_id: int, remaining: int) -> int:
+    def draft_length(self, request_id: int, most: int) -> int:
         return 0
 
     def num_followed(self, num_requests: int) -> int:

@@ -124,9 +124,9 @@ def test_records_of_a_replaced_process_are_ignored():
     membership = serving()
     membership.mark_lost(0, 0, 1.0)
     assert not membership.record_heartbeat(Alive("target", 0, 0, 1, epoch=9, waiting=True), 1.0)
-    assert membership.links([0]) == [] and membership.record_heartbeat(Alive("target", 0, 1, 2), 1.0)
+    assert membership.links_of([0]) == [] and membership.record_heartbeat(Alive("target", 0, 1, 2), 1.0)
     membership.mark_lost(0, 0, 1.0)
-    assert membership.links([0]) == ["target-0#1"], "a late report of a death does not mark the successor lost"
+    assert membership.links_of([0]) == ["target-0#1"], "a late report of a death does not mark the successor lost"
 
 
 def test_the_limit_of_silence_can_be_switched_off():
@@ -298,13 +298,13 @@ def test_heartbeats_off_schedule_measure_no_time():
 
 def test_what_a_new_process_or_a_loss_changes():
     membership = serving()
-    assert membership.links() == ["target-0#0", "target-1#0"] and membership.bridge == 0
+    assert membership.links == ["target-0#0", "target-1#0"] and membership.bridge == 0
     membership.record_heartbeat(Alive("target", 0, 0, 1, epoch=1, waiting=False, bridge=4), 1.0)
     assert membership.bridge == 4 and membership.epoch == 1
     membership.record_heartbeat(Alive("target", 1, 1, 2), 1.0)
-    assert membership.links() == ["target-0#0", "target-1#1"] and membership.epoch == 2 and not membership.serving
+    assert membership.links == ["target-0#0", "target-1#1"] and membership.epoch == 2 and not membership.serving
     membership.mark_lost(0, 0, 2.0)
-    assert membership.links() == ["target-1#1"] and membership.bridge == 0
+    assert membership.links == ["target-1#1"] and membership.bridge == 0
     assert membership.epoch == 2, "it gathers already"
 
 

@@ -61,9 +61,7 @@ def test_a_role_that_reads_every_batch_knows_every_text(seed):
                 outbox.extend(sequence, count)
                 sent[request_id] += count
             case "commit":
-                record = sequence.commit(
-                    Verdict(request_id, 0, sequence.prefix_len, (), (draw.randrange(9),)), None, frozenset()
-                )
+                record = sequence.commit(Verdict(request_id, 0, sequence.prefix_len, (), (draw.randrange(9),)), None)
                 outbox.add_commit(record)
             case "release":
                 outbox.release(request_id)
@@ -89,7 +87,7 @@ def test_requests_and_releases_are_due_and_commits_wait_for_an_order():
     assert not outbox.is_due and outbox.flush() == ((), (), ()), "the role never heard of it"
     outbox.admit(sequence)
     outbox.flush()
-    outbox.add_commit(sequence.commit(Verdict(1, 0, 2, (), (5,)), None, frozenset()))
+    outbox.add_commit(sequence.commit(Verdict(1, 0, 2, (), (5,)), None))
     assert not outbox.is_due
     outbox.release(1)
     assert outbox.is_due and outbox.flush() == ((), (), (1,))

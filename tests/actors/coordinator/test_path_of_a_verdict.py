@@ -23,12 +23,12 @@ from actors.protocol.messages import (
     ProposalBatch,
     Request,
     SamplingParams,
+    TokenTree,
     Verdict,
     VerdictBatch,
     VerifyBatch,
     extend_hash,
 )
-from actors.protocol.token_tree import TokenTree
 from tests.actors.service_harness import FACTS
 
 ROOT = Path(__file__).parents[3]
@@ -81,7 +81,7 @@ class Rounds:
         for _ in range(1000):
             if not self._attached:
                 self._draft()
-            batch = self._stage.links["target-0"].receive(0.0)
+            batch = self._stage.links["target-0"].receive(0.01 if self._attached else 0.0)
             if isinstance(batch, VerifyBatch) and batch.items:
                 return self._verify(batch)
         raise AssertionError("no batch for the target")
@@ -112,8 +112,8 @@ class Rounds:
         return VerdictBatch(batch.round, (verdict,), started, time.monotonic(), num_rows, drafts=drafts)
 
 
-MOST = {("attached", False): (100, 21), ("sync", False): (96, 21), ("branches", False): (115, 22)}
-MOST |= {("sync", True): (180, 24), ("branches", True): (190, 26)}
+MOST = {("attached", False): (70, 15), ("sync", False): (69, 16), ("branches", False): (84, 16)}
+MOST |= {("attached", True): (150, 22), ("sync", True): (160, 22), ("branches", True): (160, 23)}
 """Functions and files of a round in each pipeline, and in `sync` with an attached drafter, with fixed draft lengths and
 with the decision, which takes other branches where the machine is busy."""
 

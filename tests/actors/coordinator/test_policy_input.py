@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from actors.coordinator.attached_port import AttachedPort
 from actors.options import SchedulerConfig
 from actors.policy.draft_wait import DraftWait
 from actors.policy.policy import Policy
@@ -50,10 +49,11 @@ class RecordingPolicy(Policy):
     def update(self, *rounds):
         self.seen += rounds
         super().update(*rounds)
+        self.most_unlearned = type(self).most_unlearned  # as each test has it
 
-    def draft_length(self, request_id, remaining):
-        self.asked[request_id] = remaining
-        return super().draft_length(request_id, remaining)
+    def draft_length(self, request_id, most):
+        self.asked[request_id] = most
+        return super().draft_length(request_id, most)
 
     def release(self, request_id):
         self.released.append(request_id)
@@ -181,7 +181,7 @@ def test_what_was_verified_of_a_request_that_ended_meanwhile_is_no_prompt(pipeli
 @pytest.mark.parametrize("calls", [False, True])
 def test_a_round_is_learned_before_the_next_pass_or_beside_it(later, calls):
     """Once, and before anything else is decided, whether or not the caller finds the time in between."""
-    policy = type("Policy", (RecordingPolicy,), {"may_learn_later": later})("plain")
+    policy = type("Policy", (RecordingPolicy,), {"most_unlearned": int(later)})("plain")
     world = World(random.Random(1), "plain", policy=policy)
     world.post(world.coordinator.on(Request(0, (1, 2, 3), SamplingParams(max_tokens=4)), 0.0))
     for number in range(3):
@@ -196,14 +196,13 @@ def test_a_round_is_learned_before_the_next_pass_or_beside_it(later, calls):
 
 
 @pytest.mark.parametrize(
-    ("changed", "counts"),
-    [({}, [0, 0, 3, 3, 5]), ({"may_end": True}, [1, 2, 3, 4, 5]), ({"may_learn_later": False}, [1, 2, 3, 4, 5])],
+    ("most_unlearned", "counts"),
+    [(3, [0, 0, 3, 3, 5]), (1, [1, 2, 3, 4, 5]), (0, [1, 2, 3, 4, 5])],
 )
-def test_rounds_are_learned_from_at_once_while_one_choice_goes_on(changed, counts):
-    """As many as the drafter allows; all of them where each round counts, and when the last request has ended."""
-    policy = type("Policy", (RecordingPolicy,), {"may_learn_later": True} | changed)("plain")
+def test_rounds_are_learned_from_at_once_while_one_choice_goes_on(most_unlearned, counts):
+    """As many as the policy allows, and all that are left when the last request has ended."""
+    policy = type("Policy", (RecordingPolicy,), {"most_unlearned": most_unlearned})("plain")
     world = World(random.Random(1), "plain", policy=policy)
-    world.coordinator._drafter.rounds_at_once = 3
     world.post(world.coordinator.on(Request(0, (1, 2, 3), SamplingParams(max_tokens=5, ignore_eos=True)), 0.0))
     found = []
     for _ in counts:
@@ -211,4 +210,3 @@ def test_rounds_are_learned_from_at_once_while_one_choice_goes_on(changed, count
         world.coordinator.learn()
         found.append(len(policy.seen))
     assert found == counts and {*policy.released} == {0}
-    assert AttachedPort.rounds_at_once == 4, "its orders leave with a pass"

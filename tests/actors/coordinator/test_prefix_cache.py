@@ -122,7 +122,7 @@ def test_impossible_hits_are_refused(hits):
 
 def sequence(request_id: int, prompt, *, scope=0, salt="") -> Sequence:
     made = Sequence.start(Request(request_id, tuple(prompt), SamplingParams(), scope=scope, cache_salt=salt), 4096)
-    made.shares_rows = True
+    made.shares_rows = made.may_hit = True
     return made
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from actors.coordinator.membership import FACTOR, FLOOR_S, IDLE_S, RoleRounds, num_rows
+from actors.coordinator.membership import FACTOR, FLOOR_S, IDLE_S, RoleRounds
 from actors.protocol.messages import (
     Admit,
     Commit,
@@ -50,11 +50,10 @@ def test_many_times_the_longest_and_more_for_more_rows():
 def test_rows_of_a_drafter_are_what_it_reads_and_what_it_writes():
     admit, commit = Admit(1, 0, (3, 4, 5), 3, SamplingParams()), Commit(2, 0, 9, (), (7, 8))
     batch = DraftBatch(1, admits=(admit,), commits=(commit,), orders=(DraftOrder(1, 4), DraftOrder(2, 4)))
-    assert num_rows(batch) == 3 + 2 + 8 and num_rows(DraftBatch(2)) == 1
     pace = RoleRounds()
     pace.ordered(batch, 0.0)
     pace.answered(ProposalBatch(1, (), 0.0, 1.0), 0.0)
-    assert pace.limit_s == FLOOR_S + FACTOR
+    assert pace.limit_s == FLOOR_S + FACTOR and pace.most_rows == 3 + 2 + 8
 
 
 def test_the_first_answer_to_a_batch_tells_how_long_records_travel():

@@ -6,9 +6,11 @@ import random
 
 import pytest
 
-from actors.coordinator.round import Round, load_of
+from actors.coordinator.round import Round
 from actors.coordinator.sequence import Sequence
 from actors.protocol.messages import Request, SamplingParams, VerdictBatch
+
+BATCH = VerdictBatch(1, (), 0.0, 0.1)
 
 
 def running_of(draw: random.Random, temperatures: list[float]) -> list[Sequence]:
@@ -26,8 +28,9 @@ def test_the_load_is_the_number_of_sequences_their_mean_length_and_what_most_of_
     lengths = [len(sequence.token_ids) for sequence in running]
     sampled = [temperature for temperature in temperatures if temperature > 0]
     greedy = [temperature for temperature in temperatures if temperature == 0]
-    expected = (len(running), pytest.approx(sum(lengths) / len(lengths)), len(sampled) > len(greedy))
-    assert load_of(running) == expected
+    seen = Round(0.0).observation(BATCH, 1.0, running, may_draft=True)
+    assert (seen.num_running, seen.mean_len) == (len(running), pytest.approx(sum(lengths) / len(lengths)))
+    assert seen.samples == (len(sampled) > len(greedy)) and seen.num_may_speculate == len(running)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,5 @@ def test_the_load_is_the_number_of_sequences_their_mean_length_and_what_most_of_
 )
 def test_the_policy_learns_from_a_round_whether_most_of_the_load_is_sampled(temperatures, samples):
     running = running_of(random.Random(0), temperatures)
-    batch = VerdictBatch(1, (), 0.0, 0.1)
-    seen = Round(0.0).observation(batch, 1.0, running, len(running))
-    assert (seen.samples, seen.num_running) == (samples, max(1, len(running)))
+    seen = Round(0.0).observation(BATCH, 1.0, running, may_draft=False)
+    assert (seen.samples, seen.num_running) == (samples, max(1, len(running))) and not seen.num_may_speculate

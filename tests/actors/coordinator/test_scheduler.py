@@ -17,8 +17,6 @@ from actors.options import SchedulerConfig
 from actors.protocol.messages import Proposal, Request, SamplingParams, TokenTree, Verdict
 from tests.examples import examples
 
-NO_EOS = frozenset()
-
 
 def count_scopes(sequences: Iterable[Sequence]) -> Counter[int]:
     return Counter([sequence.request.scope for sequence in sequences])
@@ -60,7 +58,7 @@ def follow(plan, accept=lambda num_draft_tokens: 0) -> None:
             continue
         path = tuple(range(1, 1 + accept(proposal.tree.num_draft_tokens if proposal else 0)))
         verdict = Verdict(sequence.request_id, sequence.epoch, sequence.prefix_len, path, (7,))
-        sequence.commit(verdict, proposal, NO_EOS)
+        sequence.commit(verdict, proposal)
 
 
 class Lives(RuleBasedStateMachine):

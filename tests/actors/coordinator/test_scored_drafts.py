@@ -21,10 +21,10 @@ from actors.protocol.messages import (
     Request,
     SamplingParams,
     SparseDistribution,
+    TokenTree,
     VerdictBatch,
     VerifyBatch,
 )
-from actors.protocol.token_tree import TokenTree
 from tests.actors.scripted_roles import World
 from tests.actors.small_language import oracle
 
@@ -103,7 +103,7 @@ class Resting(Policy):
         self.scored: list[DraftOutcome] = []
         self.num_begun = 0
 
-    def draft_length(self, request_id, remaining):
+    def draft_length(self, request_id, most):
         return 0
 
     def num_followed(self, num_requests):
@@ -164,7 +164,7 @@ def test_requests_that_leave_are_released_though_none_can_be_drafted_for():
     world.deliver(Request(2, (3, 5), SamplingParams(max_tokens=25, ignore_eos=True)))
     while 1 not in world.ends:
         world.deliver_one()
-    policy.longest_useful = lambda remaining: 0
+    policy.longest_draft = 0
     for _ in range(6):
         world.deliver_one()
     assert 1 not in world.drafter.knows.texts and 2 in world.drafter.knows.texts

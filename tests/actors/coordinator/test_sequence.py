@@ -24,7 +24,7 @@ EOS = frozenset({1})
 
 def start(prompt=(5, 6, 7), max_model_len=100, **sampling) -> Sequence:
     sequence = Sequence.start(
-        Request(4, tuple(prompt), SamplingParams(**{"max_tokens": 20, **sampling})), max_model_len
+        Request(4, tuple(prompt), SamplingParams(**{"max_tokens": 20, **sampling})), max_model_len, EOS
     )
     sequence.cached_len = len(prompt) - 1
     return sequence
@@ -39,7 +39,7 @@ def propose(sequence: Sequence, draft, parents=None) -> Proposal:
 def commit(sequence: Sequence, path, next_token: int | list[int], proposal=None, *, none_follows=False):
     own = (next_token,) if isinstance(next_token, int) else tuple(next_token)
     verdict = Verdict(4, sequence.epoch, sequence.prefix_len, tuple(path), own, none_follows)
-    return sequence.commit(verdict, proposal, EOS)
+    return sequence.commit(verdict, proposal)
 
 
 def test_a_commit_appends_the_path_and_the_target_s_own_token():
@@ -158,7 +158,7 @@ def test_preemption_forgets_rows_keeps_text_and_makes_records_stale():
 def test_a_verdict_on_another_prefix_is_a_broken_invariant(wrong):
     sequence = start()
     with pytest.raises(AssertionError):
-        sequence.commit(replace(Verdict(4, 0, 3, (), (20,)), **wrong), None, EOS)
+        sequence.commit(replace(Verdict(4, 0, 3, (), (20,)), **wrong), None)
 
 
 @pytest.mark.extended

@@ -11,7 +11,7 @@ from actors.coordinator import service
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.scheduler import Capacity
 from actors.coordinator.separate_port import SeparatePort
-from actors.coordinator.service import EPOCHS_PER_INCARNATION, ROUNDS_PER_INCARNATION
+from actors.coordinator.service import EPOCHS_PER_INCARNATION, ROUNDS_AT_ONCE, ROUNDS_PER_INCARNATION
 from actors.coordinator.spec import CoordinatorSpec
 from actors.options import SchedulerConfig
 from actors.protocol.membership import Hello
@@ -44,7 +44,7 @@ def test_every_option_reaches_its_part(open_stage, calls, adaptive, chooses):
     kind = dict(adaptive=adaptive, chooses_lengths=chooses, scores_drafts=adaptive, runs_passes=chooses)
     stage = open_stage(limits=limits, min_draft_tokens=2, **kind)
     stage.get_ready()
-    drafter = dict(longest_only=chooses, waits=True, scores=adaptive, runs_passes=chooses)
+    drafter = dict(longest_only=chooses, waits=True, scores=adaptive, runs_passes=chooses, rounds_at_once=1)
     assert calls["make_policy"] == (("sync", 2, 4), dict(adaptive=adaptive) | drafter)
     assert calls["Scheduler"] == ((limits, Capacity(FACTS["kv_slots"], FACTS["max_model_len"])), {})
     (scheduler, policy, ends, port), options = calls["Coordinator"]
@@ -61,6 +61,7 @@ def test_a_successor_counts_on_where_its_predecessors_cannot_have_come(open_stag
     assert stage.receive(CLIENT).facts == FACTS and epoch == 3 * EPOCHS_PER_INCARNATION + 1
     options = calls["open_port"][1]
     assert (options["drafts"], options["attached"]) == (False, True)
+    assert calls["make_policy"][1]["rounds_at_once"] == ROUNDS_AT_ONCE, "nothing else is hidden behind a pass"
     assert options["first_round"] == 3 * ROUNDS_PER_INCARNATION
 
 

@@ -48,10 +48,10 @@ from actors.protocol.messages import (
     DraftBatch,
     DraftOrder,
     SamplingParams,
+    TokenTree,
     TopTokens,
     extend_hash,
 )
-from actors.protocol.token_tree import TokenTree
 from actors.roles.draft import DraftRole
 from actors.sampling.logits import LogitRows, process_batch, top_children
 from actors.transport.mailbox import Mailbox

@@ -51,7 +51,7 @@ class Batches:
             beside_s = self.read_s * len(set(followed) - read)
             if drafts and not beside_s:
                 policy.caught_up()
-            lengths = {i: policy.draft_length(i, running[i]) if i in read and i in followed else 0 for i in running}
+            lengths = {i: policy.draft_length(i, running[i] - 1) if i in read and i in followed else 0 for i in running}
             read |= set(followed)
             ages = {i: lengths_of[i] - left for i, left in running.items()}
 
@@ -62,7 +62,7 @@ class Batches:
             scored, scored_s = [], 0.0
             if drafts and policy.may_score:
                 policy.begin_scoring()
-                tested = [(i, policy.longest_useful(left)) for i, left in running.items()]
+                tested = [(i, min(policy.longest_draft, left - 1)) for i, left in running.items()]
                 scored = [DraftOutcome(i, n, range(1, (k := accepted(i, n)) + 1), k + 1) for i, n in tested if n]
                 scored_s = self.scored_s * len(tested)
             rows = len(running) + sum(lengths.values()) + PROMPT_ROWS / 2 * len(joining)

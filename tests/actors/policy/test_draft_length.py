@@ -26,7 +26,7 @@ class Rounds:
         for i in range(count):
             if self.policy.mode is Mode.catch_up:
                 self.policy.caught_up()
-            lengths = {request_id: self.policy.draft_length(request_id, most + 1) for request_id in self.chances}
+            lengths = {request_id: self.policy.draft_length(request_id, most) for request_id in self.chances}
             offers = []
             for request_id, length in lengths.items():
                 ordered[request_id].append(length)
@@ -120,5 +120,5 @@ def test_nothing_is_kept_of_requests_that_ended():
 def test_it_is_made_as_the_user_chose():
     assert type(make_policy("sync", 0, 5, adaptive=False)) is Policy
     assert type(make_policy("sync", 0, 0, adaptive=True)) is Policy, "there is no drafter"
-    assert make_policy("sync", 0, 5, adaptive=False).draft_length(1, 5) == 4
+    assert make_policy("sync", 0, 5, adaptive=False).draft_length(1, 4) == 4
     assert isinstance(make_policy("sync", 0, 5, adaptive=True), AdaptivePolicy)

@@ -44,7 +44,7 @@ class Machine:
             policy.expect_load(1, samples=False)
             policy.caught_up()
             remaining = REQUEST_TOKENS - position
-            length = policy.draft_length(request_id, remaining) if policy.num_followed(1) else 0
+            length = policy.draft_length(request_id, remaining - 1) if policy.num_followed(1) else 0
             while clock > next_phase:
                 slow, next_phase = exp(phases.uniform(0, self.slowest)), next_phase + phases.expovariate(1 / phase_s)
             paused_s = 0.0

@@ -23,11 +23,11 @@ LONGEST = 6
 @pytest.mark.parametrize("pipeline", PipelineName)
 def test_orders_are_within_their_bounds(pipeline):
     policy = Policy(pipeline, LONGEST)
-    lengths = [policy.draft_length(1, remaining) for remaining in range(10)]
-    assert lengths == [0] * 10 if not pipeline.drafts else lengths == [0, 0, 1, 2, 3, 4, 5, 6, 6, 6]
+    lengths = [policy.draft_length(1, most) for most in range(10)]
+    assert lengths == [0] * 10 if not pipeline.drafts else lengths == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6]
     halves = [0, 1, 1, 2, 2, 3] if pipeline.alternates else range(6)
     assert [policy.num_orders(num_running) for num_running in range(6)] == list(halves)
-    assert policy.wait_s(1, 0, 1, has_first_part=False) > 0
+    assert policy.wait.wait_s(1, 0, 1) > 0
     assert policy.mode is Mode.speculate and policy.findings() is None and not policy.may_end
 
 
@@ -140,7 +140,7 @@ def test_where_plain_decoding_is_ruled_out_drafts_are_always_ordered(shortest):
         policy.update(RoundObservation(seconds, 0.01, seconds - 0.01, 1, 10.0, 1, 0, outcomes))
     assert (policy.draft_length(1, 100) == 0) == (shortest == 0)
     assert (policy.mode is Mode.rest) == (shortest == 0) and policy.weighs_waiting == (shortest == 0)
-    assert [policy.draft_length(1, remaining) for remaining in (1, 2)] == [0, min(1, shortest)]
+    assert [policy.draft_length(1, most) for most in (0, 1)] == [0, min(1, shortest)]
 
 
 def played(policy, num_running, num_rounds, gains_of, *, samples=False):
@@ -380,7 +380,7 @@ def test_a_drafter_that_chooses_lengths_is_ordered_the_longest():
 def test_what_a_row_costs_is_learned_from_rows_that_were_verified_and_prices_the_others():
     """The drafter drops every other token of a batch of 16: a row costs 0.2 ms, whatever was ordered."""
     policy, draw, size, row_s = AdaptivePolicy("sync", 0, LONGEST), random.Random(0), 16, 2e-4
-    assert policy.costs() == Policy("sync", LONGEST).costs() == MeasuredCosts(), "nothing is known of costs"
+    assert policy.costs == Policy("sync", LONGEST).costs == MeasuredCosts(), "nothing is known of costs"
     speeds = []
     for round_ in range(120):
         policy.caught_up()
@@ -396,9 +396,9 @@ def test_what_a_row_costs_is_learned_from_rows_that_were_verified_and_prices_the
         policy.update(RoundObservation(*seen))
         if round_ >= 60:
             speeds.append((sum(counts) + size) / (verify_s + draft_s))
-            assert (policy.costs().least_chance > 0.0) is (policy.mode is Mode.speculate)
+            assert (policy.costs.least_chance > 0.0) is (policy.mode is Mode.speculate)
     assert policy.mode is Mode.speculate
-    costs = policy.costs()
+    costs = policy.costs
     assert costs.least_chance == pytest.approx(row_s * mean(speeds), rel=0.15)
     assert costs.row_s == pytest.approx(row_s, rel=0.1)
     assert costs.round_s == pytest.approx(0.01 + row_s * size, rel=0.05)
@@ -461,7 +461,7 @@ def test_rounds_that_are_learned_from_together_are_decided_for_once(monkeypatch,
     for number in (1, 4):
         policy = policies[number] = AdaptivePolicy("sync", 0, LONGEST, scores=True)
         played(policy, num_running, 20, (1.5e-3, 0.0))
-        assert policy.mode is Mode.rest and policy.may_learn_later
+        assert policy.mode is Mode.rest and policy.most_unlearned
         policy._decision.budget = -50.0  # no trial begins within the rounds below
         decide = policy._decide
         monkeypatch.setattr(

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from actors.protocol.draft_tree import DraftTree
-from actors.protocol.token_tree import TokenTree
+from actors.protocol.messages import TokenTree
 
 SEEDS = range(40)
 

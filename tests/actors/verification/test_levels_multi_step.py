@@ -83,7 +83,7 @@ def text(
         drawn = DrawnTree(proposal.tree, proposal.sampling_kinds, proposal.distributions)
         path, token = RULES[rule](drawn, lambda node: TARGET, random_source)
         verdict = Verdict(1, sequence.epoch, sequence.prefix_len, path, (token,))
-        outbox.add_commit(sequence.commit(verdict, proposal, frozenset()))
+        outbox.add_commit(sequence.commit(verdict, proposal))
         if sequence.num_generated >= LENGTH:
             break
     return tuple(sequence.token_ids[1 : LENGTH + 1])

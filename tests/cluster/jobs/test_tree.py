@@ -14,7 +14,7 @@ from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.fixed_trees import read_trees
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import SamplingConfig, VerifyConfig, VerifyRule
-from actors.protocol.token_tree import TokenTree
+from actors.protocol.messages import TokenTree
 from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig, TreeConfig
 from cluster.jobs import generate, tree

@@ -11,7 +11,7 @@ import pytest
 
 from actors.drafters.model.fixed_trees import FixedTreeGrowth, best_trees, expected_accepted, read_trees, write_trees
 from actors.drafters.model.tree_growth import Candidate, GrowingTree
-from actors.protocol.token_tree import TokenTree
+from actors.protocol.messages import TokenTree
 
 GOLDEN = (0.7, 0.12, 0.18)
 """Acceptance by rank of p=(.5,.3,.2) and q=(.2,.3,.5) without replacement, at every position."""

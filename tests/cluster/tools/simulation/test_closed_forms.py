@@ -13,6 +13,7 @@ import pytest
 
 from actors.drafters.model.config import DraftRows, ModelDrafterConfig, Strategy
 from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree
+from actors.policy.draft_wait import DraftWait
 from actors.policy.policy import Policy
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate
 from tests.matrices import in_turn
@@ -117,13 +118,11 @@ def test_synchronous_tree():
     assert result.round_ms == pytest.approx(1e3 * (TREE.depth * DRAFT_S + TARGET_S), rel=1e-3)
 
 
-class NeverWaits(Policy):
+class NeverWaits(DraftWait):
     """A target that goes on without a draft whenever none is ready, as PEARL's does."""
 
-    def wait_s(self, num_expecting, num_ready, num_plain, *, has_first_part):
-        if has_first_part:
-            return 0.0
-        return super().wait_s(num_expecting, num_ready, num_plain, has_first_part=has_first_part)
+    def wait_s(self, *load, has_first_part=False, **known):
+        return 0.0 if has_first_part else super().wait_s(*load, **known)
 
 
 @pytest.mark.extended
@@ -135,7 +134,9 @@ def test_pearl(alpha):
     case = scenario("pearl", alpha, drafter, draft=PassCost.flat(0.98 * TARGET_S / window), **LONG)
     alpha = frequency(case)
     expected = (1 - alpha**window) / ((1 - alpha) * (1 + alpha - alpha**window))
-    assert simulate(case, NeverWaits("pearl", window - 1)).tokens_per_pass == pytest.approx(expected, rel=0.015)
+    policy = Policy("pearl", window - 1)
+    policy.wait = NeverWaits(weighs=False, longest_draft=window - 1)
+    assert simulate(case, policy).tokens_per_pass == pytest.approx(expected, rel=0.015)
 
 
 @pytest.mark.extended
