@@ -50,18 +50,10 @@ class XmlForm:
     def grammar(self, tools: Sequence[ToolDefinition], *, is_parallel: bool) -> Grammar:
         """Text is free up to the first mark, or the mark with the name of a function. Raises ValueError, one line, if a
         strict function cannot be held."""
-        opens, closes = map(self._tokens.one, (OPEN, CLOSE))
-        shown = self._tokens.any(but=OPEN, visible=True)
-        pieces = [*(["call"] if is_parallel else []), *([f"FREE {shown}"] if shown else [])]
+        begin, end, around = self._tokens.rules_around_calls(OPEN, CLOSE, is_parallel=is_parallel)
         names = [tool.function.name for tool in tools]
         calls = [f"(opened {quoted(name + '>')} | bare{place}) call{place}" for place, name in enumerate(names)]
-        rules = [
-            f"start: {f'{either(*pieces)}* ' if pieces else ''}{'FREE' if is_parallel else '(call | FREE)'}",
-            f"call: {either(*calls)} {either(quoted(CLOSE), closes)}",
-            f"opened: {either('opens', opens and f'FREE {opens}')} {quoted(chr(10) + FUNCTION)}",
-            f"opens[lazy]: /(.|\\n)*{regular(OPEN)}/",
-            "FREE: /(.|\\n)*/",
-        ]
+        rules = [*around, f"call: {either(*calls)} {end}", f"opened: {begin} {quoted(chr(10) + FUNCTION)}"]
         for place, tool in enumerate(tools):
             rules += [
                 f"bare{place}[lazy]: /(.|\\n)*{regular(f'{FUNCTION}{names[place]}>')}/",
