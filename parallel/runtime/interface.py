@@ -203,14 +203,14 @@ class Runner(Protocol):
 
 def run_by_kind(
     spans: Sequence[Span],
-    token_ids: Tensor,
+    token_ids: Tensor | Sequence[int],
     kinds: Sequence[int],
-    run: Callable[[int, Sequence[Span], Tensor], PassOutput],
+    run: Callable[[int, Sequence[Span], Tensor | Sequence[int]], PassOutput],
 ) -> PassOutput:
     """One pass for the spans of each kind, by ascending kinds; results in the order of `spans`."""
     if len(set(kinds)) == 1:
         return run(kinds[0], spans, token_ids)
-    tokens = token_ids.split([span.num_tokens for span in spans])
+    tokens = torch.as_tensor(token_ids).split([span.num_tokens for span in spans])
     rows: list[tuple[Tensor, ...]] = [()] * len(spans)
     for kind in sorted(set(kinds)):
         chosen = [i for i, one in enumerate(kinds) if one == kind]

@@ -19,7 +19,6 @@ from parallel.model.layer_parallel import LayerParallelDecoder
 from parallel.model.layers.attention import PassPlan
 from parallel.runtime.interface import PassOutput, run_by_kind
 from parallel.runtime.runner import ModelRunner
-from parallel.transfers import upload
 
 
 class LayerParallelRunner(ModelRunner):
@@ -51,11 +50,11 @@ class LayerParallelRunner(ModelRunner):
     ) -> PassOutput:
         """One pass; if it is to be exact, sequences with fuzzy rows run in a separate fuzzy pass."""
 
-        def run_part(fuzzy: int, part: Sequence[Span], tokens: Tensor) -> PassOutput:
+        def run_part(fuzzy: int, part: Sequence[Span], tokens: Tensor | Sequence[int]) -> PassOutput:
             return self.run(self.plan(part, fuzzy=bool(fuzzy)), tokens, taps)
 
         kinds = [fuzzy or bool(self._fuzzy_rows(span.seq_id).any()) for span in spans]
-        return run_by_kind(spans, upload(token_ids, self.decoder.device), kinds, run_part)
+        return run_by_kind(spans, token_ids, kinds, run_part)
 
     def exact_len(self, seq_id: SeqId) -> int:
         """Number of committed rows before the first fuzzy one."""

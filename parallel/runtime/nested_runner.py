@@ -120,8 +120,7 @@ class NestedRunner(ModelRunner):
         assert not taps, "a draft model has no taps"
         watched = len(self._depths) > 1 and not fuzzy
         depths = [self.depth_of(span.seq_id) for span in spans]
-        tokens = upload(token_ids, self.decoder.device)
-        return run_by_kind(spans, tokens, depths, partial(self._pass, watched=watched))
+        return run_by_kind(spans, token_ids, depths, partial(self._pass, watched=watched))
 
     def extend(
         self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice, *, fuzzy: bool = False
@@ -129,7 +128,9 @@ class NestedRunner(ModelRunner):
         """Pass by pass: each runs the layers that its sequences choose."""
         return Runner.extend(self, spans, token_ids, choice, fuzzy=fuzzy)
 
-    def _pass(self, depth: int, spans: Sequence[Span], token_ids: Tensor, *, watched: bool) -> PassOutput:
+    def _pass(
+        self, depth: int, spans: Sequence[Span], token_ids: Tensor | Sequence[int], *, watched: bool
+    ) -> PassOutput:
         plan = self.plan(spans)
         plan.layers = None if depth == self._whole else LayerPlan.prefix(depth)
         watched = watched and any(span.num_logits for span in spans)
