@@ -37,7 +37,7 @@ class RaggedPlan(PooledPlan):
     """The rows of a pass, or queries over other tables, as the kernel takes them."""
 
     def __init__(self, backend: RaggedBackend, rows: PassRows, last_position: int = 0) -> None:
-        self.pool, self.written_slots = backend.pool, rows.written
+        self.pool = backend.pool
         self._backend = backend
         self._rows = rows
         self.last_position = last_position
@@ -47,6 +47,10 @@ class RaggedPlan(PooledPlan):
     def address(self) -> int:
         """Where the kernel finds the rows."""
         return self._rows.address
+
+    @property
+    def written_slots(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]  (made where it is asked for)
+        return self._rows.written
 
     def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
         return self._backend.layer_call(heads).attend(self._rows, projected, rotation)
