@@ -63,24 +63,18 @@ class PlainEngine(Apart):
     @functools.cached_property
     def places(self) -> list[RankPlacement]:
         """Where its ranks are; waits until it has started. Raises what its start raises."""
-        return self.call("places")
+        return self.call("list_places")
 
     def serve(self, prompts: Sequence[Prompt], sampling: SamplingParams, concurrency: int, salt: str = "") -> Run:
         """Calls `serve_prompts` in the other process; nothing is reported of single requests until all have ended."""
         return self.call("serve", prompts, sampling, concurrency, salt)
 
 
-class _PlainDecoder:
+class _PlainDecoder(Engine):
     """What runs over there."""
 
-    def __init__(self, config: LaunchConfig) -> None:
-        self._engine = Engine(config)
-
-    def places(self) -> list[RankPlacement]:
-        return self._engine.places
+    def list_places(self) -> list[RankPlacement]:
+        return self.places
 
     def serve(self, prompts: Sequence[Prompt], sampling: SamplingParams, concurrency: int, salt: str) -> Run:
-        return serve_prompts(self._engine, prompts, sampling, speculate=False, concurrency=concurrency, cache_salt=salt)
-
-    def close(self) -> None:
-        self._engine.close()
+        return serve_prompts(self, prompts, sampling, speculate=False, concurrency=concurrency, cache_salt=salt)

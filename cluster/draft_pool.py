@@ -33,13 +33,13 @@ from cluster.config.jobs import PoolConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.checkpoints import check_checkpoints
 from cluster.io.text import read_eos_token_ids
-from cluster.keys import ClientFile, write_privately
+from cluster.keys import ClientFile
 from cluster.observability.report import write_json
 from cluster.placement.ranks import Devices, models_of, place_alone
 from cluster.runtime.backend import LOOPBACK, rank_spec
 from parallel.comm.group import SINGLE
 from parallel.runtime.device import use_device
-from parallel.whole_files import WriteError, make_folder
+from parallel.whole_files import WriteError, make_folder, write_privately
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def _open(
     limits = PoolLimits(
         job.max_leases, job.leases_per_key or job.max_leases, job.lease_s, config.drafter.num_draft_tokens
     )
-    return passes, PoolService(hub, spec, terms, limits, shared, clients.read, observe, watch)
+    return passes, PoolService(hub, spec, terms, limits, shared, clients.read_again, observe, watch)
 
 
 def _secret(job: PoolConfig) -> bytes:

@@ -12,7 +12,6 @@ that their owner alone can read.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 import threading
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from actors.protocol.membership import ClientKeys
 from actors.transport.keys import CLIENTS, SECRET_BYTES, LinkKey
-from parallel.whole_files import WriteError, naming
+from parallel.whole_files import WriteError, naming, write_privately
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +37,7 @@ class ClientFile:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._path = directory / "clients"
+        self._refused = ""
 
     def create(self, first: LinkKey) -> Path:
         """Create the folder with the engine's first client; returns the file of its key."""
@@ -58,6 +58,16 @@ class ClientFile:
     def read(self) -> dict[str, bytes]:
         """Public halves by name."""
         return self._read()[1]
+
+    def read_again(self) -> dict[str, bytes] | None:
+        """What `read` returns; None for a file that cannot be read, of which the log says so once."""
+        try:
+            return self.read()
+        except ValueError as error:
+            if str(error) != self._refused:
+                log.warning("%s", error)
+            self._refused = str(error)
+            return None
 
     def add(self, name: str) -> Path:
         """A new client; returns the file of its key."""
@@ -118,29 +128,13 @@ class ClientFileWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        refused = ""
         while not self._stopped.wait(_READ_S):
-            try:
-                clients = self._file.read()
-            except ValueError as error:
-                if str(error) != refused:
-                    log.warning("%s", error)
-                refused = str(error)
-                continue
-            self._send(ClientKeys(tuple([(public, name) for name, public in clients.items()])))
+            if (clients := self._file.read_again()) is not None:
+                self._send(ClientKeys(tuple([(public, name) for name, public in clients.items()])))
 
 
 def _name(key: LinkKey) -> str:
     return key.peer.removeprefix(CLIENTS)
-
-
-def write_privately(file: Path, text: str) -> Path:
-    """A new file that its owner alone can read. WriteError, one line, if it cannot be written."""
-    with naming(file):
-        file.unlink(missing_ok=True)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as writer:
-            writer.write(text)
-    return file
 
 
 def main(arguments: list[str]) -> str:

@@ -54,6 +54,15 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def write_privately(path: Path, text: str) -> Path:
+    """A new file that its owner alone can read, in the place of one that is there."""
+    with naming(path):
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as writer:
+            writer.write(text)
+    return path
+
+
 def make_folder(path: Path) -> None:
     """Make the folder and those it is in; `WriteError` if that cannot be."""
     with naming(path):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 class PoolTime:
@@ -21,55 +21,43 @@ class PoolTime:
         self._lock = threading.Lock()
         self._at = clock()
         self._num_busy = 0  # leases that do not wait for a record
-        self._is_passing = False
+        self._num_passing = 0
         self._pass_s = self._host_s = 0.0
 
     def spent(self) -> tuple[float, float]:
         """Seconds in calls of the drafter, and seconds of the host outside them."""
-        with self._changing():
-            return self._pass_s, self._host_s
+        return self._change()
 
-    @contextmanager
-    def passing(self) -> Iterator[None]:
+    def passing(self) -> AbstractContextManager[None]:
         """A call of the drafter."""
-        with self._changing():
-            self._is_passing = True
-        try:
-            yield
-        finally:
-            with self._changing():
-                self._is_passing = False
+        return self._counted(passes=1)
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serving(self) -> AbstractContextManager[None]:
         """A lease runs."""
-        with self._changing():
-            self._num_busy += 1
-        try:
-            yield
-        finally:
-            with self._changing():
-                self._num_busy -= 1
+        return self._counted(busy=1)
 
-    @contextmanager
-    def resting(self) -> Iterator[None]:
+    def resting(self) -> AbstractContextManager[None]:
         """A lease that runs waits for a record."""
-        with self._changing():
-            self._num_busy -= 1
+        return self._counted(busy=-1)
+
+    @contextmanager
+    def _counted(self, *, passes: int = 0, busy: int = 0) -> Iterator[None]:
+        """So many more of each while it lasts."""
+        self._change(passes, busy)
         try:
             yield
         finally:
-            with self._changing():
-                self._num_busy += 1
+            self._change(-passes, -busy)
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """The time until now is that of the state until now."""
+    def _change(self, passes: int = 0, busy: int = 0) -> tuple[float, float]:
+        """The time until now is that of the state until now; returns both sums."""
         with self._lock:
             now = self._clock()
-            if self._is_passing:
+            if self._num_passing:
                 self._pass_s += now - self._at
             elif self._num_busy:
                 self._host_s += now - self._at
             self._at = now
-            yield
+            self._num_passing += passes
+            self._num_busy += busy
+            return self._pass_s, self._host_s

@@ -8,7 +8,6 @@ is to every engine a lost draft role.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -22,8 +21,6 @@ from actors.protocol.leases import LeaseAnswer, LeaseOrder, LeaseQuery, LeaseTer
 from actors.transport.channel import Hub
 from actors.transport.keys import CLIENTS, peer_of, public_half
 from actors.worker.spec import RankSpec
-
-log = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _READ_S = 1.0
@@ -76,7 +73,7 @@ class PoolSnapshot:
 
 class PoolService:
     """Serves `hub`, whose clients are engines. `spec` is the pool's own rank. `clients` returns those that are
-    admitted, their public keys by name, or raises ValueError, which changes nothing; leases of a key that is gone end.
+    admitted, their public keys by name, or None, which changes nothing; leases of a key that is gone end.
     `watch` receives a snapshot every `WATCH_S` seconds and at the end."""
 
     def __init__(
@@ -86,7 +83,7 @@ class PoolService:
         terms: LeaseTerms,
         limits: PoolLimits,
         shared: SharedDrafter,
-        clients: Callable[[], Mapping[str, bytes]],
+        clients: Callable[[], Mapping[str, bytes] | None],
         observe: Callable[[str], None] = lambda _: None,
         watch: Callable[[PoolSnapshot], None] = lambda _: None,
     ) -> None:
@@ -98,7 +95,6 @@ class PoolService:
         self._read_clients = clients
         self._clients: Mapping[str, bytes] = {}
         self._clients_read_at = -math.inf
-        self._clients_error = ""
         self._observe = observe
         self._watch = watch
         self._watched_at = time.monotonic()
@@ -155,14 +151,9 @@ class PoolService:
         if now - self._clients_read_at < _READ_S:
             return
         self._clients_read_at = now
-        before = self._clients
-        try:
-            self._clients = self._read_clients()
-        except ValueError as error:
-            if str(error) != self._clients_error:
-                log.warning("%s", error)
-            self._clients_error = str(error)
+        if (clients := self._read_clients()) is None:
             return
+        before, self._clients = self._clients, clients
         self._hub.admit_clients({public: CLIENTS + name for name, public in self._clients.items()})
         gone = {name for name, public in before.items() if self._clients.get(name) != public}
         for tenant in self._tenants.values():

@@ -1,4 +1,5 @@
-"""Which requests of a lease may hold KV rows: its share of the pool's slots, in the order in which they came.
+"""How leases share a drafter: which of its requests may hold KV rows, in the order in which they came, and which part
+of their texts is read next, so that a long text delays the drafts of others by one part at most.
 
 Pure arithmetic over lengths; it must not know drafters or passes.
 """
@@ -22,3 +23,17 @@ def within_share(lengths: Iterable[tuple[int, int]], share: int, room: int) -> s
             held += length + room
             fitting.add(request_id)
     return fitting
+
+
+def next_part(unread: Iterable[tuple[int, int, int]], most: int) -> list[tuple[int, int]]:
+    """(request, tokens of its text that are read then), in order, until `most` tokens more are read in all.
+
+    `unread` are (request, tokens that are read, tokens of its text); a request that is read to its end is left out.
+    """
+    part = []
+    for request_id, num_read, length in unread:
+        end = min(length, num_read + most)
+        if end > num_read:
+            part.append((request_id, end))
+            most -= end - num_read
+    return part

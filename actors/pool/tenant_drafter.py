@@ -18,8 +18,7 @@ from actors.drafters.interface import Capabilities, Context, Draft
 from actors.policy.estimators import Ewma
 from actors.pool.merged_passes import MergedPasses
 from actors.pool.order_choice import OrderHistory
-from actors.pool.reading import next_part
-from actors.pool.shares import share_of, within_share
+from actors.pool.shares import next_part, share_of, within_share
 from actors.protocol.messages import Commit, DraftPreview, TokenTree
 
 ROWS_BESIDE_TEXT = 64

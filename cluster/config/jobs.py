@@ -51,7 +51,6 @@ class GenerateConfig(PromptsJobConfig):
     """Complete prompts and report how speculation went."""
 
     name: str = "generate"
-    """Set by the choice `job=`."""
     concurrency: Annotated[int, Range(0, zero="all at once")] = 1
     """Requests in flight; 0 = all at once. The default measures the latency of a single request."""
     baseline: bool = True
@@ -67,7 +66,6 @@ class BenchConfig(PromptsJobConfig):
     """Measure configurations against plain decoding in one run. An axis that is empty stays as configured."""
 
     name: str = "bench"
-    """Set by the choice `job=`."""
     repeats: Annotated[int, Range(1)] = 3
     """Measured runs of each configuration; medians are reported."""
     warmup: Annotated[int, Range(0)] = 1
@@ -102,7 +100,6 @@ class ServeConfig(JobConfig):
     """Serve the target over HTTP, to clients of OpenAI's API; `server.*` has the options."""
 
     name: str = "serve"
-    """Set by the choice `job=`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,6 @@ class ChatConfig(JobConfig):
     """Chat with the target in the terminal, by its checkpoint's chat template and as `sampling.*` say."""
 
     name: str = "chat"
-    """Set by the choice `job=`."""
     system: str = ""
     """Message of the role `system` before the chat; empty = none."""
 
@@ -120,9 +116,7 @@ class CertifyConfig(PromptsJobConfig):
     """Prove that speculation leaves the output of this target unchanged."""
 
     name: str = "certify"
-    """Set by the choice `job=`."""
     limit: Annotated[int, Range(0, zero="all prompts")] = 6
-    """Prompts of the file at most, in its order and spread evenly over its categories; 0 = all."""
     concurrency: Annotated[int, Range(0, zero="all at once")] = 4
     """Requests in flight; 0 = all at once."""
     temperatures: Annotated[list[float], replace(TEMPERATURE, filled=True)] = field(default_factory=lambda: [0.0, 1.0])
@@ -147,7 +141,6 @@ class DrillConfig(PromptsJobConfig):
     """Kill and freeze processes at random moments under load, and verify that every request survives."""
 
     name: str = "drill"
-    """Set by the choice `job=`."""
     concurrency: Annotated[int, Range(1)] = 4
     """Requests in flight."""
     faults: Annotated[int, Range(1)] = 8
@@ -167,7 +160,6 @@ class PlanConfig(JobConfig):
     """Predict the speed of every layout, here or on a described cluster, and try the best of them."""
 
     name: str = "plan"
-    """Set by the choice `job=`."""
     costs: str = ""
     """YAML file with the pass costs of a cluster to plan for; empty = measure this machine."""
     prompts: str = ""
@@ -216,7 +208,6 @@ class DatastoreConfig(JobConfig):
     """Make the datastore file of `drafter=rest` from text files, in the target's tokens."""
 
     name: str = "datastore"
-    """Set by the choice `job=`."""
     files: list[str] = field(default_factory=list)
     """Text files, or JSONL with a `text` or `prompt` field: paths or patterns such as `texts/**/*.txt`."""
     out: str = ""
@@ -231,9 +222,7 @@ class VocabularyConfig(PromptsJobConfig):
     """Count the tokens that the target writes, or those of text files, into a token list for `drafter.vocabulary`."""
 
     name: str = "vocabulary"
-    """Set by the choice `job=`."""
     limit: Annotated[int, Range(0, zero="all prompts")] = 0
-    """Prompts of the file at most, in its order and spread evenly over its categories; 0 = all."""
     concurrency: Annotated[int, Range(0, zero="all at once")] = 4
     """Requests in flight; 0 = all at once."""
     files: list[str] = field(default_factory=list)
@@ -249,9 +238,7 @@ class TreeConfig(PromptsJobConfig):
     """Measure acceptance by rank and write the best fixed trees for it into a file for `drafter.tree`."""
 
     name: str = "tree"
-    """Set by the choice `job=`."""
     limit: Annotated[int, Range(0, zero="all prompts")] = 16
-    """Prompts of the file at most, in its order and spread evenly over its categories; 0 = all."""
     nodes: Annotated[int, Range(1, cap=1024)] = 31
     """Draft tokens of the largest tree; smaller ones are written too."""
     depth: Annotated[int, Range(1, cap=128)] = 8
@@ -271,7 +258,6 @@ class SearchConfig(PromptsJobConfig):
     """Search the sublayers that drafts of the target by itself leave out, for `drafter.layers` of drafter=self."""
 
     name: str = "search"
-    """Set by the choice `job=`."""
     methods: Annotated[list[str], OneOf(SEARCHES, filled=True)] = field(default_factory=lambda: ["bayesian"])
     """bayesian: by a Gaussian process over all masks of sublayers (Draft & Verify); random: masks drawn at random, to
     compare with; swift: the search of drafter.search=swift, while it completes the prompts."""
@@ -288,7 +274,6 @@ class TrainConfig(JobConfig):
     """Train a drafter for `target.path` by a recipe."""
 
     name: str = "train"
-    """Set by the choice `job=`."""
     recipe: str = "distill"
     """What to train, as docs/recipes.md lists it; distill = a plain draft model, specdec = one that fills blocks, for a
     target with an encoder."""
@@ -350,7 +335,6 @@ class PoolConfig(JobConfig):
     """Lend the drafter to the targets of other engines, until SIGTERM or Ctrl-C."""
 
     name: str = "pool"
-    """Set by the choice `job=`."""
     listen: str = "tcp://127.0.0.1:9700"
     """Address for the engines that use the pool, tcp://HOST:PORT; port * = any that is free."""
     secret_file: str = ""

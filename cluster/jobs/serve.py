@@ -24,8 +24,8 @@ _POLL_S = 0.5
 def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for an address or a key file that cannot be used, EngineError once the engine has failed."""
     try:
+        from cluster.serving.app import HttpService
         from cluster.serving.server import HttpServer, bind
-        from cluster.serving.service import HttpService
     except ModuleNotFoundError as error:
         raise ValueError(f"job=serve: needs {error.name}; install it with pip install specdec[serve]") from error
     terminal, server = Terminal(), config.server

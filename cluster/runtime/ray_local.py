@@ -47,7 +47,9 @@ class LocalRay:
         self.token_file: Path | None = None
         """Holds the token, if there is one that was made here."""
         if settings["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-            self.token_file = make_token(self._folder / "ray-token")
+            from parallel.whole_files import write_privately  # not in the guard
+
+            self.token_file = write_privately(self._folder / "ray-token", secrets.token_hex())
             settings["RAY_AUTH_TOKEN_PATH"] = str(self.token_file)
         self._before = {name: os.environ.get(name) for name in settings}
         settle(settings, loopback=True)
@@ -83,14 +85,6 @@ def dashboard_apart() -> Iterator[Callable[[], str]]:
         yield start_now
     finally:
         Node.start_api_server = start
-
-
-def make_token(path: Path) -> Path:
-    """Write the token of a new cluster where only the user can read it."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
-    return path
 
 
 def settle(settings: Mapping[str, str | None], *, loopback: bool = False) -> None:

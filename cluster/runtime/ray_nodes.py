@@ -54,25 +54,18 @@ def living_hosts() -> set[str]:
     return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
-def await_layout(
-    config: LaunchConfig,
-    progress: Callable[[str], None],
-    find_nodes: Callable[[], list[Node]] = free_nodes,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> list[RankPlacement]:
+def await_layout(config: LaunchConfig, progress: Callable[[str], None]) -> list[RankPlacement]:
     """The layout, once nodes and devices for it are free. Raises ValueError with the reason after `cluster.wait_s`."""
 
     def lay_out() -> list[RankPlacement]:
-        nodes = find_nodes()
+        nodes = free_nodes()
         if len(nodes) < (wanted := config.cluster.nodes):
             joined = ", ".join(f"{node.name} ({node.host})" for node in nodes)
             remedy = "look at the logs of Ray on the others"
             raise ValueError(f"cluster.nodes={wanted}: only {len(nodes)} joined: {joined}; {remedy}")
         return over_nodes(config, nodes)
 
-    remedy = ": to wait longer, raise cluster.wait_s"
-    return _await(lay_out, config.cluster.wait_s, remedy, progress, clock, sleep)
+    return _await(lay_out, config.cluster.wait_s, ": to wait longer, raise cluster.wait_s", progress)
 
 
 def await_head(config: ClusterConfig, progress: Callable[[str], None]) -> None:
@@ -92,28 +85,21 @@ def await_head(config: ClusterConfig, progress: Callable[[str], None]) -> None:
     _await(reach, config.wait_s if config.name == ClusterName.slurm else _HEAD_S, "", progress)
 
 
-def _await(
-    attempt: Callable[[], Result],
-    wait_s: float,
-    remedy: str,
-    progress: Callable[[str], None],
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Result:
+def _await(attempt: Callable[[], Result], wait_s: float, remedy: str, progress: Callable[[str], None]) -> Result:
     """What `attempt` returns, as soon as it raises no ValueError; reports to `progress` now and then what it raises."""
-    started = reported = clock()
+    started = reported = time.monotonic()
     while True:
         try:
             return attempt()
         except ValueError as error:
             missing = str(error)
-        now = clock()
+        now = time.monotonic()
         if now - started >= wait_s:
             raise ValueError(f"{missing}; gave up after {now - started:.0f} s{remedy}")
         if now - reported >= _PROGRESS_S:
             reported = now
             progress(f"waiting for {now - started:.0f} s: {missing}")
-        sleep(_CHECK_S)
+        time.sleep(_CHECK_S)
 
 
 def check_admitted(address: str) -> None:

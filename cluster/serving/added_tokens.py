@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 from tokenizers import Tokenizer
 
+from cluster.serving.grammars import either, quoted, regular
+
 
 class AddedTokens:
     """The tokens that are no pieces of text, but for those that end texts."""
@@ -25,3 +27,16 @@ class AddedTokens:
         """A grammar's name of all of them, but that of a mark; those that are `visible` are part of a reply's text."""
         found = (self._visible if visible else self._all) - {self._ids.get(but)}
         return f"<[{','.join(map(str, sorted(found)))}]>" if found else None
+
+    def rules_around_calls(self, opens: str, closes: str, *, is_parallel: bool) -> tuple[str, str, list[str]]:
+        """What begins and what ends a `call` between these marks, and the rules of a text that is free around calls. A
+        mark may be spelled by tokens that are none, and text goes on behind tokens that are shown: others could hide a
+        mark between its parts."""
+        shown, first = self.any(but=opens, visible=True), self.one(opens)
+        pieces = [*(["call"] if is_parallel else []), *([f"FREE {shown}"] if shown else [])]
+        rules = [
+            f"start: {f'{either(*pieces)}* ' if pieces else ''}{'FREE' if is_parallel else '(call | FREE)'}",
+            f"opens[lazy]: /(.|\\n)*{regular(opens)}/",
+            "FREE: /(.|\\n)*/",
+        ]
+        return either("opens", first and f"FREE {first}"), either(quoted(closes), self.one(closes)), rules

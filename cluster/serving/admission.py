@@ -29,16 +29,12 @@ class InFlightLimit:
         self._most = most
         self._most_queue_s = most_queue_s
         self._clock = clock
-        self._num = 0
+        self.num = 0
+        """Completions in flight."""
         self._num_waiting = 0  # those without a token
         self._begins: deque[float] = deque(maxlen=_MOST)  # when completions began, since there was none that waited
         self._changed = threading.Condition()
         self.is_draining = False
-
-    @property
-    def num(self) -> int:
-        """Completions in flight."""
-        return self._num
 
     def check_size(self, num: int) -> None:
         """Raise ApiError for a request of so many completions if it can never enter."""
@@ -54,14 +50,14 @@ class InFlightLimit:
                 raise ApiError(503, "the server is shutting down", code="shutting_down", headers=headers)
             self.check_size(num)
             wait_s = self._wait_s(self._num_waiting)
-            if (excess := self._num + num - self._most) > 0:
-                line = f"{self._num} completions run or wait, of {self._most} at most; try again later"
+            if (excess := self.num + num - self._most) > 0:
+                line = f"{self.num} completions run or wait, of {self._most} at most; try again later"
                 raise too_many(line, _whole_seconds(self._wait_s(excess)))
             if wait_s > self._most_queue_s:
                 line = f"{self._num_waiting} completions wait, the last of them for {wait_s:.0f} s by estimate"
                 limit = f"server.max_queue_s is {self._most_queue_s:g}; try again later"
                 raise too_many(f"{line}, and {limit}", _whole_seconds(wait_s - self._most_queue_s))
-            self._num += num
+            self.num += num
             self._num_waiting += num
 
     def began(self) -> None:
@@ -73,7 +69,7 @@ class InFlightLimit:
     def leave(self, num: int, *, num_waiting: int) -> None:
         """So many ended, of which some without a token."""
         with self._changed:
-            self._num -= num
+            self.num -= num
             self._no_longer_waiting(num_waiting)
             self._changed.notify_all()
 
@@ -81,7 +77,7 @@ class InFlightLimit:
         """Refuse new ones and wait for those in flight; whether all ended in time."""
         with self._changed:
             self.is_draining = True
-            return self._changed.wait_for(lambda: not self._num, timeout_s)
+            return self._changed.wait_for(lambda: not self.num, timeout_s)
 
     def _no_longer_waiting(self, num: int) -> None:
         self._num_waiting -= num

@@ -1,4 +1,4 @@
-"""The routes of the API: a FastAPI application over one client of an engine.
+"""The API over one client of an engine: the routes of a FastAPI application, and its beginning and end.
 
 What turns text into tokens or back runs in threads, so that a long text does not hold up the streams of others.
 It must not know sockets or how the engine was started.
@@ -22,7 +22,8 @@ from starlette.types import ASGIApp
 
 from actors.protocol.grammar import Grammar
 from cluster.completion import EngineError
-from cluster.config.schema import ServerConfig
+from cluster.config.schema import LaunchConfig
+from cluster.engine import Client
 from cluster.observability.report import versions
 from cluster.serving.admission import InFlightLimit
 from cluster.serving.bodies import BodyReader
@@ -65,6 +66,9 @@ T = TypeVar("T")
 
 _SCORED = 32
 """Characters that take as long to read as a token's log-probabilities take to write: 0.15 ms for 20 of them."""
+_WARM_UP_S = 600.0
+_END_S = 5.0
+"""Seconds in which errors reach their clients."""
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_MAY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -80,22 +84,49 @@ class _PlainRoute(APIRoute):
         return self.endpoint if self.methods == {"POST"} else super().get_route_handler()
 
 
-class Api:
-    """Answers the requests. `limit` counts those in flight, `tracer` sends a span for each that was answered."""
+class HttpService:
+    """Answers the requests. `application` is the ASGI application; it answers /ready once `warm_up` has returned, and
+    all but /health and the page ask for one of the `keys`, if there are any."""
 
-    def __init__(self, model: ServedModel, limit: InFlightLimit, tracer: RequestTracer, config: ServerConfig) -> None:
-        self._model = model
-        self._limit = limit
-        self._tracer = tracer
+    def __init__(self, client: Client, config: LaunchConfig, keys: Sequence[str] = ()) -> None:
+        server = config.server
+        self._model = model = ServedModel(client, config)
+        self.model_name = model.name
+        self._limit = InFlightLimit(config.scheduler.max_num_seqs + server.max_waiting, server.max_queue_s)
+        self._tracer = RequestTracer(server.traces_endpoint, model.name)
         self._bodies = BodyReader(2 * model.max_model_len)
         self._grammars = GrammarCheck(model)
-        self._timeout_s = config.timeout_s
+        self._timeout_s = server.timeout_s
         self._running = set[Generation]()
         self._scraping = asyncio.Lock()  # a client asks for one report at a time
-        self.is_ready = False
+        self._is_ready = False
+        self.application = self._make_application(keys, int(server.max_body_mb * 2**20), server.cors_origins)
 
-    def application(self, keys: Collection[str], max_body: int, cors_origins: Sequence[str] = ()) -> ASGIApp:
-        """All of it as an ASGI application, which pages of `cors_origins` may use in browsers."""
+    @property
+    def num_in_flight(self) -> int:
+        """Completions that run or wait."""
+        return self._limit.num
+
+    def warm_up(self) -> None:
+        """Generate a token; raises EngineError if that fails."""
+        self._model.generate_token(_WARM_UP_S)
+        self._is_ready = True
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for those in flight; whether all ended in time. Others end with an error."""
+        in_time = self._limit.drain(timeout_s)
+        if not in_time:
+            for generation in list(self._running):
+                generation.fail("the server shut down before the reply had ended (server.drain_s)")
+            self._limit.drain(_END_S)
+        return in_time
+
+    def close(self) -> None:
+        """Send the spans that were not sent yet."""
+        self._tracer.close()
+
+    def _make_application(self, keys: Collection[str], max_body: int, cors_origins: Sequence[str]) -> ASGIApp:
+        """All of it, which pages of `cors_origins` may use in browsers."""
         version, document = str(versions()["specdec"]), ApiDocument()
         app = FastAPI(
             title="specdec",
@@ -195,8 +226,8 @@ class Api:
     async def ready(self) -> Response:
         """200 once a token was generated, and until the server shuts down."""
         await self.health()
-        if not self.is_ready or self._limit.is_draining:
-            raise ApiError(503, "the server is shutting down" if self.is_ready else "no token was generated yet")
+        if not self._is_ready or self._limit.is_draining:
+            raise ApiError(503, "the server is shutting down" if self._is_ready else "no token was generated yet")
         return Response()
 
     async def version(self) -> Response:
@@ -294,11 +325,6 @@ class Api:
         )
         self._running.add(generation)
         return generation
-
-    def fail_all(self, reason: str) -> None:
-        """End what is in flight with an error. From any thread."""
-        for generation in list(self._running):
-            generation.fail(reason)
 
     def _end(self, generation: Generation, span: Span | None) -> None:
         self._running.discard(generation)

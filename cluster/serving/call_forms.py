@@ -70,22 +70,11 @@ class MarkedForm:
         return TemplateReader(self.template, [tool.for_template() for tool in tools], names)
 
     def grammar(self, tools: Sequence[ToolDefinition], *, is_parallel: bool) -> Grammar | None:
-        """A mark may be spelled by tokens that are none, and text goes on behind tokens that are shown: others could
-        hide a mark between its parts."""
         if self.marks is None:
             return None
-        opens, closes = map(self.tokens.one, self.marks)
-        shown = self.tokens.any(but=self.marks[0], visible=True)
-        pieces = [*(["call"] if is_parallel else []), *([f"FREE {shown}"] if shown else [])]
+        begin, end, around = self.tokens.rules_around_calls(*self.marks, is_parallel=is_parallel)
         calls, definitions = call_schemas(tools, "arguments")
-        head, close = either("opens", opens and f"FREE {opens}"), either(quoted(self.marks[1]), closes)
-        rules = [
-            f"start: {f'{either(*pieces)}* ' if pieces else ''}{'FREE' if is_parallel else '(call | FREE)'}",
-            f"call: {head} GAP @answer GAP {close}",
-            f"opens[lazy]: /(.|\\n)*{regular(self.marks[0])}/",
-            "FREE: /(.|\\n)*/",
-            f"GAP: /{_SPACE}/",
-        ]
+        rules = [*around, f"call: {begin} GAP @answer GAP {end}", f"GAP: /{_SPACE}/"]
         return replace(json_grammar({"anyOf": calls, "$defs": definitions}), frame="\n".join(rules))
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.serving.marks import without_beginning_of
 
@@ -37,47 +38,63 @@ class CallPart:
     id: str | None = None
     name: str | None = None
 
-    @staticmethod
-    def begin(index: int, name: str, arguments: str) -> CallPart:
-        return CallPart(index, arguments, f"call_{secrets.token_hex(12)}", name)
-
 
 Part = str | CallPart
 """Text for the reader, or a part of a call."""
 
 
-class CallReader(Protocol):
-    """Reads the text of one reply, cut anywhere; the parts of all cuts join to the same whole."""
+class CallReader(ABC):
+    """Reads the text of one reply, cut anywhere; the parts of all cuts join to the same whole. White space around calls
+    is no text."""
 
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._space = ""  # at the end of the text so far: it comes once more text follows
+
+    @abstractmethod
     def feed(self, text: str) -> list[Part]: ...
 
     def end(self) -> list[Part]:
         """No text follows."""
-        ...
+        parts = self._rest()
+        return parts if self._num_calls or not self._space else [*parts, self._space]
+
+    def _rest(self) -> list[Part]:
+        """What was held until the end."""
+        return []
+
+    def _shown(self, text: str) -> list[Part]:
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        return [shown] if shown else []
+
+    def _call(self, name: str, arguments: str) -> CallPart:
+        """The next call."""
+        self._space = ""
+        self._num_calls += 1
+        return CallPart(self._num_calls - 1, arguments, f"call_{secrets.token_hex(12)}", name)
 
 
-class ArgumentsReader:
+class ArgumentsReader(CallReader):
     """All text is the arguments of one function."""
 
     def __init__(self, name: str) -> None:
-        self._name: str | None = name
+        super().__init__()
+        self._name = name
 
     def feed(self, text: str) -> list[Part]:
         if not text:
             return []
-        name, self._name = self._name, None
-        return [CallPart(0, text) if name is None else CallPart.begin(0, name, text)]
-
-    def end(self) -> list[Part]:
-        return []
+        return [CallPart(0, text) if self._num_calls else self._call(self._name, text)]
 
 
-class CallListReader:
+class CallListReader(CallReader):
     """The text is a JSON list of calls; each is sent once it is complete."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._text = ""
-        self._num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
         self._text += text
@@ -85,24 +102,19 @@ class CallListReader:
         while "}" in text and (found := _written_call(rest := self._text.lstrip(" \t\r\n[,"))) is not None:
             call, end = found
             self._text = rest[end:]
-            parts.append(CallPart.begin(self._num_calls, *call))
-            self._num_calls += 1
+            parts.append(self._call(*call))
         return parts
 
-    def end(self) -> list[Part]:
-        return []
 
-
-class MarkedCallReader:
+class MarkedCallReader(CallReader):
     """A text whose calls a grammar wrote, each between the marks `opens` and `closes`, which may stand in its
-    arguments, too. White space around calls is no text. A call that was cut is text, without its mark."""
+    arguments, too. A call that was cut is text, without its mark."""
 
     def __init__(self, opens: str, closes: str) -> None:
+        super().__init__()
         self._opens, self._closes = opens, closes
         self._held = ""
         self._is_open = False
-        self._space = ""
-        self._num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -122,26 +134,20 @@ class MarkedCallReader:
             behind = self._held[end:].lstrip()
             if not behind.startswith(self._closes):
                 return parts
-            parts.append(CallPart.begin(self._num_calls, *call))
+            parts.append(self._call(*call))
             self._held, self._is_open = behind[len(self._closes) :], False
-            self._num_calls += 1
-            self._space = ""
 
-    def end(self) -> list[Part]:
-        parts = self._shown(self._held)
-        return parts if self._num_calls or not self._space else [*parts, self._space]
-
-    def _shown(self, text: str) -> list[Part]:
-        shown, self._space = cut_space(self._space + text)
-        return [shown] if shown else []
+    def _rest(self) -> list[Part]:
+        return self._shown(self._held)
 
 
-class JsonReplyReader:
+class JsonReplyReader(CallReader):
     """Llama 3 and Mistral: a reply that begins with JSON, behind an optional mark, is a call or a list of calls as a
     whole. It is sent in the end, as text if it is no call, or one of a function that is not among `names`. With
     `begins` a grammar wrote the calls of a text that begins so, and no other text has any."""
 
     def __init__(self, mark: str, names: Collection[str] | None = None, begins: re.Pattern[str] | None = None) -> None:
+        super().__init__()
         self._mark = mark
         self._names = names
         self._begins = begins
@@ -157,27 +163,22 @@ class JsonReplyReader:
         self._is_text, held, self._held = True, self._held, ""
         return [held] if held else []
 
-    def end(self) -> list[Part]:
+    def _rest(self) -> list[Part]:
+        text: list[Part] = [self._held] if self._held else []
         if self._begins is not None:
             begun = self._begins.match(self._held)
             written = _written_calls(self._held.strip().removeprefix(self._mark).lstrip()) if begun else []
-            return [CallPart.begin(i, *call) for i, call in enumerate(written)] or self._text()
+            return [self._call(*call) for call in written] or text
         try:
             found = json.loads(self._held.strip().removeprefix(self._mark))
         except (ValueError, RecursionError):
             found = []
-        calls = [_call_of(one, self._names) for one in (found if isinstance(found, list) else [found])]
-        if calls and None not in calls:
-            return [CallPart.begin(i, *call) for i, call in enumerate(calls) if call is not None]
-        return self._text()
-
-    def _text(self) -> list[Part]:
-        return [self._held] if self._held else []
+        return [self._call(*call) for call in _calls_of(found, self._names)] or text
 
 
-class TemplateReader:
-    """A text in the form that a `response_template` of transformers describes. White space around calls is no text, and
-    what is no call after all is, as one of a function that is not among `names`."""
+class TemplateReader(CallReader):
+    """A text in the form that a `response_template` of transformers describes. What is no call after all is text, as
+    one of a function that is not among `names`."""
 
     def __init__(
         self,
@@ -192,12 +193,11 @@ class TemplateReader:
         self._begin()
 
     def _begin(self) -> None:
+        super().__init__()
         self._parser = self._make()
         self._text = ""
         self._num_shown = 0  # characters
-        self._num_calls = 0
         self._region = ""
-        self._space = ""
         self._is_broken = False
 
     def feed(self, text: str) -> list[Part]:
@@ -229,14 +229,13 @@ class TemplateReader:
         calls = [part for part in parts if isinstance(part, CallPart) and part.index >= num_calls]
         return [*([content] if content else []), *calls]
 
-    def end(self) -> list[Part]:
-        parts: list[Part] = []
-        if not self._is_broken:
-            try:
-                parts = self._parts(self._parser.finalize()[1])
-            except _UNREADABLE:
-                parts = self._shown(self._region)
-        return parts if self._num_calls or not self._space else [*parts, self._space]
+    def _rest(self) -> list[Part]:
+        if self._is_broken:
+            return []
+        try:
+            return self._parts(self._parser.finalize()[1])
+        except _UNREADABLE:
+            return self._shown(self._region)
 
     def _parts(self, events: Sequence[Mapping[str, Any]]) -> list[Part]:
         parts: list[Part] = []
@@ -244,33 +243,28 @@ class TemplateReader:
             if event["field"] != _CALLS:
                 parts += self._shown(event["text"]) if event["type"] == "region_chunk" else []
             elif event["type"] == "region_close":
-                parts += self._called(event["value"])
+                calls = [self._call(*call) for call in _calls_of(event["value"], self._names)]
+                parts += calls or self._shown(self._region)
                 self._region = ""
             else:
                 self._region += event.get("text", "")
         return parts
 
-    def _called(self, value: Any) -> list[Part]:
-        calls = [_call_of(one, self._names) for one in (value if isinstance(value, list) else [value])]
-        if not calls or None in calls:
-            return self._shown(self._region)
-        parts: list[Part] = []
-        for call in calls:
-            assert call is not None
-            parts.append(CallPart.begin(self._num_calls, *call))
-            self._num_calls += 1
-        self._space = ""
+    def _shown(self, text: str) -> list[Part]:
+        parts = super()._shown(text)
+        self._num_shown += sum([len(part) for part in parts if isinstance(part, str)])
         return parts
 
-    def _shown(self, text: str) -> list[Part]:
-        """Text without the white space at its end, which comes once more text follows."""
-        shown, self._space = cut_space(self._space + text)
-        self._num_shown += len(shown)
-        return [shown] if shown else []
+
+def _calls_of(value: Any, names: Collection[str] | None) -> list[tuple[str, str]]:
+    """Names and arguments of a call, or a list of them, in the forms that models write; none if one of them is none, or
+    not of `names`."""
+    calls = [_call_of(one, names) for one in (value if isinstance(value, list) else [value])]
+    return [] if None in calls else [call for call in calls if call is not None]
 
 
 def _call_of(value: Any, names: Collection[str] | None) -> tuple[str, str] | None:
-    """Name and arguments of a call in one of the forms that models write; None if it is none, or not of `names`."""
+    """Name and arguments of a call; None if it is none, or not of `names`."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -278,11 +272,9 @@ def _call_of(value: Any, names: Collection[str] | None) -> tuple[str, str] | Non
     if names is not None and value["name"] not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    return (value["name"], _as_json(arguments)) if isinstance(arguments, dict | str) else None
-
-
-def _as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return (value["name"], arguments) if isinstance(arguments, str) else None
 
 
 def _written_call(text: str) -> tuple[tuple[str, str], int] | None:
@@ -309,9 +301,3 @@ def _written_calls(text: str) -> list[tuple[str, str]]:
             break
         rest = rest[1:]
     return calls if rest == ("]" if is_list else "") else []
-
-
-def cut_space(text: str) -> tuple[str, str]:
-    """A text without the white space at its end, and that, which comes once more text follows."""
-    shown = text.rstrip()
-    return shown, text[len(shown) :]

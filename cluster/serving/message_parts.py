@@ -69,8 +69,7 @@ class PartsForm(ChatForm):
                 calls[part.index].function.arguments += part.arguments
         shown = None if not content and (calls or reasoning) else content
         message = AssistantMessage(shown, reasoning=self._shown(reasoning), tool_calls=calls or UNSET)
-        reason = self._reason(reason, bool(calls))
-        return MessageChoice(choice.index, message, finish_reason=reason, seed=choice.seed)
+        return MessageChoice(choice.index, message, finish_reason=self._reason(reason, bool(calls)))
 
     def part(self, choice: RequestedText, piece: Piece) -> DeltaChoice:
         reader = self._readers.setdefault(choice.index, self.make_reader())
@@ -81,8 +80,7 @@ class PartsForm(ChatForm):
             self._calling.add(choice.index)
         delta = MessageDelta(UNSET, content or UNSET, self._shown(reasoning), calls or UNSET)
         reason = self._reason(piece.finish_reason, choice.index in self._calling)
-        seed = UNSET if reason is None else choice.seed
-        return DeltaChoice(choice.index, delta, finish_reason=reason, seed=seed)
+        return DeltaChoice(choice.index, delta, finish_reason=reason)
 
     def _sent(self, parts: list[Part]) -> list[CallPart]:
         most = self.most_calls

@@ -78,17 +78,13 @@ class ReasoningReader:
         self._place = Beginning.inside if beginning is Beginning.within else beginning
         self._held = ""  # may belong to a mark, or is white space that ends a block if nothing follows
         self._is_first = beginning is Beginning.inside  # no text of the present part was shown
-        self._had_block = False
+        self.had_block = False
+        """Whether a block has ended."""
 
     @property
     def is_inside(self) -> bool:
         """Whether what follows belongs to the block."""
         return self._place is Beginning.inside
-
-    @property
-    def had_block(self) -> bool:
-        """Whether a block has ended."""
-        return self._had_block
 
     def feed(self, text: str) -> tuple[str, str]:
         """What the reasoning and the answer gained."""
@@ -108,9 +104,9 @@ class ReasoningReader:
             self._held = rest if mark else inner[len(shown) :]
             if mark:
                 self._place, self._is_first = Beginning.after, True
-                self._had_block = True
+                self.had_block = True
         if self._place is Beginning.after:
-            answer = self._held.lstrip() if self._had_block and self._is_first else self._held
+            answer = self._held.lstrip() if self.had_block and self._is_first else self._held
             self._is_first = self._is_first and not answer
             self._held = ""
         return reasoning, answer

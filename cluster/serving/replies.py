@@ -50,7 +50,7 @@ class CompletionForm:
 
     def whole(self, choice: RequestedText, text: str, reason: str | None) -> TextChoice:
         text = self.echoes.get(choice.index, "") + text
-        return TextChoice(choice.index, text, finish_reason=reason, seed=choice.seed)
+        return TextChoice(choice.index, text, finish_reason=reason)
 
     def opening(self, choice: RequestedText) -> TextChoice | None:
         """What comes before the first token."""
@@ -58,8 +58,7 @@ class CompletionForm:
         return None if echo is None else TextChoice(choice.index, echo)
 
     def part(self, choice: RequestedText, piece: Piece) -> TextChoice:
-        seed = UNSET if piece.finish_reason is None else choice.seed
-        return TextChoice(choice.index, piece.text, finish_reason=piece.finish_reason, seed=seed)
+        return TextChoice(choice.index, piece.text, finish_reason=piece.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +70,14 @@ class ChatForm:
     chunk: ClassVar[type[ApiReply]] = ChatChunk
 
     def whole(self, choice: RequestedText, text: str, reason: str | None) -> MessageChoice:
-        return MessageChoice(choice.index, AssistantMessage(text), finish_reason=reason, seed=choice.seed)
+        return MessageChoice(choice.index, AssistantMessage(text), finish_reason=reason)
 
     def opening(self, choice: RequestedText) -> DeltaChoice:
         return DeltaChoice(choice.index, MessageDelta("assistant", ""))
 
     def part(self, choice: RequestedText, piece: Piece) -> DeltaChoice:
-        seed = UNSET if piece.finish_reason is None else choice.seed
         delta = MessageDelta(content=piece.text) if piece.text else MessageDelta()
-        return DeltaChoice(choice.index, delta, finish_reason=piece.finish_reason, seed=seed)
+        return DeltaChoice(choice.index, delta, finish_reason=piece.finish_reason)
 
 
 ReplyForm = CompletionForm | ChatForm
@@ -121,7 +119,7 @@ class ReplyWriter:
         usage, metrics = final_usage_of(generation), self._metrics(generation)
         reply = self._reply(self._form.reply, choices, usage, metrics, version=generation.version)
         for choice, made in zip(generation.choices, choices, strict=True):
-            made.stop_reason = choice.completion.stop_reason
+            made.seed, made.stop_reason = choice.seed, choice.completion.stop_reason
             if self._includes_tokens:
                 made.token_ids = choice.completion.token_ids
                 (made if isinstance(made, TextChoice) else reply).prompt_token_ids = choice.completion.prompt_token_ids
@@ -149,7 +147,7 @@ class ReplyWriter:
         part = self._form.part(choice, piece)
         reply = self._reply(self._form.chunk, [part], usage, version=piece.version)
         if piece.finish_reason is not None:
-            part.stop_reason = choice.completion.stop_reason
+            part.seed, part.stop_reason = choice.seed, choice.completion.stop_reason
         if self._includes_tokens:
             part.token_ids = list(piece.token_ids)
             if not piece.position:

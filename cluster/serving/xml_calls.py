@@ -21,7 +21,7 @@ from typing import Any
 
 from actors.protocol.grammar import Grammar
 from cluster.serving.added_tokens import AddedTokens
-from cluster.serving.call_readers import CallPart, Part, cut_space
+from cluster.serving.call_readers import CallReader, Part
 from cluster.serving.grammars import either, quoted, regular
 from cluster.serving.marks import without_beginning_of
 from cluster.serving.tools import Names, ToolDefinition
@@ -50,18 +50,10 @@ class XmlForm:
     def grammar(self, tools: Sequence[ToolDefinition], *, is_parallel: bool) -> Grammar:
         """Text is free up to the first mark, or the mark with the name of a function. Raises ValueError, one line, if a
         strict function cannot be held."""
-        opens, closes = map(self._tokens.one, (OPEN, CLOSE))
-        shown = self._tokens.any(but=OPEN, visible=True)
-        pieces = [*(["call"] if is_parallel else []), *([f"FREE {shown}"] if shown else [])]
+        begin, end, around = self._tokens.rules_around_calls(OPEN, CLOSE, is_parallel=is_parallel)
         names = [tool.function.name for tool in tools]
         calls = [f"(opened {quoted(name + '>')} | bare{place}) call{place}" for place, name in enumerate(names)]
-        rules = [
-            f"start: {f'{either(*pieces)}* ' if pieces else ''}{'FREE' if is_parallel else '(call | FREE)'}",
-            f"call: {either(*calls)} {either(quoted(CLOSE), closes)}",
-            f"opened: {either('opens', opens and f'FREE {opens}')} {quoted(chr(10) + FUNCTION)}",
-            f"opens[lazy]: /(.|\\n)*{regular(OPEN)}/",
-            "FREE: /(.|\\n)*/",
-        ]
+        rules = [*around, f"call: {either(*calls)} {end}", f"opened: {begin} {quoted(chr(10) + FUNCTION)}"]
         for place, tool in enumerate(tools):
             rules += [
                 f"bare{place}[lazy]: /(.|\\n)*{regular(f'{FUNCTION}{names[place]}>')}/",
@@ -79,18 +71,16 @@ def _parameters(tool: ToolDefinition) -> RawParameters:
         raise UnwritableError(f"{function.name}: {error}") from None
 
 
-class XmlCallReader:
-    """Reads a reply with calls of `functions`, given their schemas; each is sent once it is complete. White space
-    around calls is no text, and what is no call of these functions is text as it is. `is_followed`: a grammar wrote the
-    calls."""
+class XmlCallReader(CallReader):
+    """Reads a reply with calls of `functions`, given their schemas; each is sent once it is complete. What is no call
+    of these functions is text as it is. `is_followed`: a grammar wrote the calls."""
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]], *, is_followed: bool) -> None:
+        super().__init__()
         self._functions = functions
         self._value_end = _WRITTEN_END if is_followed else _LIKELY_END
         self._held = ""
         self._is_behind_call = False
-        self._space = ""
-        self._num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -99,10 +89,8 @@ class XmlCallReader:
             parts += more
         return parts
 
-    def end(self) -> list[Part]:
-        held, self._held = self._held, ""
-        parts = self._shown(held)
-        return parts if self._num_calls or not self._space else [*parts, self._space]
+    def _rest(self) -> list[Part]:
+        return self._before(self._held)
 
     def _next(self) -> list[Part] | None:
         """What comes next; None while more text decides."""
@@ -120,26 +108,21 @@ class XmlCallReader:
         if found.start():
             return self._before(self._held[: found.start()])
         try:
-            call = self._call()
+            call = self._read_call()
         except _NoCallError:
             return self._before(found[0])
         if call is None:
             return None
         name, arguments, self._held = call
-        self._is_behind_call, self._space = True, ""
-        self._num_calls += 1
-        return [CallPart.begin(self._num_calls - 1, name, arguments)]
+        self._is_behind_call = True
+        return [self._call(name, arguments)]
 
     def _before(self, text: str) -> list[Part]:
         """The text that the rest begins with."""
         self._held = self._held[len(text) :]
         return self._shown(text)
 
-    def _shown(self, text: str) -> list[Part]:
-        shown, self._space = cut_space(self._space + text)
-        return [shown] if shown else []
-
-    def _call(self) -> tuple[str, str, str] | None:
+    def _read_call(self) -> tuple[str, str, str] | None:
         """Name and arguments of the call that the rest begins with, and what follows it; None while it is not complete.
         Raises _NoCallError if it is none."""
         begun = self._held.removeprefix(OPEN).lstrip() if self._held.startswith(OPEN) else self._held

@@ -8,6 +8,7 @@ commands are decided in `cluster/slurm/plan.py`.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -21,7 +22,6 @@ from pathlib import Path
 from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig
 from cluster.config.schema import ClusterConfig, LaunchConfig
-from cluster.runtime.ray_local import make_token
 from cluster.slurm.plan import (
     EXPLICIT,
     SBATCH_OPTIONS,
@@ -34,6 +34,7 @@ from cluster.slurm.plan import (
     parse_devices,
     parse_nodes,
 )
+from parallel.whole_files import write_privately
 
 LAUNCH_GRACE_S, RAY_GRACE_S = 20.0, 8.0
 """Together below Slurm's KillWait of 30 s, after which Slurm kills the job."""
@@ -165,7 +166,7 @@ class Job:
         """The exit code of the launch."""
         self._on_signals(self._stop)
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        token_file = make_token(Path(self._plan.environment["RAY_AUTH_TOKEN_PATH"]))
+        token_file = write_privately(Path(self._plan.environment["RAY_AUTH_TOKEN_PATH"]), secrets.token_hex())
         try:
             self._start_rays()
             code = self._launch() if self._stop_signal is None else 128 + self._stop_signal

@@ -33,8 +33,8 @@ from cluster.config import load_config
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt, read_prompts
 from cluster.run_prompts import serve_prompts
+from cluster.serving.app import HttpService
 from cluster.serving.server import HttpServer, bind
-from cluster.serving.service import HttpService
 from docs.measurements import lines
 
 HEAD = (

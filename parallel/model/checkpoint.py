@@ -72,7 +72,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     for stack in (config, *([] if config.encoder is None else [config.encoder])):
         shapes |= dict(end_tensors(stack))
         for i in range(stack.num_layers - stack.stretch):
-            shapes |= {f"{stack.names.blocks}.{i}.{name}": shape for name, shape, _ in block_tensors(stack.of_layer(i))}
+            shapes |= {f"{stack.block_name(i)}.{name}": shape for name, shape, _ in block_tensors(stack.of_layer(i))}
     return shapes
 
 
@@ -171,11 +171,10 @@ def quantization_of(directory: Path) -> Quantization | None:
 
 def quantized_layers(directory: Path, config: DecoderConfig) -> Counter[str]:
     """Matrix of a block, by its name within it -> the layers that have it quantised in the checkpoint."""
-    last, found = config.num_layers - config.stretch - 1, Counter[str]()
+    found = Counter[str]()
     for i in range(config.num_layers):
-        tensors = block_tensors(config.of_layer(min(i, last)))
-        shapes = {name: shape for name, shape, _ in tensors if len(shape) == 2}
-        prefix = f"{config.names.blocks}.{min(i, last)}."
+        shapes = {name: shape for name, shape, _ in block_tensors(config.of_layer(i)) if len(shape) == 2}
+        prefix = f"{config.block_name(i)}."
         stored = stored_tensors(directory, {prefix + name: shape for name, shape in shapes.items()})
         found.update(name.removeprefix(prefix) for name, parts in stored.items() if len(parts) > 1)
     return found
@@ -183,22 +182,14 @@ def quantized_layers(directory: Path, config: DecoderConfig) -> Counter[str]:
 
 def tensor_headers(directory: Path) -> dict[str, Shape]:
     """Every tensor of the checkpoint and its shape."""
-    headers: dict[str, Shape] = {}
-    for file in set(_files(directory).values()):
-        headers |= {name: shape for name, (shape, _) in _read_header(file).items()}
-    return headers
+    return {name: shape for name, (shape, _) in _headers(directory).items()}
 
 
 def tensor_types(directory: Path, wanted: Mapping[str, Shape]) -> dict[str, str]:
     """Tensor -> the type of its numbers, by safetensors' name of it, for all in which those `wanted` are stored."""
-    names: dict[Path, list[str]] = {}
-    for name, file in find_tensors(directory, wanted).items():
-        names.setdefault(file, []).append(name)
-    found: dict[str, str] = {}
-    for file, within in names.items():
-        with open_tensors(file, "np") as tensors:
-            found |= {name: tensors.get_slice(name).get_dtype() for name in within}
-    return found
+    found = find_tensors(directory, wanted)
+    headers = {file: _read_header(file) for file in set(found.values())}
+    return {name: headers[file][name][1] for name, file in found.items()}
 
 
 def stores_bfloat16(directory: Path, config: DecoderConfig) -> bool:
@@ -210,13 +201,8 @@ def stores_bfloat16(directory: Path, config: DecoderConfig) -> bool:
 
 
 def holds_bfloat16(directory: Path) -> bool:
-    """Whether all floating-point matrices of a checkpoint of any layout are bfloat16."""
-    for file in set(_files(directory).values()):
-        with open_tensors(file, "np") as tensors:
-            slices = map(tensors.get_slice, tensors.keys())
-            if any(len(one.get_shape()) == 2 and one.get_dtype() != "BF16" for one in slices):
-                return False
-    return True
+    """Whether all matrices of a checkpoint of any layout are bfloat16."""
+    return all(kind == "BF16" for shape, kind in _headers(directory).values() if len(shape) == 2)
 
 
 def _files(directory: Path) -> Mapping[str, Path]:
@@ -250,3 +236,9 @@ def _read_header(file: Path) -> dict[str, _Header]:
             return {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a whole safetensors file ({error}); fetch it again") from None
+
+
+def _headers(directory: Path) -> dict[str, _Header]:
+    """Name, shape and type of every tensor in the files of a checkpoint."""
+    files = set(_files(directory).values())
+    return {name: header for file in files for name, header in _read_header(file).items()}

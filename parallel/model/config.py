@@ -182,6 +182,10 @@ class DecoderConfig:
         """Columns of a row of logits."""
         return self.vocab_size if self.head is None else self.head.width
 
+    def block_name(self, layer: int) -> str:
+        """The name of a layer in the checkpoint: a stretched one has the tensors of the last real one."""
+        return f"{self.names.blocks}.{min(layer, self.num_layers - self.stretch - 1)}"
+
     def of_layer(self, layer: int) -> DecoderConfig:
         """The same decoder with the MLP of this layer in all of them."""
         if layer not in self.dense_layers:

@@ -210,8 +210,8 @@ class Decoder(Layer):
         yield from self._end_shards()
         if self.encoder is not None:
             yield from self.encoder.shards()
-        for i in range(len(self.layers)):
-            yield from self._layer_shards(i)
+        for i, layer in enumerate(self.layers):
+            yield from layer.shards(self.config.block_name(i))
 
     def _end_shards(self) -> Iterator[Shard]:
         """Those of what is before and after all blocks."""
@@ -224,11 +224,6 @@ class Decoder(Layer):
         if self.lm_head is not self.embedding:
             yield from self.lm_head.shards()
         yield from self.lm_head.bias_shards()
-
-    def _layer_shards(self, index: int) -> Iterator[Shard]:
-        """A stretched layer has those of the last real one."""
-        last = self.config.num_layers - self.config.stretch - 1
-        yield from self.layers[index].shards(f"{self.config.names.blocks}.{min(index, last)}")
 
     def reopened_shards(self) -> Iterator[list[Shard]]:
         """The shards of a decoder that was loaded, part by part: each part is filled before the next is asked for, and
@@ -244,7 +239,7 @@ class Decoder(Layer):
                 pack_weights(layer)
         for i, layer in enumerate(self.layers):
             reopen_weights(layer)
-            yield [*self._layer_shards(i)]
+            yield [*layer.shards(self.config.block_name(i))]
             if i >= self.config.num_layers - self.config.stretch:
                 layer.silence()
             pack_weights(layer)

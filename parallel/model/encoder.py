@@ -77,6 +77,6 @@ class Encoder(Layer):
         if self.bias is not None:
             yield from self.bias.shards()
         for i, layer in enumerate(self.layers):
-            yield from layer.shards(f"{names.blocks}.{i}")
+            yield from layer.shards(self.config.block_name(i))
         if self.norm is not None:
             yield from self.norm.shards(names.final_norm)

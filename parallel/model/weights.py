@@ -43,10 +43,7 @@ _CUDA_THREADS = 4
 @torch.inference_mode()
 def load_weights(decoder: Decoder, path: str | Path) -> None:
     """Fill the decoder from `path`; ValueError naming tensor and file if the checkpoint does not fit."""
-    on_cuda = decoder.device.type == "cuda"
-    shapes, directory = tensor_shapes(decoder.config), resolve_checkpoint(str(path))
-    with torch.cuda.device(decoder.device) if on_cuda else nullcontext():
-        load_shards(decoder.shards(), shapes, directory, _CUDA_THREADS if on_cuda else 1)
+    _load_parts(decoder, path, [decoder.shards()])
     decoder.silence_stretch()
     decoder.pack()
 
@@ -74,10 +71,14 @@ def check_weights(decoder: Decoder, path: str | Path) -> None:
 def reload_weights(decoder: Decoder, path: str | Path) -> None:
     """Fill a loaded decoder again, in place, from a checkpoint that `check_weights` has accepted: captured passes, and
     others that share its layers, read the new numbers."""
+    _load_parts(decoder, path, decoder.reopened_shards())
+
+
+def _load_parts(decoder: Decoder, path: str | Path, parts: Iterable[Iterable[Shard]]) -> None:
     on_cuda = decoder.device.type == "cuda"
     shapes, directory = tensor_shapes(decoder.config), resolve_checkpoint(str(path))
     with torch.cuda.device(decoder.device) if on_cuda else nullcontext():
-        for shards in decoder.reopened_shards():
+        for shards in parts:
             load_shards(shards, shapes, directory, _CUDA_THREADS if on_cuda else 1)
 
 
@@ -85,12 +86,9 @@ def read_kv_scales(decoder: Decoder, path: str | Path) -> list[tuple[float, floa
     """What keys and values of each layer of this rank are divided by in FP8, as compressed-tensors' `kv_cache_scheme`
     stores it; 1 where the checkpoint has none. ValueError naming a tensor that is no such number."""
     directory, config = resolve_checkpoint(str(path)), decoder.config
-    headers, last = tensor_headers(directory), config.num_layers - config.stretch - 1
-    found: dict[str, float] = {}
-    names = [
-        [f"{config.names.blocks}.{min(layer, last)}.{config.names.in_attention(f'{kind}_scale')}" for kind in "kv"]
-        for layer in decoder.held
-    ]
+    headers, found = tensor_headers(directory), dict[str, float]()
+    scales = [config.names.in_attention(f"{kind}_scale") for kind in "kv"]
+    names = [[f"{config.block_name(layer)}.{scale}" for scale in scales] for layer in decoder.held]
     wanted = {name: headers[name] for pair in names for name in pair if name in headers}
     for name, file in find_tensors(directory, wanted).items():
         with open_tensors(file) as tensors:
@@ -133,20 +131,6 @@ def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory:
             part.result()
 
 
-class _CheckpointFiles:
-    """The tensors of a checkpoint, to be indexed; files are opened once, until the stack is closed."""
-
-    def __init__(self, files: Mapping[str, Path], stack: ExitStack) -> None:
-        self._files, self._stack = files, stack
-        self._opened: dict[Path, Any] = {}
-
-    def __call__(self, name: str) -> Any:
-        file = self._files[name]
-        if file not in self._opened:
-            self._opened[file] = self._stack.enter_context(open_tensors(file))
-        return self._opened[file].get_slice(name)
-
-
 class _StoredTensors:
     """What a checkpoint stores of the tensors that some shards are parts of: a quantised one is several. `shapes` are
     those of whole tensors, and `files` hold them. What is read comes from `get`, of files that are `opened`."""
@@ -158,8 +142,16 @@ class _StoredTensors:
         self.files = find_tensors(directory, self._shapes)
 
     def opened(self, stack: ExitStack) -> Callable[[str], Any]:
-        """The tensors, until the stack is closed."""
-        return _CheckpointFiles(self.files, stack)
+        """The tensors, to be indexed, until the stack is closed; each file is opened once."""
+        files: dict[Path, Any] = {}
+
+        def get(name: str) -> Any:
+            file = self.files[name]
+            if file not in files:
+                files[file] = stack.enter_context(open_tensors(file))
+            return files[file].get_slice(name)
+
+        return get
 
     def file_of(self, shard: Shard) -> Path:
         return self.files[next(iter(self._stored[shard.name]))]

@@ -11,7 +11,7 @@ drafter opens a sequence, feeds the text and draft tokens, commits the rows of w
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -199,3 +199,26 @@ class Runner(Protocol):
 
     def run_eagerly(self) -> None:
         """Stop using captured passes, because only the parts of an eager pass can be timed."""
+
+
+def run_by_kind(
+    spans: Sequence[Span],
+    token_ids: Tensor | Sequence[int],
+    kinds: Sequence[int],
+    run: Callable[[int, Sequence[Span], Tensor | Sequence[int]], PassOutput],
+) -> PassOutput:
+    """One pass for the spans of each kind, by ascending kinds; results in the order of `spans`."""
+    if len(set(kinds)) == 1:
+        return run(kinds[0], spans, token_ids)
+    tokens = torch.as_tensor(token_ids).split([span.num_tokens for span in spans])
+    rows: list[tuple[Tensor, ...]] = [()] * len(spans)
+    for kind in sorted(set(kinds)):
+        chosen = [i for i, one in enumerate(kinds) if one == kind]
+        part = [spans[i] for i in chosen]
+        output = run(kind, part, torch.cat([tokens[i] for i in chosen]))
+        wanted = output.logits.split([span.num_logits for span in part])
+        streams = [one.split([span.num_tokens for span in part]) for one in (output.hidden, *output.features)]
+        for i, *tensors in zip(chosen, wanted, *streams, strict=True):
+            rows[i] = tuple(tensors)
+    logits, hidden, *features = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    return PassOutput(logits, hidden, tuple(features))

@@ -19,7 +19,7 @@ from parallel.model.config import HeadRows
 from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import Stored
 from parallel.model.partition import LayerLayout
-from parallel.runtime.graph_list import GraphList
+from parallel.runtime.graph_list import GraphList, graph_bytes
 from parallel.runtime.model_bytes import dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
 
 _POOL_SHARE = {"cuda": 0.85, "cpu": 0.25}
@@ -134,12 +134,13 @@ def fit_slots(
     reserved, tables = num_logit_rows * config.vocab_size * 8, 0
     if device.startswith("cuda"):
         from parallel.kv.slot_mirror import BYTES_PER_SLOT
-        from parallel.runtime.cuda_memory import pass_bytes
+        from parallel.model.layers.split_kv import most_partial_bytes
 
         tables, ranks = BYTES_PER_SLOT, group.size if layout is None else 1
-        most_of_pass = {"num_rows": max_num_batched_tokens, "num_seqs": max_num_seqs}
-        longest = max_model_len if invariant else 0
-        reserved += pass_bytes(config, ranks, chosen, graphs, device, longest=longest, **most_of_pass)
+        shape = config.num_heads // ranks, config.local_kv_heads(ranks), config.head_dim
+        sizes, longest = (max_num_batched_tokens, max_num_seqs), max_model_len if invariant else 0
+        partial_bytes = most_partial_bytes(*shape, *sizes, torch.device(device), longest=longest)
+        reserved += graph_bytes(config, chosen.itemsize, graphs) + partial_bytes
     sizes, limits = (held + beside[0], per_slot + tables + beside[1]), {"reserved": reserved, "sharing": sharing}
     max_source_len = 0 if config.encoder is None else config.encoder.max_positions
     most = max_num_seqs * (max_model_len + max_source_len)

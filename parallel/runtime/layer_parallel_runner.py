@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from parallel.kv.pass_plan import Span
@@ -18,9 +17,8 @@ from parallel.kv.pool import KVPool, SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.layer_parallel import LayerParallelDecoder
 from parallel.model.layers.attention import PassPlan
-from parallel.runtime.interface import PassOutput
+from parallel.runtime.interface import PassOutput, run_by_kind
 from parallel.runtime.runner import ModelRunner
-from parallel.transfers import upload
 
 
 class LayerParallelRunner(ModelRunner):
@@ -51,12 +49,12 @@ class LayerParallelRunner(ModelRunner):
         self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
     ) -> PassOutput:
         """One pass; if it is to be exact, sequences with fuzzy rows run in a separate fuzzy pass."""
-        if not fuzzy:
-            after_fuzzy = [bool(self._fuzzy_rows(span.seq_id).any()) for span in spans]
-            if any(after_fuzzy) and not all(after_fuzzy):
-                return self._in_two(spans, upload(token_ids, self.decoder.device), taps, after_fuzzy)
-            fuzzy = any(after_fuzzy)
-        return self.run(self.plan(spans, fuzzy=fuzzy), token_ids, taps)
+
+        def run_part(fuzzy: int, part: Sequence[Span], tokens: Tensor | Sequence[int]) -> PassOutput:
+            return self.run(self.plan(part, fuzzy=bool(fuzzy)), tokens, taps)
+
+        kinds = [fuzzy or bool(self._fuzzy_rows(span.seq_id).any()) for span in spans]
+        return run_by_kind(spans, token_ids, kinds, run_part)
 
     def exact_len(self, seq_id: SeqId) -> int:
         """Number of committed rows before the first fuzzy one."""
@@ -72,20 +70,3 @@ class LayerParallelRunner(ModelRunner):
 
     def _fuzzy_rows(self, seq_id: SeqId) -> np.ndarray:
         return self._is_fuzzy[self.pool.slots(seq_id)]
-
-    def _in_two(
-        self, spans: Sequence[Span], token_ids: Tensor, taps: Sequence[int], after_fuzzy: list[bool]
-    ) -> PassOutput:
-        """An exact pass of one part of the batch and a fuzzy pass of the other; results in the order of `spans`."""
-        tokens = token_ids.split([span.num_tokens for span in spans])
-        rows: list[tuple[Tensor, ...]] = [()] * len(spans)
-        for fuzzy in (False, True):
-            chosen = [i for i, mark in enumerate(after_fuzzy) if mark == fuzzy]
-            part = [spans[i] for i in chosen]
-            output = self.run(self.plan(part, fuzzy=fuzzy), torch.cat([tokens[i] for i in chosen]), taps)
-            wanted = output.logits.split([span.num_logits for span in part])
-            streams = [t.split([span.num_tokens for span in part]) for t in (output.hidden, *output.features)]
-            for i, *tensors in zip(chosen, wanted, *streams, strict=True):
-                rows[i] = tuple(tensors)
-        logits, hidden, *features = (torch.cat(parts) for parts in zip(*rows, strict=True))
-        return PassOutput(logits, hidden, tuple(features))

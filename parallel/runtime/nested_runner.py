@@ -8,7 +8,8 @@ to more layers, the rows that fewer wrote are dropped and their tokens fed again
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -19,7 +20,7 @@ from parallel.kv.pool import KVPool, SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.decoder import Decoder
 from parallel.model.layer_plan import LayerPlan
-from parallel.runtime.interface import PassOutput, Runner, StepChoice
+from parallel.runtime.interface import PassOutput, Runner, StepChoice, run_by_kind
 from parallel.runtime.runner import ModelRunner
 from parallel.transfers import upload
 
@@ -118,21 +119,8 @@ class NestedRunner(ModelRunner):
         how sure the nested models are."""
         assert not taps, "a draft model has no taps"
         watched = len(self._depths) > 1 and not fuzzy
-        depths = sorted({self.depth_of(span.seq_id) for span in spans})
-        if len(depths) == 1:
-            return self._pass(depths[0], spans, token_ids, watched=watched)
-        tokens = upload(token_ids, self.decoder.device)
-        fed = tokens.split([span.num_tokens for span in spans])
-        logits: dict[int, Tensor] = {}
-        hidden: dict[int, Tensor] = {}
-        for depth in depths:
-            places = [i for i, span in enumerate(spans) if self.depth_of(span.seq_id) == depth]
-            chosen = [spans[i] for i in places]
-            output = self._pass(depth, chosen, torch.cat([fed[i] for i in places]), watched=watched)
-            logits |= zip(places, output.logits.split([span.num_logits for span in chosen]), strict=True)
-            hidden |= zip(places, output.hidden.split([span.num_tokens for span in chosen]), strict=True)
-        order = range(len(spans))
-        return PassOutput(torch.cat([logits[i] for i in order]), torch.cat([hidden[i] for i in order]), ())
+        depths = [self.depth_of(span.seq_id) for span in spans]
+        return run_by_kind(spans, token_ids, depths, partial(self._pass, watched=watched))
 
     def extend(
         self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice, *, fuzzy: bool = False
@@ -150,7 +138,7 @@ class NestedRunner(ModelRunner):
         output = self.run(plan, token_ids, nested)
         if watched:
             self._watch([*nested, depth], spans, output)
-        return output
+        return replace(output, features=())
 
     def _watch(self, depths: Sequence[int], spans: Sequence[Span], output: PassOutput) -> None:
         """How sure the models that ran are at the last row of each sequence that has logits."""

@@ -27,7 +27,7 @@ from parallel.model.block import attention_heads
 from parallel.model.decoder import Decoder, run_pass, wanted_logits
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import AttentionBackend, Heads, PassPlan
-from parallel.model.layers.ragged import RaggedBackend, RaggedPlan, RaggedReads
+from parallel.model.layers.ragged import RaggedBackend, RaggedPlan
 from parallel.model.layers.rope import Rope, Rotation
 
 MOST_ROWS = 2048
@@ -159,7 +159,7 @@ class RecordedPasses:
         entering = [one.new_empty(MOST_ROWS, *one.shape[1:]) for one in entering]
         positions = torch.zeros(MOST_ROWS, dtype=torch.int64)
         tables = [rope.table(0) for rope in self._ropes]
-        source = None if plan.source is None else backend.any_reads(self._reading)
+        source = None if plan.source is None else backend.any_plan(self._reading, reads=True)
         attention = backend.any_plan(self._heads)
         plan = replace(plan, num_rows=MOST_ROWS, positions=positions, attention=attention, source=source)
         given = *entering, positions, *(part for table in tables for part in table)
@@ -178,11 +178,8 @@ class RecordedPasses:
 
 def _addresses(plan: PassPlan) -> list[int]:
     """Where the kernels find the rows of the pass and, if it has one, those of a source."""
-    assert isinstance(plan.attention, RaggedPlan)
-    if plan.source is None:
-        return [plan.attention.address]
-    assert isinstance(plan.source, RaggedReads)
-    return [plan.attention.address, plan.source.address]
+    parts = [plan.attention, *([] if plan.source is None else [plan.source])]
+    return [part.address for part in parts if isinstance(part, RaggedPlan)]
 
 
 def _empty(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:

@@ -51,9 +51,9 @@ class ModelRunner(DecoderRunner):
     """Passes of one model over one pool.
 
     `backend` is "ragged", on CPU in float32 and bfloat16 where its kernel can be had, "triton", on CUDA where Triton
-    can be had, "padded", on CUDA elsewhere, or "sdpa"; None or "auto" is the first that can be had. `graphs` captures
-    passes of "triton" and "padded" on CUDA, by default except for mixtures of experts in which the host reads which
-    experts the rows use.
+    can be had, "padded", on CUDA elsewhere, or "sdpa"; None or "auto" is the first that can be had. With `graphs`
+    passes of "triton" and "padded" on CUDA are captured, but for those of encoder-decoders and of mixtures of experts
+    in which the host reads which experts the rows use.
 
     `invariant`: a row's logits have the same bits alone, beside other sequences, in a chain, in a tree and in a prompt;
     ValueError where "ragged" and "triton" cannot be had, the backends that compute a row alone.
@@ -71,7 +71,7 @@ class ModelRunner(DecoderRunner):
         pool: KVPool,
         *,
         backend: str | None = None,
-        graphs: bool | None = None,
+        graphs: bool = True,
         invariant: bool = False,
     ) -> None:
         super().__init__(decoder, PooledSequences(pool))
@@ -80,18 +80,12 @@ class ModelRunner(DecoderRunner):
             check_invariant(backend)
             decoder.compute_rows_apart()
             self._is_invariant = True
-        can_capture = decoder.device.type == "cuda" and backend in CAPTURED
-        config, shape = decoder.config, decoder.attention_shape()
-        if graphs is None:
-            graphs = can_capture and decoder.waits_for_nothing and config.encoder is None
-        if graphs and not decoder.waits_for_nothing:
-            raise ValueError("graphs=True: the host reads what experts this mixture's rows use; no pass is captured")
-        if graphs and config.encoder is not None:
-            raise ValueError("graphs=True: passes of an encoder-decoder cannot be captured")
-        if graphs and not can_capture:
-            raise ValueError(f"graphs=True needs a CUDA device and one of {CAPTURED}, not {backend!r} here")
+        graphs &= decoder.device.type == "cuda" and backend in CAPTURED
+        graphs &= decoder.waits_for_nothing and decoder.config.encoder is None
         self.attention = backend
-        self._backend = make_backend(backend, pool, shape, decoder, bucketed=graphs, invariant=invariant)
+        self._backend = make_backend(
+            backend, pool, decoder.attention_shape(), decoder, bucketed=graphs, invariant=invariant
+        )
         if graphs:
             from parallel.runtime.cuda_graphs import CapturedPasses
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -152,6 +153,6 @@ def test_a_full_disk_is_one_line(file, monkeypatch):
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(keys.os, "open", full)
+    monkeypatch.setattr(os, "open", full)
     with pytest.raises(WriteError, match=r"secret-carol: cannot be written \(No space left on device\); free space"):
         file.add("carol")

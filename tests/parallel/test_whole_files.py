@@ -20,7 +20,6 @@ BY_OTHER_MEANS = {
     "parallel/whole_files.py",
     "cluster/launch.py",  # the traceback, beside the line on stderr
     "cluster/slurm/job.py",  # logs of other programs
-    "cluster/runtime/ray_local.py",  # secrets
     "cluster/engine.py",
     "parallel/kernels/library.py",  # a lock
 }

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.online.drafter import OnlineDrafter
 from actors.drafters.online.learner import OnlineLearner
-from parallel.model.adapted import AdaptedModel
 from parallel.model.layers.weight import Weight
+from parallel.training.adapted import AdaptedModel
 
 if TYPE_CHECKING:
     from actors.drafters.model.config import LearningDrafterConfig

@@ -73,11 +73,11 @@ def build_model_drafter(config: ModelDrafterConfig, setup: DraftSetup) -> tuple[
 def _learning(drafter: ModelDrafter, config: ModelDrafterConfig) -> OnlineDrafter:
     from actors.drafters.model.learning import learning
     from actors.drafters.online.learner import RANK
-    from parallel.model.adapted import AdaptedDecoder, block_weights
+    from parallel.training.adapted import AdaptedDecoder, block_weights
 
     decoder = drafter.runner.decoder
     model = AdaptedDecoder(decoder.config, config.path, decoder.device, min(RANK, decoder.config.hidden_size))
-    return learning(drafter, block_weights(decoder), model, config)
+    return learning(drafter, block_weights(decoder.layers), model, config)
 
 
 def open_draft_model(

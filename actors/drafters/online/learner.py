@@ -26,7 +26,7 @@ from torch import Tensor
 from actors.drafters.online.saved_state import SavedCounts, read_state, write_state
 from actors.drafters.online.windows import TargetWindow, WindowMemory
 from actors.policy.estimators import Ewma
-from parallel.model.adapted import AdaptedModel, Adapter
+from parallel.training.adapted import AdaptedModel, Adapter
 
 RANK = 32
 """The highest rank of the adapters; never more than a matrix has outputs."""

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallel.model.adapted import Adapter
+from parallel.training.adapted import Adapter
 from parallel.typed_json import as_type, parse_json
 from parallel.whole_files import replaced_whole
 

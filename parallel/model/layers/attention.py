@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel.kv.pass_plan import SpanRows, TableRead
+from parallel.kv.pool import KVPool
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.norm import Norm
 from parallel.model.layers.rope import Rotation, rotate
@@ -85,6 +86,19 @@ class AttentionPlan(Protocol):
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [T, kv_heads, head_dim] in the pass's slots."""
         ...
+
+
+class PooledPlan(AttentionPlan):
+    """A plan whose new rows go to slots of a pool."""
+
+    pool: KVPool
+    written_slots: Tensor
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.pool.write(layer, self.written_slots, k, v)
+
+    def written(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.pool.read(layer, self.written_slots)
 
 
 class ReadPlan(Protocol):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import SpanRows, TableRead, rounded_logit_rows
 from parallel.kv.pool import KVPool
-from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, capped_attention, check_window
+from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, PooledPlan, capped_attention, check_window
 from parallel.model.layers.rope import Rotation
 from parallel.transfers import to_device
 
@@ -55,10 +55,11 @@ class Rectangle:
 
 
 @dataclass(slots=True)
-class PaddedPlan:
+class PaddedPlan(PooledPlan):
     """A pass as rectangles; `order` sorts their rows into the pass's order where there are several."""
 
-    backend: PaddedBackend
+    pool: KVPool
+    shape: AttentionShape
     positions: Tensor
     written_slots: Tensor
     rectangles: list[Rectangle]
@@ -82,17 +83,11 @@ class PaddedPlan:
     def prepare(self) -> None:
         self.masks = [self._masks(rectangle) for rectangle in self.rectangles]
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self.backend.pool.write(layer, self.written_slots, k, v)
-
-    def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.backend.pool.read(layer, self.written_slots)
-
     def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
         q, k, v = heads.split(projected, rotation)
         self.write(heads.layer, k, v)
         parts = [
-            _attend_rectangle(self.backend, rectangle, heads.layer, q, masks[heads.windowed])
+            _attend_rectangle(self.pool, self.shape, rectangle, heads.layer, q, masks[heads.windowed])
             for rectangle, masks in zip(self.rectangles, self.masks, strict=True)
         ]
         return parts[0] if self.order is None else torch.cat(parts).index_select(0, self.order)
@@ -100,32 +95,33 @@ class PaddedPlan:
     def _masks(self, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
         """Additive masks [B, 1, group * Q, L]: without and with the sliding window."""
         visible, key_positions = rectangle.visible()
-        full = _additive(self.backend, visible)
-        window = self.backend.shape.window
+        full = _additive(self.pool, self.shape, visible)
+        window = self.shape.window
         if window is None:
             return full, full
         first = self.positions[rectangle.query_rows] - window  # [B, Q]
-        return full, _additive(self.backend, visible & (key_positions[:, None] > first[:, :, None]))
+        return full, _additive(self.pool, self.shape, visible & (key_positions[:, None] > first[:, :, None]))
 
 
 class PaddedReads:
     """Queries over other tables as one rectangle, whose pending keys no query sees."""
 
-    def __init__(self, backend: PaddedBackend, rectangle: Rectangle) -> None:
-        self._backend = backend
+    def __init__(self, pool: KVPool, shape: AttentionShape, rectangle: Rectangle) -> None:
+        self._pool, self._shape = pool, shape
         self._rectangle = rectangle
         visible, _ = rectangle.visible()
-        self._mask = _additive(backend, visible)
+        self._mask = _additive(pool, shape, visible)
         self._is_read = (rectangle.context > 0)[rectangle.places // rectangle.query_rows.shape[1], None]
 
     def read(self, heads: Heads, queries: Tensor) -> Tensor:
         queries = queries.unflatten(1, (heads.num_heads, -1))
-        read = _attend_rectangle(self._backend, self._rectangle, heads.layer, queries, self._mask)
+        read = _attend_rectangle(self._pool, self._shape, self._rectangle, heads.layer, queries, self._mask)
         return torch.where(self._is_read, read, 0)  # not a product: of no keys the kernel's result may be NaN
 
 
-def _attend_rectangle(backend: PaddedBackend, rectangle: Rectangle, layer: int, q: Tensor, mask: Tensor) -> Tensor:
-    pool, shape = backend.pool, backend.shape
+def _attend_rectangle(
+    pool: KVPool, shape: AttentionShape, rectangle: Rectangle, layer: int, q: Tensor, mask: Tensor
+) -> Tensor:
     group = shape.group
     batch, length = rectangle.slots.shape
     num_queries = rectangle.query_rows.shape[1]
@@ -143,9 +139,9 @@ def _attend_rectangle(backend: PaddedBackend, rectangle: Rectangle, layer: int, 
     return out.reshape(batch * num_queries, -1).index_select(0, rectangle.places)
 
 
-def _additive(backend: PaddedBackend, visible: Tensor) -> Tensor:
-    mask = torch.zeros(visible.shape, dtype=backend.pool.dtype, device=visible.device)
-    return mask.masked_fill_(~visible, float("-inf")).repeat(1, backend.shape.group, 1)[:, None]
+def _additive(pool: KVPool, shape: AttentionShape, visible: Tensor) -> Tensor:
+    mask = torch.zeros(visible.shape, dtype=pool.dtype, device=visible.device)
+    return mask.masked_fill_(~visible, float("-inf")).repeat(1, shape.group, 1)[:, None]
 
 
 class PaddedBackend:
@@ -181,7 +177,7 @@ class PaddedBackend:
         positions, written_slots, logit_rows, order, *rest = tensors
         parts = [Rectangle(*rest[i : i + 6]) for i in range(0, len(rest), 6)]
         order = order if len(parts) > 1 else None
-        attention = PaddedPlan(self, positions, written_slots, parts, order, bucketed)
+        attention = PaddedPlan(self.pool, self.shape, positions, written_slots, parts, order, bucketed)
         if bucketed:
             return PassPlan(num_rows, positions, logit_rows, attention, num_logits=len(wanted))
         return PassPlan(num_rows, positions, None if len(wanted) == num_rows else logit_rows, attention)
@@ -203,7 +199,7 @@ class PaddedBackend:
         device = self.pool.keys.device
         query_rows, places, slots, context, depths = to_device(arrays, device)
         unseen = torch.zeros(size, num_queries, 1, dtype=torch.bool, device=device)
-        return PaddedReads(self, Rectangle(query_rows, places, slots, context, depths, unseen))
+        return PaddedReads(self.pool, self.shape, Rectangle(query_rows, places, slots, context, depths, unseen))
 
     def _rectangle(self, batch: list[SpanRows], *, bucketed: bool) -> list[np.ndarray]:
         """The fields of a Rectangle, in order, on the host."""

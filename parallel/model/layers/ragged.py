@@ -28,15 +28,16 @@ from parallel.kernels.attention import (
 )
 from parallel.kv.pass_plan import RangedRows, SpanRows, TableRead
 from parallel.kv.pool import KVPool
-from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
+from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, PooledPlan
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rotation
 
 
-class RaggedPlan:
-    """The rows of a pass, as the kernel takes them."""
+class RaggedPlan(PooledPlan):
+    """The rows of a pass, or queries over other tables, as the kernel takes them."""
 
     def __init__(self, backend: RaggedBackend, rows: PassRows, last_position: int = 0) -> None:
+        self.pool = backend.pool
         self._backend = backend
         self._rows = rows
         self.last_position = last_position
@@ -47,33 +48,34 @@ class RaggedPlan:
         """Where the kernel finds the rows."""
         return self._rows.address
 
-    def prepare(self) -> None:
-        """Nothing to do: layers share the plan's arrays."""
+    @property
+    def written_slots(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]  (made where it is asked for)
+        return self._rows.written
 
     def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
         return self._backend.layer_call(heads).attend(self._rows, projected, rotation)
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._backend.pool.write(layer, self._rows.written, k, v)
-
-    def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._backend.pool.read(layer, self._rows.written)
-
-
-class RaggedReads:
-    """Queries over other tables, as the kernel takes them."""
-
-    def __init__(self, backend: RaggedBackend, rows: PassRows) -> None:
-        self._backend = backend
-        self._rows = rows
-
-    @property
-    def address(self) -> int:
-        """Where the kernel finds the rows."""
-        return self._rows.address
-
     def read(self, heads: Heads, queries: Tensor) -> Tensor:
-        return self._backend.reading_call(heads).read(self._rows, queries)
+        return self._backend.layer_call(heads, reads=True).read(self._rows, queries)
+
+
+class _SlotTables:
+    """The slots of those sequences that are no run, one after the other."""
+
+    def __init__(self) -> None:
+        self._tables: list[np.ndarray] = []
+        self._size = 0
+
+    def add(self, run: range | None, slots: np.ndarray) -> tuple[int, int]:
+        """The first slot of a run, and where the slots begin among all; -1 for the one that is not so."""
+        if run is not None:
+            return run.start, -1
+        self._tables.append(slots)
+        self._size += len(slots)
+        return -1, self._size - len(slots)
+
+    def joined(self) -> np.ndarray | None:
+        return np.concatenate(self._tables) if self._tables else None
 
 
 class RaggedBackend:
@@ -82,8 +84,7 @@ class RaggedBackend:
     def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
         self.pool = pool
         self._shape = shape
-        self._calls: dict[int, LayerCall] = {}
-        self._reading_calls: dict[int, LayerCall] = {}
+        self._calls: dict[tuple[int, bool], LayerCall] = {}  # by layer, and whether it reads other tables
 
     @staticmethod
     def runs(pool: KVPool) -> bool:
@@ -94,34 +95,25 @@ class RaggedBackend:
     def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
         """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
         spans: list[int] = []
-        slots: list[np.ndarray] = []
+        tables = _SlotTables()
         parents: list[int] = []
         written: list[int] = []
         positions: list[int] = []
-        num_slots = num_rows = 0
+        num_rows = 0
         for rows in laid_out:
-            size = rows.num_rows
-            first_slot, first_of_slots, first_of_parents, common = -1, -1, CHAIN, FOREST
-            if rows.run is not None:
-                first_slot = rows.run.start
-                written += range(rows.run.stop - size, rows.run.stop)
-            else:
-                first_of_slots = num_slots
-                num_slots += len(rows.slots)
-                slots.append(rows.slots)
-                written += rows.written_slots.tolist()
+            first_of_parents, common = CHAIN, FOREST
             if isinstance(rows.pending, RangedRows):
                 first_of_parents, common = len(parents), rows.pending.num_common
                 parents += chain.from_iterable(rows.pending.ranges())
             elif not rows.pending.is_chain:
                 first_of_parents = len(parents)
                 parents += rows.pending.parents
-            starts = first_slot, first_of_slots, first_of_parents
-            spans += (num_rows, size, rows.context, rows.num_pending, *starts, common)
-            num_rows += size
+            starts = *tables.add(rows.run, rows.slots), first_of_parents
+            spans += (num_rows, rows.num_rows, rows.context, rows.num_pending, *starts, common)
+            num_rows += rows.num_rows
+            written += _written(rows)
             positions += rows.positions()
-        tables = np.concatenate(slots) if slots else None
-        plan = RaggedPlan(self, PassRows(spans, tables, parents, written), max(positions))
+        plan = RaggedPlan(self, PassRows(spans, tables.joined(), parents, written), max(positions))
         # from arrays, not lists: that takes PyTorch three times as long
         logit_rows = None if len(wanted) == num_rows else torch.from_numpy(np.array(wanted, dtype=np.int64))
         return PassPlan(num_rows, torch.from_numpy(np.array(positions)), logit_rows, plan)
@@ -130,65 +122,40 @@ class RaggedBackend:
         """The rows of passes of a chain: the first one feeds those of `laid_out` but the last `num_steps` - 1 of each
         sequence, of which every other one feeds the next."""
         assert all(rows.pending.is_chain for rows in laid_out)
-        tables: list[np.ndarray] = []
-        num_slots, later = 0, num_steps - 1
+        tables, later = _SlotTables(), num_steps - 1
         passes = [ChainPass([], [], []) for _ in range(num_steps)]
         for i, rows in enumerate(laid_out):
-            starts, size = (-1, num_slots), rows.num_rows - later
-            if rows.run is not None:
-                starts, slots = (rows.run.start, -1), range(rows.run.stop - rows.num_rows, rows.run.stop)
-            else:
-                num_slots += len(rows.slots)
-                tables.append(rows.slots)
-                slots = rows.written_slots.tolist()
-            positions, num_pending = rows.positions(), rows.num_pending - later
+            starts, slots = tables.add(rows.run, rows.slots), _written(rows)
+            size, positions, num_pending = rows.num_rows - later, rows.positions(), rows.num_pending - later
             for step, one in enumerate(passes):
                 own = slice(size + step - 1, size + step) if step else slice(size)
                 first, num_own = (i, 1) if step else (len(one.written), size)
                 one.spans.extend((first, num_own, rows.context, num_pending + step, *starts, CHAIN, FOREST))
                 one.written.extend(slots[own])
                 one.positions.extend(positions[own])
-        return ChainRows(passes, np.concatenate(tables) if tables else None)
+        return ChainRows(passes, tables.joined())
 
-    def any_plan(self, layers: Iterable[Heads]) -> RaggedPlan:
+    def any_plan(self, layers: Iterable[Heads], *, reads: bool = False) -> RaggedPlan:
         """A plan of no rows, to record the calls of these layers with."""
         for heads in layers:
-            self.layer_call(heads)
+            self.layer_call(heads, reads=reads)
         return RaggedPlan(self, PassRows((), None, (), ()))
 
-    def any_reads(self, layers: Iterable[Heads]) -> RaggedReads:
-        """The same of queries over other tables."""
-        for heads in layers:
-            self.reading_call(heads)
-        return RaggedReads(self, PassRows((), None, (), ()))
-
-    def plan_reads(self, reads: Sequence[TableRead]) -> RaggedReads:
+    def plan_reads(self, reads: Sequence[TableRead]) -> RaggedPlan:
         """Build the plan of queries over other tables, which write nothing."""
-        spans: list[int] = []
-        slots: list[np.ndarray] = []
-        num_slots = num_rows = 0
+        spans, tables, num_rows = list[int](), _SlotTables(), 0
         for read in reads:
-            first_slot, first_of_slots = (-1, num_slots) if read.run is None else (read.run.start, -1)
-            if read.run is None:
-                num_slots += len(read.slots)
-                slots.append(read.slots)
-            starts = first_slot, first_of_slots, READS
+            starts = *tables.add(read.run, read.slots), READS
             spans += (num_rows, read.num_rows, len(read.slots), 0, *starts, FOREST)
             num_rows += read.num_rows
-        tables = np.concatenate(slots) if slots else None
-        return RaggedReads(self, PassRows(spans, tables, (), ()))
+        return RaggedPlan(self, PassRows(spans, tables.joined(), (), ()))
 
-    def layer_call(self, heads: Heads) -> LayerCall:
-        call = self._calls.get(heads.layer)
+    def layer_call(self, heads: Heads, *, reads: bool = False) -> LayerCall:
+        """The call of a layer's attention, or the one that reads other tables, to which no window and no bias apply."""
+        call = self._calls.get((heads.layer, reads))
         if call is None:
-            call = self._calls[heads.layer] = self._make_call(heads, self._shape)
-        return call
-
-    def reading_call(self, heads: Heads) -> LayerCall:
-        call = self._reading_calls.get(heads.layer)
-        if call is None:
-            shape = replace(self._shape, window=None, bias=None)
-            call = self._reading_calls[heads.layer] = self._make_call(heads, shape)
+            shape = replace(self._shape, window=None, bias=None) if reads else self._shape
+            call = self._calls[heads.layer, reads] = self._make_call(heads, shape)
         return call
 
     def _make_call(self, heads: Heads, shape: AttentionShape) -> LayerCall:
@@ -209,3 +176,10 @@ class RaggedBackend:
             norm_offset=offset,
             bias=shape.bias and shape.bias.by_distance(),
         )
+
+
+def _written(rows: SpanRows) -> Sequence[int]:
+    """The slots of the rows that a span feeds."""
+    if rows.run is None:
+        return rows.written_slots.tolist()
+    return range(rows.run.stop - rows.num_rows, rows.run.stop)

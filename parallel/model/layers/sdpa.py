@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import SpanRows, TableRead
 from parallel.kv.pool import KVPool
-from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, capped_attention
+from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, PooledPlan, capped_attention
 from parallel.model.layers.rope import Rotation
 from parallel.model.layers.score_bias import ScoreBias
 from parallel.transfers import to_device, upload
@@ -43,23 +43,13 @@ class SdpaSpan:
     causal: bool
 
 
-class SdpaPlan:
+class SdpaPlan(PooledPlan):
     """Attention of `spans`, whose new rows go to the slots `written`."""
 
     def __init__(self, pool: KVPool, shape: AttentionShape, spans: list[SdpaSpan], written: Tensor) -> None:
-        self._pool = pool
+        self.pool, self.written_slots = pool, written
         self._shape = shape
         self._spans = spans
-        self._slots = written
-
-    def prepare(self) -> None:
-        """Nothing to do: the masks were made with the plan."""
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._pool.write(layer, self._slots, k, v)
-
-    def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._pool.read(layer, self._slots)
 
     def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
         q, k, v = heads.split(projected, rotation)
@@ -68,9 +58,9 @@ class SdpaPlan:
 
     def _attend_span(self, span: SdpaSpan, layer: int, q: Tensor, windowed: bool) -> Tensor:
         if span.slots is None:
-            keys, values = self._pool.widened(layer, span.keys[layer], span.values[layer])
+            keys, values = self.pool.widened(layer, span.keys[layer], span.values[layer])
         else:
-            keys, values = (rows.transpose(0, 1).unsqueeze(1) for rows in self._pool.read(layer, span.slots))
+            keys, values = (rows.transpose(0, 1).unsqueeze(1) for rows in self.pool.read(layer, span.slots))
         mask = span.window_mask if windowed else span.mask
         return _attended(self._shape, q, keys, values, mask, folded=span.folded, causal=span.causal)
 

@@ -29,7 +29,7 @@ from parallel.kernels.triton_launch import INTERPRETS, block_size, launch, runs_
 from parallel.kv.pass_plan import SpanRows, TableRead, rounded_logit_rows
 from parallel.kv.pool import KVPool
 from parallel.kv.slot_mirror import SlotMirror, TableOrPart
-from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, check_window
+from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, PooledPlan, check_window
 from parallel.model.layers.flash import FlashSpan, flash_runs, takes_flash
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rotation
@@ -56,12 +56,13 @@ _FP8_CAPABILITY = 8, 9
 
 
 @dataclass(slots=True)
-class SplitKVPlan:
+class SplitKVPlan(PooledPlan):
     """A pass as work items. `rows` [T, 3] say where the parts of a row's result are; `num_partials` is their number.
     The rows of `prompts` are in no item. After `attend`, `lse` [T, heads] holds the log-sum-exps of the layer's scores
     if `wants_lse`."""
 
     backend: SplitKVBackend
+    pool: KVPool
     positions: Tensor
     written_slots: Tensor
     items: Tensor
@@ -92,16 +93,10 @@ class SplitKVPlan:
     def prepare(self) -> None:
         """Room for the results of items, which all layers share."""
         if self.num_partials:
-            pool, group = self.backend.pool, self.block_m
+            pool, group = self.pool, self.block_m
             shape = self.num_partials, pool.keys.shape[2], group, pool.keys.shape[3]
             partial = torch.empty(shape, dtype=torch.float32, device=pool.keys.device)
             self._partial = partial, torch.empty(shape[:3], dtype=torch.float32, device=pool.keys.device)
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self.backend.pool.write(layer, self.written_slots, k, v)
-
-    def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.backend.pool.read(layer, self.written_slots)
 
     def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
         self._store(heads, projected, rotation)
@@ -114,7 +109,7 @@ class SplitKVPlan:
     def _store(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> None:
         from parallel.kernels.triton_rows import store_heads
 
-        pool = self.backend.pool
+        pool = self.pool
         keys, values = pool.keys[heads.layer], pool.values[heads.layer]
         cos, sin = (projected, projected) if rotation is None else rotation
         q_norm, k_norm, eps, offset = projected, projected, 0.0, 0.0
@@ -153,7 +148,7 @@ class SplitKVPlan:
     def _attend(self, heads: Heads, queries: Tensor) -> Tensor:
         from parallel.kernels.triton_attention import attend_items, merge_items
 
-        backend, pool, head_dim = self.backend, self.backend.pool, heads.head_dim
+        backend, pool, head_dim = self.backend, self.pool, heads.head_dim
         keys, values = pool.keys[heads.layer], pool.values[heads.layer]
         key_scale, value_scale = pool.scales[heads.layer]
         out = queries.new_empty(len(queries), heads.num_heads * head_dim)
@@ -276,6 +271,7 @@ class SplitKVBackend:
         logit_rows = moved[8] if len(moved) > 8 else None
         attention = SplitKVPlan(
             self,
+            self.pool,
             *moved[:6],
             block_m=block_m,
             num_partials=num_partials,
@@ -320,7 +316,7 @@ class SplitKVBackend:
         plans = []
         for step_positions, step_written, step_items in zip(*moved[:3], strict=True):
             tensors = step_positions, step_written, step_items, moved[3], moved[4], moved[4]
-            attention = SplitKVPlan(self, *tensors, **shape)
+            attention = SplitKVPlan(self, self.pool, *tensors, **shape)
             plans.append(PassPlan(num_rows, step_positions, moved[5], attention, num_logits=num_rows))
         return plans
 
@@ -342,7 +338,7 @@ class SplitKVBackend:
         moved = self._send([nowhere, items, rows, nothing, indices, slots])
         self.mirror.tables.index_copy_(0, moved[4], moved[5])
         tensors = moved[0], moved[0], moved[1], moved[2], moved[3], moved[3]
-        plan = SplitKVPlan(self, *tensors, block_m=block_m, num_partials=num_partials, bucketed=False)
+        plan = SplitKVPlan(self, self.pool, *tensors, block_m=block_m, num_partials=num_partials, bucketed=False)
         plan.prepare()
         return plan
 

@@ -144,7 +144,8 @@ class Weight(Layer):
         self._is_open = False
         self.rounds_rows = False
         """Whether rows are rounded to int8, each by its largest number, before they are multiplied."""
-        self._product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+        """What multiplies rows by `plain` and adds a bias, where no kernel of the project does."""
 
     def store_as(self, stored: Stored) -> None:
         """Keep the weights as bfloat16, as int8 with a factor for every output, or packed; call it before loading. With
@@ -247,7 +248,7 @@ class Weight(Layer):
         from parallel.kernels.fixed_products import multiply_fixed
 
         super().keep_rows_apart()
-        self._product = multiply_fixed
+        self.product = multiply_fixed
         if self._codes is not None:
             self._codes.is_invariant = True
 
@@ -260,7 +261,7 @@ class Weight(Layer):
             return self._codes.multiply(x, bias)
         if self.rounds_rows and self.scales is not None:
             return multiply_rounded(x, self.plain, self.scales, bias, largest)
-        return self._product(x, self._widened(self.plain, self.scales), bias)
+        return self.product(x, self._widened(self.plain, self.scales), bias)
 
     def scores(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] -> [T, outputs]: logits, in float32 where the kernel can leave its sums unrounded."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.placement.nodes import Node
+from cluster.runtime import ray_nodes
 from cluster.runtime.ray_nodes import await_head, await_layout
 from tests.cluster.placement.test_nodes import CONFIG
 
@@ -26,7 +28,10 @@ class Waiting:
         self._config = replace(CONFIG, cluster=replace(CONFIG.cluster, **cluster))
 
     def place(self):
-        return await_layout(self._config, self.reported.append, self.look, lambda: self.now, self.sleep)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ray_nodes, "free_nodes", self.look)
+            patch.setattr(ray_nodes, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+            return await_layout(self._config, self.reported.append)
 
     def look(self) -> list[Node]:
         return [ONE, TWO] if self.now >= self._joins_at else [ONE]

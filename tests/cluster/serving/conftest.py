@@ -23,8 +23,8 @@ from actors.options import PipelineConfig, SamplingConfig, SchedulerConfig, Targ
 from cluster.config.jobs import ServeConfig
 from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig, PlacementName, ServerConfig
 from cluster.engine import Engine
+from cluster.serving.app import HttpService
 from cluster.serving.server import HttpServer, bind
-from cluster.serving.service import HttpService
 
 KEY = "a key"
 TEMPLATE = (

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.config.schema import ServerConfig
+from cluster.serving.app import HttpService
 from cluster.serving.server import HttpServer, bind
-from cluster.serving.service import HttpService
 from tests.cluster.serving.conftest import KEY, RunningServer
 
 PAGE, OTHER = "https://chat.example", "https://other.example"

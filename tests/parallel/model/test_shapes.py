@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from parallel.model.adapted import AdaptedDecoder
 from parallel.model.checkpoint import block_tensors, end_tensors, tensor_shapes
 from parallel.model.config import CheckpointNames, HeadRows, RopeScaling
 from parallel.model.families.fields import architecture_of, read_rope, sliding_layers
 from parallel.model.families.registry import read_config
 from parallel.speculators.streams.layouts import StreamsConfig
+from parallel.training.adapted import AdaptedDecoder
 
 HF: dict[str, Any] = {"max_position_embeddings": 4096, "num_hidden_layers": 4}
 LLAMA: dict[str, Any] = {

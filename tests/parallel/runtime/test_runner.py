@@ -175,8 +175,6 @@ def test_a_pass_too_large_is_refused_before_anything_changes(llama):
 def test_an_unknown_backend_is_named(llama):
     with pytest.raises(ValueError, match="attention backend 'flash' is not known"):
         open_model(llama.path, backend="flash")
-    with pytest.raises(ValueError, match="graphs=True needs a CUDA device"):
-        open_model(llama.path, graphs=True)
 
 
 CONFIGURED = [

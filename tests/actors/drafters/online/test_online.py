@@ -22,9 +22,9 @@ from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import Parallel
 from actors.protocol.messages import Admit, Commit, SamplingParams, SparseDistribution, TopTokens
 from actors.verification.rules import RULES
-from parallel.model.adapted import AdaptedDecoder
 from parallel.model.families.registry import read_config
 from parallel.speculators.adapted import AdaptedDraftLayers
+from parallel.training.adapted import AdaptedDecoder
 from tests import matrices
 from tests.actors.verification.rule_enumeration import emission, enumerate_drafts, total_variation
 

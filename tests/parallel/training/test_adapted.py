@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from parallel.kernels.products import has_products
-from parallel.model.adapted import AdaptedDecoder, block_weights
 from parallel.model.config import DecoderConfig, RopeScaling
 from parallel.model.decoder import Decoder
 from parallel.model.layers.weight import Weight
 from parallel.runtime.runner import Span, open_model
+from parallel.training.adapted import AdaptedDecoder, block_weights
 
 TOKENS = torch.arange(24) * 7 % 90
 
@@ -63,11 +63,11 @@ def test_logits_are_those_that_are_served_before_and_after_folding(checkpoint):
         scales = [0.5] * len(adapters)
         expected = model.logits(TOKENS[None], len(TOKENS), adapters, scales)
     shipped = served(runner)
-    for weight, matrix in zip(block_weights(runner.decoder), model.folded(adapters, 0.5), strict=True):
+    for weight, matrix in zip(block_weights(runner.decoder.layers), model.folded(adapters, 0.5), strict=True):
         weight.assign(matrix)
     assert (expected - shipped).abs().max() > 0.05, "the adapters change nothing: the test shows nothing"
     torch.testing.assert_close(served(runner), expected, atol=1e-4, rtol=1e-4)
-    for weight, matrix in zip(block_weights(runner.decoder), model.weights, strict=True):
+    for weight, matrix in zip(block_weights(runner.decoder.layers), model.weights, strict=True):
         weight.assign(matrix)
     assert torch.equal(served(runner), shipped), "the shipped weights are not back to the bit"
 
@@ -110,7 +110,7 @@ def test_an_assigned_weight_multiplies_as_a_loaded_one(stored, packed):
 def test_other_decoders_are_refused_in_one_line():
     config = DecoderConfig(97, 32, 2, 4, 2, 8, 48, 1e-5, 64, RopeScaling(), tied=True)
     config.check_adaptable()
-    assert len(block_weights(Decoder(config))) == 8
+    assert len(block_weights(Decoder(config).layers)) == 8
     for field, value in {"norm": "layer", "num_experts": 4, "rope": None, "activation": "relu"}.items():
         with pytest.raises(ValueError, match="cannot be adapted"):
             replace(config, **{field: value}).check_adaptable()
