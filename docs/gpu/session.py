@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from docs.gpu import session_kernels, session_rounds  # noqa: E402
+from docs.gpu import session_bits, session_kernels, session_rounds  # noqa: E402
 
 Row = dict[str, Any]
 
@@ -78,6 +79,7 @@ GRID = [(1, 1024, 1), (1, 1024, 8), (1, 2048, 32), (1, 32768, 8), (16, 2048, 1),
 TINY_GRID = [(1, 40, 1), (2, 40, 3)]
 NEEDS = {
     "engine": ("msgspec", "zmq", "hydra", "omegaconf"),
+    "certify": ("msgspec", "zmq", "hydra", "omegaconf"),
     "round": ("msgspec",),
     "sampling": ("msgspec",),
     "tests-parallel": ("pytest", "hypothesis"),
@@ -186,11 +188,11 @@ def environment(machine: Machine) -> Iterator[Row]:
         facts |= {"gpu": found.name, "GiB": round(found.total_memory / 2**30, 1), "SMs": found.multi_processor_count}
         facts |= {"capability": f"{found.major}.{found.minor}", "cuda": torch.version.cuda}
         facts |= {"cudnn": torch.backends.cudnn.version(), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    for module in ("triton", "transformers", "ray", "hydra", "zmq"):
+    for package in ("triton", "numpy", "transformers", "ray", "hydra-core", "pyzmq", "msgspec", "vllm"):
         try:
-            facts[module] = str(getattr(__import__(module), "__version__", "there"))
-        except ImportError:
-            facts[module] = "absent"
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            facts[package] = "absent"
     yield from ({"what": name, "value": value} for name, value in facts.items())
     yield {"what": "copy GB/s", "value": round(machine.copy_rate() / 1e9, 1)}
     x = torch.ones(64, device=machine.device)
@@ -288,9 +290,8 @@ def invariant(machine: Machine) -> Iterator[Row]:
     num_slots = max(count * (context + max(rows, CHAIN)) for count, context, rows in grid)
     rate = machine.copy_rate()
     for numerics in ("fast", "invariant"):
-        # on a CPU the random weights are not packed for the kernels that are invariant
-        options = {"invariant": numerics == "invariant"} if machine.on_cuda else {}
-        for row in _measured(machine, machine.runner(SHAPES["8b"], num_slots, **options), grid, rate):
+        runner = machine.runner(SHAPES["8b"], num_slots, invariant=numerics == "invariant")
+        for row in _measured(machine, runner, grid, rate):
             yield {"numerics": numerics} | row
 
 
@@ -500,6 +501,24 @@ def engine(machine: Machine) -> Iterator[Row]:
         }
 
 
+def certify(machine: Machine) -> Iterator[Row]:
+    """`job=certify` of the bundled pair with `target.numerics=invariant`, which allows logits no movement: the engine's
+    tokens in bfloat16 with trees of drafts are those of plain decoding."""
+    device, (prompts, count) = "cuda" if machine.on_cuda else "cpu", (1, 8) if machine.tiny else (4, 96)
+    keys = ["job=certify", "cluster=inprocess", f"target.device={device}", f"drafter.device={device}"]
+    keys += ["target.numerics=invariant", "target.dtype=bfloat16", "drafter=model", "drafter.strategy=tree"]
+    keys += [f"job.limit={prompts}", f"sampling.max_tokens={count}", "job.draws=200", "job.contexts=1", "job.seeds=[0]"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "cluster.launch", *keys, f"hydra.run.dir={folder}"]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        file = Path(folder) / "certificate.json"
+        checks = json.loads(file.read_text())["checks"] if file.exists() else []
+    for check in checks:
+        yield {"check": check["name"], "passed": check["passed"], "findings": check["findings"]}
+    if found.returncode or not checks:
+        raise RuntimeError(f"job=certify ended with {found.returncode}: {(found.stderr.strip() or '?')[-200:]}")
+
+
 _PASSED, _NO_TESTS = 0, 5
 
 
@@ -519,20 +538,22 @@ def tests(machine: Machine, folder: str) -> Iterator[Row]:
 STEPS: dict[str, tuple[int, Callable[[Machine], Iterator[Row]]]] = {
     "environment": (60, environment),
     "exact": (120, session_kernels.exact),
-    "tokens": (90, tokens),
+    "same-bits": (90, lambda machine: session_bits.same_bits(machine, SHAPES["8b"])),
     "attention": (180, session_kernels.attention),
+    "invariant": (150, invariant),
+    "fp8-rows": (90, fp8_rows),
+    "gemm": (120, gemm),
+    "certify": (180, certify),
+    "tokens": (90, tokens),
     "passes-8b": (240, lambda machine: passes(machine, "8b")),
     "passes-1b": (90, lambda machine: passes(machine, "1b")),
     "round": (120, lambda machine: session_rounds.round_of_two(machine, SHAPES)),
     "prompts": (120, lambda machine: session_rounds.prompts(machine, SHAPES["8b"])),
     "mixture": (120, lambda machine: passes(machine, "mixture")),
-    "fp8-rows": (90, fp8_rows),
-    "invariant": (150, invariant),
+    "kernels": (90, kernels),
     "passes-0.6b": (90, lambda machine: passes(machine, "0.6b")),
     "passes-70b-of-8": (120, lambda machine: passes(machine, "70b-of-8")),
     "ragged": (90, ragged),
-    "kernels": (90, kernels),
-    "gemm": (120, gemm),
     "first-shapes": (60, first_shapes),
     "sampling": (60, sampling),
     "loader": (60, loader),
@@ -541,7 +562,7 @@ STEPS: dict[str, tuple[int, Callable[[Machine], Iterator[Row]]]] = {
     "tests-parallel": (300, lambda machine: tests(machine, "parallel")),
     "tests-actors": (300, lambda machine: tests(machine, "actors")),
 }
-"""Name -> its budget in seconds, and the step; the most wanted first."""
+"""Name -> its budget in seconds, and the step; first whether kernels are right, then what was measured nowhere."""
 
 
 # --- the session ------------------------------------------------------------------------------------------------------

@@ -22,5 +22,7 @@ def pass_bytes(
 ) -> int:
     """Bytes of graphs and of parts of the attention of at most so many rows; `longest` as of `most_partial_bytes`."""
     shape = config.num_heads // ranks, config.local_kv_heads(ranks), config.head_dim
-    partial = most_partial_bytes(*shape, num_rows, num_seqs, torch.device(device), longest=longest)
+    tree_rows = max((total for _, _, total in graphs.passes), default=0)
+    sizes = {"longest": longest, "tree_rows": tree_rows}
+    partial = most_partial_bytes(*shape, num_rows, num_seqs, torch.device(device), **sizes)
     return graph_bytes(config, dtype.itemsize, graphs) + partial

@@ -396,15 +396,19 @@ def most_partial_bytes(
     device: torch.device,
     *,
     longest: int = 0,
+    tree_rows: int = 0,
 ) -> int:
     """An upper bound of what a pass takes for results that are still to be merged: every item one, of a whole tile. Of
-    invariant passes `longest` is the longest text; `num_rows` counts the rows of chains, and those of trees / tile."""
+    invariant passes `longest` is the longest text, and `tree_rows` those of a pass that is rounded up, each of which
+    may be a tile of its own."""
     if not num_rows:
         return 0
     group = num_heads // num_kv_heads
-    tile = max(_LARGEST_TILE, block_size(group))
-    num_items = -(-num_rows * group // _LARGEST_TILE) + num_seqs + _most_cuts(device, num_kv_heads)
-    num_items *= max(1, -(-longest // FIXED_KEYS))
+    tile, num_cuts = max(_LARGEST_TILE, block_size(group)), _most_cuts(device, num_kv_heads)
+    num_items = -(-num_rows * group // _LARGEST_TILE) + num_seqs + num_cuts
+    if longest:
+        num_ranges = -(-longest // FIXED_KEYS)
+        num_items = max(num_items * num_ranges, tree_rows + num_cuts, block_size(tree_rows * num_ranges, 1))
     return num_items * num_kv_heads * tile * (head_dim + 1) * torch.float32.itemsize
 
 

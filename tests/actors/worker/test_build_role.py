@@ -76,6 +76,16 @@ def test_every_option_of_a_target_reaches_what_sizes_and_opens_it(spec, monkeypa
     assert (facts["kv_slots"], facts["max_model_len"], facts["checkpoint"]) == (123, 77, target.path)
 
 
+def test_an_invariant_target_is_sized_and_opened_as_one(spec, monkeypatch):
+    calls = Calls(monkeypatch, "fit_slots", "open_model")
+    target = replace(spec.target, numerics="invariant")
+    try:
+        build_role(replace(spec, target=target, pipeline="plain"), SINGLE)
+    except ValueError as error:  # no compiler here
+        assert "numerics=invariant" in str(error)
+    assert [calls.of[name][1]["invariant"] for name in ("fit_slots", "open_model")] == [True, True]
+
+
 @pytest.mark.parametrize(("part", "neighbours"), [(1.0, 0), (0.5, 0), (1.0, 9)])
 def test_a_device_is_shared_if_others_are_on_it(spec, monkeypatch, part, neighbours):
     calls = Calls(monkeypatch, "fit_slots")

@@ -13,7 +13,9 @@ from parallel.kernels.triton_launch import has_triton
 from parallel.kv.pass_plan import Span
 from parallel.kv.slot_mirror import BYTES_PER_SLOT
 from parallel.model.families.registry import read_config
+from parallel.model.layers import split_kv
 from parallel.model.layers.split_kv import most_partial_bytes
+from parallel.runtime.cuda_memory import pass_bytes
 from parallel.runtime.graph_list import GraphList, graph_bytes, graph_shapes
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, choose_weights, fit_slots
 from parallel.runtime.model_bytes import weights_name
@@ -77,6 +79,43 @@ def test_slot_tables_and_parts_of_attention_are_counted(llama, monkeypatch):
     monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: held + most - 1)
     with pytest.raises(ValueError, match="do not fit"):
         fit(95)
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_the_parts_of_invariant_passes_are_counted(llama, monkeypatch, num_rows):
+    """Keys are cut into more ranges, and of trees each row is cut by itself."""
+    monkeypatch.setattr(split_kv, "FIXED_KEYS", 32)
+    model = open_model(llama.path, num_slots=900, backend="triton", invariant=True)
+    model._backend._bucketed, contexts = True, (150, 170, 31)
+    for seq_id, context in enumerate(contexts):
+        model.open(seq_id)
+        model.pool.reserve(seq_id, context)
+        model.pool.commit(seq_id, range(context))
+    plan = model.plan([Span(seq_id, num_rows, [-1] * num_rows) for seq_id in range(len(contexts))])
+    plan.attention.prepare()
+    taken = sum(part.nbytes for part in plan.attention._partial)
+    config, sizes = model.config, (len(contexts) * num_rows, len(contexts), torch.device("cpu"))
+    shape = config.num_heads, config.num_kv_heads, config.head_dim
+    longest = max(contexts) + num_rows
+    most = most_partial_bytes(*shape, *sizes, longest=longest, tree_rows=len(plan.positions))
+    assert 0 < taken <= most
+    monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 5 * 10**7)
+
+    def pool_bytes(*, invariant):
+        options = dict(max_model_len=longest, max_num_seqs=1000, max_num_batched_tokens=1)
+        return fit_slots(str(llama.path), SINGLE, "cuda:0", "auto", invariant=invariant, **options).kv_bytes
+
+    assert pool_bytes(invariant=True) < pool_bytes(invariant=False)
+
+
+def test_rows_of_trees_are_counted_where_each_is_cut_by_itself(llama, monkeypatch):
+    monkeypatch.setattr("parallel.runtime.cuda_memory.graph_bytes", lambda *_: 0)
+    config, graphs = read_config(llama.path), GraphList(graph_shapes(2, 32, 64))
+    sizes = dict(num_rows=64, num_seqs=2, longest=2 * split_kv.FIXED_KEYS)
+    found = pass_bytes(config, 1, torch.float32, graphs, "cuda:0", **sizes)
+    part = config.num_kv_heads * split_kv._LARGEST_TILE * (config.head_dim + 1) * 4
+    assert found == 64 * 2 * part
 
 
 def test_ranks_agree_on_the_pool(llama, on_ranks, monkeypatch):
