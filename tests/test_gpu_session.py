@@ -29,7 +29,9 @@ LEFT_OUT = ("kernels", "engine", "certify", "tests-kernels", "tests-parallel", "
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("left_out", [(*LEFT_OUT, "gemm"), pytest.param(LEFT_OUT, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "left_out", [(*LEFT_OUT, "gemm", "packed"), pytest.param(LEFT_OUT, marks=pytest.mark.slow)], ids=len
+)
 def test_every_step_measures_something_and_the_report_shows_it(session, tmp_path, left_out):
     """By default without the products of codes, which take the interpreter longest."""
     machine = session.Machine("cpu", tiny=True)

@@ -50,9 +50,9 @@ def test_fp8_rows_are_twice_as_many(llama, monkeypatch):
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
-def test_slot_tables_and_parts_of_attention_are_counted(llama, monkeypatch):
+def test_slot_tables_and_parts_of_attention_are_counted(llama, monkeypatch, device):
     """They take room beside the pool on CUDA."""
-    model = open_model(llama.path, num_slots=500, backend="triton")
+    model = open_model(llama.path, num_slots=500, backend="triton", device=device, graphs=False)
     backend, pool = model._backend, model.pool
     assert backend.mirror.tables.nbytes == BYTES_PER_SLOT * (pool.num_slots + 1)
     config, rows = model.config, [90, 3, 1, 1]
@@ -65,7 +65,7 @@ def test_slot_tables_and_parts_of_attention_are_counted(llama, monkeypatch):
     plan.attention.prepare()
     taken = sum(part.nbytes for part in plan.attention._partial)
     shape = config.num_heads, config.num_kv_heads, config.head_dim
-    most = most_partial_bytes(*shape, sum(rows), len(rows), torch.device("cpu"))
+    most = most_partial_bytes(*shape, sum(rows), len(rows), device)
     assert 0 < taken <= most
     monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 10**8)
 
@@ -83,10 +83,10 @@ def test_slot_tables_and_parts_of_attention_are_counted(llama, monkeypatch):
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
-def test_the_parts_of_invariant_passes_are_counted(llama, monkeypatch, num_rows):
+def test_the_parts_of_invariant_passes_are_counted(llama, monkeypatch, device, num_rows):
     """Keys are cut into more ranges, and of trees each row is cut by itself."""
     monkeypatch.setattr(split_kv, "FIXED_KEYS", 32)
-    model = open_model(llama.path, num_slots=900, backend="triton", invariant=True)
+    model = open_model(llama.path, num_slots=900, backend="triton", invariant=True, device=device, graphs=False)
     model._backend._bucketed, contexts = True, (150, 170, 31)
     for seq_id, context in enumerate(contexts):
         model.open(seq_id)
@@ -95,7 +95,7 @@ def test_the_parts_of_invariant_passes_are_counted(llama, monkeypatch, num_rows)
     plan = model.plan([Span(seq_id, num_rows, [-1] * num_rows) for seq_id in range(len(contexts))])
     plan.attention.prepare()
     taken = sum(part.nbytes for part in plan.attention._partial)
-    config, sizes = model.config, (len(contexts) * num_rows, len(contexts), torch.device("cpu"))
+    config, sizes = model.config, (len(contexts) * num_rows, len(contexts), device)
     shape = config.num_heads, config.num_kv_heads, config.head_dim
     longest = max(contexts) + num_rows
     most = most_partial_bytes(*shape, *sizes, longest=longest, tree_rows=len(plan.positions))
@@ -113,7 +113,7 @@ def test_rows_of_trees_are_counted_where_each_is_cut_by_itself(llama, monkeypatc
     monkeypatch.setattr("parallel.runtime.cuda_memory.graph_bytes", lambda *_: 0)
     config, graphs = read_config(llama.path), GraphList(graph_shapes(2, 32, 64))
     sizes = dict(num_rows=64, num_seqs=2, longest=2 * split_kv.FIXED_KEYS)
-    found = pass_bytes(config, 1, torch.float32, graphs, "cuda:0", **sizes)
+    found = pass_bytes(config, 1, torch.float32, graphs, "cpu", **sizes)
     part = config.num_kv_heads * split_kv._LARGEST_TILE * (config.head_dim + 1) * 4
     assert found == 64 * 2 * part
 
