@@ -36,11 +36,13 @@ class Gpu:
     """Bytes of shared memory that a program may have; a processor has one KiB more, and so much is lost to each."""
     threads: int
     """Of a processor."""
+    programs: int
+    """At most, of a processor."""
     registers: int = 65536
     """Of a processor, and at most of a program."""
 
 
-GPUS = {80: Gpu(163 << 10, 2048), 89: Gpu(99 << 10, 1536), 90: Gpu(227 << 10, 2048)}
+GPUS = {80: Gpu(163 << 10, 2048, 32), 89: Gpu(99 << 10, 1536, 24), 90: Gpu(227 << 10, 2048, 32)}
 """A100, Ada, H100."""
 _RESERVED = 1 << 10
 _FP8_FROM = 89
@@ -83,7 +85,7 @@ def compile_kernel(
         registers, spilled = resources(compiled.asm["cubin"])
         threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
         room = (gpu.shared + _RESERVED) // (shared + _RESERVED), gpu.threads // threads
-        beside = min(*room, gpu.registers // (registers * threads))
+        beside = min(*room, gpu.registers // (registers * threads), gpu.programs)
         waits = [int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])]
         what = f"{kernel.__name__} {dtype} {capability}"
         print(what, shared, registers, beside, *waits, flush=True)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_the_parts_of_invariant_passes_are_counted(llama, monkeypatch, device, n
     monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 5 * 10**7)
 
     def pool_bytes(*, invariant):
-        options = dict(max_model_len=longest, max_num_seqs=1000, max_num_batched_tokens=1)
+        options: Any = dict(max_model_len=longest, max_num_seqs=1000, max_num_batched_tokens=1)
         return fit_slots(str(llama.path), SINGLE, "cuda:0", "auto", invariant=invariant, **options).kv_bytes
 
     assert pool_bytes(invariant=True) < pool_bytes(invariant=False)
