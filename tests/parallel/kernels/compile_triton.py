@@ -2,9 +2,9 @@
 `test_triton_rows.py`.
 
 A kernel fits where its shared memory and registers are within the limits of such a GPU and no register spills, or few
-of packed products; kernels that are to load ahead wait for few of their loads, and those that the host cuts into so
-many programs for each processor have room for them there. Prints a line for each: name, type, capability, shared memory in bytes, registers,
-programs beside each other, and the loads under way at each wait. Needs no GPU.
+of packed products. Kernels that are to load ahead wait for few of their loads, and those that the host cuts into so
+many programs for each processor have room for them there. Prints a line for each: name, type, capability, shared memory
+in bytes, registers, programs beside each other, and the loads under way at each wait. Needs no GPU.
 """
 
 from __future__ import annotations
