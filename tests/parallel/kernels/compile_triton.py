@@ -164,7 +164,7 @@ def compile_products(
         merges = dict(PARTS=4, HAS_BIAS=True, BLOCK=1024)
         compile_kernel(triton_products.merge_parts, dtype, merges, capabilities=capabilities)
     stages, is_usual = packed_products._STAGES[packing.kind], dtype != "fp32" and block_m == 16
-    is_fine = packing.kind == "int4" and packing.group == 32  # a scale for each product of a tile
+    is_fine = packing.kind == "int4" and 0 < packing.group < 128  # a scale for each product of a tile, or two
     spilled = _ANY if dtype == "fp32" else 512 if is_fine else 8
     compile_kernel(
         triton_products.multiply_packed,
@@ -237,6 +237,15 @@ def compile_rows(dtype: str, *, on: bool) -> None:
 
 
 ALL = tuple(GPUS)
+PACKINGS = (
+    Packing("int4", 128, has_zeros=True, scale_bytes=2),
+    Packing("int4", 64),
+    Packing("int4", 32),
+    Packing("int4"),
+    Packing("int8"),
+    Packing("fp8"),
+    Packing("fp8", 64),
+)
 
 
 def main(which: str) -> None:
@@ -264,7 +273,7 @@ def main(which: str) -> None:
                 compile_attention(dtype, head_dim, block_m, masks=True, capabilities=ALL)
         compile_attention(dtype, 256, 64, masks=True, paths=True, capabilities=[89])
         compile_fixed_product(dtype, is_cut=False, capabilities=ALL)
-        for packing in (Packing("int4", 32), Packing("int4"), Packing("int8"), Packing("fp8"), Packing("fp8", 64)):
+        for packing in PACKINGS:
             for block_m in (16, 32, 64):
                 compile_products(dtype, packing, block_m, is_cut=block_m == 32, capabilities=ALL)
     compile_experts("fp32", normalize=False)
