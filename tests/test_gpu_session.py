@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from parallel.kernels.attention import has_attention
+
 FILE = Path(__file__).resolve().parents[1] / "docs" / "gpu" / "session.py"
 
 
@@ -22,12 +24,14 @@ def session():
     return module
 
 
-LEFT_OUT = ("environment", "kernels", "engine", "tests-kernels", "tests-parallel", "tests-actors")
+LEFT_OUT = ("kernels", "engine", "certify", "tests-kernels", "tests-parallel", "tests-actors")
 """Steps that import every library, start an engine or run tests."""
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("left_out", [(*LEFT_OUT, "gemm"), pytest.param(LEFT_OUT, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "left_out", [(*LEFT_OUT, "gemm", "packed"), pytest.param(LEFT_OUT, marks=pytest.mark.slow)], ids=len
+)
 def test_every_step_measures_something_and_the_report_shows_it(session, tmp_path, left_out):
     """By default without the products of codes, which take the interpreter longest."""
     machine = session.Machine("cpu", tiny=True)
@@ -63,9 +67,37 @@ def test_a_wrong_kernel_is_named(session, tmp_path, monkeypatch):
     session.run_step("exact", tmp_path, session.Machine("cpu", tiny=True))
     record = json.loads((tmp_path / "exact.json").read_text())
     assert record["status"].startswith(
-        "failed: ArithmeticError: 2 of the kernels are wrong: attention 2 x 40, tree of 5"
+        "failed: ArithmeticError: 4 of the kernels are wrong: attention 2 x 40, tree of 5"
     )
-    assert [row["right"] for row in record["rows"] if row["kernel"] == "attention"] == [False, False]
+    assert [row["right"] for row in record["rows"] if row["kernel"] == "attention"] == [False] * 4
+
+
+def test_bits_that_move_are_named(session, tmp_path, monkeypatch):
+    """The control: of what is read in a tree one number is a little larger."""
+    reader = session.session_bits.Reader
+    in_a_tree = reader.in_a_tree
+
+    def moved(one):
+        *found, last = in_a_tree(one)
+        last[0, 3] += 1e-6
+        return [*found, last]
+
+    monkeypatch.setattr(reader, "in_a_tree", moved)
+    session.run_step("same-bits", tmp_path, session.Machine("cpu", tiny=True))
+    record = json.loads((tmp_path / "same-bits.json").read_text())
+    if not has_attention():
+        assert record["status"].startswith("failed: ValueError: numerics=invariant")
+        return
+    assert record["status"] == "failed: ArithmeticError: bits move with company: invariant"
+    assert [row["moved"] for row in record["rows"] if row["numerics"] == "invariant"] == [0, 0, 1, 0, 0]
+
+
+@pytest.mark.slow  # an engine as a process
+def test_the_certificate_of_an_invariant_target_is_a_step(session, tmp_path):
+    session.run_step("certify", tmp_path, session.Machine("cpu", tiny=True))
+    record = json.loads((tmp_path / "certify.json").read_text())
+    assert (record["status"] == "done") == has_attention(), record
+    assert all(row["passed"] for row in record["rows"])
 
 
 def test_the_step_of_tests_fails_as_pytest_does(session, tmp_path, monkeypatch):

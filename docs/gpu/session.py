@@ -1,7 +1,7 @@
 """A session on a GPU as one program: what the machine reaches, and what the engine reaches of it.
 
-    python docs/gpu/session.py --out gpu-session            # all steps, about 45 minutes on one GPU
-    python docs/gpu/session.py --out gpu-session --steps exact,attention,passes-8b --seconds 560
+    python docs/gpu/session.py --out gpu-session            # all steps, under an hour on one GPU
+    python docs/gpu/session.py --out gpu-session --steps exact,same-bits,attention --seconds 560
     python docs/gpu/session.py --out /tmp/tiny --device cpu --tiny
 
 Every step is a process of its own with a budget of seconds, so that one that hangs or breaks its CUDA context costs
@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from docs.gpu import session_kernels, session_rounds  # noqa: E402
+from docs.gpu import session_bits, session_kernels, session_rounds  # noqa: E402
+from parallel.kernels.packing import Packing  # noqa: E402
 
 Row = dict[str, Any]
 
@@ -78,6 +80,7 @@ GRID = [(1, 1024, 1), (1, 1024, 8), (1, 2048, 32), (1, 32768, 8), (16, 2048, 1),
 TINY_GRID = [(1, 40, 1), (2, 40, 3)]
 NEEDS = {
     "engine": ("msgspec", "zmq", "hydra", "omegaconf"),
+    "certify": ("msgspec", "zmq", "hydra", "omegaconf"),
     "round": ("msgspec",),
     "sampling": ("msgspec",),
     "tests-parallel": ("pytest", "hypothesis"),
@@ -86,7 +89,7 @@ NEEDS = {
 """Packages beside PyTorch, NumPy and safetensors without which a step cannot run."""
 CHAIN = 8
 """Steps of a chain, measured where a pass has one row of each sequence."""
-GEMM_ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
+GEMM_ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512]
 
 
 class Machine:
@@ -154,11 +157,14 @@ class Machine:
         num_slots: int,
         dtype: torch.dtype | None = None,
         pool: dict[str, Any] | None = None,
+        packing: Packing | None = None,
         **options: Any,
     ) -> Any:
-        """A model of this shape with random weights and KV rows, made on the device; `pool` are options of the pool."""
+        """A model of this shape with random weights and KV rows, made on the device; `pool` are options of the pool,
+        `packing` is how the matrices of its layers are kept."""
         from parallel.model.decoder import Decoder
         from parallel.model.families.registry import read_config
+        from parallel.model.layers.weight import Weight
         from parallel.runtime.profiling import fill_at_random
         from parallel.runtime.runner import ModelRunner
 
@@ -167,6 +173,11 @@ class Machine:
             config = read_config(Path(folder))
         with torch.inference_mode():
             decoder = Decoder(config, device=self.device, dtype=dtype or self.dtype)
+            if packing is not None:
+                for part in (part for layer in decoder.layers for part in layer.walk()):
+                    if isinstance(part, Weight):
+                        part.store_as("packed")
+                        part.settle(packing, torch.float32 if packing.scale_bytes == 4 else torch.float16)
             fill_at_random(decoder)
             kept = decoder.make_pool(num_slots, **(pool or {}))
             for rows in (kept.keys, kept.values):
@@ -186,11 +197,11 @@ def environment(machine: Machine) -> Iterator[Row]:
         facts |= {"gpu": found.name, "GiB": round(found.total_memory / 2**30, 1), "SMs": found.multi_processor_count}
         facts |= {"capability": f"{found.major}.{found.minor}", "cuda": torch.version.cuda}
         facts |= {"cudnn": torch.backends.cudnn.version(), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    for module in ("triton", "transformers", "ray", "hydra", "zmq"):
+    for package in ("triton", "numpy", "transformers", "ray", "hydra-core", "pyzmq", "msgspec", "vllm"):
         try:
-            facts[module] = str(getattr(__import__(module), "__version__", "there"))
-        except ImportError:
-            facts[module] = "absent"
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            facts[package] = "absent"
     yield from ({"what": name, "value": value} for name, value in facts.items())
     yield {"what": "copy GB/s", "value": round(machine.copy_rate() / 1e9, 1)}
     x = torch.ones(64, device=machine.device)
@@ -204,13 +215,11 @@ def environment(machine: Machine) -> Iterator[Row]:
 def gemm(machine: Machine) -> Iterator[Row]:
     """The products of an 8B layer, by rows, by PyTorch and by our kernel for the codes of quantised checkpoints; the
     share is of the copy rate, reading the matrix as it is kept once."""
-    from parallel.kernels.packed_products import PackedMatrix, PackedRows, can_pack
-    from parallel.kernels.packing import Packing
+    from parallel.kernels.packed_products import PackedMatrix, PackedRows
 
     rate = machine.copy_rate()
     sizes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-    packings = {"fp8": Packing("fp8", 128), "int4": Packing("int4", 128, has_zeros=True, scale_bytes=2)}
-    kept = {name: packing for name, packing in packings.items() if can_pack(packing, machine.device)}
+    kept = packings(machine)
     for name, (outputs, inputs) in sizes.items():
         if machine.tiny:
             outputs, inputs = outputs // 64, inputs // 64  # noqa: PLW2901
@@ -241,6 +250,25 @@ def gemm(machine: Machine) -> Iterator[Row]:
                 yield row | {"share of copy": round(num_bytes / seconds / rate, 3)}
 
 
+def packings(machine: Machine) -> dict[str, Packing]:
+    """The codes of published checkpoints that this machine multiplies by."""
+    from parallel.kernels.packed_products import can_pack
+
+    known = {"fp8": Packing("fp8", 128), "int4": Packing("int4", 128, has_zeros=True, scale_bytes=2)}
+    return {name: packing for name, packing in known.items() if can_pack(packing, machine.device)}
+
+
+def packed(machine: Machine) -> Iterator[Row]:
+    """Passes of the 8B shape whose matrices are codes, as in a quantised checkpoint, all but the embedding and the
+    head; plain ones where no kernel takes codes."""
+    grid = TINY_GRID[:1] if machine.tiny else [(1, 1024, 1), (1, 1024, 8), (16, 2048, 6)]
+    num_slots = max(count * (context + max(rows, CHAIN)) for count, context, rows in grid)
+    rate = machine.copy_rate()
+    for name, packing in (packings(machine) or {"plain": None}).items():
+        for row in _measured(machine, machine.runner(SHAPES["8b"], num_slots, packing=packing), grid, rate):
+            yield {"weights": name} | row
+
+
 def first_shapes(machine: Machine) -> Iterator[Row]:
     """The first call of attention for an exact shape, with cuDNN's kernels and without."""
     for uses_cudnn in (False, True) if machine.on_cuda else (False,):
@@ -266,7 +294,7 @@ def passes(machine: Machine, name: str) -> Iterator[Row]:
     """One decoding pass, and a drafted chain of passes with the host's read of its tokens, eagerly and as a graph.
     `share of copy` is of the copy rate of this session, over the bytes of the weights and of the committed rows; `plan
     ms` is the host's part before a pass, `MiB` what the graph took."""
-    grid = TINY_GRID if machine.tiny else [size for size in GRID if name == "8b" or size[1] < 8192]
+    grid = TINY_GRID if machine.tiny else [size for size in GRID if name in ("8b", "1b") or size[1] < 8192]
     rate = machine.copy_rate()
     runner = machine.runner(SHAPES[name], max(count * (context + max(rows, CHAIN)) for count, context, rows in grid))
     yield from _measured(machine, runner, grid, rate)
@@ -288,9 +316,8 @@ def invariant(machine: Machine) -> Iterator[Row]:
     num_slots = max(count * (context + max(rows, CHAIN)) for count, context, rows in grid)
     rate = machine.copy_rate()
     for numerics in ("fast", "invariant"):
-        # on a CPU the random weights are not packed for the kernels that are invariant
-        options = {"invariant": numerics == "invariant"} if machine.on_cuda else {}
-        for row in _measured(machine, machine.runner(SHAPES["8b"], num_slots, **options), grid, rate):
+        runner = machine.runner(SHAPES["8b"], num_slots, invariant=numerics == "invariant")
+        for row in _measured(machine, runner, grid, rate):
             yield {"numerics": numerics} | row
 
 
@@ -500,13 +527,37 @@ def engine(machine: Machine) -> Iterator[Row]:
         }
 
 
+def certify(machine: Machine) -> Iterator[Row]:
+    """`job=certify` of the bundled pair with `target.numerics=invariant`, which allows logits no movement: the engine's
+    tokens in bfloat16 with trees of drafts are those of plain decoding."""
+    device, (prompts, count) = "cuda" if machine.on_cuda else "cpu", (1, 8) if machine.tiny else (4, 96)
+    keys = ["job=certify", "cluster=inprocess", f"target.device={device}", f"drafter.device={device}"]
+    keys += ["target.numerics=invariant", "target.dtype=bfloat16", "drafter=model", "drafter.strategy=tree"]
+    keys += [f"job.limit={prompts}", f"sampling.max_tokens={count}", "job.draws=200", "job.contexts=1", "job.seeds=[0]"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "cluster.launch", *keys, f"hydra.run.dir={folder}"]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        file = Path(folder) / "certificate.json"
+        checks = json.loads(file.read_text())["checks"] if file.exists() else []
+    for check in checks:
+        name, passed = check.pop("name"), check.pop("passed")
+        figures = [f"{figure} {value}" for figure, value in check.items() if isinstance(value, int | float)]
+        yield {"check": name, "passed": passed, "figures": ", ".join(figures)}
+    if found.returncode or not checks:
+        raise RuntimeError(f"job=certify ended with {found.returncode}: {(found.stderr.strip() or '?')[-200:]}")
+
+
 _PASSED, _NO_TESTS = 0, 5
 
 
 def tests(machine: Machine, folder: str) -> Iterator[Row]:
     """The tests that need a GPU, and those of Triton's kernels, which run on it where there is one."""
-    files = ["tests/parallel/runtime/test_cuda.py"] if machine.tiny else [f"tests/{folder}"]
-    marks = "gpu or multi_gpu or not slow" if folder == "parallel/kernels" else "gpu or multi_gpu"
+    files, marks = [f"tests/{folder}"], "gpu or multi_gpu"
+    if folder == "parallel/kernels":
+        marks += " or not slow"
+        files += [f"tests/parallel/model/test_{name}.py" for name in ("experts", "flash", "invariant", "split_kv")]
+    if machine.tiny:
+        files = ["tests/parallel/runtime/test_cuda.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", marks, *files]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = found.stdout.strip().splitlines()
@@ -519,20 +570,23 @@ def tests(machine: Machine, folder: str) -> Iterator[Row]:
 STEPS: dict[str, tuple[int, Callable[[Machine], Iterator[Row]]]] = {
     "environment": (60, environment),
     "exact": (120, session_kernels.exact),
-    "tokens": (90, tokens),
+    "same-bits": (90, lambda machine: session_bits.same_bits(machine, SHAPES["8b"])),
     "attention": (180, session_kernels.attention),
+    "invariant": (150, invariant),
+    "fp8-rows": (90, fp8_rows),
+    "gemm": (120, gemm),
+    "packed": (120, packed),
+    "certify": (180, certify),
+    "tokens": (90, tokens),
     "passes-8b": (240, lambda machine: passes(machine, "8b")),
-    "passes-1b": (90, lambda machine: passes(machine, "1b")),
+    "passes-1b": (120, lambda machine: passes(machine, "1b")),
     "round": (120, lambda machine: session_rounds.round_of_two(machine, SHAPES)),
     "prompts": (120, lambda machine: session_rounds.prompts(machine, SHAPES["8b"])),
     "mixture": (120, lambda machine: passes(machine, "mixture")),
-    "fp8-rows": (90, fp8_rows),
-    "invariant": (150, invariant),
+    "kernels": (90, kernels),
     "passes-0.6b": (90, lambda machine: passes(machine, "0.6b")),
     "passes-70b-of-8": (120, lambda machine: passes(machine, "70b-of-8")),
     "ragged": (90, ragged),
-    "kernels": (90, kernels),
-    "gemm": (120, gemm),
     "first-shapes": (60, first_shapes),
     "sampling": (60, sampling),
     "loader": (60, loader),
@@ -541,7 +595,7 @@ STEPS: dict[str, tuple[int, Callable[[Machine], Iterator[Row]]]] = {
     "tests-parallel": (300, lambda machine: tests(machine, "parallel")),
     "tests-actors": (300, lambda machine: tests(machine, "actors")),
 }
-"""Name -> its budget in seconds, and the step; the most wanted first."""
+"""Name -> its budget in seconds, and the step; first whether kernels are right, then what was measured nowhere."""
 
 
 # --- the session ------------------------------------------------------------------------------------------------------
@@ -612,7 +666,8 @@ def main() -> int:
         )
     deadline = time.monotonic() + options.seconds
     for name in wanted:
-        file, budget = options.out / f"{name}.json", STEPS[name][0]
+        file = options.out / f"{name}.json"
+        budget = STEPS[name][0] * (3 if options.tiny else 1)  # small shapes are for slow machines
         if file.exists() and json.loads(file.read_text())["status"] == "done":
             continue
         left = deadline - time.monotonic()

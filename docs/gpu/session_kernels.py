@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from parallel.kernels import mixtures
 from parallel.kernels.attention_tiles import KeyTiles
+from parallel.kernels.fixed_products import multiply_fixed
 from parallel.kernels.packed_products import PackedMatrix, PackedRows, can_pack
 from parallel.kernels.packing import Packing
+from parallel.kernels.triton_launch import runs_on
 from parallel.kv.pass_plan import PendingRows, Span, lay_out
 from parallel.kv.pool import FP8, KVPool, SeqId
 from parallel.model.layers.attention import AttentionShape, Heads
 from parallel.model.layers.flash import FLASH_ROWS
 from parallel.model.layers.padded import PaddedBackend
 from parallel.model.layers.split_kv import SplitKVBackend
+from parallel.model.layers.weight import groups_on
 
 if TYPE_CHECKING:
     from docs.gpu.session import Machine
@@ -43,11 +47,13 @@ class Shape:
     kv_heads: int = 8
     group: int = 4
     fp8: bool = False
+    invariant: bool = False
 
     @property
     def label(self) -> str:
         kind = "tree" if self.is_tree else "chain"
-        return f"{self.num_seqs} x {self.context}, {kind} of {self.rows}, heads of {self.head_dim}" + ", FP8" * self.fp8
+        said = f"{self.num_seqs} x {self.context}, {kind} of {self.rows}, heads of {self.head_dim}"
+        return said + ", FP8" * self.fp8 + ", invariant" * self.invariant
 
 
 EXACT = [
@@ -60,6 +66,10 @@ EXACT = [
     Shape(1, 8192, 32, is_tree=True, fp8=True),
     Shape(1, 0, 2048),
     Shape(2, 6001, 1100),
+    Shape(1, 2048, 32, is_tree=True, invariant=True),
+    Shape(16, 4096, 8, is_tree=True, invariant=True),
+    Shape(1, 32768, 1, fp8=True, invariant=True),
+    Shape(2, 6001, 1100, invariant=True),
 ]
 TIMED = [
     Shape(1, 2048, 1),
@@ -69,13 +79,18 @@ TIMED = [
     Shape(1, 2048, 32, is_tree=True),
     Shape(1, 32768, 1, head_dim=64),
     Shape(1, 32768, 1, fp8=True),
+    Shape(1, 2048, 1, invariant=True),
+    Shape(1, 2048, 32, is_tree=True, invariant=True),
+    Shape(16, 2048, 1, invariant=True),
     Shape(1, 0, 512),
     Shape(1, 0, 2048),
     Shape(1, 0, 8192),
     Shape(1, 8192, 1024),
     Shape(1, 30720, 2048),
 ]
-TINY_SHAPES = [Shape(2, 40, 5, is_tree=True, head_dim=16, kv_heads=1, group=2)]
+TINY_SHAPES = [
+    Shape(2, 40, 5, is_tree=True, head_dim=16, kv_heads=1, group=2, invariant=invariant) for invariant in (False, True)
+]
 TILES = [None, KeyTiles(64, 3), KeyTiles(32, 3), KeyTiles(64, 5)]
 """Keys of a turn and stages; None: those of the engine."""
 FLASH = "PyTorch's flash kernels over the pool"
@@ -107,7 +122,8 @@ class AttentionPass:
         self.laid_out = lay_out(self.pool, forests, spans)
         self.backend: SplitKVBackend | PaddedBackend
         if SplitKVBackend.runs(self.pool):
-            self.backend = SplitKVBackend(self.pool, AttentionShape(shape.group), bucketed=bucketed, flash=flash)
+            options: Any = dict(bucketed=bucketed, flash=flash, invariant=shape.invariant)
+            self.backend = SplitKVBackend(self.pool, AttentionShape(shape.group), **options)
         else:
             self.backend = PaddedBackend(self.pool, AttentionShape(shape.group), bucketed=bucketed)
         self.attention: Any = None
@@ -178,7 +194,7 @@ def exact(machine: Machine) -> Iterator[Row]:
     for shape in TINY_SHAPES if machine.tiny else EXACT:
         is_prompt = shape.rows >= FLASH_ROWS
         for bucketed, flash in [(False, False), (False, True) if is_prompt else (True, False)]:
-            if flash and not machine.on_cuda:
+            if flash and (shape.invariant or not machine.on_cuda):
                 continue
             one = AttentionPass(machine, shape, bucketed=bucketed, flash=flash)
             one.plan()
@@ -210,8 +226,54 @@ def exact(machine: Machine) -> Iterator[Row]:
             expected = x.double() @ plain.T
             error = ((matrix.multiply(x).double() - expected).abs().max() / expected.abs().max()).item()
             yield row("packed product", f"{packing.kind}, {rows} rows", "eager", error, 1e-2)
+    for kernel, case, error in [*_fixed_products(machine), *_mixtures(machine)]:
+        yield row(kernel, case, "eager", error, allowed)
     if wrong:
         raise ArithmeticError(f"{len(wrong)} of the kernels are wrong: {', '.join(wrong)}")
+
+
+def _fixed_products(machine: Machine) -> Iterator[tuple[str, str, float]]:
+    """Errors of products of `target.numerics=invariant`, relative to the largest result."""
+    for outputs, inputs in ((64, 256),) if machine.tiny else ((6144, 4096), (4096, 14336), (28672, 4096)):
+        if not runs_on(machine.device):
+            continue
+        weight = torch.randn(outputs, inputs, device=machine.device).to(machine.dtype)
+        for rows in (1, 6, 96):
+            x = torch.randn(rows, inputs, device=machine.device).to(machine.dtype)
+            expected = x.double() @ weight.double().T
+            error = ((multiply_fixed(x, weight).double() - expected).abs().max() / expected.abs().max()).item()
+            yield "fixed product", f"{outputs} x {inputs}, {rows} rows", error
+
+
+def _mixtures(machine: Machine) -> Iterator[tuple[str, str, float]]:
+    """Errors of the experts of a layer of the 30B mixture, relative to the largest result."""
+    num_experts, hidden, size, per_token = (4, 32, 16, 2) if machine.tiny else (128, 2048, 768, 8)
+    if not runs_on(machine.device):
+        return
+    gate_up, down = (
+        torch.randn(shape, device=machine.device).mul(0.05).to(machine.dtype)
+        for shape in ((num_experts, 2 * size, hidden), (num_experts, hidden, size))
+    )
+    mixes = [mixtures.mix_few]
+    if not machine.on_cuda or groups_on(machine.device, machine.dtype):
+        mixes.append(mixtures.mix_sorted)
+    for rows, mix in itertools.product((1, 8, 96), mixes):
+        x = torch.randn(rows, hidden, device=machine.device).to(machine.dtype)
+        scores = torch.randn(rows, num_experts, device=machine.device).to(machine.dtype)
+        choice = mixtures.choose(scores, per_token, normalize=True)
+        experts, all_weights = choice.chosen.long(), scores.double().softmax(-1)
+        weights = all_weights.topk(per_token, -1).values
+        # of equal experts either may be the last
+        lost = (weights - all_weights.gather(1, experts)).abs().max().item()
+        weights /= weights.sum(-1, keepdim=True)
+        expected = torch.zeros(rows, hidden, dtype=torch.float64, device=machine.device)
+        for i in range(per_token):
+            gate, up = torch.einsum("rh,roh->ro", x.double(), gate_up[experts[:, i]].double()).chunk(2, -1)
+            given = torch.einsum("rs,rhs->rh", F.silu(gate) * up, down[experts[:, i]].double())
+            expected += weights[:, i, None] * given
+        found = mix(x, choice, gate_up, down, 0).double()
+        error = ((found - expected).abs().max() / expected.abs().max()).item()
+        yield "experts", f"{mix.__name__}, {rows} rows", max(error, lost)
 
 
 def attention(machine: Machine) -> Iterator[Row]:
@@ -220,7 +282,7 @@ def attention(machine: Machine) -> Iterator[Row]:
     rate = machine.copy_rate()
     tiles = [FLASH, *TILES] if machine.on_cuda else TILES[:1]
     for shape, choice in itertools.product(TINY_SHAPES if machine.tiny else TIMED, tiles):
-        if choice == FLASH and shape.rows < FLASH_ROWS:
+        if choice == FLASH and (shape.rows < FLASH_ROWS or shape.invariant):
             continue
         one = AttentionPass(machine, shape, bucketed=shape.rows <= 64, flash=choice == FLASH)
         own = getattr(one.backend, "tiles", None)
@@ -244,6 +306,8 @@ def attention(machine: Machine) -> Iterator[Row]:
         found = {"shape": shape.label, "kernel": name, "us": round(1e6 * seconds, 1)}
         yield found | {"share of copy": round(read / seconds / rate, 3)}
     for shape in TINY_SHAPES if machine.tiny else TIMED:
+        if shape.invariant:
+            continue
         plain = replace(shape, is_tree=False, fp8=False)
         sizes = plain.rows, plain.context + plain.rows
         q, k, v = (

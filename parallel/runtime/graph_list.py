@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parallel.kv.rounded_rows import rounded_rows
 from parallel.model.config import DecoderConfig
 
 GraphShape = tuple[int, int, int]
-"""Sequences, rows of the one with the most, and rows in all: the least powers of two that hold those of a pass."""
+"""Sequences and rows of the one with the most, the least powers of two that hold those of a pass, and rows in all, as
+`rounded_rows` gives them."""
 ChainShape = tuple[int, int]
 """Sequences, a power of two, and steps of one row of each."""
 
@@ -49,7 +51,7 @@ def graph_shapes(max_num_seqs: int, most_rows: int, max_num_batched_tokens: int)
         (batch, rows, total)
         for batch in _powers(max_num_seqs)
         for rows in _powers(most_rows)
-        for total in _powers(batch * rows)
+        for total in _totals(batch * rows)
         if batch * rows <= largest and total > batch // 2 + rows // 2  # which the fewest sequences and rows have
     ]
     return sorted(sizes, key=lambda size: (-size[2], size))
@@ -101,6 +103,11 @@ def graph_bytes(config: DecoderConfig, item_bytes: int, graphs: GraphList) -> in
 def bucket(size: int) -> int:
     """The smallest power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()
+
+
+def _totals(most: int) -> list[int]:
+    """What `rounded_rows` gives up to that of `most`."""
+    return sorted({rounded_rows(size) for power in _powers(most) for size in (power, max(1, power * 3 // 4))})
 
 
 def _powers(most: int) -> list[int]:

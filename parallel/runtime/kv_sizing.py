@@ -139,7 +139,8 @@ def fit_slots(
         tables, ranks = BYTES_PER_SLOT, group.size if layout is None else 1
         shape = config.num_heads // ranks, config.local_kv_heads(ranks), config.head_dim
         sizes, longest = (max_num_batched_tokens, max_num_seqs), max_model_len if invariant else 0
-        partial_bytes = most_partial_bytes(*shape, *sizes, torch.device(device), longest=longest)
+        trees = max((total for _, _, total in graphs.passes), default=0)
+        partial_bytes = most_partial_bytes(*shape, *sizes, torch.device(device), longest=longest, tree_rows=trees)
         reserved += graph_bytes(config, chosen.itemsize, graphs) + partial_bytes
     sizes, limits = (held + beside[0], per_slot + tables + beside[1]), {"reserved": reserved, "sharing": sharing}
     max_source_len = 0 if config.encoder is None else config.encoder.max_positions

@@ -6,8 +6,8 @@ kernel in front. Nothing is gathered and no mask is made, so that a pass costs w
 longest context beside them.
 
 `bucketed` rounds rows and items up: then passes of few different shapes occur, which depend on the powers of two that
-hold the sequences, the rows of the longest span and all rows, and not on the contexts, and a pass can be captured as a
-CUDA graph.
+hold the sequences and the rows of the longest span, on all rows as `rounded_rows` gives them, and not on the contexts,
+and a pass can be captured as a CUDA graph.
 
 Parts of prompts go to PyTorch's flash kernels where these can read their keys (`flash.py`); the plan decides it.
 
@@ -28,6 +28,7 @@ from parallel.kernels.attention_tiles import KeyTiles, num_warps
 from parallel.kernels.triton_launch import INTERPRETS, block_size, launch, runs_on
 from parallel.kv.pass_plan import SpanRows, TableRead, rounded_logit_rows
 from parallel.kv.pool import KVPool
+from parallel.kv.rounded_rows import rounded_rows
 from parallel.kv.slot_mirror import SlotMirror, TableOrPart
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, PooledPlan, check_window
 from parallel.model.layers.flash import FlashSpan, flash_runs, takes_flash
@@ -252,7 +253,7 @@ class SplitKVBackend:
         bucketed = self._bucketed and all(span.num_rows <= _LONG_SPAN for span in laid_out)
         if bucketed:
             num_tiles = block_size(len(spans), 1) * -(-block_size(most_rows, 1) // tile_rows)
-            padded, pending = block_size(num_rows, 1), block_size(_PENDING_PER_ROW * num_rows, 1)
+            padded, pending = rounded_rows(num_rows), block_size(_PENDING_PER_ROW * num_rows, 1)
             positions = _padded(positions, padded)
             written = _padded(written, padded, self.pool.scratch_slot)
             rows = _padded(rows, padded, _PADDING_ROW)
@@ -392,15 +393,19 @@ def most_partial_bytes(
     device: torch.device,
     *,
     longest: int = 0,
+    tree_rows: int = 0,
 ) -> int:
     """An upper bound of what a pass takes for results that are still to be merged: every item one, of a whole tile. Of
-    invariant passes `longest` is the longest text; `num_rows` counts the rows of chains, and those of trees / tile."""
+    invariant passes `longest` is the longest text, and `tree_rows` those of a pass that is rounded up, each of which
+    may be a tile of its own."""
     if not num_rows:
         return 0
     group = num_heads // num_kv_heads
-    tile = max(_LARGEST_TILE, block_size(group))
-    num_items = -(-num_rows * group // _LARGEST_TILE) + num_seqs + _most_cuts(device, num_kv_heads)
-    num_items *= max(1, -(-longest // FIXED_KEYS))
+    tile, num_cuts = max(_LARGEST_TILE, block_size(group)), _most_cuts(device, num_kv_heads)
+    num_items = -(-num_rows * group // _LARGEST_TILE) + num_seqs + num_cuts
+    if longest:
+        num_ranges = -(-longest // FIXED_KEYS)
+        num_items = max(num_items * num_ranges, tree_rows + num_cuts, block_size(tree_rows * num_ranges, 1))
     return num_items * num_kv_heads * tile * (head_dim + 1) * torch.float32.itemsize
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -74,6 +75,14 @@ def test_every_option_of_a_target_reaches_what_sizes_and_opens_it(spec, monkeypa
     assert options["backend"] == "sdpa"
     assert calls.of["captured_facts"][0][2] == () and role.runner.config.num_layers == 2 + 3
     assert (facts["kv_slots"], facts["max_model_len"], facts["checkpoint"]) == (123, 77, target.path)
+
+
+def test_an_invariant_target_is_sized_and_opened_as_one(spec, monkeypatch):
+    calls = Calls(monkeypatch, "fit_slots", "open_model")
+    target = replace(spec.target, numerics="invariant")
+    with suppress(ValueError):  # where there is no compiler
+        build_role(replace(spec, target=target, pipeline="plain"), SINGLE)
+    assert [calls.of[name][1]["invariant"] for name in ("fit_slots", "open_model")] == [True, True]
 
 
 @pytest.mark.parametrize(("part", "neighbours"), [(1.0, 0), (0.5, 0), (1.0, 9)])

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import parallel.kernels.triton_attention as attention
-import parallel.kernels.triton_products as products
-import parallel.kernels.triton_rows as rows
-
-KERNELS = [Path(module.__file__) for module in (attention, products, rows)]
+ROOT = Path(__file__).parents[3]
+KERNELS = [
+    *(ROOT / "parallel" / "kernels" / f"triton_{name}.py" for name in ("attention", "experts", "products", "rows")),
+    *(ROOT / "actors" / "sampling" / f"{name}_kernels.py" for name in ("noise", "truncation")),
+]
 
 
 def calls_of(file, name):
@@ -33,7 +33,7 @@ def test_what_a_mask_hides_has_a_value(file):
 
 @pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
 def test_blocks_are_read_and_written_within_their_rows(file):
-    """Only single numbers have no mask: fields of a record, a slot, a sum; and codes, which lie in whole tiles."""
+    """Only single numbers have no mask: fields of a record, a slot, an expert, a sum; and codes, in whole tiles."""
     bare = [text for text, options in calls_of(file, "load") if "mask" not in options]
     single = (
         "tl.load(item",
@@ -41,10 +41,18 @@ def test_blocks_are_read_and_written_within_their_rows(file):
         "tl.load(slots + row)",
         "tl.load(lines +",
         "tl.load(codes + line",
+        *(f"tl.load({name} + entry)" for name in ("chosen", "places", "weights")),
+        "tl.load(winners + row * num_blocks + tl.minimum(index, num_blocks - 1)",
+        *(f"tl.load({name} + index)" for name in ("top_ks", "top_ps", "shares")),
+        *(f"tl.load({name} + {place}" for name, place in (("sampled", "row)"), ("keys", "2 * row"))),
     )
     assert all(text.startswith(single) for text in bare), bare
     bare = [text for text, options in calls_of(file, "store") if "mask" not in options]
-    assert all(text.startswith("tl.store(lse + at, tl.where") for text in bare), bare
+    single = (
+        "tl.store(lse + at, tl.where",
+        *(f"tl.store({name} + row" for name in ("best", "winners", "values", "tokens")),
+    )
+    assert all(text.startswith(single) for text in bare), bare
 
 
 @pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
@@ -53,6 +61,6 @@ def test_products_say_how_they_round(file):
 
 
 @pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
-def test_sums_are_in_float32(file):
+def test_sums_are_in_float32_and_counts_in_int32(file):
     made = [*calls_of(file, "zeros"), *calls_of(file, "full")]
-    assert all(options.get("dtype") == "tl.float32" for _, options in made)
+    assert all(text.rstrip(")").endswith(("tl.float32", "tl.int32")) for text, _ in made), made

@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from parallel.comm.group import NcclGroup
+from parallel.kernels import fixed_products, packed_products
 from parallel.kernels.attention import has_attention
 from parallel.kernels.fixed_products import multiply_fixed
+from parallel.kernels.packing import Packing
 from parallel.kernels.triton_launch import INTERPRETS, has_triton
 from parallel.kv.pass_plan import Span
 from parallel.model.layers import split_kv
+from parallel.model.layers.weight import Weight
 from parallel.runtime.runner import open_model
+from tests.families import FAMILIES
 
 SHAPE = dict(hidden_size=48, num_attention_heads=3, num_key_value_heads=1, num_hidden_layers=1)
 TEXT = [5, 17, 3, 88, 41, 2, 9, 60, 33, 71, 8, 19, 54, 90, 26, 13]
@@ -156,6 +160,57 @@ def test_a_fixed_product_is_pytorchs_and_keeps_a_rows_bits(device, dtype, with_b
     torch.testing.assert_close(product, exact.to(dtype), atol=1e-3, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4)
     for rows in ([69], range(60, 67)):
         assert torch.equal(multiply_fixed(given[0][list(rows)], *given[1:]).cpu(), product[list(rows)])
+
+
+@needs_triton
+@pytest.mark.parametrize("kept", ["plain", Packing("int4", 128), Packing("fp8", 128)], ids=str)
+def test_products_of_any_number_of_rows_have_one_tile_and_one_split(monkeypatch, kept):
+    """The interpreter's own products depend on a row's place in a tile, so that the launches are compared."""
+    seen = []
+
+    def launch(kernel, grid, *_, **options):
+        seen.append((kernel.__name__, grid[1:], options.get("BLOCK_M"), options.get("PARTS")))
+
+    for module in (packed_products, fixed_products):
+        monkeypatch.setattr(module, "launch", launch)
+    weight = Weight(4096, 4096, dtype=torch.bfloat16, device="meta")
+    if kept != "plain":
+        weight.store_as("packed")
+        weight.settle(kept)
+
+    def launches(num_rows):
+        seen.clear()
+        assert weight.multiply(torch.empty(num_rows, 4096, dtype=torch.bfloat16, device="meta")).shape[0] == num_rows
+        return [one for one in seen if one[0] != "merge_parts"]
+
+    rows = (1, 40, packed_products.MOST_ROWS + 1)
+    assert launches(1) == launches(3)
+    usual = [launches(number) for number in rows]
+    weight.keep_rows_apart()
+    found = [launches(number) for number in rows]
+    assert found[0] == found[1] == found[2] and len(found[0]) == 1 and found[0][0][2] == 64
+    assert kept == "plain" or usual[0] != usual[1] != usual[2]
+
+
+@needs_triton
+def test_invariant_experts_are_multiplied_one_by_one(make_checkpoint, monkeypatch, device):
+    """The operator that multiplies all of them at once chooses its tiles by the number of rows."""
+    monkeypatch.setattr("parallel.model.layers.weight.groups_on", lambda device, dtype: True)
+    path = make_checkpoint("Qwen3Moe", **FAMILIES["Qwen3Moe"]).path
+    options = dict(device=device, num_slots=40, backend="triton", graphs=False)
+    found = [open_model(path, invariant=invariant, **options).decoder.waits_for_nothing for invariant in (False, True)]
+    assert found == [True, False]
+
+
+@pytest.mark.skipif(not has_attention(), reason="no C++ compiler")
+def test_ranks_of_an_invariant_model_add_in_their_order(make_checkpoint, on_ranks):
+    path = make_checkpoint("Llama").path
+
+    def on_rank(group):
+        usual = group.sums_in_order
+        return usual, differences(open_model(path, group, num_slots=200, invariant=True)), group.sums_in_order
+
+    assert on_ranks(2, on_rank) == [(False, [0, 0], True)] * 2
 
 
 @pytest.mark.extended

@@ -174,7 +174,7 @@ def test_the_list_of_graphs_has_one_for_ragged_passes_too(make_checkpoint, heads
         make_checkpoint("Llama", **heads).path, num_slots=2000, backend="triton", device=device, graphs=False
     )
     model._backend._bucketed = True
-    sequences, rows = 6, 16
+    sequences, rows = 20, 16
 
     def key(numbers, trees=False):
         spans = []

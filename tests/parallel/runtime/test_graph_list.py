@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel.kv.rounded_rows import rounded_rows
 from parallel.model.families.registry import read_config
 from parallel.runtime.cuda_graphs import MOST_GRAPHS
 from parallel.runtime.graph_list import (
@@ -27,14 +28,21 @@ def test_the_list_has_a_shape_for_every_pass(sequences, rows, limit):
         for most in {1, rows}:
             for total in {batch + most - 1, batch * most}:
                 if total <= limit and bucket(batch) * bucket(most) <= bucket(limit):
-                    assert (bucket(batch), bucket(most), bucket(total)) in shapes
+                    assert (bucket(batch), bucket(most), rounded_rows(total)) in shapes
     assert len(shapes) == len(set(shapes)) <= MOST_GRAPHS
     sizes = [total for _, _, total in shapes]
     assert sizes == sorted(sizes, reverse=True), "smaller passes fit into the memory of larger ones"
     for shape in shapes:
         numbers = example_rows(shape)
-        assert min(numbers) >= 1 and tuple(map(bucket, (len(numbers), max(numbers), sum(numbers)))) == shape
+        found = bucket(len(numbers)), bucket(max(numbers)), rounded_rows(sum(numbers))
+        assert min(numbers) >= 1 and found == shape
     assert max(sizes, default=0) <= bucket(limit)
+
+
+def test_many_rows_are_rounded_up_by_half_at_most_and_few_to_powers_of_two():
+    found = {rounded_rows(size) for size in range(1, 600)}
+    assert sorted(found) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768]
+    assert all(size <= rounded_rows(size) < 1.5 * size for size in range(129, 5000))
 
 
 def test_graphs_take_the_memory_of_their_largest_pass_and_of_the_results_of_each(llama):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from parallel.kernels.triton_launch import has_triton
 from parallel.kv.pass_plan import Span
 from parallel.kv.slot_mirror import BYTES_PER_SLOT
 from parallel.model.families.registry import read_config
+from parallel.model.layers import split_kv
 from parallel.model.layers.split_kv import most_partial_bytes
 from parallel.runtime.graph_list import GraphList, graph_bytes, graph_shapes
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, choose_weights, fit_slots
@@ -48,9 +50,9 @@ def test_fp8_rows_are_twice_as_many(llama, monkeypatch):
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
-def test_slot_tables_and_parts_of_attention_are_counted(llama, monkeypatch):
+def test_slot_tables_and_parts_of_attention_are_counted(llama, monkeypatch, device):
     """They take room beside the pool on CUDA."""
-    model = open_model(llama.path, num_slots=500, backend="triton")
+    model = open_model(llama.path, num_slots=500, backend="triton", device=device, graphs=False)
     backend, pool = model._backend, model.pool
     assert backend.mirror.tables.nbytes == BYTES_PER_SLOT * (pool.num_slots + 1)
     config, rows = model.config, [90, 3, 1, 1]
@@ -63,7 +65,7 @@ def test_slot_tables_and_parts_of_attention_are_counted(llama, monkeypatch):
     plan.attention.prepare()
     taken = sum(part.nbytes for part in plan.attention._partial)
     shape = config.num_heads, config.num_kv_heads, config.head_dim
-    most = most_partial_bytes(*shape, sum(rows), len(rows), torch.device("cpu"))
+    most = most_partial_bytes(*shape, sum(rows), len(rows), device)
     assert 0 < taken <= most
     monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 10**8)
 
@@ -77,6 +79,50 @@ def test_slot_tables_and_parts_of_attention_are_counted(llama, monkeypatch):
     monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: held + most - 1)
     with pytest.raises(ValueError, match="do not fit"):
         fit(95)
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_the_parts_of_invariant_passes_are_counted(llama, monkeypatch, device, num_rows):
+    """Keys are cut into more ranges, and of trees each row is cut by itself."""
+    monkeypatch.setattr(split_kv, "FIXED_KEYS", 32)
+    model = open_model(llama.path, num_slots=900, backend="triton", invariant=True, device=device, graphs=False)
+    model._backend._bucketed, contexts = True, (150, 170, 31)
+    for seq_id, context in enumerate(contexts):
+        model.open(seq_id)
+        model.pool.reserve(seq_id, context)
+        model.pool.commit(seq_id, range(context))
+    plan = model.plan([Span(seq_id, num_rows, [-1] * num_rows) for seq_id in range(len(contexts))])
+    plan.attention.prepare()
+    taken = sum(part.nbytes for part in plan.attention._partial)
+    config, sizes = model.config, (len(contexts) * num_rows, len(contexts), device)
+    shape = config.num_heads, config.num_kv_heads, config.head_dim
+    longest = max(contexts) + num_rows
+    most = most_partial_bytes(*shape, *sizes, longest=longest, tree_rows=len(plan.positions))
+    assert 0 < taken <= most
+    monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 5 * 10**7)
+
+    def pool_bytes(*, invariant):
+        options: Any = dict(max_model_len=longest, max_num_seqs=1000, max_num_batched_tokens=1)
+        return fit_slots(str(llama.path), SINGLE, "cuda:0", "auto", invariant=invariant, **options).kv_bytes
+
+    assert pool_bytes(invariant=True) < pool_bytes(invariant=False)
+
+
+def test_rows_of_trees_are_counted_where_each_is_cut_by_itself(llama, monkeypatch):
+    monkeypatch.setattr(split_kv, "FIXED_KEYS", 8)
+    monkeypatch.setattr("parallel.runtime.kv_sizing.graph_bytes", lambda *_: 0)
+    monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 3 * 10**6)
+
+    def pool_bytes(*, invariant, most_rows):
+        graphs = GraphList(graph_shapes(2, most_rows, 64))
+        options: Any = dict(max_num_seqs=2, max_num_batched_tokens=1, graphs=graphs, invariant=invariant)
+        return fit_slots(str(llama.path), SINGLE, "cuda:0", "auto", **options).kv_bytes
+
+    all_slots = pool_bytes(invariant=True, most_rows=1)
+    assert pool_bytes(invariant=False, most_rows=1) == pool_bytes(invariant=False, most_rows=32) == all_slots
+    with pytest.raises(ValueError, match="do not fit"):
+        pool_bytes(invariant=True, most_rows=32)
 
 
 def test_ranks_agree_on_the_pool(llama, on_ranks, monkeypatch):
