@@ -73,15 +73,19 @@ class SpeculatorConfig:
     """Width of one tap."""
     taps: tuple[int, ...]
 
+    runs_target = False
+    """Whether draft tokens pass layers of the target, so that it must be on the target's ranks."""
+    drafts_blocks = False
+    """Whether one pass drafts all depths, behind committed text alone."""
+    has_early_logits = False
+    """Whether the target's passes can give up unlikely nodes before its last layers (`StreamingRunner`)."""
+    reads_kv = False
+    """Whether its taps are keys and values."""
+
     @property
     def feature_size(self) -> int:
         """Numbers of one token's features."""
         return len(self.taps) * self.target_hidden
-
-    @property
-    def runs_target(self) -> bool:
-        """Whether draft tokens pass layers of the target, so that it must be on the target's ranks."""
-        return False
 
     @property
     def fuser(self) -> FuserShape | None:
@@ -92,16 +96,6 @@ class SpeculatorConfig:
     def travels_fused(self) -> bool:
         """Whether features for ranks other than the target's are fused before they leave, which makes them narrower."""
         return self.fuser is not None and self.fuser.outputs < self.feature_size
-
-    @property
-    def drafts_blocks(self) -> bool:
-        """Whether one pass drafts all depths, behind committed text alone."""
-        return False
-
-    @property
-    def has_early_logits(self) -> bool:
-        """Whether the target's passes can give up unlikely nodes before its last layers (`StreamingRunner`)."""
-        return False
 
     def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:  # noqa: ARG002
         """Bytes of one token in what one of the ranks keeps of every sequence."""
@@ -117,11 +111,6 @@ class SpeculatorConfig:
         deepest = [tap for tap in self.taps if tap > MOST_LAYERS and tap != STREAMS]
         if not self.taps or deepest or (min(self.taps) < FINAL and not self.reads_kv):
             raise ValueError(f"taps={list(self.taps)}: are no layers of a target; correct config.json")
-
-    @property
-    def reads_kv(self) -> bool:
-        """Whether its taps are keys and values."""
-        return False
 
     def check_target(self, target: DecoderConfig) -> None:
         """ValueError, one line, for a target that it was not made for."""

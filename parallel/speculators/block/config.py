@@ -38,15 +38,12 @@ class BlockConfig(SpeculatorConfig):
     """None: as the target scales its embedding and its logits. Published DFlash reads the bare tables."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    drafts_blocks = True
 
     @property
     def num_drafted(self) -> int:
         """Draft tokens of a block."""
         return self.block_size - (not self.anchor_first)
-
-    @property
-    def drafts_blocks(self) -> bool:
-        return True
 
     def corrector_shapes(self) -> CorrectorShapes | None:
         """The tensors of what corrects the logits of a position; None where nothing does."""

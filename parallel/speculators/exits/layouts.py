@@ -21,6 +21,7 @@ MLP_NORM = "post_attention_layernorm"
 class ExitConfig(SpeculatorConfig):
     block: DecoderConfig
     """The shape of the layer."""
+    runs_target = True
 
     @property
     def exit_layer(self) -> int:
@@ -30,10 +31,6 @@ class ExitConfig(SpeculatorConfig):
     @property
     def has_mlp(self) -> bool:
         return METHODS[self.method]
-
-    @property
-    def runs_target(self) -> bool:
-        return True
 
     def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
         return kv_bytes_per_slot(replace(self.block, num_layers=1), ranks, item_bytes)

@@ -23,10 +23,7 @@ _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 class GlideConfig(SpeculatorConfig):
     block: DecoderConfig
     """The shape of the layer, whose heads are as the target's."""
-
-    @property
-    def reads_kv(self) -> bool:
-        return True
+    reads_kv = True
 
     def check_target(self, target: DecoderConfig) -> None:
         super(GlideConfig, self).check_target(target)

@@ -38,20 +38,14 @@ class GloeckleConfig(SpeculatorConfig):
     """The shape of the heads, which are its layers."""
     interleaved: bool = False
     """The two coordinates of a rotation are neighbours in the checkpoint; here they are the halves of a head."""
+    drafts_blocks = True
+    block_size = 0
+    """Rows at most that a pass adds to a sequence for a while."""
 
     @property
     def num_drafted(self) -> int:
         """Draft tokens of a row of text."""
         return self.block.num_layers
-
-    @property
-    def block_size(self) -> int:
-        """Rows at most that a pass adds to a sequence for a while."""
-        return 0
-
-    @property
-    def drafts_blocks(self) -> bool:
-        return True
 
     def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
         return kv_bytes_per_slot(self.block, ranks, item_bytes)
