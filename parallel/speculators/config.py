@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from parallel.model.checkpoint import Shape
 from parallel.model.config import DecoderConfig
 from parallel.model.config_fields import MOST_LAYERS
+from parallel.runtime.model_bytes import kv_bytes_per_slot
 
 TARGET_LAYERS = "target_num_hidden_layers"
 """Field that readers of layouts find beside those of config.json, if the target is known."""
@@ -127,6 +128,21 @@ class SpeculatorConfig:
         num_layers = target.num_layers - target.stretch
         if num_layers and deepest > num_layers:  # the target's tables alone have no layers
             raise ValueError(f"reads layer {deepest} of a target that has {num_layers}; use one of its own")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersConfig(SpeculatorConfig):
+    """A speculator with decoder layers of its own, whose rows it keeps in a pool of its own."""
+
+    block: DecoderConfig
+    """The shape of these layers."""
+
+    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
+        return kv_bytes_per_slot(self.block, ranks, item_bytes)
+
+    def tensor_shapes(self) -> dict[str, Shape]:
+        """Every tensor that they read from a checkpoint."""
+        raise NotImplementedError
 
 
 def method_of(hf: Mapping[str, Any]) -> str:

@@ -25,7 +25,6 @@ from parallel.kv.pass_plan import MutualRows, Span, SpanRows
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.block import attention_heads
-from parallel.model.config import DecoderConfig
 from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.backends import default_backend, make_backend
 from parallel.runtime.interface import PassOutput
@@ -86,14 +85,10 @@ class BlockRunner(SpeculatorRunner):
     ) -> None:
         super().__init__(layers.config, place.tables)
         self.layers = layers
-        self.pool, shape = place.make_pool(self._rows_of())
+        self.pool, shape = place.make_pool(layers.config.block)
         self._backend = make_backend(backend or default_backend(self.pool), self.pool, shape, layers)
         self._passes = RecordedPasses(self._backend, place.group, [layers.rope], attention_heads([layers]))
         self._sequences: dict[SeqId, _Sequence] = {}
-
-    def _rows_of(self) -> DecoderConfig:
-        """The shape of the layers whose rows the pool has."""
-        return self.speculator.layers
 
     @property
     def longest_draft(self) -> int:
@@ -342,7 +337,5 @@ def _gather(nodes: Sequence[BlockNode]) -> PositionRows:
 
 def open_runner(directory: Path, config: BlockConfig, place: SpeculatorPlace) -> BlockRunner:
     """Load the layers beside their target."""
-    embed = embedding_of(config, place.tables)
-    layers = BlockLayers(config, embed, place.group, reads_fused=place.reads_fused, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    return BlockRunner(layers, place)
+    given = {"embed": embedding_of(config, place.tables), "reads_fused": place.reads_fused}
+    return BlockRunner(BlockLayers.opened(directory, config, place, **given), place)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
 from parallel.kv.pool import SeqId
-from parallel.model.config import DecoderConfig
 from parallel.speculators.block.runner import BlockNode, BlockPass, LaterRowsRunner
 from parallel.speculators.eagle.config import DraftLayerConfig
 from parallel.speculators.eagle.layers import DraftLayers
@@ -25,9 +24,6 @@ class ParallelEagleRunner(LaterRowsRunner):
 
     speculator: DraftLayerConfig
     layers: DraftLayers
-
-    def _rows_of(self) -> DecoderConfig:
-        return self.speculator.block
 
     def _start_blocks(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, BlockNode]:
         """Write the rows of the text, and behind each root those of the masks, which are given back."""

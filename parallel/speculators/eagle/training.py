@@ -99,10 +99,8 @@ class DraftLayerNet(TrainedLayers[DraftLayers]):
 
     def __init__(self, hf: dict[str, Any], options: DraftLayerOptions, **tensors: Unpack[TensorOptions]) -> None:
         config = read_own(hf)
-        shapes = {name: shape for name, shape in config.tensor_shapes().items() if name != "d2t"}
-        super().__init__(DraftLayers(config, **tensors), shapes, hf)
+        super().__init__(DraftLayers(config, **tensors), hf, besides={"d2t"})
         self.options, self.config = options, config
-        self.taps = config.taps
         self.num_draft_tokens = options.depths
         self.register_buffer("tokens", torch.arange(config.head_rows), persistent=False)
         hidden, names = config.block.hidden_size, config.names

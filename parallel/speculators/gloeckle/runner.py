@@ -20,27 +20,22 @@ from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
 from parallel.kv.pool import SeqId
 from parallel.model.block import Block
-from parallel.model.config import DecoderConfig
 from parallel.model.layers.attention import PassPlan
-from parallel.model.layers.rope import Rope
-from parallel.model.layers.weight import Layer, Shard, TensorOptions
+from parallel.model.layers.weight import Shard, TensorOptions
 from parallel.speculators.block.runner import BlockNode, BlockPass, LaterRowsRunner
 from parallel.speculators.gloeckle.layouts import GloeckleConfig
+from parallel.speculators.own_layers import OwnLayers
 from parallel.speculators.place import SpeculatorPlace
 
 
-class GloeckleLayers(Layer):
-    """Weights are allocated uninitialised."""
-
+class GloeckleLayers(OwnLayers):
+    config: GloeckleConfig
     corrector = confidence = None  # which a block drafter may have
 
     def __init__(self, config: GloeckleConfig, group: Group = SINGLE, **options: Unpack[TensorOptions]) -> None:
+        super().__init__(config, group, **options)
         block = config.block
-        block.check_ranks(group.size)
-        self.config = config
         self.heads = [Block(block, i, i, group, group, **options) for i in range(config.num_drafted)]
-        assert block.rope is not None
-        self.rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
 
     def forward(self, trunk: Tensor, plan: PassPlan) -> Tensor:
         """What the trunk gives, [T, H] -> what every head gives at the rows asked for, [heads, N, H]."""
@@ -81,9 +76,6 @@ class GloeckleRunner(LaterRowsRunner):
     speculator: GloeckleConfig
     layers: GloeckleLayers
 
-    def _rows_of(self) -> DecoderConfig:
-        return self.speculator.block
-
     def _start_blocks(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, BlockNode]:  # noqa: ARG002
         """Write the rows of the text; the newest one of each sequence that asks for logits is read."""
         fed, features = list[Span](), list[Tensor]()
@@ -106,6 +98,4 @@ class GloeckleRunner(LaterRowsRunner):
 
 def open_runner(directory: Path, config: GloeckleConfig, place: SpeculatorPlace) -> GloeckleRunner:
     """Load the heads beside their target."""
-    layers = GloeckleLayers(config, place.group, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    return GloeckleRunner(layers, place)
+    return GloeckleRunner(GloeckleLayers.opened(directory, config, place), place)
