@@ -6,6 +6,7 @@ block drafter. Each family derives its own record. Loads no PyTorch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -131,7 +132,7 @@ class SpeculatorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayersConfig(SpeculatorConfig):
+class LayersConfig(SpeculatorConfig, ABC):
     """A speculator with decoder layers of its own, whose rows it keeps in a pool of its own."""
 
     block: DecoderConfig
@@ -140,9 +141,9 @@ class LayersConfig(SpeculatorConfig):
     def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
         return kv_bytes_per_slot(self.block, ranks, item_bytes)
 
+    @abstractmethod
     def tensor_shapes(self) -> dict[str, Shape]:
         """Every tensor that they read from a checkpoint."""
-        raise NotImplementedError
 
 
 def method_of(hf: Mapping[str, Any]) -> str:

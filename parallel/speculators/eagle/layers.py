@@ -83,7 +83,7 @@ class FirstLayer(Block):
 
 
 class DraftLayers(OwnLayers):
-    """With `reads_fused`, features come as the fuser's vectors."""
+    """Pairs are read by the first of them. With `reads_fused`, features come as the fuser's vectors."""
 
     config: DraftLayerConfig
 
