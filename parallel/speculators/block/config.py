@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from parallel.model.checkpoint import Shape, block_tensors
-from parallel.speculators.block.corrector_shapes import CorrectorKind, CorrectorShapes, CorrectorSizes, shapes_of
+from parallel.speculators.block.corrector_shapes import SHAPES, CorrectorKind, CorrectorShapes
 from parallel.speculators.config import FuserShape, LayersConfig
 
 
@@ -44,8 +44,7 @@ class BlockConfig(LayersConfig):
 
     def corrector_shapes(self) -> CorrectorShapes | None:
         """The tensors of what corrects the logits of a position; None where nothing does."""
-        sizes = self.corrector_rank, self.state_size, self.top_k
-        return shapes_of(CorrectorSizes(self.corrector, self.vocab_size, self.block.hidden_size, *sizes))
+        return SHAPES[self.corrector](self) if self.corrector in SHAPES else None
 
     def tensor_shapes(self) -> dict[str, Shape]:
         block, hidden, corrector = self.block, self.block.hidden_size, self.corrector_shapes()

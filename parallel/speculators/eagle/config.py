@@ -89,11 +89,6 @@ class DraftLayerConfig(LayersConfig):
             raise ValueError(f"hidden_size={self.block.hidden_size}: is not the target's {target.hidden_size}")
 
     @property
-    def num_drafted(self) -> int:
-        """Depths of a pass, as of a block drafter."""
-        return self.num_depths
-
-    @property
     def fuser(self) -> FuserShape | None:
         names = self.names
         if not self.fuses:
@@ -107,11 +102,6 @@ class DraftLayerConfig(LayersConfig):
             tap_norms=names.tap_norms if self.norms_taps else "",
             features_norm=names.features_norm if self.norms_features else "",
         )
-
-    @property
-    def block_size(self) -> int:
-        """Rows at most that a pass adds to a sequence for a while."""
-        return self.num_depths
 
     @property
     def drafts_blocks(self) -> bool:

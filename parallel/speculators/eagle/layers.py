@@ -98,7 +98,6 @@ class DraftLayers(OwnLayers):
         super().__init__(config, group, **options)
         block = config.block
         assert (block.norm, block.norm_placement) == ("rms", "before"), "draft layers normalise as Llama does"
-        self.corrector = self.confidence = None  # which a block drafter may have
         hidden, eps = block.hidden_size, block.norm_eps
         self.embedding: VocabTable | None = None
         if config.own_embedding:

@@ -38,8 +38,6 @@ class GloeckleConfig(LayersConfig):
     interleaved: bool = False
     """The two coordinates of a rotation are neighbours in the checkpoint; here they are the halves of a head."""
     drafts_blocks = True
-    block_size = 0
-    """Rows at most that a pass adds to a sequence for a while."""
 
     @property
     def num_drafted(self) -> int:

@@ -19,7 +19,6 @@ from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.decoder import Decoder
-from parallel.model.weights import load_shards
 from parallel.runtime.interface import PassOutput
 from parallel.speculators.heads.cells import CELLS, HeadCell
 from parallel.speculators.heads.config import TARGET_TABLE, HeadsConfig, Sources, stored_shapes
@@ -255,6 +254,5 @@ def open_runner(
     """Load a checkpoint whose tensors have these names."""
     cell, sources = CELLS[config.method](config), names(directory)
     tensors = LoadedTensors(cell.shapes, place, sources)
-    load_shards(tensors.shards(), stored_shapes(cell.shapes, sources), directory)
-    tensors.pack()
+    place.load(tensors, stored_shapes(cell.shapes, sources), directory)
     return HeadsRunner(cell, tensors, place.tables)

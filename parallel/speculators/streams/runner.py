@@ -17,7 +17,6 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan
-from parallel.model.weights import load_shards
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.heads.cells import HeadCell, Tensors
@@ -91,8 +90,7 @@ def open_runner(directory: Path, config: StreamsConfig, place: SpeculatorPlace) 
     cell = StreamsCell(config)
     tensors = LoadedTensors(cell.shapes, place)
     if cell.reads_tokens:
-        load_shards(tensors.shards(), stored_shapes(cell.shapes), directory)
-        tensors.pack()
+        place.load(tensors, stored_shapes(cell.shapes), directory)
     if not config.reads_root:
         return HeadsRunner(cell, tensors, place.tables)
     target = place.its_target(directory, "s3d")
