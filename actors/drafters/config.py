@@ -161,6 +161,27 @@ class DrafterConfig(Choice):
     name: str = ""
     """Set by the choice `drafter=`."""
 
+    # A record of which one of these does not hold replaces it, by a constant or by a property of its fields.
+
+    is_chain = False
+    """Whether no node of its proposals has several children."""
+    runs_passes = False
+    """Whether a draft takes passes of a model, beside which a lookup takes no time."""
+    chooses_lengths = False
+    """Whether the drafter itself decides how many of the ordered tokens are worth drafting."""
+    target_top_k = 0
+    """Likeliest tokens of the target's distribution at every verified row that the drafter learns from; 0: none."""
+    learns_later = False
+    """Whether it can read these tokens a pass later, because no draft is made of them."""
+    reads_prompts = False
+    """Whether the rows of prompts count as verified; the target then computes their logits too."""
+    reads_features = False
+    """Whether the drafter reads hidden states of the target: those of `taps`."""
+    is_elsewhere = False
+    """Whether its drafts come from a rank that another process lends, and this engine starts none."""
+    num_seats = 0
+    """Draft ranks that pools lend at a time."""
+
     @property
     def num_draft_tokens(self) -> int:
         """Draft tokens a round, at most; a field of every record but that of `drafter=none`."""
@@ -196,31 +217,6 @@ class DrafterConfig(Choice):
         """`pace_ms` of those of its models that have one."""
         return [pace for _, one in self.parts() for pace in one.paces_ms]
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether no node of its proposals has several children."""
-        return False
-
-    @property
-    def target_top_k(self) -> int:
-        """Likeliest tokens of the target's distribution at every verified row that the drafter learns from; 0: none."""
-        return 0
-
-    @property
-    def learns_later(self) -> bool:
-        """Whether it can read these tokens a pass later, because no draft is made of them."""
-        return False
-
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether the rows of prompts count as verified; the target then computes their logits too."""
-        return False
-
-    @property
-    def reads_features(self) -> bool:
-        """Whether the drafter reads hidden states of the target: those of `taps`."""
-        return False
-
     def taps(self, target_layers: int) -> tuple[int, ...]:
         """Residual streams of the target that the drafter reads, as `parallel.speculators.config` numbers them; loads
         the checkpoint's record."""
@@ -247,33 +243,13 @@ class DrafterConfig(Choice):
         return False
 
     @property
-    def num_seats(self) -> int:
-        """Draft ranks that pools lend at a time."""
-        return 0
-
-    @property
     def lenders(self) -> list[tuple[str, str]]:
         """(address, file of its key) of each pool that lends it."""
         return []
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether its drafts come from a rank that another process lends, and this engine starts none."""
-        return False
-
     def is_bridged(self, pipeline: str) -> bool:
         """Whether hidden states of the target are sent to ranks of its own."""
         return self.reads_features and pipeline != PipelineName.plain and not self.is_attached(pipeline)
-
-    @property
-    def chooses_lengths(self) -> bool:
-        """Whether the drafter itself decides how many of the ordered tokens are worth drafting."""
-        return False
-
-    @property
-    def runs_passes(self) -> bool:
-        """Whether a draft takes passes of a model, beside which a lookup takes no time."""
-        return False
 
     @property
     def scores_drafts(self) -> bool:
@@ -352,10 +328,8 @@ class PlacedDrafterConfig(DrafterConfig):
     pipeline=sync. separate: as a role of its own. auto: attached with pipeline=sync, where drafter and target work in
     turn and each then has all devices, unless another of its keys asks for ranks of its own; else separate."""
 
-    @property
-    def needs_own_ranks(self) -> bool:
-        """Whether its other fields ask for ranks of its own."""
-        return False
+    needs_own_ranks = False
+    """Whether its other fields ask for ranks of its own."""
 
     def is_attached(self, pipeline: str) -> bool:
         by_default = self.placement is Placement.auto and pipeline == PipelineName.sync and not self.needs_own_ranks
@@ -377,6 +351,7 @@ class NoDrafterConfig(DrafterConfig):
     """No drafter: every proposal is empty."""
 
     name: str = "none"
+    is_chain = True
 
     @property
     def member_names(self) -> tuple[str, ...]:
@@ -384,7 +359,3 @@ class NoDrafterConfig(DrafterConfig):
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         return set()
-
-    @property
-    def is_chain(self) -> bool:
-        return True

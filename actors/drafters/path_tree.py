@@ -1,4 +1,5 @@
-"""A token tree under construction: a path that is entered twice is there once. Knows no drafter."""
+"""A token tree under construction: a path that is entered twice is there once, be it of another tree. Knows no
+drafter."""
 
 from __future__ import annotations
 
@@ -28,3 +29,15 @@ class PathTree:
 
     def tree(self) -> TokenTree:
         return TokenTree(tuple(self.token_ids), tuple(self.parents))
+
+
+def merge_trees(first: TokenTree, second: TokenTree, room: int) -> TokenTree:
+    """`first`, whose nodes keep their numbers, and at most `room` nodes of `second` that it lacks, parents first. Which
+    tokens are added depends on those of `first`: exact under the coupled rule only."""
+    merged = PathTree(first, first.num_draft_tokens + room)
+    place = {0: 0}
+    for node in range(1, len(second.token_ids)):
+        above = place.get(second.parents[node])  # none if that found no room
+        if above is not None and (found := merged.add(above, second.token_ids[node])) >= 0:
+            place[node] = found
+    return merged.tree()

@@ -46,9 +46,7 @@ def draw_without_replacement(
     Row i belongs to node `nodes[i]` of the proposal of step `steps[i]`. A distribution over fewer than `width` tokens
     yields all of them.
     """
-    keys = [
-        noise_key(p.seed, NoiseStream.DRAFT, step, node) for p, step, node in zip(params, steps, nodes, strict=True)
-    ]
+    keys = _keys(params, steps, nodes)
     return _race(scores, params, keys, top_m, lambda raced, _: (np.argsort(-raced[0], kind="stable")[:width], None))
 
 
@@ -79,9 +77,6 @@ def draw_beam(
     root. A child's score is its own perturbed log-probability, given that the largest of all children's is the score
     of their parent. The `width` paths with the highest scores of a level are paths drawn without replacement.
     """
-    keys = [
-        noise_key(p.seed, NoiseStream.DRAFT, step, node) for p, step, node in zip(params, steps, nodes, strict=True)
-    ]
 
     def highest(raced: np.ndarray, row: int) -> tuple[np.ndarray, np.ndarray]:
         log_prob, score = paths[row]
@@ -92,7 +87,12 @@ def draw_beam(
         order = np.argsort(-given, kind="stable")[:width]
         return order, given[order]
 
-    return _race(scores, params, keys, top_m, highest)
+    return _race(scores, params, _keys(params, steps, nodes), top_m, highest)
+
+
+def _keys(params: Sequence[SamplingParams], steps: Sequence[int], nodes: Sequence[int]) -> list[int]:
+    rows = zip(params, steps, nodes, strict=True)
+    return [noise_key(one.seed, NoiseStream.DRAFT, step, node) for one, step, node in rows]
 
 
 def truncate_distribution(scores: Tensor, params: SamplingParams, top_m: int) -> SparseDistribution:

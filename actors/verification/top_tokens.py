@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -20,15 +20,8 @@ from parallel.kv.pass_plan import Span
 from parallel.runtime.interface import Runner
 from parallel.transfers import upload
 
-
-class _Fed(Protocol):
-    """A sequence of the pass."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def scope(self) -> int: ...
+if TYPE_CHECKING:
+    from actors.verification.verifier import VerifyInput
 
 
 class TopTokensReader:
@@ -53,7 +46,7 @@ class TopTokensReader:
         run: Callable[[Sequence[Span], Sequence[int]], Tensor],
         spans: Sequence[Span],
         token_ids: Sequence[int],
-        inputs: Sequence[_Fed],
+        inputs: Sequence[VerifyInput],
     ) -> Tensor:
         """The pass of `runner`, which `run` makes; returns the logits of the rows that `spans` ask for."""
         self._contexts, self._spans, self._scopes, start = [], [], [], 0

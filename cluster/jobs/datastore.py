@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from actors.drafters.lookup.corpus import read_corpus
+from actors.drafters.corpus import read_corpus
 from actors.drafters.retrieval.datastore import write_datastore
 from actors.tokenizer_file import tokenizer_digest
 from cluster.config.schema import LaunchConfig

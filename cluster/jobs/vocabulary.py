@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from actors.drafters.lookup.corpus import read_corpus
+from actors.drafters.corpus import read_corpus
 from actors.drafters.vocabulary.token_list import count_tokens, ranked_tokens, write_token_list
 from actors.tokenizer_file import tokenizer_digest
 from cluster.config.jobs import VocabularyConfig

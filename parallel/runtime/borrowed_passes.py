@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -10,7 +10,8 @@ from parallel.kv.pass_plan import SpanRows, TableRead
 from parallel.kv.sequences import PooledSequences
 from parallel.model.layers.attention import PassPlan, ReadPlan
 from parallel.runtime.decoder_runner import DecoderRunner
-from parallel.runtime.interface import PassOutput
+from parallel.runtime.graph_list import GraphList
+from parallel.runtime.interface import PassOutput, StepChoice
 
 
 class BorrowedPasses(DecoderRunner):
@@ -28,6 +29,15 @@ class BorrowedPasses(DecoderRunner):
 
     def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
         return self.target.run(plan, token_ids, taps)
+
+    @property
+    def captures(self) -> bool:
+        return self.target.captures
+
+    def capture(
+        self, graphs: GraphList, taps: Sequence[int] = (), choices: Callable[[int, int], StepChoice] | None = None
+    ) -> GraphList:
+        return self.target.capture(graphs, taps, choices)
 
     def run_eagerly(self) -> None:
         self.target.run_eagerly()

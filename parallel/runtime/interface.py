@@ -201,6 +201,33 @@ class Runner(Protocol):
         """Stop using captured passes, because only the parts of an eager pass can be timed."""
 
 
+class RunnerAround(Runner):
+    """A runner that holds another one, in whose passes its own rows are."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.decoder = runner.decoder
+
+    @property
+    def config(self) -> RunnerSizes:
+        return self.runner.config
+
+    @property
+    def longest_draft(self) -> int:
+        return self.runner.longest_draft
+
+    @property
+    def longest_text(self) -> int:
+        return self.runner.longest_text
+
+    @property
+    def drops_rows(self) -> bool:
+        return self.runner.drops_rows
+
+    def run_eagerly(self) -> None:
+        self.runner.run_eagerly()
+
+
 def run_by_kind(
     spans: Sequence[Span],
     token_ids: Tensor | Sequence[int],

@@ -7,7 +7,7 @@ run those layers, and all rows run the rest. Results are those of a pass from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,8 +19,7 @@ from parallel.kv.pool import SeqId
 from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.borrowed_passes import BorrowedPasses
 from parallel.runtime.decoder_runner import DecoderRunner
-from parallel.runtime.graph_list import GraphList
-from parallel.runtime.interface import PassOutput, StepChoice
+from parallel.runtime.interface import PassOutput
 from parallel.transfers import to_device, upload
 
 
@@ -64,15 +63,6 @@ class ResumingRunner(BorrowedPasses):
     def close(self, seq_id: SeqId) -> None:
         self._kept.pop(seq_id, None)
         super().close(seq_id)
-
-    @property
-    def captures(self) -> bool:
-        return self.target.captures
-
-    def capture(
-        self, graphs: GraphList, taps: Sequence[int] = (), choices: Callable[[int, int], StepChoice] | None = None
-    ) -> GraphList:
-        return self.target.capture(graphs, taps, choices)
 
     @torch.inference_mode()
     def forward(

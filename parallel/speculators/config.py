@@ -6,6 +6,7 @@ block drafter. Each family derives its own record. Loads no PyTorch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from parallel.model.checkpoint import Shape
 from parallel.model.config import DecoderConfig
 from parallel.model.config_fields import MOST_LAYERS
+from parallel.runtime.model_bytes import kv_bytes_per_slot
 
 TARGET_LAYERS = "target_num_hidden_layers"
 """Field that readers of layouts find beside those of config.json, if the target is known."""
@@ -73,15 +75,19 @@ class SpeculatorConfig:
     """Width of one tap."""
     taps: tuple[int, ...]
 
+    runs_target = False
+    """Whether draft tokens pass layers of the target, so that it must be on the target's ranks."""
+    drafts_blocks = False
+    """Whether one pass drafts all depths, behind committed text alone."""
+    has_early_logits = False
+    """Whether the target's passes can give up unlikely nodes before its last layers (`StreamingRunner`)."""
+    reads_kv = False
+    """Whether its taps are keys and values."""
+
     @property
     def feature_size(self) -> int:
         """Numbers of one token's features."""
         return len(self.taps) * self.target_hidden
-
-    @property
-    def runs_target(self) -> bool:
-        """Whether draft tokens pass layers of the target, so that it must be on the target's ranks."""
-        return False
 
     @property
     def fuser(self) -> FuserShape | None:
@@ -92,16 +98,6 @@ class SpeculatorConfig:
     def travels_fused(self) -> bool:
         """Whether features for ranks other than the target's are fused before they leave, which makes them narrower."""
         return self.fuser is not None and self.fuser.outputs < self.feature_size
-
-    @property
-    def drafts_blocks(self) -> bool:
-        """Whether one pass drafts all depths, behind committed text alone."""
-        return False
-
-    @property
-    def has_early_logits(self) -> bool:
-        """Whether the target's passes can give up unlikely nodes before its last layers (`StreamingRunner`)."""
-        return False
 
     def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:  # noqa: ARG002
         """Bytes of one token in what one of the ranks keeps of every sequence."""
@@ -118,11 +114,6 @@ class SpeculatorConfig:
         if not self.taps or deepest or (min(self.taps) < FINAL and not self.reads_kv):
             raise ValueError(f"taps={list(self.taps)}: are no layers of a target; correct config.json")
 
-    @property
-    def reads_kv(self) -> bool:
-        """Whether its taps are keys and values."""
-        return False
-
     def check_target(self, target: DecoderConfig) -> None:
         """ValueError, one line, for a target that it was not made for."""
         if target.encoder is not None:
@@ -138,6 +129,21 @@ class SpeculatorConfig:
         num_layers = target.num_layers - target.stretch
         if num_layers and deepest > num_layers:  # the target's tables alone have no layers
             raise ValueError(f"reads layer {deepest} of a target that has {num_layers}; use one of its own")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersConfig(SpeculatorConfig, ABC):
+    """A speculator with decoder layers of its own, whose rows it keeps in a pool of its own."""
+
+    block: DecoderConfig
+    """The shape of these layers."""
+
+    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
+        return kv_bytes_per_slot(self.block, ranks, item_bytes)
+
+    @abstractmethod
+    def tensor_shapes(self) -> dict[str, Shape]:
+        """Every tensor that they read from a checkpoint."""
 
 
 def method_of(hf: Mapping[str, Any]) -> str:

@@ -28,10 +28,9 @@ from parallel.kv.pass_plan import BlockCopies, Span, TextThenBlock
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.checkpoint import resolve_checkpoint
-from parallel.model.config import DecoderConfig
 from parallel.model.config_fields import MASK_FIELD, read_config_file
 from parallel.runtime.decoder_runner import DecoderRunner
-from parallel.runtime.interface import PassOutput, Runner
+from parallel.runtime.interface import PassOutput, RunnerAround
 from parallel.transfers import upload
 
 DEPTH_FIELD, MUTUAL_FIELD, STEPS_FIELD = "pard_depth", "pard_mutual", "pard_steps"
@@ -71,9 +70,11 @@ class _MaskedText:
     is_drafted: bool = False
 
 
-class PardRunner(Runner):
+class PardRunner(RunnerAround):
     """Passes of such a model, of which `runner` has the rows of text and masks; a node below its deepest mask has
     logits of minus infinity."""
+
+    runner: DecoderRunner
 
     def __init__(
         self,
@@ -85,16 +86,11 @@ class PardRunner(Runner):
         num_steps: int = 1,
         num_drafts: int = 1,
     ) -> None:
-        self.runner = runner
+        super().__init__(runner)
         self._is_mutual = is_mutual
         self.num_steps, self.num_drafts = num_steps, num_drafts
-        self.decoder = runner.decoder
         self._mask_token, self._depth = mask_token, depth
         self._texts: dict[SeqId, _MaskedText] = {}
-
-    @property
-    def config(self) -> DecoderConfig:
-        return self.runner.config
 
     @property
     def longest_draft(self) -> int:
@@ -104,14 +100,6 @@ class PardRunner(Runner):
     def reads_drafts(self) -> bool:
         """The first token says which of several drafts goes on."""
         return self.num_drafts > 1
-
-    @property
-    def longest_text(self) -> int:
-        return self.runner.longest_text
-
-    @property
-    def drops_rows(self) -> bool:
-        return self.runner.drops_rows
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         """Opens without known rows: those of masks stand between them."""
@@ -170,10 +158,7 @@ class PardRunner(Runner):
         silent = torch.full((1, self.config.num_logits), -torch.inf, device=self.decoder.device)
         rows = [node.logits[node.depth : node.depth + 1] if node.depth < self._depth else silent for node in nodes]
         logits = torch.cat(rows) if rows else silent[:0]
-        return PassOutput(logits, logits.new_empty(0, self.config.hidden_size), ())
-
-    def run_eagerly(self) -> None:
-        self.runner.run_eagerly()
+        return PassOutput(logits, logits.new_empty(0, self.decoder.config.hidden_size), ())
 
     def _fill_masks(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, _MaskNode]:
         """Write the text's rows, with masks behind every root; returns the roots."""

@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from parallel.kv.pass_plan import Span, lay_out, logit_rows
-from parallel.kv.pool import KVPool, SeqId
+from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.kv.sequences import PooledSequences
 from parallel.model.decoder import Decoder
-from parallel.model.layers.attention import AttentionShape, PassPlan
+from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.backends import default_backend, make_backend
-from parallel.model.layers.weight import Layer
 from parallel.runtime.interface import PassOutput, Runner
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.config import SpeculatorConfig
 from parallel.speculators.features import TextFeatures
+from parallel.speculators.own_layers import OwnLayers
+from parallel.speculators.place import SpeculatorPlace
 from parallel.transfers import upload
 
 
@@ -80,7 +81,8 @@ class SpeculatorRunner(Runner):
 
 
 class PooledRunner(SpeculatorRunner):
-    """A speculator whose text rows and draft rows both stand in its pool, trees of them pending until `commit`.
+    """A speculator whose text rows and draft rows both stand in its pool, of `num_layers` or as many as its record has,
+    trees of them pending until `commit`.
 
     A family implements `_read`, and `_head` where the logits need more than its rows. It marks fuzzy rows in
     `_is_fuzzy`, by slot, so that edits of slot tables need no update.
@@ -90,20 +92,14 @@ class PooledRunner(SpeculatorRunner):
     """The pool's row r is that of token r + this."""
 
     def __init__(
-        self,
-        config: SpeculatorConfig,
-        layers: Layer,
-        tables: Decoder,
-        pool: KVPool,
-        shape: AttentionShape,
-        backend: str | None = None,
+        self, layers: OwnLayers, place: SpeculatorPlace, num_layers: int | None = None, *, backend: str | None = None
     ) -> None:
-        super().__init__(config, tables)
-        self.pool = pool
-        self._sequences = PooledSequences(pool)
+        super().__init__(layers.config, place.tables)
+        self.pool, shape = place.make_pool(layers.config.block, num_layers)
+        self._sequences = PooledSequences(self.pool)
         self._pending = self._sequences.pending
-        self._backend = make_backend(backend or default_backend(pool), pool, shape, layers)
-        self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)
+        self._backend = make_backend(backend or default_backend(self.pool), self.pool, shape, layers)
+        self._is_fuzzy = np.zeros(self.pool.num_slots, dtype=bool)
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:  # noqa: ARG002
         super().open(seq_id)

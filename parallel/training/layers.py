@@ -7,7 +7,7 @@ of all texts, with its attention planned otherwise. Knows no method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.model.checkpoint import Shape
 from parallel.model.config import RopeScaling
 from parallel.model.decoder import ServedLayers
 from parallel.model.families.registry import read_config
@@ -24,6 +23,7 @@ from parallel.model.layers.attention import AttentionPlan, Heads, PassPlan
 from parallel.model.layers.norm import LayerNorm, RMSNorm
 from parallel.model.layers.rope import Rotation
 from parallel.model.layers.weight import TensorOptions
+from parallel.speculators.own_layers import OwnLayers
 from parallel.training.checkpoints import write_checkpoint
 from parallel.training.interface import Speculator, TargetShape
 
@@ -32,22 +32,27 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 L = TypeVar("L", bound=ServedLayers)
+Own = TypeVar("Own", bound=OwnLayers)
 
 
-class TrainedLayers(Speculator, Generic[L]):
+class TrainedLayers(Speculator, Generic[Own]):
     """The tensors of a checkpoint as parameters, under its names, beside the `layers` that would be loaded from it."""
 
-    def __init__(self, layers: L, shapes: Mapping[str, Shape], hf: dict[str, Any]) -> None:
-        """Matrices are small and random, norms 1, biases 0; `hf` is the config.json."""
+    def __init__(self, layers: Own, hf: dict[str, Any], *, besides: Collection[str] = ()) -> None:
+        """Matrices are small and random, norms 1, biases 0; `hf` is the config.json. Tensors `besides` are none that
+        is trained."""
         super().__init__()
         self.hf = hf
         self.served = layers
+        self.taps = layers.config.taps
         use_gradients(layers)
-        for name, shape in shapes.items():
+        for name, shape in layers.config.tensor_shapes().items():
+            if name in besides:
+                continue
             vector = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
             hold(self, name, vector if len(shape) == 1 else 0.02 * torch.randn(shape))
 
-    def loaded(self) -> L:
+    def loaded(self) -> Own:
         """The layers with the parameters as they are; gradients flow back to these."""
         return load_parameters(self.served, self.get_parameter)
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
-from actors.drafters.lookup.corpus_config import CorpusDrafterConfig
+from actors.drafters.corpus import CorpusDrafterConfig
 from actors.drafters.scoped import Share
 from parallel.ranges import Range
 

@@ -48,6 +48,7 @@ class AutoDrafterConfig(PlacedDrafterConfig):
     placement: Placement = Placement.auto
     """attached: all of them on the target's ranks, for pipeline=sync. separate: in a role of their own. auto: attached
     with pipeline=sync, unless a key of one of them asks for ranks of its own; else separate."""
+    chooses_lengths = True
 
     def __hash__(self) -> int:
         return hash(repr(self))  # the unchecked record holds lists, which have no hash
@@ -62,10 +63,6 @@ class AutoDrafterConfig(PlacedDrafterConfig):
     @property
     def is_chain(self) -> bool:
         return all(one.is_chain for one in self.drafters)
-
-    @property
-    def chooses_lengths(self) -> bool:
-        return True
 
     @property
     def runs_passes(self) -> bool:

@@ -33,7 +33,7 @@ from actors.drafters.auto.members import (
 )
 from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.width import Step
-from actors.drafters.interface import Context, Draft, DraftsByPass
+from actors.drafters.interface import Context, Draft, DraftsByPass, Prefills
 from actors.policy.drafter_choice import NO_DRAFTER, DrafterChoice, Offer, RoundTimes
 from actors.protocol.messages import MOST_READ_WITH_DRAFT, Commit, TokenTree
 
@@ -134,13 +134,7 @@ class AutoDrafter(Members):
                 reading = [context for context, (_, reads) in zip(contexts, answers, strict=True) if reads]
             if not reading:
                 continue
-            num_tokens = sum(self._unread(i, context) for context in reading)
-            started = self._clock()
-            prefills.prefill(reading)
-            if one.reads_text and num_tokens:
-                one.read_s.update((self._clock() - started) / num_tokens, num_tokens)
-                for context in reading:
-                    self._requests[context.request_id].read[i] = len(context.token_ids)
+            self._read(i, prefills, reading)
         self._note_shown(contexts)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
@@ -283,15 +277,20 @@ class AutoDrafter(Members):
         ]
         if not missed:
             return 0.0
-        num_tokens = sum(len(context.token_ids) - self._read_len(number, context) for context in missed)
-        started = self._clock()
-        prefills.prefill(missed)
-        seconds = self._clock() - started
-        if one.reads_text:
-            one.read_s.update(seconds / num_tokens, num_tokens)
-            for context in missed:
-                self._requests[context.request_id].read[number] = len(context.token_ids)
+        seconds = self._read(number, prefills, missed)
         self._reading_s += seconds
+        return seconds
+
+    def _read(self, number: int, prefills: Prefills, contexts: Sequence[Context]) -> float:
+        """This drafter reads texts; returns the seconds."""
+        num_tokens = sum(self._unread(number, context) for context in contexts)
+        started = self._clock()
+        prefills.prefill(contexts)
+        seconds = self._clock() - started
+        if num_tokens:
+            self.members[number].read_s.update(seconds / num_tokens, num_tokens)
+            for context in contexts:
+                self._requests[context.request_id].read[number] = len(context.token_ids)
         return seconds
 
     def _note_shown(self, contexts: Sequence[Context]) -> None:

@@ -69,6 +69,7 @@ class CascadeDrafterConfig(DrafterConfig):
     placement: LevelsPlacement = LevelsPlacement.together
     """together: all levels on the last one's ranks, in turn; separate: each model on ranks of its own, so that, in an
     asynchronous pipeline, it drafts while the next one verifies."""
+    runs_passes = True
 
     def __hash__(self) -> int:
         return hash(repr(self))  # the unchecked record holds lists, which have no hash
@@ -278,10 +279,6 @@ class CascadeDrafterConfig(DrafterConfig):
     def is_chain(self) -> bool:
         passed_on = [level for level in self._reaching() if self.width(level) > 1]
         return not (self.merge or passed_on) and (self.levels[0].is_chain or not self._forwards_first_level())
-
-    @property
-    def runs_passes(self) -> bool:
-        return True
 
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         from actors.drafters.cascade.build import build_cascade

@@ -31,11 +31,11 @@ from actors.drafters.cascade.draft_lengths import LengthControl, PassedLengths
 from actors.drafters.cascade.level_stats import LevelStatsRecorder
 from actors.drafters.cascade.request_state import RequestState
 from actors.drafters.cascade.runners_up import best_runners_up, drawn_runners_up, num_own, with_siblings
-from actors.drafters.cascade.tree_merge import merge_trees
 from actors.drafters.config import ModelOptions
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.prefill import prefill
+from actors.drafters.path_tree import merge_trees
 from actors.options import INDEPENDENT_ONLY
 from actors.protocol.messages import Commit, LevelWork, Proposal, SamplingKind, TokenTree
 from actors.sampling.logits import is_greedy

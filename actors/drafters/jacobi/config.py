@@ -24,10 +24,7 @@ class JacobiDrafterConfig(PlacedDrafterConfig):
     width: Annotated[int, Range(1, cap=1024)] = 8
     """Candidates of the target at each row. Greedy decoding uses the first; sampled decoding under `verify=coupled`
     guesses the draw among them."""
-
-    @property
-    def is_chain(self) -> bool:
-        return True
+    is_chain = True
 
     @property
     def target_top_k(self) -> int:
@@ -55,10 +52,7 @@ class LookaheadDrafterConfig(PlacedDrafterConfig):
     """N-grams kept for each first token, the latest, and verified at once."""
     reads_text: bool = True
     """N-grams of the prompt and of the output enter the pool too; false: only those of the window, as published."""
-
-    @property
-    def target_top_k(self) -> int:
-        return 1
+    target_top_k = 1
 
     @property
     def window_nodes(self) -> int:

@@ -34,10 +34,7 @@ class CopyDrafterConfig(PlacedDrafterConfig):
     """Draft tokens a round, at most."""
     trigger_len: Annotated[int, Range(1)] = _TRIGGER_LEN
     """Last tokens of the output that a place of the prompt must agree with before copying starts there."""
-
-    @property
-    def is_chain(self) -> bool:
-        return True
+    is_chain = True
 
     @property
     def copying_names(self) -> tuple[str, ...]:

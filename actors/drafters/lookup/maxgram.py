@@ -40,10 +40,7 @@ class MaxgramDrafterConfig(PlacedDrafterConfig):
     """Also use the bigrams of finished requests where a request has none of its own; false = requests share nothing."""
     share: Share = Share.client
     """client: finished requests of the same client; all: of any client, whose texts then show in acceptance."""
-
-    @property
-    def is_chain(self) -> bool:
-        return True
+    is_chain = True
 
     def build(self, setup: DraftSetup) -> tuple[MaxgramDrafter, dict[str, object]]:
         return MaxgramDrafter(self), {}

@@ -28,14 +28,11 @@ class NgramDrafterConfig(PlacedDrafterConfig):
     """Longest n-gram that is looked up, in tokens; the longest match wins. Every token is entered once per length."""
     min_ngram: Annotated[int, Range(1, cap=64)] = 2
     """Shortest n-gram whose continuation is drafted, in tokens."""
+    is_chain = True
 
     def check_fields(self, where: str) -> None:
         longest = self.max_ngram
         require(longest >= self.min_ngram, f"{where}.max_ngram", longest, "must not be below drafter.min_ngram")
-
-    @property
-    def is_chain(self) -> bool:
-        return True
 
     def build(self, setup: DraftSetup) -> tuple[NgramDrafter, dict[str, object]]:
         return NgramDrafter(self), {}

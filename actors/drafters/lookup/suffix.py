@@ -15,8 +15,8 @@ from operator import itemgetter
 from typing import Annotated
 
 from actors.drafters.config import DraftSetup
+from actors.drafters.corpus import CorpusDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft, RequestwiseDrafter
-from actors.drafters.lookup.corpus_config import CorpusDrafterConfig
 from actors.drafters.lookup.suffix_automaton import Automaton, suffix_automaton
 from actors.drafters.scoped import ScopedMemory, Share
 from actors.protocol.messages import TokenTree

@@ -236,7 +236,7 @@ class AheadDrafter(ModelDrafter):
 
     def advance(self, width: int | None) -> Step:
         drafting = [state for state in self._states.values() if state.depth]
-        fresh, num_fresh = self._unread([state for state in drafting if not state.tree.root.expanded])
+        fresh, num_fresh = self._behind_text([(state, []) for state in drafting if not state.tree.root.expanded])
         begun = [state for state in drafting if state.tree.root.expanded]
         on_demand = self._fitting([(state, self._redrafted(state)) for state in begun], num_fresh)
         ahead: list[tuple[_AheadState, list[int]]] = []
@@ -254,15 +254,20 @@ class AheadDrafter(ModelDrafter):
                 state.depth = 0
         return Step(sum(len(nodes) for _, nodes in ahead), refreshed=bool(fresh or on_demand))
 
-    def _unread(self, states: list[_AheadState]) -> tuple[list[tuple[_AheadState, list[int]]], int]:
-        """Those, in order, whose texts the pool has room for, and the rows of these: what was free as a draft was begun
-        may be taken by another since. The drafts of the others end here."""
+    def _behind_text(
+        self, wanted: Sequence[tuple[_AheadState, list[int]]]
+    ) -> tuple[list[tuple[_AheadState, list[int]]], int]:
+        """Those, in order, whose unread text and nodes the pool has room for, and the rows of these: what was free as
+        a draft was begun may be taken by another since. Nothing more is drafted for the others."""
         fitting, num_rows = list[tuple[_AheadState, list[int]]](), 0
-        for state in states:
-            unread = len(state.context.token_ids) - self.runner.cached_len(state.context.request_id)
-            if self.runner.can_reserve(num_rows + unread):
-                fitting.append((state, []))
-                num_rows += unread
+        for state, nodes in wanted:
+            context = state.context
+            needed = len(context.token_ids) - self.runner.cached_len(context.request_id) + len(nodes)
+            if self.runner.can_reserve(num_rows + needed):
+                fitting.append((state, nodes))
+                num_rows += needed
+            else:
+                state.may_extend = False
         return fitting, num_rows
 
     def _redrafted(self, state: _AheadState) -> list[int]:
@@ -305,17 +310,12 @@ class AheadDrafter(ModelDrafter):
         rows."""
         for state in states:
             self._prefill(state.context, leave=self._options.prefill_chunk)
-        fed, num_rows = [], 0
+        wanted = []
         for state in states:
-            context, tree = state.context, state.tree
-            room = self.runner.longest_text - len(context.token_ids)
-            nodes = [node for node in tree.nodes_to_refresh(width) if tree.nodes[node].depth <= room]
-            needed = len(context.token_ids) - self.runner.cached_len(context.request_id) + len(nodes)
-            if self.runner.can_reserve(num_rows + needed):
-                fed.append((state, nodes))
-                num_rows += needed
-            else:
-                state.may_extend = False
+            room = self.runner.longest_text - len(state.context.token_ids)
+            refreshed = state.tree.nodes_to_refresh(width)
+            wanted.append((state, [node for node in refreshed if state.tree.nodes[node].depth <= room]))
+        fed, num_rows = self._behind_text(wanted)
         if fed:
             self._feed(fed, after_text={state.context.request_id for state, _ in fed})
         return num_rows
@@ -386,7 +386,8 @@ class AheadDrafter(ModelDrafter):
             ranked = self._choices(fed, 1, logits.device).best(logits, 0, self._fan_out)
         else:
             ranked = self._edited_children(logits, fed)
-        self._add(zip(*(values.tolist() for values in to_host(ranked)), strict=True), fed)
+        nodes = [(state.tree, node) for state, nodes in fed for node in nodes]
+        self._add_children(nodes, zip(*(values.tolist() for values in to_host(ranked)), strict=True))
 
     def _edited_children(self, logits: Tensor, fed: list[tuple[_AheadState, list[int]]]) -> tuple[Tensor, Tensor]:
         """The same where what is chosen depends on the text."""
@@ -399,13 +400,10 @@ class AheadDrafter(ModelDrafter):
         scores = process_batch(logits, batch, self._options.eos_token_ids)
         return top_children(scores, params, _positions(fed), self._fan_out, given_noise=True)
 
-    def _add(self, children: Iterable[tuple[list[int], list[float]]], fed: list[tuple[_AheadState, list[int]]]) -> None:
-        """The children of every node that was fed, (token ids, log-probabilities) best first."""
-        self._add_children([(state.tree, node) for state, nodes in fed for node in nodes], children)
-
     def _add_children(
         self, nodes: Sequence[tuple[DraftTree, int]], children: Iterable[tuple[list[int], list[float]]]
     ) -> None:
+        """The children of nodes that were fed, (token ids, log-probabilities) best first."""
         for (tree, node), (token_ids, log_probs) in zip(nodes, children, strict=True):
             if node < 0:
                 continue

@@ -27,14 +27,18 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from actors.drafters.draft_ahead.confidence import ConfidenceCalibration
 from actors.drafters.model.beta_mixture import BetaMixture
 from actors.policy.estimators import Ewma
 
+Kept = TypeVar("Kept")
 
-class ChainRule(ABC):
-    """`update` follows the last `continues` of a draft, before the next draft of the request."""
+
+class ChainRule(ABC, Generic[Kept]):
+    """`update` follows the last `continues` of a draft, before the next draft of the request. What a rule keeps of a
+    request is in `_requests`, until that ends."""
 
     reads_gaps = False
     """Whether it is given, in place of log-probabilities, the gap between the two likeliest tokens of each place."""
@@ -42,7 +46,10 @@ class ChainRule(ABC):
     """Whether it is given, in place of log-probabilities, by how much each token won over the second, in nats, noise
     included."""
 
-    def begin(self, request_id: int, *, samples: bool, least_chance: float) -> None:  # noqa: B027 (most need not know)
+    def __init__(self) -> None:
+        self._requests: dict[int, Kept] = {}
+
+    def begin(self, request_id: int, *, samples: bool, least_chance: float) -> None:
         """A draft begins, of a greedy request or one that samples. A token that is accepted less often than
         `least_chance` is not worth a row of the target's pass."""
 
@@ -59,9 +66,9 @@ class ChainRule(ABC):
     def update(self, request_id: int, num_accepted: int) -> None:
         """The target accepted so many tokens of the last draft of this request."""
 
-    @abstractmethod
     def release(self, request_id: int) -> None:
         """The request ended."""
+        self._requests.pop(request_id, None)
 
 
 _SPECDEC = 0.3
@@ -69,25 +76,22 @@ _FREE = 0.6
 """Chances of a rejected token at which a chain ends, as published (FREE: a token is right with 0.4)."""
 
 
-class ThresholdRule(ChainRule):
+class ThresholdRule(ChainRule[list[float]]):
     """Ends a chain whose tokens are all accepted with a probability below 1 - `threshold`, 0 for the published one."""
 
     def __init__(self, threshold: float = 0.0) -> None:
+        super().__init__()
         self._least = 1 - (threshold or _SPECDEC)
         self._confidence = ConfidenceCalibration()
-        self._drafts: dict[int, list[float]] = {}
 
     def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
         chances = [math.exp(self._confidence.adjust([log_prob])[0]) for log_prob in log_probs]
-        self._drafts[request_id] = chances
+        self._requests[request_id] = chances
         return math.prod(chances) >= self._least
 
     def update(self, request_id: int, num_accepted: int) -> None:
-        for place, expected in enumerate(self._drafts.pop(request_id, ())[: num_accepted + 1]):
+        for place, expected in enumerate(self._requests.pop(request_id, ())[: num_accepted + 1]):
             self._confidence.update(expected, kept=place < num_accepted)
-
-    def release(self, request_id: int) -> None:
-        self._drafts.pop(request_id, None)
 
 
 _MEMORY = 0.95
@@ -103,11 +107,8 @@ class _Posterior:
     length: int = 0
 
 
-class ThompsonRule(ChainRule):
+class ThompsonRule(ChainRule[_Posterior]):
     """Draws theta ~ Beta(1 + accepted, 1 + rejected) after every token, and goes on with probability theta."""
-
-    def __init__(self) -> None:
-        self._requests: dict[int, _Posterior] = {}
 
     def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
         known = self._requests.setdefault(request_id, _Posterior())
@@ -122,9 +123,6 @@ class ThompsonRule(ChainRule):
             known.rejected.update(num_accepted < known.length)
             known.length = 0
 
-    def release(self, request_id: int) -> None:
-        self._requests.pop(request_id, None)
-
 
 _FIRST_XI = 0.6
 _STEP = 0.01
@@ -135,7 +133,7 @@ _KEPT = 0.9
 that acceptance and in the threshold."""
 
 
-class ProbabilityRule(ChainRule):
+class ProbabilityRule(ChainRule[tuple[int, bool]]):
     """Ends a chain with the first token that the drafter gives a probability below `xi`, one for all requests: the
     `fixed` one, or for 0 one that follows acceptance.
 
@@ -143,18 +141,18 @@ class ProbabilityRule(ChainRule):
     """
 
     def __init__(self, fixed: float = 0.0) -> None:
+        super().__init__()
         self.xi = fixed or _FIRST_XI
         self._is_fixed = fixed > 0
         self._accepted = Ewma(_SMOOTH, mean=_WANTED, weight=1 / (1 - _SMOOTH))
-        self._ended: dict[int, tuple[int, bool]] = {}
 
     def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
         goes_on = log_probs[-1] >= math.log(self.xi)
-        self._ended[request_id] = len(log_probs), not goes_on
+        self._requests[request_id] = len(log_probs), not goes_on
         return goes_on
 
     def update(self, request_id: int, num_accepted: int) -> None:
-        length, by_rule = self._ended.pop(request_id, (0, False))
+        length, by_rule = self._requests.pop(request_id, (0, False))
         if not length:
             return
         self._accepted.update(min(num_accepted, length) / length)
@@ -162,11 +160,8 @@ class ProbabilityRule(ChainRule):
             moved = self.xi + (_STEP if self._accepted.mean < _WANTED else -_STEP)
             self.xi = min(max(_KEPT * self.xi + (1 - _KEPT) * moved, _STEP), 1.0)
 
-    def release(self, request_id: int) -> None:
-        self._ended.pop(request_id, None)
 
-
-class GapRule(ChainRule):
+class GapRule(ChainRule[list[float]]):
     """Ends a chain with the first token whose gap says that it is wrong with a chance above `threshold`, 0 for the
     published one.
 
@@ -177,21 +172,18 @@ class GapRule(ChainRule):
     reads_gaps = True
 
     def __init__(self, threshold: float = 0.0) -> None:
+        super().__init__()
         self._least_right = 1 - (threshold or _FREE)
         self._mixture = BetaMixture()
         self.least_gap = self._mixture.threshold(self._least_right)
-        self._drafts: dict[int, list[float]] = {}
 
     def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
-        self._drafts[request_id] = list(log_probs)
+        self._requests[request_id] = list(log_probs)
         return log_probs[-1] >= self.least_gap
 
     def update(self, request_id: int, num_accepted: int) -> None:
-        tested = self._drafts.pop(request_id, [])[: num_accepted + 1]
+        tested = self._requests.pop(request_id, [])[: num_accepted + 1]
         for place, gap in enumerate(tested):
             self._mixture.update(gap, is_right=place < num_accepted)
         if tested:
             self.least_gap = self._mixture.threshold(self._least_right)
-
-    def release(self, request_id: int) -> None:
-        self._drafts.pop(request_id, None)

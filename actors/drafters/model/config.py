@@ -203,6 +203,7 @@ class PassDrafterConfig(PlacedDrafterConfig):
     to the newer tokens too. drafter=self: sooner after drafts of which no token was accepted."""
     pace_ms: Any = 0.0
     """Milliseconds that every pass of this drafter's model takes at least, as `target.pace_ms`; 0 = off."""
+    runs_passes = True
 
     def check_fields(self, where: str) -> None:
         check_pace(where, self.pace_ms)
@@ -255,10 +256,6 @@ class PassDrafterConfig(PlacedDrafterConfig):
     @property
     def paces_ms(self) -> list[Any]:
         return [self.pace_ms] if self.pace_ms else []
-
-    @property
-    def runs_passes(self) -> bool:
-        return True
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         super(PassDrafterConfig, self).check_with(rule, pipeline, where)

@@ -79,38 +79,35 @@ class _Chain:
     num_kept: int = 0
 
 
-class PricedRule(ChainRule):
+class PricedRule(ChainRule[_Chain]):
     """Ends a chain with the first token that is accepted, with all before it, less often than pays, and drops it."""
 
     reads_leads = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.chances = {False: LeadChances(), True: LeadChances()}
         """Those of greedy and of sampled requests."""
-        self._chains: dict[int, _Chain] = {}
 
     def begin(self, request_id: int, *, samples: bool, least_chance: float) -> None:
         self.chances[samples].fit()
-        self._chains[request_id] = _Chain(samples, least_chance)
+        self._requests[request_id] = _Chain(samples, least_chance)
 
     def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
         """Given the leads of the tokens."""
-        chain, leads = self._chains[request_id], log_probs
+        chain, leads = self._requests[request_id], log_probs
         chance_of = self.chances[chain.samples].of
         goes_on = math.prod([chance_of(lead) for lead in leads]) >= chain.least_chance
         chain.leads, chain.num_kept = tuple(leads), len(leads) - (not goes_on)
         return goes_on
 
     def num_dropped(self, request_id: int) -> int:
-        chain = self._chains[request_id]
+        chain = self._requests[request_id]
         return len(chain.leads) - chain.num_kept
 
     def update(self, request_id: int, num_accepted: int) -> None:
-        chain = self._chains.pop(request_id, None)
+        chain = self._requests.pop(request_id, None)
         if chain is None:
             return
         for place, lead in enumerate(chain.leads[: min(num_accepted + 1, chain.num_kept)]):
             self.chances[chain.samples].add(lead, kept=place < num_accepted)
-
-    def release(self, request_id: int) -> None:
-        self._chains.pop(request_id, None)

@@ -30,6 +30,7 @@ class PoolDrafterConfig(DrafterConfig):
     at_once: Annotated[int, Range(1, MOST_SEATS)] = 1
     """Pools that draft at a time, each for a part of the requests: those go to the pools whose drafts bring most. Each
     has the pools of its own that come `at_once` places later in the list to take over."""
+    is_elsewhere = True
 
     def check_fields(self, where: str) -> None:
         require(bool(self.pools), f"{where}.pools", "[]", "give the address of a pool, as [tcp://HOST:PORT]")
@@ -49,10 +50,6 @@ class PoolDrafterConfig(DrafterConfig):
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> PoolDrafterConfig:
         key, wanted = f"{where}.key_files", "the key that the pool has written"
         return replace(self, key_files=[resolve.file(key, file, wanted) for file in self.key_files])
-
-    @property
-    def is_elsewhere(self) -> bool:
-        return True
 
     @property
     def scores_drafts(self) -> bool:

@@ -22,13 +22,10 @@ class RoutedDrafterConfig(AutoDrafterConfig):
     drafters: list[Any] = field(default_factory=lambda: [{"name": "model", "online": True} for _ in range(2)])
     """The draft models, `model` or its keys, as {name: model, online: true}: two or more. Prompts that are alike go to
     one of them, so they should begin alike; of models that differ a request names the one that it wants."""
+    chooses_lengths = False
 
     def __hash__(self) -> int:
         return hash(repr(self))
-
-    @property
-    def chooses_lengths(self) -> bool:
-        return False
 
     @property
     def learns_later(self) -> bool:

@@ -38,6 +38,7 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
 
     prune_below: Annotated[float, Range(0, 1, zero="none")] = 0.0
     """Speculative Streaming, verify=coupled: the target gives up nodes whose early probability is below this."""
+    reads_features = True
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         super(SpeculatorDrafterConfig, self).check_with(rule, pipeline, where)
@@ -49,10 +50,6 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
         remedy = "is for models whose rows follow from text alone; drop it"
         require(self.keeps_all_rows, f"{where}.rows", self.rows, remedy)
         require(bool(self.path), f"{where}.path", self.path, CHECKPOINT)
-
-    @property
-    def reads_features(self) -> bool:
-        return True
 
     def speculators(self) -> list[str]:
         return [self.path]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from actors.drafters.vocabulary.token_pieces import TokenPieces
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
-from parallel.runtime.interface import PassOutput, Runner, RunnerSizes
+from parallel.runtime.interface import PassOutput, Runner, RunnerAround, RunnerSizes
 
 _NO_ROWS = range(0)
 
@@ -48,7 +49,7 @@ class _TranslatedSizes:
     max_positions: int
 
 
-class TranslatedRunner(Runner):
+class TranslatedRunner(RunnerAround):
     """`runner` has a head of the shared tokens, whose target ids `draft_ids` maps to their own, and `width` columns.
 
     A pass of a sequence without pending rows begins with text: all rows up to the first whose logits are wanted, which
@@ -58,8 +59,7 @@ class TranslatedRunner(Runner):
     def __init__(
         self, runner: Runner, target: TokenPieces, draft: TokenPieces, draft_ids: Mapping[int, int], width: int
     ) -> None:
-        self.runner = runner
-        self.decoder = runner.decoder
+        super().__init__(runner)
         self._target = target
         self._draft = draft
         self._config = _TranslatedSizes(width, width, runner.config.max_positions)
@@ -70,18 +70,6 @@ class TranslatedRunner(Runner):
     @property
     def config(self) -> RunnerSizes:
         return self._config
-
-    @property
-    def longest_draft(self) -> int:
-        return self.runner.longest_draft
-
-    @property
-    def longest_text(self) -> int:
-        return self.runner.longest_text
-
-    @property
-    def drops_rows(self) -> bool:
-        return self.runner.drops_rows
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:
         """Opens without known rows: how its tokens begin depends on the text after them."""
@@ -136,19 +124,17 @@ class TranslatedRunner(Runner):
         fuzzy: bool = False,
     ) -> PassOutput:
         tokens = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
-        pieces = [self._read(span, tokens, start) for span, start in zip(spans, _starts(spans), strict=True)]
+        starts = list(accumulate([span.num_tokens for span in spans], initial=0))[:-1]
+        pieces = [self._read(span, tokens, start) for span, start in zip(spans, starts, strict=True)]
         more = sum(len(piece) for piece in pieces) - sum(self._num_text_rows(span) for span in spans)
         if more > 0 and not self.runner.can_reserve(self._promised + more):
             pieces = [self._shorten(span, piece) for span, piece in zip(spans, pieces, strict=True)]
         fed, draft_spans = [], []
-        for span, start, piece in zip(spans, _starts(spans), pieces, strict=True):
+        for span, start, piece in zip(spans, starts, pieces, strict=True):
             nodes = tokens[start + self._num_text_rows(span) : start + span.num_tokens]
             draft_spans.append(self._lay_out(span, tokens, start, len(piece)))
             fed += [*piece, *(self._draft_ids.get(token, 0) for token in nodes)]
         return self.runner.forward(draft_spans, fed, taps, fuzzy=fuzzy)
-
-    def run_eagerly(self) -> None:
-        self.runner.run_eagerly()
 
     def _num_text_rows(self, span: Span) -> int:
         if self._sequences[span.seq_id].pending:
@@ -196,12 +182,3 @@ class TranslatedRunner(Runner):
         num_rows = num_draft + span.num_tokens - num_text
         sequence.num_rows += num_rows
         return Span(span.seq_id, num_rows, parents, span.num_logits)
-
-
-def _starts(spans: Sequence[Span]) -> list[int]:
-    """Where the tokens of each span begin."""
-    starts, start = [], 0
-    for span in spans:
-        starts.append(start)
-        start += span.num_tokens
-    return starts

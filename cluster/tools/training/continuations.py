@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from actors.drafters.lookup.corpus import DocumentFields
+from actors.drafters.corpus import DocumentFields
 from cluster.tools.training.models import continue_text, grouped
 from parallel.training.checkpoints import save_whole
 from parallel.typed_json import json_lines

@@ -6,18 +6,15 @@ from dataclasses import dataclass
 from typing import get_args
 
 from parallel.model.checkpoint import Shape, block_tensors
-from parallel.model.config import DecoderConfig
-from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.block.corrector_shapes import CorrectorKind, CorrectorShapes, CorrectorSizes, shapes_of
-from parallel.speculators.config import FuserShape, SpeculatorConfig
+from parallel.speculators.block.corrector_shapes import SHAPES, CorrectorKind, CorrectorShapes
+from parallel.speculators.config import FuserShape, LayersConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockConfig(SpeculatorConfig):
-    """One class of drafters; the methods are choices of its fields."""
+class BlockConfig(LayersConfig):
+    """One class of drafters; the methods are choices of its fields. Vocabulary and positions of its layers are the
+    target's."""
 
-    layers: DecoderConfig
-    """The shape of the draft layers; its vocabulary and positions are the target's."""
     block_size: int
     """Rows of a block, the anchor's included."""
     mask_token_id: int | None
@@ -38,29 +35,24 @@ class BlockConfig(SpeculatorConfig):
     """None: as the target scales its embedding and its logits. Published DFlash reads the bare tables."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    drafts_blocks = True
 
     @property
     def num_drafted(self) -> int:
         """Draft tokens of a block."""
         return self.block_size - (not self.anchor_first)
 
-    @property
-    def drafts_blocks(self) -> bool:
-        return True
-
     def corrector_shapes(self) -> CorrectorShapes | None:
         """The tensors of what corrects the logits of a position; None where nothing does."""
-        sizes = self.corrector_rank, self.state_size, self.top_k
-        return shapes_of(CorrectorSizes(self.corrector, self.vocab_size, self.layers.hidden_size, *sizes))
+        return SHAPES[self.corrector](self) if self.corrector in SHAPES else None
 
     def tensor_shapes(self) -> dict[str, Shape]:
-        """Every tensor of a checkpoint."""
-        layers, hidden, corrector = self.layers, self.layers.hidden_size, self.corrector_shapes()
+        block, hidden, corrector = self.block, self.block.hidden_size, self.corrector_shapes()
         shapes: dict[str, Shape] = self.fuser.tensor_shapes() | {"norm.weight": (hidden,)}
         if self.mask_token_id is None:
             shapes["mask_embedding"] = 1, hidden
-        for i in range(layers.num_layers):
-            shapes |= {f"layers.{i}.{name}": shape for name, shape, _ in block_tensors(layers)}
+        for i in range(block.num_layers):
+            shapes |= {f"layers.{i}.{name}": shape for name, shape, _ in block_tensors(block)}
             for conv in ("attention_conv", "mlp_conv") if self.conv_taps else ():
                 shapes[f"layers.{i}.{conv}.base_kernel"] = 2, self.conv_taps, hidden
                 groups = hidden // self.conv_group
@@ -76,7 +68,7 @@ class BlockConfig(SpeculatorConfig):
 
     def check_record(self) -> None:
         super(BlockConfig, self).check_record()
-        mask, hidden = self.mask_token_id, self.layers.hidden_size
+        mask, hidden = self.mask_token_id, self.block.hidden_size
         for wrong, line in (
             (self.num_drafted < 1, f"block_size={self.block_size}: drafts no token"),
             (mask is not None and mask >= self.vocab_size, f"mask_token_id={mask}: is no token of {self.vocab_size}"),
@@ -91,17 +83,13 @@ class BlockConfig(SpeculatorConfig):
             if wrong:
                 raise ValueError(f"{line}; correct config.json, or fetch it again")
 
-    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
-        return kv_bytes_per_slot(self.layers, ranks, item_bytes)
-
     @property
     def fuser(self) -> FuserShape:
-        layers = self.layers
         return FuserShape(
             num_taps=len(self.taps),
             tap_size=self.target_hidden,
-            outputs=layers.hidden_size,
-            eps=layers.norm_eps,
+            outputs=self.block.hidden_size,
+            eps=self.block.norm_eps,
             projection="fc",
             result_norm="hidden_norm",
         )

@@ -6,21 +6,12 @@ What is computed with them is in `correctors.py`, a class for each class here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from parallel.speculators.block.config import BlockConfig
 
 CorrectorKind = Literal["none", "markov", "gated", "rnn", "gru", "selector"]
-
-
-@dataclass(frozen=True, slots=True)
-class CorrectorSizes:
-    """Widths that all kinds are made from: a corrector is `rank` wide inside, `state_size` is that of a GRU."""
-
-    kind: str
-    vocab_size: int
-    hidden: int
-    rank: int
-    state_size: int
-    top_k: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +24,7 @@ class CorrectorMatrix:
 
 
 class CorrectorShapes:
-    """`matrices` are by name."""
+    """`matrices` are by name. A corrector is `corrector_rank` wide inside."""
 
     state_size = 0
     """Numbers that a node hands to its children."""
@@ -42,14 +33,14 @@ class CorrectorShapes:
     AFTER = ""
     """The matrix without which nothing is added to logits."""
 
-    def __init__(self, sizes: CorrectorSizes) -> None:
-        self.sizes = sizes
+    def __init__(self, config: BlockConfig) -> None:
+        self.config = config
         self.matrices: dict[str, CorrectorMatrix] = {}
 
     @property
     def confidence_inputs(self) -> int:
         """Numbers that a confidence head reads."""
-        return self.sizes.hidden
+        return self.config.block.hidden_size
 
 
 class MarkovShapes(CorrectorShapes):
@@ -59,19 +50,19 @@ class MarkovShapes(CorrectorShapes):
     JOINT = "markov_head.joint_proj.weight"
     GATE = "markov_head.gate_proj.weight"
 
-    def __init__(self, sizes: CorrectorSizes) -> None:
-        super().__init__(sizes)
-        hidden, rank = sizes.hidden, sizes.rank
-        self.state_size = rank if sizes.kind == "rnn" else 0
-        self.matrices |= dict.fromkeys((self.BEFORE, self.AFTER), CorrectorMatrix(sizes.vocab_size, rank))
-        if sizes.kind == "gated":
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        hidden, rank = config.block.hidden_size, config.corrector_rank
+        self.state_size = rank if config.corrector == "rnn" else 0
+        self.matrices |= dict.fromkeys((self.BEFORE, self.AFTER), CorrectorMatrix(config.vocab_size, rank))
+        if config.corrector == "gated":
             self.matrices[self.GATE] = CorrectorMatrix(rank, hidden + rank, "markov_head.gate_proj.bias")
-        elif sizes.kind == "rnn":
+        elif config.corrector == "rnn":
             self.matrices[self.JOINT] = CorrectorMatrix(3 * rank, hidden + 2 * rank, "markov_head.joint_proj.bias")
 
     @property
     def confidence_inputs(self) -> int:
-        return self.sizes.hidden + self.sizes.rank
+        return self.config.block.hidden_size + self.config.corrector_rank
 
 
 class GruShapes(CorrectorShapes):
@@ -80,15 +71,15 @@ class GruShapes(CorrectorShapes):
     INPUTS, RECURRENT = "prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0"
     INNER, AFTER = "embed_proj.0.weight", "embed_proj.2.weight"
 
-    def __init__(self, sizes: CorrectorSizes) -> None:
-        super().__init__(sizes)
-        hidden, rank, state = sizes.hidden, sizes.rank, sizes.state_size
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        hidden, rank, state = config.block.hidden_size, config.corrector_rank, config.state_size
         self.state_size = state
         self.matrices |= {
             self.INPUTS: CorrectorMatrix(3 * state, hidden),
             self.RECURRENT: CorrectorMatrix(3 * state, state),
             self.INNER: CorrectorMatrix(rank, hidden + state),
-            self.AFTER: CorrectorMatrix(sizes.vocab_size, rank),
+            self.AFTER: CorrectorMatrix(config.vocab_size, rank),
         }
 
 
@@ -98,10 +89,11 @@ class SelectorShapes(CorrectorShapes):
     BEFORE, AFTER = "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"
     PROJECT = "candidate_selector.hidden_projection.weight"
 
-    def __init__(self, sizes: CorrectorSizes) -> None:
-        super().__init__(sizes)
-        self.matrices |= dict.fromkeys((self.BEFORE, self.AFTER), CorrectorMatrix(sizes.vocab_size, sizes.rank))
-        self.matrices[self.PROJECT] = CorrectorMatrix(sizes.rank, sizes.hidden)
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        hidden, rank = config.block.hidden_size, config.corrector_rank
+        self.matrices |= dict.fromkeys((self.BEFORE, self.AFTER), CorrectorMatrix(config.vocab_size, rank))
+        self.matrices[self.PROJECT] = CorrectorMatrix(rank, hidden)
 
 
 SHAPES: dict[str, type[CorrectorShapes]] = {
@@ -110,8 +102,3 @@ SHAPES: dict[str, type[CorrectorShapes]] = {
     "selector": SelectorShapes,
 }
 """Kind -> its tensors; the kind `none` has none."""
-
-
-def shapes_of(sizes: CorrectorSizes) -> CorrectorShapes | None:
-    """None for the kind `none`."""
-    return SHAPES[sizes.kind](sizes) if sizes.kind in SHAPES else None

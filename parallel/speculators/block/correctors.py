@@ -81,15 +81,15 @@ class MarkovCorrector(Corrector):
         return torch.cat((hidden, tensors.rows(self.shapes.BEFORE, token_ids)), -1)
 
     def prepare(self, tensors: CorrectorTensors, logits: Tensor, hidden: Tensor) -> PositionRows:  # noqa: ARG002
-        return (logits,) if self.shapes.sizes.kind == "markov" else (logits, hidden)
+        return (logits,) if self.shapes.config.corrector == "markov" else (logits, hidden)
 
     def step(
         self, tensors: CorrectorTensors, rows: PositionRows, token_ids: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         read = embedded = tensors.rows(self.shapes.BEFORE, token_ids)
-        if self.shapes.sizes.kind == "gated":
+        if self.shapes.config.corrector == "gated":
             read = tensors.linear(self.shapes.GATE, torch.cat((rows[1], embedded), -1)).sigmoid() * embedded
-        elif self.shapes.sizes.kind == "rnn":
+        elif self.shapes.config.corrector == "rnn":
             state = torch.zeros_like(embedded) if state is None else state
             joint = tensors.linear(self.shapes.JOINT, torch.cat((state, embedded, rows[1]), -1))
             gate, candidate, output = joint.chunk(3, -1)
@@ -130,7 +130,7 @@ class SelectorCorrector(Corrector):
     shapes: SelectorShapes
 
     def prepare(self, tensors: CorrectorTensors, logits: Tensor, hidden: Tensor) -> PositionRows:
-        values, candidates = logits.topk(min(self.shapes.sizes.top_k, self.shapes.sizes.vocab_size), -1)
+        values, candidates = logits.topk(min(self.shapes.config.top_k, self.shapes.config.vocab_size), -1)
         after = tensors.rows(self.shapes.AFTER, candidates)
         return values, candidates, tensors.linear(self.shapes.PROJECT, hidden)[..., None, :] * after
 
@@ -140,7 +140,7 @@ class SelectorCorrector(Corrector):
         del state
         values, candidates, after = rows
         scores = values + (after @ tensors.rows(self.shapes.BEFORE, token_ids)[..., None])[..., 0].float()
-        banned = scores.new_full((*scores.shape[:-1], self.shapes.sizes.vocab_size), -torch.inf)
+        banned = scores.new_full((*scores.shape[:-1], self.shapes.config.vocab_size), -torch.inf)
         return banned.scatter(-1, candidates, scores), None
 
 

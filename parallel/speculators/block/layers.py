@@ -20,13 +20,14 @@ from parallel.model.decoder import Decoder
 from parallel.model.layers.attention import AttentionPlan, PassPlan
 from parallel.model.layers.linear import ColumnLinear
 from parallel.model.layers.norm import RMSNorm
-from parallel.model.layers.rope import Rope, Rotation, rotate
+from parallel.model.layers.rope import Rotation, rotate
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions, Weight
 from parallel.speculators.block.config import BlockConfig
 from parallel.speculators.block.convolutions import convolve, convolved
 from parallel.speculators.block.corrector_shapes import CorrectorMatrix, CorrectorShapes
 from parallel.speculators.block.correctors import CORRECTORS
 from parallel.speculators.fusing import TapFuser
+from parallel.speculators.own_layers import OwnLayers
 
 MASK = -1
 """Token of a pass that stands for the mask, where the checkpoint has an embedding of its own for it."""
@@ -55,8 +56,8 @@ class DraftBlock(Block):
     """A decoder block, with convolutions around its attention and its MLP if the checkpoint has them."""
 
     def __init__(self, config: BlockConfig, layer: int, group: Group, **options: Unpack[TensorOptions]) -> None:
-        super().__init__(config.layers, layer, layer, group, group, **options)
-        shape = config.layers.hidden_size, config.conv_taps, config.conv_group, config.block_size
+        super().__init__(config.block, layer, layer, group, group, **options)
+        shape = config.block.hidden_size, config.conv_taps, config.conv_group, config.block_size
         self.convs = [BlockConv(*shape, **options) for _ in range(2)] if config.conv_taps else []
 
     def __call__(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
@@ -115,40 +116,36 @@ class LoadedCorrector(Layer):
             yield from matrix.shards()
 
 
-class BlockLayers(Layer):
+class BlockLayers(OwnLayers):
     """The draft layers on one group of ranks, of which `embed` gives the embeddings of tokens; `forward` is that of a
     decoder."""
+
+    config: BlockConfig
 
     def __init__(
         self,
         config: BlockConfig,
-        embed: Callable[[Tensor], Tensor],
         group: Group = SINGLE,
         *,
+        embed: Callable[[Tensor], Tensor],
         reads_fused: bool = False,
         **options: Unpack[TensorOptions],
     ) -> None:
-        layers = config.layers
-        layers.check_ranks(group.size)
-        hidden, eps = layers.hidden_size, layers.norm_eps
-        self.config = config
-        self.group = group
-        self.device = torch.device(options["device"])
+        super().__init__(config, group, **options)
+        block, hidden = config.block, config.block.hidden_size
         self._embed = embed
         self.fuser = None if reads_fused else TapFuser(config.fuser, group, **options)
         self.mask = torch.empty(1, hidden, **options) if config.mask_token_id is None else None
-        self.blocks = [DraftBlock(config, i, group, **options) for i in range(layers.num_layers)]
+        self.blocks = [DraftBlock(config, i, group, **options) for i in range(block.num_layers)]
         # The keys and values of the text in one product for all layers: a second copy of these weights, small beside
         # the layers, since a part of a packed matrix cannot be multiplied by.
         parts = [
-            (f"layers.{i}.{layers.names.attention}.{name}", rows)
-            for i, block in enumerate(self.blocks)
-            for name, rows in block.own_attention.qkv.parts[1:]
+            (f"layers.{i}.{block.names.attention}.{name}", rows)
+            for i, layer in enumerate(self.blocks)
+            for name, rows in layer.own_attention.qkv.parts[1:]
         ]
-        self.context_kv = ColumnLinear(hidden, parts, bias=layers.qkv_bias, **options)
-        self.norm = RMSNorm(hidden, eps, **options)
-        assert layers.rope is not None, "draft layers have rotary positions"
-        self.rope = Rope(layers.rope, layers.head_dim, options["dtype"], options["device"])
+        self.context_kv = ColumnLinear(hidden, parts, bias=block.qkv_bias, **options)
+        self.norm = RMSNorm(hidden, block.norm_eps, **options)
         corrector = config.corrector_shapes()
         self.corrector = None if corrector is None else LoadedCorrector(corrector, self.embed, **options)
         inputs = hidden if corrector is None else corrector.confidence_inputs
@@ -159,7 +156,7 @@ class BlockLayers(Layer):
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Features of the text at these positions, as they came, [n, F] -> keys and values [layers, n, kv heads, head
         size]."""
-        config = self.config.layers
+        config = self.config.block
         c = features if self.fuser is None else self.fuser(features)
         projected = self.context_kv(c).view(len(c), config.num_layers, 2, -1, config.head_dim)
         rotation = self.rope(positions)

@@ -90,8 +90,8 @@ def _dflash_fields(hf: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _read(hf: HfConfig, /, **fields: Any) -> BlockConfig:
-    layers = read_config({**hf, "architectures": ["Qwen3ForCausalLM"]})
-    return record_of(BlockConfig, fields | beside(layers) | {"layers": replace(layers, names=_NAMES)})
+    block = read_config({**hf, "architectures": ["Qwen3ForCausalLM"]})
+    return record_of(BlockConfig, fields | beside(block) | {"block": replace(block, names=_NAMES)})
 
 
 OWN = CheckpointLayout(read_own, opened_by("block.runner"))

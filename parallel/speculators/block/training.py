@@ -85,9 +85,8 @@ class BlockDrafter(TrainedLayers[BlockLayers]):
 
     def __init__(self, hf: dict[str, Any], options: BlockOptions, target: TargetShape) -> None:
         config, embed = read_own(hf), partial(F.embedding, weight=target.embedding)
-        super().__init__(BlockLayers(config, embed, **options_for(target)), config.tensor_shapes(), hf)
+        super().__init__(BlockLayers(config, embed=embed, **options_for(target)), hf)
         self.options = options
-        self.taps = config.taps
         self.num_draft_tokens = config.num_drafted
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.steps: Tensor

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallel.model.checkpoint import Shape, block_tensors
-from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.config import FINAL, SpeculatorConfig, beside
+from parallel.speculators.config import FINAL, LayersConfig, beside
 from parallel.speculators.layout import CheckpointLayout, opened_by
 
 TRIGRAM = 3
@@ -17,15 +15,11 @@ TRIGRAM = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChimeraConfig(SpeculatorConfig):
-    block: DecoderConfig
-    """The shape of the layer."""
-
+class ChimeraConfig(LayersConfig):
     def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
-        return kv_bytes_per_slot(self.block, ranks, item_bytes) + 8  # and its token
+        return super(ChimeraConfig, self).bytes_per_slot(ranks, item_bytes) + 8  # and its token
 
     def tensor_shapes(self) -> dict[str, Shape]:
-        """Every tensor of the checkpoint."""
         hidden = self.block.hidden_size
         wide = TRIGRAM * hidden
         shapes: dict[str, Shape] = {
@@ -41,12 +35,7 @@ class ChimeraConfig(SpeculatorConfig):
 def read_own(hf: HfConfig) -> ChimeraConfig:
     """The record of a checkpoint that `job=train job.recipe=chimera` made."""
     block = read_config(hf)
-    return ChimeraConfig(
-        method="chimera",
-        **beside(block),
-        taps=(FINAL,),
-        block=block,
-    )
+    return ChimeraConfig(method="chimera", **beside(block), taps=(FINAL,), block=block)
 
 
 OWN = CheckpointLayout(read_own, opened_by("chimera.runner"))

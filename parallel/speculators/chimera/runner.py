@@ -25,30 +25,25 @@ from parallel.kv.pool import SeqId
 from parallel.model.block import Block
 from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.norm import RMSNorm
-from parallel.model.layers.rope import Rope
-from parallel.model.layers.weight import Layer, Shard, TensorOptions
+from parallel.model.layers.weight import Shard, TensorOptions
 from parallel.speculators.chimera.layouts import TRIGRAM, ChimeraConfig
 from parallel.speculators.fusing import WholeRowsLinear
+from parallel.speculators.own_layers import OwnLayers
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 from parallel.transfers import upload
 
 
-class ChimeraLayers(Layer):
-    """Weights are allocated uninitialised."""
-
+class ChimeraLayers(OwnLayers):
     def __init__(self, config: ChimeraConfig, group: Group = SINGLE, **options: Unpack[TensorOptions]) -> None:
-        block = config.block
-        block.check_ranks(group.size)
-        hidden = block.hidden_size
+        super().__init__(config, group, **options)
+        block, hidden = config.block, config.block.hidden_size
         wide = TRIGRAM * hidden
         self.mix = WholeRowsLinear("", wide, wide, group, bias=True, **options)
         self.narrow = WholeRowsLinear("", wide, hidden, group, bias=False, **options)
         self.layer = Block(block, 0, 0, group, group, **options)
         self.norm = RMSNorm(hidden, block.norm_eps, **options)
         self.join = WholeRowsLinear("", 2 * hidden, hidden, group, bias=False, **options)
-        assert block.rope is not None
-        self.rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
 
     def trigrams(self, x: Tensor) -> Tensor:
         """The embeddings of three tokens, the newest last, [T, 3 H] -> [T, H]."""
@@ -73,10 +68,8 @@ class ChimeraRunner(PooledRunner):
 
     speculator: ChimeraConfig
 
-    def __init__(
-        self, config: ChimeraConfig, layers: ChimeraLayers, place: SpeculatorPlace, *, backend: str | None = None
-    ) -> None:
-        super().__init__(config, layers, place.tables, *place.make_pool(config.block), backend)
+    def __init__(self, layers: ChimeraLayers, place: SpeculatorPlace, *, backend: str | None = None) -> None:
+        super().__init__(layers, place, backend=backend)
         self.layers = layers
         self._tokens = torch.zeros(place.num_slots, dtype=torch.int64, device=place.device)  # by slot
 
@@ -141,6 +134,4 @@ def _trigram(num_rows: int, pending: PendingRows, row: int) -> list[int]:
 
 def open_runner(directory: Path, config: ChimeraConfig, place: SpeculatorPlace) -> ChimeraRunner:
     """Load the layer beside its target."""
-    layers = ChimeraLayers(config, place.group, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    return ChimeraRunner(config, layers, place)
+    return ChimeraRunner(ChimeraLayers.opened(directory, config, place), place)

@@ -51,11 +51,10 @@ class ChimeraNet(TrainedLayers[ChimeraLayers]):
     """The module of one config.json, `hf`."""
 
     def __init__(self, hf: dict[str, Any], options: ChimeraOptions, **tensors: Unpack[TensorOptions]) -> None:
-        config = read_own(hf)
-        super().__init__(ChimeraLayers(config, **tensors), config.tensor_shapes(), hf)
+        super().__init__(ChimeraLayers(read_own(hf), **tensors), hf)
         self.options = options
         self.num_draft_tokens = options.depths
-        eye = torch.eye(config.block.hidden_size)
+        eye = torch.eye(self.served.config.block.hidden_size)
         self.get_parameter("join.weight").data.copy_(torch.cat((eye, eye), 1) / 2)
 
     def loss(

@@ -14,8 +14,7 @@ from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.config import FINAL, FuserShape, SpeculatorConfig, beside
+from parallel.speculators.config import FINAL, FuserShape, LayersConfig, beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,10 @@ LISTED = DraftLayerNames(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftLayerConfig(SpeculatorConfig):
+class DraftLayerConfig(LayersConfig):
     """The row of token j is computed from the pair (embedding of token j, features of position j - 1), and gives the
     logits of token j + 1. Behind the text the features are the output of the row before."""
 
-    block: DecoderConfig
-    """The shape of the draft layers."""
     fuses: bool = False
     """A projection of all taps gives the features; without it there is one tap, as wide as the layers."""
     norms_taps: bool = False
@@ -92,11 +89,6 @@ class DraftLayerConfig(SpeculatorConfig):
             raise ValueError(f"hidden_size={self.block.hidden_size}: is not the target's {target.hidden_size}")
 
     @property
-    def num_drafted(self) -> int:
-        """Depths of a pass, as of a block drafter."""
-        return self.num_depths
-
-    @property
     def fuser(self) -> FuserShape | None:
         names = self.names
         if not self.fuses:
@@ -112,17 +104,12 @@ class DraftLayerConfig(SpeculatorConfig):
         )
 
     @property
-    def block_size(self) -> int:
-        """Rows at most that a pass adds to a sequence for a while."""
-        return self.num_depths
-
-    @property
     def drafts_blocks(self) -> bool:
         return self.num_depths > 1
 
     def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
         outputs = 0 if self.drafts_blocks else self.block.hidden_size * item_bytes  # which rows after it read
-        return kv_bytes_per_slot(self.block, ranks, item_bytes) + outputs
+        return super(DraftLayerConfig, self).bytes_per_slot(ranks, item_bytes) + outputs
 
     @property
     def has_draft_vocab(self) -> bool:
@@ -134,7 +121,6 @@ class DraftLayerConfig(SpeculatorConfig):
         return layers.format(i=i) if "{i}" in layers or not i else f"{layers}.{i}"
 
     def tensor_shapes(self) -> dict[str, Shape]:
-        """Every tensor that the layers read from their checkpoint."""
         return dict(self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Shape]]:

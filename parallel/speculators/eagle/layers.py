@@ -20,11 +20,12 @@ from parallel.model.decoder import Decoder
 from parallel.model.layers.attention import AttentionPlan, PassPlan
 from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.norm import RMSNorm
-from parallel.model.layers.rope import Rope, Rotation
-from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
+from parallel.model.layers.rope import Rotation
+from parallel.model.layers.weight import EVERY, Shard, TensorOptions
 from parallel.model.tensor_files import open_tensors
 from parallel.speculators.eagle.config import DraftLayerConfig
 from parallel.speculators.fusing import TapFuser, WholeRowsLinear
+from parallel.speculators.own_layers import OwnLayers
 from parallel.transfers import upload
 
 
@@ -81,8 +82,10 @@ class FirstLayer(Block):
             yield from self.hidden_norm.shards(names.hidden_norm)
 
 
-class DraftLayers(Layer):
-    """Weights are allocated uninitialised. With `reads_fused`, features come as the fuser's vectors."""
+class DraftLayers(OwnLayers):
+    """Pairs are read by the first of them. With `reads_fused`, features come as the fuser's vectors."""
+
+    config: DraftLayerConfig
 
     def __init__(
         self,
@@ -92,13 +95,9 @@ class DraftLayers(Layer):
         reads_fused: bool = False,
         **options: Unpack[TensorOptions],
     ) -> None:
+        super().__init__(config, group, **options)
         block = config.block
-        block.check_ranks(group.size)
         assert (block.norm, block.norm_placement) == ("rms", "before"), "draft layers normalise as Llama does"
-        self.config = config
-        self.group = group
-        self.device = torch.device(options["device"])
-        self.corrector = self.confidence = None  # which a block drafter may have
         hidden, eps = block.hidden_size, block.norm_eps
         self.embedding: VocabTable | None = None
         if config.own_embedding:
@@ -120,8 +119,6 @@ class DraftLayers(Layer):
             self.mask_hidden = torch.empty(1, 1, config.feature_size, **options)
             self.mask_embedding = None if config.mask_token_id is not None else torch.empty(hidden, **options)
         self._columns: Tensor | None = None
-        assert block.rope is not None
-        self.rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
 
     def load_vocabulary(self, directory: Path) -> None:
         """The tokens of an own head; ValueError naming the file if they do not fit."""

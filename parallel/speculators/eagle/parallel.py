@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
+from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
-from parallel.model.config import DecoderConfig
-from parallel.speculators.block.runner import BlockNode, BlockPass, LaterRowsRunner
+from parallel.model.layers.attention import PassPlan
+from parallel.speculators.depths import DepthNode, LaterRowsRunner
 from parallel.speculators.eagle.config import DraftLayerConfig
 from parallel.speculators.eagle.layers import DraftLayers
 
@@ -26,10 +26,15 @@ class ParallelEagleRunner(LaterRowsRunner):
     speculator: DraftLayerConfig
     layers: DraftLayers
 
-    def _rows_of(self) -> DecoderConfig:
-        return self.speculator.block
+    @property
+    def longest_draft(self) -> int:
+        return self.speculator.num_depths
 
-    def _start_blocks(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, BlockNode]:
+    @property
+    def rows_beside(self) -> int:
+        return self.speculator.num_depths
+
+    def _start(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, DepthNode]:
         """Write the rows of the text, and behind each root those of the masks, which are given back."""
         config, fed, features, tokens = self.speculator, list[Span](), list[Tensor](), list[Tensor]()
         num_masks, first = config.num_depths - 1, 0
@@ -50,15 +55,10 @@ class ParallelEagleRunner(LaterRowsRunner):
             rows = num_text + (num_masks if span.num_logits else 0)
             fed.append(Span(span.seq_id, rows, num_logits=config.num_depths if span.num_logits else 0))
             first += span.num_tokens
-        forests = {span.seq_id: PendingRows() for span in fed}
-        plan = self._backend.plan(lay_out(self.pool, forests, fed), logit_rows(fed))
         embedding = self.layers.embed(torch.cat(tokens), self.decoder, masked)
-        normed, _ = self._passes.compute(self.layers.rows, plan, (embedding, torch.cat(features)))
-        for span, one in zip(spans, fed, strict=True):
-            self.pool.commit(one.seq_id, range(span.num_text))
-        started = [span.seq_id for span in spans if span.num_logits]
-        if not started:
-            return {}
-        normed = plan.asked(normed)
-        blocks = BlockPass((self.layers.head(normed, self.decoder).float(),))
-        return {seq_id: BlockNode(blocks, i * config.num_depths, 0) for i, seq_id in enumerate(started)}
+
+        def run(plan: PassPlan) -> Tensor:
+            normed, _ = self._passes.compute(self.layers.rows, plan, (embedding, torch.cat(features)))
+            return self.layers.head(plan.asked(normed), self.decoder) if masked else normed[:0]
+
+        return self._run_text(spans, fed, run)

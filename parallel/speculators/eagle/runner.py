@@ -49,7 +49,7 @@ class DraftLayerRunner(PooledRunner):
     first_row_token = 1
 
     def __init__(self, layers: DraftLayers, place: SpeculatorPlace, *, backend: str | None = None) -> None:
-        super().__init__(layers.config, layers, place.tables, *place.make_pool(layers.config.block), backend)
+        super().__init__(layers, place, backend=backend)
         self.layers = layers
         self._passes = RecordedPasses(self._backend, place.group, [layers.rope], attention_heads([layers]))
         # by slot; the scratch slot stays zero
@@ -183,8 +183,7 @@ class DraftLayerRunner(PooledRunner):
 def open_runner(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> SpeculatorRunner:
     """Load the layers beside their target. ValueError, one line, if the checkpoint does not fit it or its own
     config.json."""
-    layers = DraftLayers(config, place.group, reads_fused=place.reads_fused, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
+    layers = DraftLayers.opened(directory, config, place, reads_fused=place.reads_fused)
     layers.load_vocabulary(directory)
     if config.drafts_blocks:
         from parallel.speculators.eagle.parallel import ParallelEagleRunner  # for such layers alone

@@ -99,10 +99,8 @@ class DraftLayerNet(TrainedLayers[DraftLayers]):
 
     def __init__(self, hf: dict[str, Any], options: DraftLayerOptions, **tensors: Unpack[TensorOptions]) -> None:
         config = read_own(hf)
-        shapes = {name: shape for name, shape in config.tensor_shapes().items() if name != "d2t"}
-        super().__init__(DraftLayers(config, **tensors), shapes, hf)
+        super().__init__(DraftLayers(config, **tensors), hf, besides={"d2t"})
         self.options, self.config = options, config
-        self.taps = config.taps
         self.num_draft_tokens = options.depths
         self.register_buffer("tokens", torch.arange(config.head_rows), persistent=False)
         hidden, names = config.block.hidden_size, config.names
@@ -131,14 +129,9 @@ class DraftLayerNet(TrainedLayers[DraftLayers]):
         losses, rates = [], []
         for step, normed in enumerate(self.unroll(batch, features, num_steps)):
             read, final = normed[:, : valids.shape[1]][rows], wanted[..., step]
-            goal, logits = batch.head(final), self.logits(read, batch)
-            best, counted = goal.argmax(-1), valid[:, step]
-            drafted = logits.detach().argmax(-1)
-            if len(self.tokens):
-                goal, drafted = goal[..., self.tokens], self.tokens[drafted]
-                counted = counted & torch.isin(best, self.tokens)
-            rates.append((drafted == best).float())
-            loss = options.logits_weight * masked_mean(divergence(goal, logits), counted)
+            goal, logits, known, rate = self._compared(batch, final, read)
+            rates.append(rate)
+            loss = options.logits_weight * masked_mean(divergence(goal, logits), valid[:, step] & known)
             if options.feature_weight:
                 distance = F.smooth_l1_loss(read.float(), final.float(), reduction="none").mean(-1)
                 loss = loss + options.feature_weight * masked_mean(distance, valid[:, step])
@@ -151,6 +144,16 @@ class DraftLayerNet(TrainedLayers[DraftLayers]):
         if self.training and 0 < self.options.anchors < len(rows):
             rows = rows[torch.randperm(len(rows), generator=generator)[: self.options.anchors].to(rows.device)]
         return tuple(rows.T)
+
+    def _compared(self, batch: TargetBatch, final: Tensor, read: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The target's final states and what the head reads at the same places [N, H] -> logits of both, of the draft
+        vocabulary alone, whether it has the target's choice, and whether that is drafted, as 0 or 1."""
+        goal, logits = batch.head(final), self.logits(read, batch)
+        best, drafted = goal.argmax(-1), logits.detach().argmax(-1)
+        known = torch.ones_like(best, dtype=torch.bool)
+        if len(self.tokens):
+            goal, drafted, known = goal[..., self.tokens], self.tokens[drafted], torch.isin(best, self.tokens)
+        return goal, logits, known, (drafted == best).float()
 
     def logits(self, normed: Tensor, batch: TargetBatch) -> Tensor:
         """Those of an own head in its order."""
@@ -200,14 +203,10 @@ class ParallelNet(DraftLayerNet):
             valid = valid & batch.loss_mask[:, 2 + depth : 2 + depth + len(anchors[0])]
             counted = valid[:, own]
             final = batch.taps[FINAL][:, own + 1 + depth][counted]
-            goal, logits = batch.head(final), self.logits(normed[counted], batch)
-            best, drafted = goal.argmax(-1), logits.detach().argmax(-1)
-            known = torch.ones_like(best, dtype=torch.bool)
-            if len(self.tokens):
-                goal, drafted, known = goal[..., self.tokens], self.tokens[drafted], torch.isin(best, self.tokens)
+            goal, logits, known, right = self._compared(batch, final, normed[counted])
             losses.append(masked_mean(divergence(goal, logits), known))
             rate = torch.zeros_like(counted, dtype=torch.float32)
-            rate[counted] = (drafted == best).float()
+            rate[counted] = right
             places = torch.searchsorted(own, whole)
             rates.append(rate[:, places].flatten())
             valids.append(counted[:, places].flatten())

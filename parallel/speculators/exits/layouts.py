@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from parallel.model.checkpoint import Shape, block_tensors
-from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.config import SpeculatorConfig, beside
+from parallel.speculators.config import LayersConfig, beside
 from parallel.speculators.layout import CheckpointLayout, opened_by
 
 METHODS = {"kangaroo": False, "eesd": True}
@@ -18,9 +16,8 @@ MLP_NORM = "post_attention_layernorm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExitConfig(SpeculatorConfig):
-    block: DecoderConfig
-    """The shape of the layer."""
+class ExitConfig(LayersConfig):
+    runs_target = True
 
     @property
     def exit_layer(self) -> int:
@@ -31,15 +28,7 @@ class ExitConfig(SpeculatorConfig):
     def has_mlp(self) -> bool:
         return METHODS[self.method]
 
-    @property
-    def runs_target(self) -> bool:
-        return True
-
-    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
-        return kv_bytes_per_slot(replace(self.block, num_layers=1), ranks, item_bytes)
-
     def tensor_shapes(self) -> dict[str, Shape]:
-        """Every tensor of the checkpoint."""
         of_mlp = () if self.has_mlp else ("mlp.", MLP_NORM)
         shapes = {name: shape for name, shape, _ in block_tensors(self.block) if not name.startswith(of_mlp)}
         return {"norm.weight": (self.block.hidden_size,)} | {f"layer.{name}": shape for name, shape in shapes.items()}
@@ -48,12 +37,7 @@ class ExitConfig(SpeculatorConfig):
 def read_own(hf: HfConfig) -> ExitConfig:
     """The record of a checkpoint that `job=train job.recipe=kangaroo` or `eesd` made."""
     block, ours = read_config(hf), hf["speculator"]
-    return ExitConfig(
-        method=ours["method"],
-        **beside(block),
-        taps=(ours["exit"],),
-        block=block,
-    )
+    return ExitConfig(method=ours["method"], **beside(block), taps=(ours["exit"],), block=block)
 
 
 OWN = CheckpointLayout(read_own, opened_by("exits.runner"))

@@ -22,34 +22,30 @@ from parallel.model.block import MLP, Attention
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.norm import RMSNorm
-from parallel.model.layers.rope import Rope
-from parallel.model.layers.weight import Layer, Shard, TensorOptions
+from parallel.model.layers.weight import Shard, TensorOptions
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.exits.layouts import MLP_NORM, ExitConfig
+from parallel.speculators.own_layers import OwnLayers
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 
 _INPUT_NORM = "input_layernorm"
 
 
-class ExitLayers(Layer):
-    """Weights are allocated uninitialised."""
-
+class ExitLayers(OwnLayers):
     def __init__(self, config: ExitConfig, group: Group = SINGLE, **options: Unpack[TensorOptions]) -> None:
+        super().__init__(config, group, **options)
         block = config.block
-        block.check_ranks(group.size)
         self.input_norm = RMSNorm(block.hidden_size, block.norm_eps, **options)
         self.attention = Attention(block, 0, group, windowed=False, **options)
         self.mlp_norm = RMSNorm(block.hidden_size, block.norm_eps, **options) if config.has_mlp else None
         self.mlp = MLP(block, group, **options) if config.has_mlp else None
         self.norm = RMSNorm(block.hidden_size, block.norm_eps, **options)
-        assert block.rope is not None
-        self._rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
 
     def forward(self, stream: Tensor, plan: PassPlan) -> Tensor:
         """The target's stream at the exit [T, H] -> what its head reads."""
         plan.attention.prepare()
-        stream = stream + self.attention(self.input_norm(stream), self._rope(plan.positions), plan.attention)
+        stream = stream + self.attention(self.input_norm(stream), self.rope(plan.positions), plan.attention)
         if self.mlp is not None and self.mlp_norm is not None:
             stream = stream + self.mlp(self.mlp_norm(stream))
         return self.norm(stream)
@@ -71,15 +67,9 @@ class ExitRunner(PooledRunner):
     self_draft: SelfDraftRunner  # pyright: ignore[reportIncompatibleVariableOverride]  never None here
 
     def __init__(
-        self,
-        config: ExitConfig,
-        layers: ExitLayers,
-        place: SpeculatorPlace,
-        target: SelfDraftRunner,
-        *,
-        backend: str | None = None,
+        self, layers: ExitLayers, place: SpeculatorPlace, target: SelfDraftRunner, *, backend: str | None = None
     ) -> None:
-        super().__init__(config, layers, place.tables, *place.make_pool(config.block, 1), backend)
+        super().__init__(layers, place, backend=backend)
         self.layers = layers
         self.self_draft = target
 
@@ -138,7 +128,5 @@ class ExitRunner(PooledRunner):
 def open_runner(directory: Path, config: ExitConfig, place: SpeculatorPlace) -> ExitRunner:
     """Load the layer beside the target whose first layers it follows."""
     of_target = place.its_target(directory, config.method)
-    layers = ExitLayers(config, place.group, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
     target = SelfDraftRunner(of_target, LayerPlan.prefix(config.exit_layer), resumes=True)
-    return ExitRunner(config, layers, place, target)
+    return ExitRunner(ExitLayers.opened(directory, config, place), place, target)

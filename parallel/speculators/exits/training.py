@@ -53,9 +53,8 @@ class ExitNet(TrainedLayers[ExitLayers]):
 
     def __init__(self, hf: dict[str, Any], options: ExitOptions, **tensors: Unpack[TensorOptions]) -> None:
         config = read_own(hf)
-        super().__init__(ExitLayers(config, **tensors), config.tensor_shapes(), hf)
+        super().__init__(ExitLayers(config, **tensors), hf)
         self.options, self.config = options, config
-        self.taps = config.taps
         self.num_draft_tokens = options.depth
 
     def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: ARG002

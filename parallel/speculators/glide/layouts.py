@@ -9,8 +9,7 @@ from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.config import TARGET_LAYERS, SpeculatorConfig, beside, kv_tap, method_of
+from parallel.speculators.config import TARGET_LAYERS, LayersConfig, beside, kv_tap, method_of
 from parallel.speculators.layout import CheckpointLayout, opened_by
 
 LONGSPEC = "longspec"
@@ -20,13 +19,10 @@ _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GlideConfig(SpeculatorConfig):
-    block: DecoderConfig
-    """The shape of the layer, whose heads are as the target's."""
+class GlideConfig(LayersConfig):
+    """Its layer has heads as the target's."""
 
-    @property
-    def reads_kv(self) -> bool:
-        return True
+    reads_kv = True
 
     def check_target(self, target: DecoderConfig) -> None:
         super(GlideConfig, self).check_target(target)
@@ -52,10 +48,9 @@ class GlideConfig(SpeculatorConfig):
         return 2 * self.block.num_kv_heads * self.block.head_dim
 
     def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
-        return 2 * kv_bytes_per_slot(self.block, ranks, item_bytes)
+        return 2 * super(GlideConfig, self).bytes_per_slot(ranks, item_bytes)
 
     def tensor_shapes(self) -> dict[str, Shape]:
-        """Every tensor of the checkpoint."""
         hidden, queries = self.block.hidden_size, self.block.num_heads * self.block.head_dim
         if self.is_longspec:
             shapes = {name: shape for name, shape, _ in block_tensors(self.block)}
@@ -96,12 +91,8 @@ def read_own(hf: HfConfig) -> GlideConfig:
     block = read_config(hf)
     if method_of(hf) == LONGSPEC:
         return _longspec(block, hf["speculator"]["kv_layer"], hf["speculator"]["window"])
-    return GlideConfig(
-        method="glide",
-        **beside(block),
-        taps=(kv_tap(hf["speculator"]["kv_layer"]),),
-        block=block,
-    )
+    taps = (kv_tap(hf["speculator"]["kv_layer"]),)
+    return GlideConfig(method="glide", **beside(block), taps=taps, block=block)
 
 
 OWN = CheckpointLayout(read_own, opened_by("glide.runner"))

@@ -29,9 +29,10 @@ from parallel.model.block import Block
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
 from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import RMSNorm
-from parallel.model.layers.rope import Rope, rotate
-from parallel.model.layers.weight import Layer, Shard, TensorOptions
+from parallel.model.layers.rope import rotate
+from parallel.model.layers.weight import Shard, TensorOptions
 from parallel.speculators.glide.layouts import GlideConfig
+from parallel.speculators.own_layers import OwnLayers
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 from parallel.transfers import upload
@@ -40,12 +41,12 @@ _OWN, _TARGETS = 0, 1
 """Layers of the pool."""
 
 
-class GlideLayers(Layer):
-    """Weights are allocated uninitialised."""
+class GlideLayers(OwnLayers):
+    config: GlideConfig
 
     def __init__(self, config: GlideConfig, group: Group = SINGLE, **options: Unpack[TensorOptions]) -> None:
+        super().__init__(config, group, **options)
         block = config.block
-        block.check_ranks(group.size)
         hidden, queries = block.hidden_size, block.num_heads * block.head_dim
         self.layer = Block(block, 0, _OWN, group, group, **options)
         self.is_longspec = config.is_longspec
@@ -56,8 +57,6 @@ class GlideLayers(Layer):
         own = self.layer.attention
         assert own is not None
         self.heads = Heads(_TARGETS, own.heads.num_heads, own.heads.num_kv_heads, block.head_dim, False, None)
-        assert block.rope is not None
-        self.rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
 
     def attend(self, embedding: Tensor, plan: PassPlan) -> Tensor:
         """[T, H] -> with what each row reads of the rows before it, [T, H]."""
@@ -94,16 +93,15 @@ class GlideRunner(PooledRunner):
 
     speculator: GlideConfig
 
-    def __init__(
-        self, config: GlideConfig, layers: GlideLayers, place: SpeculatorPlace, *, backend: str | None = None
-    ) -> None:
+    def __init__(self, layers: GlideLayers, place: SpeculatorPlace, *, backend: str | None = None) -> None:
+        config = layers.config
         self._target = place.target if _reads_in_place(config, place) else None
         num_layers = 1 if self._target is not None else 2
         # backends that take indices for positions keep all rows
         drops = self._target is not None and str(place.device) == "cpu" and backend not in ("padded", "triton")
         self._limits = RowLimits(0, config.window) if drops and config.window is not None else None
         place = place if self._limits is None else place.keeping(self._limits)
-        super().__init__(config, layers, place.tables, *place.make_pool(config.block, num_layers), backend)
+        super().__init__(layers, place, num_layers, backend=backend)
         self.layers = layers
         self._heads = config.block.own_kv_heads(place.group.rank, place.group.size)
         self._num_written: dict[SeqId, int] = {}
@@ -200,6 +198,4 @@ def _reads_in_place(config: GlideConfig, place: SpeculatorPlace) -> bool:
 
 def open_runner(directory: Path, config: GlideConfig, place: SpeculatorPlace) -> GlideRunner:
     """Load the layer beside its target."""
-    layers = GlideLayers(config, place.group, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    return GlideRunner(config, layers, place)
+    return GlideRunner(GlideLayers.opened(directory, config, place), place)

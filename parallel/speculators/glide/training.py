@@ -83,11 +83,10 @@ def _load(net: GlideNet, folder: Path) -> None:
 class GlideNet(TrainedLayers[GlideLayers]):
     """The module of one config.json, `hf`."""
 
-    taps = (FINAL,)  # of the labels alone
-
     def __init__(self, hf: dict[str, Any], options: GlideOptions, **tensors: Unpack[TensorOptions]) -> None:
         config = read_own(hf)
-        super().__init__(GlideLayers(config, **tensors), config.tensor_shapes(), hf)
+        super().__init__(GlideLayers(config, **tensors), hf)
+        self.taps = (FINAL,)  # of the labels alone
         self.options = options
         self.kv_layers = (hf["speculator"]["kv_layer"],)
         self.num_draft_tokens = options.depths

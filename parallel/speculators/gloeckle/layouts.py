@@ -11,8 +11,7 @@ from parallel.model.checkpoint import Shape, block_tensors, tensor_headers
 from parallel.model.config import CheckpointNames, DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.config import SpeculatorConfig, beside
+from parallel.speculators.config import LayersConfig, beside
 from parallel.speculators.layout import CheckpointLayout, opened_by
 
 METHOD = "gloeckle"
@@ -33,28 +32,17 @@ _ANY_LENGTH = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GloeckleConfig(SpeculatorConfig):
-    block: DecoderConfig
-    """The shape of the heads, which are its layers."""
+class GloeckleConfig(LayersConfig):
+    """Its layers are the heads."""
+
     interleaved: bool = False
     """The two coordinates of a rotation are neighbours in the checkpoint; here they are the halves of a head."""
+    drafts_blocks = True
 
     @property
     def num_drafted(self) -> int:
         """Draft tokens of a row of text."""
         return self.block.num_layers
-
-    @property
-    def block_size(self) -> int:
-        """Rows at most that a pass adds to a sequence for a while."""
-        return 0
-
-    @property
-    def drafts_blocks(self) -> bool:
-        return True
-
-    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
-        return kv_bytes_per_slot(self.block, ranks, item_bytes)
 
     def check_target(self, target: DecoderConfig) -> None:
         super(GloeckleConfig, self).check_target(target)
@@ -63,7 +51,6 @@ class GloeckleConfig(SpeculatorConfig):
             raise ValueError(f"stands behind layer {self.taps[0]}, the target's trunk ends with {num_layers - 1}")
 
     def tensor_shapes(self) -> dict[str, Shape]:
-        """Every tensor of the checkpoint."""
         shapes = [(name, shape) for name, shape, _ in block_tensors(self.block)]
         heads = range(self.num_drafted)
         return {f"{self.block.names.blocks}.{i}.{name}": shape for i in heads for name, shape in shapes}

@@ -17,30 +17,24 @@ import torch
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
+from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.model.block import Block
-from parallel.model.config import DecoderConfig
 from parallel.model.layers.attention import PassPlan
-from parallel.model.layers.rope import Rope
-from parallel.model.layers.weight import Layer, Shard, TensorOptions
-from parallel.speculators.block.runner import BlockNode, BlockPass, LaterRowsRunner
+from parallel.model.layers.weight import Shard, TensorOptions
+from parallel.speculators.depths import DepthNode, LaterRowsRunner
 from parallel.speculators.gloeckle.layouts import GloeckleConfig
+from parallel.speculators.own_layers import OwnLayers
 from parallel.speculators.place import SpeculatorPlace
 
 
-class GloeckleLayers(Layer):
-    """Weights are allocated uninitialised."""
-
-    corrector = confidence = None  # which a block drafter may have
+class GloeckleLayers(OwnLayers):
+    config: GloeckleConfig
 
     def __init__(self, config: GloeckleConfig, group: Group = SINGLE, **options: Unpack[TensorOptions]) -> None:
+        super().__init__(config, group, **options)
         block = config.block
-        block.check_ranks(group.size)
-        self.config = config
         self.heads = [Block(block, i, i, group, group, **options) for i in range(config.num_drafted)]
-        assert block.rope is not None
-        self.rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
 
     def forward(self, trunk: Tensor, plan: PassPlan) -> Tensor:
         """What the trunk gives, [T, H] -> what every head gives at the rows asked for, [heads, N, H]."""
@@ -81,31 +75,26 @@ class GloeckleRunner(LaterRowsRunner):
     speculator: GloeckleConfig
     layers: GloeckleLayers
 
-    def _rows_of(self) -> DecoderConfig:
-        return self.speculator.block
+    @property
+    def longest_draft(self) -> int:
+        return self.speculator.num_drafted
 
-    def _start_blocks(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, BlockNode]:  # noqa: ARG002
+    def _start(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, DepthNode]:  # noqa: ARG002
         """Write the rows of the text; the newest one of each sequence that asks for logits is read."""
         fed, features = list[Span](), list[Tensor]()
         for span in spans:
             row, num_text = self.pool.cached_len(span.seq_id), span.num_text
             features.append(self._known_rows(span.seq_id, row, num_text))
             fed.append(Span(span.seq_id, num_text, num_logits=min(1, span.num_logits)))
-        forests = {span.seq_id: PendingRows() for span in fed}
-        plan = self._backend.plan(lay_out(self.pool, forests, fed), logit_rows(fed))
-        given = self.layers.forward(torch.cat(features).to(self.pool.dtype), plan)
-        for span in fed:
-            self.pool.commit(span.seq_id, range(span.num_tokens))
-        started = [span.seq_id for span in fed if span.num_logits]
-        if not started:
-            return {}
-        read = self.decoder.normalize(given.transpose(0, 1).flatten(0, 1))
-        blocks = BlockPass((self.decoder.head(read).float(),))
-        return {seq_id: BlockNode(blocks, i * len(given), 0) for i, seq_id in enumerate(started)}
+
+        def run(plan: PassPlan) -> Tensor:
+            given = self.layers.forward(torch.cat(features).to(self.pool.dtype), plan)
+            read = given.transpose(0, 1).flatten(0, 1)
+            return self.decoder.head(self.decoder.normalize(read)) if len(read) else read
+
+        return self._run_text(spans, fed, run)
 
 
 def open_runner(directory: Path, config: GloeckleConfig, place: SpeculatorPlace) -> GloeckleRunner:
     """Load the heads beside their target."""
-    layers = GloeckleLayers(config, place.group, **place.options)
-    place.load(layers, config.tensor_shapes(), directory)
-    return GloeckleRunner(layers, place)
+    return GloeckleRunner(GloeckleLayers.opened(directory, config, place), place)

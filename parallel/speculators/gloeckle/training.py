@@ -47,10 +47,8 @@ class GloeckleNet(TrainedLayers[GloeckleLayers]):
     """The module of one config.json, `hf`."""
 
     def __init__(self, hf: dict[str, Any], options: GloeckleOptions, **tensors: Unpack[TensorOptions]) -> None:
-        config = read_own(hf)
-        super().__init__(GloeckleLayers(config, **tensors), config.tensor_shapes(), hf)
+        super().__init__(GloeckleLayers(read_own(hf), **tensors), hf)
         self.options = options
-        self.taps = config.taps
         self.num_draft_tokens = options.heads
 
     def loss(

@@ -19,7 +19,6 @@ from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.kv.prefix_tree import Text
 from parallel.model.decoder import Decoder
-from parallel.model.weights import load_shards
 from parallel.runtime.interface import PassOutput
 from parallel.speculators.heads.cells import CELLS, HeadCell
 from parallel.speculators.heads.config import TARGET_TABLE, HeadsConfig, Sources, stored_shapes
@@ -33,16 +32,19 @@ KEPT_FEATURES = 64
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
-    """A row that was fed. After a silent one there are no logits: it is too deep, nothing is known of what is before
-    it, or it is text within a text."""
+class FedRow:
+    """A row that was fed, at `place` among the tokens of its pass. After a silent one there are no logits: it is too
+    deep, nothing is known of what is before it, or it is text within a text."""
 
+    seq_id: SeqId
+    place: int
     position: int
     depth: int = 0  # from the last row that had features
+    parent: FedRow | None = None  # of a draft row
     is_text: bool = False
     is_silent: bool = False
     state: Tensor | None = None
-    root: _Row | None = None  # that last row with features
+    root: FedRow | None = None  # that last row with features
     logits: Tensor | None = None  # those of all depths after a root, where tokens make no difference
 
 
@@ -52,25 +54,9 @@ class _SequenceRows:
 
     cached_len: int = 0
     exact_len: int = 0
-    last: _Row | None = None  # of the committed ones
-    last_exact: _Row | None = None  # at exact_len - 1
-    pending: list[_Row] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Generation:
-    """Rows of a pass whose parents' states are known: the parents, and their own places among the pass's tokens."""
-
-    rows: list[_Row] = field(default_factory=list)
-    above: list[_Row] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class RootRows(_Generation):
-    """Text rows that a pass computes states of: roots, and the last rows of texts."""
-
-    seq_ids: list[SeqId] = field(default_factory=list)
+    last: FedRow | None = None  # of the committed ones
+    last_exact: FedRow | None = None  # at exact_len - 1
+    pending: list[FedRow] = field(default_factory=list)
 
 
 class HeadsRunner(SpeculatorRunner):
@@ -134,64 +120,47 @@ class HeadsRunner(SpeculatorRunner):
 
     def _forward(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> PassOutput:
         """Logits of the rows asked for, -inf after silent ones."""
-        text, features, drafted, asked = RootRows(), list[Tensor](), list[_Generation](), list[_Row]()
-        first = 0
+        text, drafted, asked, first = list[FedRow](), list[FedRow](), list[FedRow](), 0
         for span in spans:
-            fed = self._append(span, first, text, features, drafted, fuzzy=fuzzy)
+            fed = self._append(span, first, fuzzy=fuzzy)
+            text += [row for row in fed if row.is_text and not row.is_silent]
+            drafted += [row for row in fed if not row.is_text and not row.is_silent]
             asked += fed[len(fed) - span.num_logits :]
             first += span.num_tokens
-        if features:
-            hidden = self._read_target(text, torch.cat(features), token_ids)
-            states = self.cell.start(self._tensors, hidden.to(self.decoder.dtype))
-            self._step(text, range(len(text.rows)), states, token_ids)
-        for generation in drafted:
-            for chosen in _by_depth(generation.rows).values():
-                states = torch.stack([_state_of(generation.above[i]) for i in chosen])
-                self._step(generation, chosen, states, token_ids)
+        if text:
+            features = torch.cat([self._features[row.seq_id].rows([row.position - 1]) for row in text])
+            hidden = self._read_target(text, features, token_ids)
+            self._step(text, self.cell.start(self._tensors, hidden.to(self.decoder.dtype)), token_ids)
+        if self.cell.reads_tokens:
+            for chosen in _by_depth(drafted).values():  # the states of their parents are there, which are less deep
+                rows = [drafted[i] for i in chosen]
+                self._step(rows, torch.stack([_state_of(row.parent) for row in rows]), token_ids)
         logits = self._logits(asked)
         return PassOutput(logits, logits.new_empty(first, 0), ())
 
-    def _read_target(self, text: RootRows, features: Tensor, token_ids: Tensor) -> Tensor:  # noqa: ARG002
-        """What the roots' states are made of, [n, F]: the features before them, unless a family runs the target."""
+    def _read_target(self, text: Sequence[FedRow], features: Tensor, token_ids: Tensor) -> Tensor:  # noqa: ARG002
+        """What the states of text rows are made of, [n, F]: the features before them, unless a family runs the
+        target."""
         return features
 
-    def _append(
-        self,
-        span: Span,
-        first: int,
-        text: RootRows,
-        features: list[Tensor],
-        drafted: list[_Generation],
-        *,
-        fuzzy: bool,
-    ) -> list[_Row]:
-        """Enter the rows of a span, whose tokens begin at `first`: text rows whose state is wanted with the features
-        before them, draft rows by their generation within the pass."""
+    def _append(self, span: Span, first: int, *, fuzzy: bool) -> list[FedRow]:
+        """Make the rows of a span pending, whose tokens begin at `first`."""
         rows, known = self._rows[span.seq_id], self._features[span.seq_id]
         num_before, num_rows = len(rows.pending), span.num_tokens
         parents = range(num_before - 1, num_before + num_rows - 1) if span.parents is None else span.parents
         num_text = 0 if fuzzy else self._num_text(rows, known.end, parents)
-        generations: dict[int, int] = {}  # of this span's draft rows, by their indices among the pending ones
         for i, parent in enumerate(parents):
             above = rows.pending[parent] if parent >= 0 else rows.last
+            row = FedRow(span.seq_id, first + i, rows.cached_len)
             if i < num_text:
-                row = _Row(rows.cached_len + num_before + i, is_text=True)
+                row.position, row.is_text, row.root = rows.cached_len + num_before + i, True, row
                 is_wanted = i == num_text - 1 or i >= num_rows - span.num_logits
-                row.root, row.is_silent = row, not (is_wanted and row.position > known.start)
-                if not row.is_silent:
-                    features.append(known.rows([row.position - 1]))
-                    text.seq_ids.append(span.seq_id)
-                    _enter(text, row, row, first + i)
+                row.is_silent = not (is_wanted and row.position > known.start)
             elif above is None:
-                row = _Row(rows.cached_len, is_silent=True)
+                row.is_silent = True
             else:
-                row = _Row(above.position + 1, above.depth + 1, root=above.root)
+                row.position, row.depth, row.root, row.parent = above.position + 1, above.depth + 1, above.root, above
                 row.is_silent = above.is_silent or row.depth >= self.longest_draft
-                if self.cell.reads_tokens and not row.is_silent:
-                    generation = generations[num_before + i] = generations.get(parent, -1) + 1
-                    if generation == len(drafted):
-                        drafted.append(_Generation())
-                    _enter(drafted[generation], row, above, first + i)
             rows.pending.append(row)
         return rows.pending[num_before:]
 
@@ -203,18 +172,17 @@ class HeadsRunner(SpeculatorRunner):
         chain = takewhile(lambda pair: pair[0] == pair[1], zip(parents, count(start - 1), strict=False))
         return max(0, min(len(list(chain)), num_known + 1 - rows.cached_len - start))
 
-    def _step(self, generation: _Generation, chosen: Sequence[int], states: Tensor, token_ids: Tensor) -> None:
-        """States of the chosen rows, equally deep, from those before them."""
-        rows = [generation.rows[i] for i in chosen]
+    def _step(self, rows: Sequence[FedRow], states: Tensor, token_ids: Tensor) -> None:
+        """States of rows, equally deep, from those before them."""
         if self.cell.reads_tokens:
-            places = upload([generation.places[i] for i in chosen], token_ids.device)
+            places = upload([row.place for row in rows], token_ids.device)
             states = self.cell.step(self._tensors, rows[0].depth, states, token_ids[places])
         for row, state in zip(rows, states.unbind(0), strict=True):
             row.state = state
 
     # --- logits ------------------------------------------------------------------------------------------------------
 
-    def _logits(self, asked: Sequence[_Row]) -> Tensor:
+    def _logits(self, asked: Sequence[FedRow]) -> Tensor:
         """[rows, V] float32."""
         speaking = [i for i, row in enumerate(asked) if not row.is_silent]
         if not speaking:
@@ -238,7 +206,7 @@ class HeadsRunner(SpeculatorRunner):
         placed[upload(order, placed.device)] = logits
         return placed
 
-    def _root_logits(self, asked: Sequence[_Row]) -> list[Tensor]:
+    def _root_logits(self, asked: Sequence[FedRow]) -> list[Tensor]:
         """The logits [depths, V] of the roots of all rows that are not silent: all heads run at once, when the root is
         fed, and later levels look them up."""
         roots = [row.root for row in asked if row.root is not None and not row.is_silent]
@@ -266,13 +234,7 @@ class HeadsRunner(SpeculatorRunner):
         return torch.full(shape, -torch.inf, dtype=torch.float32, device=self.decoder.device)
 
 
-def _enter(generation: _Generation, row: _Row, above: _Row, place: int) -> None:
-    generation.rows.append(row)
-    generation.above.append(above)
-    generation.places.append(place)
-
-
-def _by_depth(rows: Sequence[_Row]) -> dict[int, list[int]]:
+def _by_depth(rows: Sequence[FedRow]) -> dict[int, list[int]]:
     """Depth -> indices of the rows there, in increasing order of depth."""
     chosen: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
@@ -280,7 +242,8 @@ def _by_depth(rows: Sequence[_Row]) -> dict[int, list[int]]:
     return dict(sorted(chosen.items()))
 
 
-def _state_of(row: _Row) -> Tensor:
+def _state_of(row: FedRow | None) -> Tensor:
+    assert row is not None
     assert row.state is not None, "a silent row has no state"
     return row.state
 
@@ -291,6 +254,5 @@ def open_runner(
     """Load a checkpoint whose tensors have these names."""
     cell, sources = CELLS[config.method](config), names(directory)
     tensors = LoadedTensors(cell.shapes, place, sources)
-    load_shards(tensors.shards(), stored_shapes(cell.shapes, sources), directory)
-    tensors.pack()
+    place.load(tensors, stored_shapes(cell.shapes, sources), directory)
     return HeadsRunner(cell, tensors, place.tables)

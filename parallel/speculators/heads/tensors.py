@@ -18,7 +18,7 @@ class LoadedTensors(Layer):
 
     def __init__(self, shapes: HeadShapes, place: SpeculatorPlace, sources: Sources = as_named) -> None:
         options = place.options
-        self._target = place.tables.embedding
+        self._embed_target = place.tables.embedding.embed  # the table itself is none of these layers
         self._matrices = {name: Weight(size.outputs, size.inputs, **options) for name, size in shapes.matrices.items()}
         self._biases = {
             name: torch.empty(size.outputs, **options) for name, size in shapes.matrices.items() if size.bias
@@ -30,9 +30,8 @@ class LoadedTensors(Layer):
             for name, width in shapes.tables.items()
         }
         self._sources = sources
-        if place.weights not in (None, place.dtype):
-            for weight in self._weights():
-                weight.store_as(place.weights)
+        self.parts = [*self._matrices.values(), *self._tables.values()]
+        """All that is stored and packed."""
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         return self._matrices[name].multiply(x, self._biases.get(name))
@@ -41,16 +40,11 @@ class LoadedTensors(Layer):
         return self._vectors[name]
 
     def embed(self, table: str, token_ids: Tensor) -> Tensor:
-        return (self._target if table == TARGET_TABLE else self._tables[table]).embed(token_ids)
+        return self._embed_target(token_ids) if table == TARGET_TABLE else self._tables[table].embed(token_ids)
 
     def project(self, table: str, rows: Tensor) -> Tensor:
         """Logits [rows, V] by an output layer of its own, on every rank."""
         return self._tables[table].logits(rows)
-
-    def pack(self) -> None:
-        """Put the weights, once loaded, into the order in which they are read."""
-        for weight in self._weights():
-            weight.pack()
 
     def shards(self) -> Iterator[Shard]:
         """Every checkpoint tensor and where it goes."""
@@ -67,7 +61,3 @@ class LoadedTensors(Layer):
             yield Shard(f"{self._sources(owner)[0]}.{part}", (EVERY,), vector)
         for table in self._tables.values():
             yield from table.shards()
-
-    def _weights(self) -> Iterator[Weight]:
-        yield from self._matrices.values()
-        yield from (table.weight for table in self._tables.values())

@@ -8,6 +8,7 @@ adds to a stream what follows from the token before it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,12 +17,11 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan
-from parallel.model.weights import load_shards
 from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.heads.cells import HeadCell, Tensors
 from parallel.speculators.heads.config import TARGET_TABLE, stored_shapes
-from parallel.speculators.heads.runner import HeadsRunner, RootRows
+from parallel.speculators.heads.runner import FedRow, HeadsRunner
 from parallel.speculators.heads.tensors import LoadedTensors
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.streams.layers import StreamLayers, open_stream_layers
@@ -69,19 +69,15 @@ class StreamsDraftRunner(HeadsRunner):
     def can_reserve(self, num_rows: int) -> bool:  # noqa: ARG002  of its text no rows are kept
         return self.self_draft.can_reserve(len(self._rows) * self.cell.config.num_heads)
 
-    def _read_target(self, text: RootRows, features: Tensor, token_ids: Tensor) -> Tensor:
+    def _read_target(self, text: Sequence[FedRow], features: Tensor, token_ids: Tensor) -> Tensor:
         """Zeros for text before the newest token, which nothing is drafted after."""
         draft, decoder, count = self.self_draft, self.decoder, self.cell.config.num_heads
-        states = features.new_zeros(len(text.rows), count * self.cell.config.target_hidden, dtype=decoder.dtype)
-        roots = [
-            i
-            for i, (row, seq_id) in enumerate(zip(text.rows, text.seq_ids, strict=True))
-            if row.position == draft.cached_len(seq_id)
-        ]
+        states = features.new_zeros(len(text), count * self.cell.config.target_hidden, dtype=decoder.dtype)
+        roots = [i for i, row in enumerate(text) if row.position == draft.cached_len(row.seq_id)]
         if not roots:
             return states
-        plan = draft.plan([Span(text.seq_ids[i], count) for i in roots])
-        tokens = token_ids.index_select(0, upload([text.places[i] for i in roots], token_ids.device))
+        plan = draft.plan([Span(text[i].seq_id, count) for i in roots])
+        tokens = token_ids.index_select(0, upload([text[i].place for i in roots], token_ids.device))
         begun = self._layers.begin(decoder.embed(tokens, plan.positions[: len(roots)])).flatten(0, 1)
         rows = F.pad(begun, (0, 0, 0, len(plan.positions) - len(begun)))
         hidden = self._layers.run(rows, plan, torch.arange(len(begun), device=rows.device))[: len(begun)]
@@ -94,8 +90,7 @@ def open_runner(directory: Path, config: StreamsConfig, place: SpeculatorPlace) 
     cell = StreamsCell(config)
     tensors = LoadedTensors(cell.shapes, place)
     if cell.reads_tokens:
-        load_shards(tensors.shards(), stored_shapes(cell.shapes), directory)
-        tensors.pack()
+        place.load(tensors, stored_shapes(cell.shapes), directory)
     if not config.reads_root:
         return HeadsRunner(cell, tensors, place.tables)
     target = place.its_target(directory, "s3d")

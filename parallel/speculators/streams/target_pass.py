@@ -85,10 +85,6 @@ class StreamingRunner(BorrowedPasses):
         places = frozenset(place for place, row in enumerate(wanted) if row in pruned) if pruned else frozenset[int]()
         return PassOutput(decoder.head(read).float(), hidden, (features,), pruned=places)
 
-    @property
-    def captures(self) -> bool:
-        return self.target.captures
-
     def capture(
         self,
         graphs: GraphList,

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from actors.drafters.lookup.corpus import read_corpus
+from actors.drafters.corpus import read_corpus
 from actors.drafters.model.fixed_trees import FixedTreeGrowth, read_trees, write_trees
 from actors.drafters.self_speculation.layer_files import read_layers, write_layers
 from actors.drafters.vocabulary.token_list import read_token_list, write_token_list

@@ -95,9 +95,9 @@ def rooms(modules):
 
 DRAFTERS = {
     "ngram": (NgramDrafterConfig(), {"lookup"}, 45),
-    "suffix": (SuffixDrafterConfig(), {"lookup", "scoped"}, 50),
+    "suffix": (SuffixDrafterConfig(), {"lookup", "corpus", "scoped"}, 50),
     "jacobi": (JacobiDrafterConfig(), {"jacobi"}, 55),
-    "recycling": (RecyclingDrafterConfig(), {"adjacency", "lookup", "scoped"}, 49),
+    "recycling": (RecyclingDrafterConfig(), {"adjacency", "corpus", "scoped"}, 49),
     "model": (ModelDrafterConfig(), {"model"}, 112),
 }
 """Record, rooms of its own, and modules of its rank at most."""
@@ -143,7 +143,7 @@ def test_a_speculator_loads_no_other_familys_runner(loaded, spec, speculator):
     folders = {module.split(".")[2] for module in modules if module.startswith("parallel.speculators.")}
     assert "parallel.speculators.heads.runner" in modules
     assert not folders & (SPECULATORS - {"heads"}), "of the layouts of checkpoints one is loaded"
-    assert rooms(modules) <= SHARED | {"speculator", "model", "vocabulary", "online"}
+    assert rooms(modules) <= SHARED | {"speculator", "model"}
 
 
 @pytest.mark.extended

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.drafters.lookup.corpus import read_corpus
+from actors.drafters.corpus import read_corpus
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.vocabulary.token_list import count_tokens, read_token_list, write_token_list
 from actors.tokenizer_file import tokenizer_digest

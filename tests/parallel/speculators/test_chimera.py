@@ -47,7 +47,7 @@ class Trained:
         place = SpeculatorPlace(open_tables(self.target.path, group), group, "cpu", torch.float32, 256)
         runner = open_speculator(self.path, place)
         assert isinstance(runner, ChimeraRunner) and isinstance(runner.layers, ChimeraLayers)
-        return runner if backend is None else ChimeraRunner(runner.speculator, runner.layers, place, backend=backend)
+        return runner if backend is None else ChimeraRunner(runner.layers, place, backend=backend)
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ class Trained:
         place = SpeculatorPlace(target.decoder, group, "cpu", torch.float32, 256, target=target)
         runner = open_speculator(self.path, place)
         assert isinstance(runner, ExitRunner) and runner.self_draft is not None
-        beside = Beside(runner.speculator, runner.layers, place, runner.self_draft, backend=backend)
+        beside = Beside(runner.layers, place, runner.self_draft, backend=backend)
         beside.target, beside.text = target, self.tokens
         return beside
 

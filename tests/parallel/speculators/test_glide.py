@@ -57,7 +57,7 @@ class Trained:
         place = SpeculatorPlace(open_tables(self.target.path, group), group, "cpu", torch.float32, 256)
         runner = open_speculator(self.path, place)
         assert isinstance(runner, GlideRunner) and isinstance(runner.layers, GlideLayers)
-        return runner if backend is None else GlideRunner(runner.speculator, runner.layers, place, backend=backend)
+        return runner if backend is None else GlideRunner(runner.layers, place, backend=backend)
 
 
 @pytest.fixture

@@ -268,9 +268,9 @@ BLOCKS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_fields_of_block_drafters(tmp_path, number):
     hf, expected = BLOCKS[number]
     config = read_speculator(written(tmp_path, hf))
-    assert isinstance(config, BlockConfig) and config.drafts_blocks and config.layers.qk_norm
+    assert isinstance(config, BlockConfig) and config.drafts_blocks and config.block.qk_norm
     assert {name: getattr(config, name) for name in expected} == expected
-    assert (config.layers.names.blocks, config.layers.names.final_norm) == ("layers", "norm")
+    assert (config.block.names.blocks, config.block.names.final_norm) == ("layers", "norm")
 
 
 OWN_BLOCK = {"method": "dflash", "taps": [1], "block_size": 4, "mask_token_id": 96}

@@ -109,14 +109,14 @@ class Published:
         assert isinstance(runner, GlideRunner)
         if backend is None:
             return runner
-        return GlideRunner(runner.speculator, runner.layers, self.place(), backend=backend)
+        return GlideRunner(runner.layers, self.place(), backend=backend)
 
     def attached(self, backend: str | None = None) -> tuple[GlideRunner, ModelRunner]:
         """A runner behind a target that has read the text."""
         target = open_model(self.target.path, num_slots=1200, backend=backend)
         runner = open_speculator(self.path, self.place(target))
         assert isinstance(runner, GlideRunner)
-        runner = GlideRunner(runner.speculator, runner.layers, self.place(target), backend=backend)
+        runner = GlideRunner(runner.layers, self.place(target), backend=backend)
         target.open("a")
         return runner, target
 

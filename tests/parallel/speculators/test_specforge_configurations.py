@@ -140,7 +140,7 @@ def test_a_configuration_is_read_or_refused_for_a_reason(row: Row, tmp_path: Pat
         assert (config.head_rows, block.qkv_bias) == (width, False)
     else:
         assert isinstance(config, BlockConfig)
-        block = config.layers
+        block = config.block
         anchor_first = architecture == DSPARK or "shifted" in marks
         assert (config.block_size, config.num_drafted) == (width, width - (not anchor_first))
     assert (block.num_heads, block.num_kv_heads, block.num_layers) == (heads, kv_heads, layers)

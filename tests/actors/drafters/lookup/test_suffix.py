@@ -8,8 +8,8 @@ import random
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from actors.drafters.corpus import read_corpus
 from actors.drafters.interface import Context
-from actors.drafters.lookup.corpus import read_corpus
 from actors.drafters.lookup.suffix import MOST_UNREAD, SuffixDrafter, SuffixDrafterConfig
 from actors.drafters.lookup.suffix_automaton import suffix_automaton
 from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree

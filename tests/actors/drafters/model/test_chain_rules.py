@@ -144,7 +144,7 @@ def test_a_chain_ends_at_gaps_that_are_wrong_too_often(threshold, expected):
         if drafts > 500 and not drafts % 20:
             found.append(least_gap(rule))
     assert sum(found) / len(found) == pytest.approx(expected, abs=0.03)
-    assert 0 not in rule._drafts
+    assert 0 not in rule._requests
 
 
 def test_gaps_behind_a_rejected_token_teach_nothing():

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from actors.drafters.cascade.tree_merge import merge_trees
+from actors.drafters.path_tree import merge_trees
 from actors.protocol.messages import TokenTree
 
 
