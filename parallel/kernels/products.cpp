@@ -92,10 +92,10 @@ inline auto load_input(const Stored *from, int part) {
     }
 }
 
-// Where registers are few, GCC reads ahead and keeps words for their second part, so that sums go to memory and back at
-// every step, unless it has to read each part when it is multiplied. Of int8, which is not read into words, it does not.
+// Where registers are few, GCC reads float32 ahead and keeps sums in memory for it, unless it is told to read a step when
+// it is multiplied.
 template <class Stored>
-constexpr bool KEEPS_SUMS = REGISTERS == 16 && !std::is_same_v<Stored, int8_t>;
+constexpr bool READS_LATE = REGISTERS == 16 && std::is_same_v<Stored, float>;
 
 // Panels of a tile: to make floats of int8 takes as long as two sums of two panels wait, and registers.
 template <class Stored>
@@ -154,7 +154,7 @@ void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t 
     const auto add = [&](int64_t i) __attribute__((always_inline)) {
         for (int part = 0; part < PARTS<Stored>; part++) {
             const Stored *step = panels + i * PANEL;
-            if (KEEPS_SUMS<Stored>) asm volatile("" : "+r"(step));
+            if (READS_LATE<Stored>) asm volatile("" : "+r"(step));
             decltype(load_input(panels, part)) weights[Panels * VECTORS];
             for (int p = 0; p < Panels; p++)
                 for (int v = 0; v < VECTORS; v++)
