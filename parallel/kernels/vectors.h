@@ -191,13 +191,14 @@ inline Words in_every_lane(Quad value) {
     return bits - Words{};
 }
 
-// The second product is added, then the first, each sum rounded to the nearest; products of two bfloat16 are exact. The
-// instruction takes numbers below 2^-126 for zero, and its place is taken by two others where the processor lacks it.
 #if defined(__AVX512BF16__)
 constexpr bool MULTIPLIES_PAIRS = true;
 #else
 constexpr bool MULTIPLIES_PAIRS = false;
 #endif
+
+// The second product is added, then the first, each sum rounded to the nearest; products of two bfloat16 are exact. The
+// instruction takes numbers below 2^-126 for zero, and its place is taken by two others where the processor lacks it.
 inline Floats add_product(Floats total, Words x, Words weights) {
 #if defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)weights);
