@@ -5,8 +5,9 @@ the way).
 Reads: all weights of a pass at few rows, against a loop that only reads as many bytes. Dot products: many rows, against
 a loop that only multiplies registers, or tiles of AMX where the kernels do. Everything is timed in turn in one run;
 medians. PyTorch multiplies float32, by float32 matrices, and bfloat16 by its libraries; of int8 `int_mm` multiplies
-rows that are rounded already, `dynamic` rounds all rows by one factor. Needs a processor with AVX512-BF16 and
-AVX512-VNNI and a C++ compiler. Knows no checkpoints: weights are random.
+rows that are rounded already, `dynamic` rounds all rows by one factor. Needs a C++ compiler and a processor with
+AVX512-BF16 and AVX512-VNNI, or one with AVX2, where the peak is that of multiply-adds and, for int8, of products of
+pairs of 16 bits with their addition. Knows no checkpoints: weights are random.
 
     python docs/measurements/products.py --types w8a8 --threads 2 --repeats 9
 """
@@ -37,6 +38,7 @@ LIMITS = r"""
 #include <immintrin.h>
 #include <cstdint>
 extern "C" {
+#if defined(__AVX512F__)
 void read_all(const char *from, int64_t size, float *out) {
     __m512i total[8] = {};
     for (int64_t i = 0; i + 512 <= size; i += 512)
@@ -77,6 +79,35 @@ void multiply_w8a8(int64_t count, float *out) {
     for (int k = 1; k < 8; k++) total[0] = _mm512_add_epi32(total[0], total[k]);
     *out = _mm512_reduce_add_epi32(total[0]);
 }
+#else
+void read_all(const char *from, int64_t size, float *out) {
+    __m256i total[8] = {};
+    for (int64_t i = 0; i + 256 <= size; i += 256)
+        for (int k = 0; k < 8; k++)
+            total[k] = _mm256_xor_si256(total[k], _mm256_loadu_si256((const __m256i *)(from + i + 32 * k)));
+    for (int k = 1; k < 8; k++) total[0] = _mm256_xor_si256(total[0], total[k]);
+    *out = _mm256_extract_epi32(total[0], 0) ^ _mm256_extract_epi32(total[0], 7);
+}
+void multiply_float32(int64_t count, float *out) {
+    const __m256 x = _mm256_set1_ps(0.5f);
+    __m256 total[8];
+    for (int k = 0; k < 8; k++) total[k] = _mm256_set1_ps(k);
+    for (int64_t i = 0; i < count; i++)
+        for (int k = 0; k < 8; k++) total[k] = _mm256_fmadd_ps(total[k], x, x);
+    for (int k = 1; k < 8; k++) total[0] += total[k];
+    *out = total[0][0] + total[0][7];
+}
+void multiply_bfloat16(int64_t count, float *out) { multiply_float32(count, out); }
+void multiply_w8a8(int64_t count, float *out) {
+    const __m256i x = _mm256_set1_epi32(0x00010001);
+    __m256i total[8];
+    for (int k = 0; k < 8; k++) total[k] = _mm256_set1_epi32(k);
+    for (int64_t i = 0; i < count; i++)
+        for (int k = 0; k < 8; k++) total[k] = _mm256_add_epi32(total[k], _mm256_madd_epi16(total[k], x));
+    for (int k = 1; k < 8; k++) total[0] = _mm256_add_epi32(total[0], total[k]);
+    *out = _mm256_extract_epi32(total[0], 0);
+}
+#endif
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 struct Shapes {
     Shapes() {
@@ -118,6 +149,8 @@ class Kind:
     rows: torch.dtype
     per_instruction: int
     """Operations of a dot product of registers of 64 bytes."""
+    without_avx512: int
+    """Operations of what multiplies registers of 32 bytes."""
     per_tiles: float
     """Operations of a product of tiles of AMX; rows of float32 take three."""
 
@@ -150,9 +183,9 @@ def in_int8(shape: tuple[int, int]) -> Mapping[str, Product]:
 
 
 KINDS = {
-    "float32": Kind(in_float32, torch.float32, 32, 16 * 16 * 64 / 3),
-    "bfloat16": Kind(in_bfloat16, torch.bfloat16, 64, 16 * 16 * 64),
-    "w8a8": Kind(in_int8, torch.float32, 128, 16 * 16 * 128),
+    "float32": Kind(in_float32, torch.float32, 32, 16, 16 * 16 * 64 / 3),
+    "bfloat16": Kind(in_bfloat16, torch.bfloat16, 64, 16, 16 * 16 * 64),
+    "w8a8": Kind(in_int8, torch.float32, 128, 32, 16 * 16 * 128),
 }
 
 
@@ -196,6 +229,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     limits, out = open_limits(), (ctypes.c_float * 64)()
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     memory = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)  # as the memory of the kernels
     room = torch.frombuffer(memory, dtype=torch.int32).fill_(1)
@@ -220,7 +254,8 @@ def main() -> None:
             for kind in options.types:
                 multiply = getattr(limits, f"{'tiles' if has_tiles() else 'multiply'}_{kind}")
                 loop = lambda i: multiply(ctypes.c_int64(num_loops), ctypes.byref(out, 4 * i))  # noqa: B023, E731
-                per_loop = 4 * KINDS[kind].per_tiles if has_tiles() else 8 * KINDS[kind].per_instruction
+                one = KINDS[kind].per_instruction if has_avx512 else KINDS[kind].without_avx512
+                per_loop = 4 * KINDS[kind].per_tiles if has_tiles() else 8 * one
                 operations = options.threads * num_loops * per_loop
                 keep(operations / in_threads(loop, options.threads) / 1e9, "peak", kind)
             for name, kind, products in cases:

@@ -23,7 +23,7 @@ constexpr int64_t CHUNK = 256;                     // positions of one task
 constexpr int BLOCKS = 4, KEYS = BLOCKS * WIDTH;   // keys whose scores are computed together
 constexpr int ROWS = REGISTERS == 32 ? 6 : 2;      // queries whose scores are computed together
 constexpr int64_t GROUP = 128;                      // rows of one task
-constexpr int PARTS = REGISTERS == 32 ? 4 : 2;     // vectors of a head that are summed together
+constexpr int PARTS = REGISTERS == 32 ? 4 : 6;     // vectors of a head that are summed together
 constexpr int64_t AT_ONCE = 36;                     // queries of several heads that are computed together
 constexpr int64_t NEAR = 1 << 18;                   // bytes of a block of several heads, two of which the cache holds
 constexpr int64_t LINE = 64;                        // bytes of a cache line
@@ -78,6 +78,23 @@ inline Floats interleaved(Floats a, Floats b) {  // a[First], b[First], a[First 
 
 template <int Step = 1>
 inline __attribute__((always_inline)) void transpose(Floats (&square)[WIDTH]) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // by halves of registers, between which only loads and one exchange move numbers
+    Floats pairs[8], fours[8];
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = (Floats)_mm256_unpacklo_ps((__m256)square[i], (__m256)square[i + 1]);
+        pairs[i + 1] = (Floats)_mm256_unpackhi_ps((__m256)square[i], (__m256)square[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int k = 0; k < 2; k++) {
+            fours[i + 2 * k] = (Floats)_mm256_shuffle_ps((__m256)pairs[i + k], (__m256)pairs[i + k + 2], 0x44);
+            fours[i + 2 * k + 1] = (Floats)_mm256_shuffle_ps((__m256)pairs[i + k], (__m256)pairs[i + k + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        square[i] = (Floats)_mm256_permute2f128_ps((__m256)fours[i], (__m256)fours[i + 4], 0x20);
+        square[i + 4] = (Floats)_mm256_permute2f128_ps((__m256)fours[i], (__m256)fours[i + 4], 0x31);
+    }
+#else
     if constexpr (Step < WIDTH) {
         Floats next[WIDTH];
         for (int i = 0; i < WIDTH / 2; i++) {
@@ -87,6 +104,7 @@ inline __attribute__((always_inline)) void transpose(Floats (&square)[WIDTH]) {
         transpose<2 * Step>(next);
         for (int i = 0; i < WIDTH; i++) square[i] = next[i];
     }
+#endif
 }
 
 inline Floats capped(Floats x, float cap) {  // cap * tanh(x / cap), by e to the power of -2 |x / cap|
@@ -260,11 +278,20 @@ inline void add_tile(float *const *out, const float *const *weights, int64_t cou
         for (int p = 0; p < Parts; p++) total[r][p] = loaded(static_cast<const float *>(out[r]), p);
     for (int64_t k = 0; k < count; k++) {
         const auto *value = at(k);
-        Floats values[Parts];
-        for (int p = 0; p < Parts; p++) values[p] = loaded(value, p);
-        for (int r = 0; r < Rows; r++) {
-            const Floats weight = in_every_lane(weights[r][k]);
-            for (int p = 0; p < Parts; p++) total[r][p] = add_product(total[r][p], weight, values[p]);
+        if constexpr (Rows < Parts) {  // what takes fewer registers is kept
+            Floats each[Rows];
+            for (int r = 0; r < Rows; r++) each[r] = in_every_lane(weights[r][k]);
+            for (int p = 0; p < Parts; p++) {
+                const Floats numbers = loaded(value, p);
+                for (int r = 0; r < Rows; r++) total[r][p] = add_product(total[r][p], each[r], numbers);
+            }
+        } else {
+            Floats values[Parts];
+            for (int p = 0; p < Parts; p++) values[p] = loaded(value, p);
+            for (int r = 0; r < Rows; r++) {
+                const Floats weight = in_every_lane(weights[r][k]);
+                for (int p = 0; p < Parts; p++) total[r][p] = add_product(total[r][p], weight, values[p]);
+            }
         }
     }
     for (int r = 0; r < Rows; r++)
@@ -283,12 +310,22 @@ inline void add_parts(float *const *out, const float *const *weights, int64_t co
     else add_tile<Rows, Parts, false>(out, weights, count, at, left);
 }
 
+// How many numbers of a head are summed together: nearly equal parts. One query alone waits for memory, with longer parts
+// for longer.
+template <int Rows>
+inline int64_t part_size(int64_t size) {
+    constexpr int64_t MOST = Rows == 1 && REGISTERS == 16 ? 2 : PARTS;
+    const int64_t vectors = (size + WIDTH - 1) / WIDTH, parts = (vectors + MOST - 1) / MOST;
+    return parts ? (vectors + parts - 1) / parts * WIDTH : 1;
+}
+
 template <int Rows, class At>
 void add(float *const *out, const float *const *weights, int64_t count, At at, int64_t size) {
-    for (int64_t i = 0; i < size; i += PARTS * WIDTH) {
+    const int64_t most = part_size<Rows>(size);
+    for (int64_t i = 0; i < size; i += most) {
         float *part[Rows];
         for (int r = 0; r < Rows; r++) part[r] = out[r] + i;
-        add_parts<Rows>(part, weights, count, [&](int64_t k) { return at(k, i); }, size - i);
+        add_parts<Rows>(part, weights, count, [&](int64_t k) { return at(k, i); }, size - i < most ? size - i : most);
     }
 }
 
@@ -302,10 +339,10 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
         const Number *const *rows = block.rows + (from - start);
         return [rows, column](int64_t k, int64_t i) { return rows[k] + column + i; };
     };
-    auto asking = [&](int64_t from) {  // for the lines of each part that is added
+    auto asking = [&](int64_t from, int64_t part) {  // for the lines of each part that is added
         const Number *const *later = next.rows + (from - start);
-        return [later, column, at = values(from)](int64_t k, int64_t i) {
-            for (size_t line = 0; line < PARTS * WIDTH * sizeof(Number); line += LINE)
+        return [later, column, bytes = part * sizeof(Number), at = values(from)](int64_t k, int64_t i) {
+            for (size_t line = 0; line < bytes; line += LINE)
                 __builtin_prefetch(later[k] + column + i + line / sizeof(Number), 0, 2);
             return at(k, i);
         };
@@ -314,7 +351,7 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
         from = query.first > from ? query.first : from, to = query.end < to ? query.end : to;
         const float *weights = query.scores + (from - lo);
         if (from >= to) return;
-        if constexpr (Asks) add<1>(&query.out, &weights, to - from, asking(from), size);
+        if constexpr (Asks) add<1>(&query.out, &weights, to - from, asking(from, part_size<1>(size)), size);
         else add<1>(&query.out, &weights, to - from, values(from), size);
     };
     const int64_t stop = start + block.count;
@@ -336,7 +373,7 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
                 out[k] = query.out, weights[k] = query.scores + (from - lo);
             }
             if (num_some == 2) add<2>(out, weights, to - from, values(from), size);
-            else if (Asks && r == 0) add<ROWS>(out, weights, to - from, asking(from), size);
+            else if (Asks && r == 0) add<ROWS>(out, weights, to - from, asking(from, part_size<ROWS>(size)), size);
             else add<ROWS>(out, weights, to - from, values(from), size);
         }
         for (int64_t k = 0; k < num_some; k++) one(some[k], to, stop);

@@ -18,9 +18,15 @@
 namespace {
 
 constexpr int PANEL = 16, VECTORS = PANEL / WIDTH;
-constexpr int PANELS = VECTORS == 1 ? 4 : 1;  // of a tile: 4 or 2 vectors in the 32 or 16 registers
-constexpr int ROWS = 6;
+constexpr int PANELS = 4, ROWS = 6;  // of a tile, at most
 constexpr int COLUMNS = PANELS * PANEL;
+// Registers for the sums of several panels. Eight multiply-adds are on their way at a time, so fewer sums wait for one
+// another; with more than eight GCC keeps some of them in memory where there are 16 registers.
+constexpr int MOST_SUMS = REGISTERS == 16 ? 8 : 24;
+constexpr int most_rows(int panels) {
+    const int rows = MOST_SUMS / (panels * VECTORS);
+    return panels == 1 || rows > ROWS ? ROWS : rows;
+}
 constexpr int BLOCK = 384;                  // steps of a block: its weights take 96 KiB, part of a second cache
 constexpr int CHUNK = 8 * ROWS;             // rows whose results are kept in the first one
 constexpr int64_t AHEAD = 1024;             // bytes from a read to its prefetch, twice as many where more is multiplied
@@ -35,25 +41,13 @@ struct FloatPair {
     float first, second;
 };
 
-// The inputs of a step that are multiplied one after the other.
-template <class Stored>
-constexpr int PARTS = 1;
-template <>
-constexpr int PARTS<Halves> = 2;
-
-template <class Stored>
-inline auto load_input(const Stored *from, int) {
-    return load(from);
-}
-inline Floats load_input(const Halves *from, int part) {
-    const Words both = load(reinterpret_cast<const uint32_t *>(from));
-    return (Floats)(part ? both & 0xffff0000u : both << 16);
-}
-template <class Step>
-inline Step input_of(Step step, int) {
-    return step;
-}
-inline float input_of(FloatPair step, int part) { return part ? step.second : step.first; }
+// The inputs of a quad as neighbours of 16 bits: the first and third, the second and fourth.
+struct CodePair {
+    int16_t first, second;
+};
+struct CodePairs {
+    CodePair even, odd;
+};
 
 // What a matrix that is stored so is multiplied by, `INPUTS` of a row at a time, and what the products add up to.
 template <class Stored>
@@ -70,16 +64,52 @@ struct Given<Halves> {
 };
 template <>
 struct Given<Pair> {
-    using Step = Pair;
+    using Step = std::conditional_t<MULTIPLIES_PAIRS, Pair, FloatPair>;
     using Sum = float;
     static constexpr int INPUTS = 2;
 };
 template <>
 struct Given<Quad> {
-    using Step = Quad;
+    using Step = std::conditional_t<MULTIPLIES_QUADS, Quad, CodePairs>;
     using Sum = uint32_t;
     static constexpr int INPUTS = 4;
 };
+
+// The parts of a step that are multiplied one after the other: whole, or halves of its words, of which rows have made
+// what they are multiplied by beforehand.
+template <class Stored>
+constexpr int PARTS = sizeof(typename Given<Stored>::Step) > sizeof(uint32_t) ? 2 : 1;
+
+typedef uint16_t Halfwords __attribute__((vector_size(4 * WIDTH)));
+
+template <class Stored>
+inline auto load_input(const Stored *from, int part) {
+    if constexpr (PARTS<Stored> == 1) return load(from);
+    else {
+        const Words words = load(reinterpret_cast<const uint32_t *>(from));
+        if constexpr (std::is_same_v<Stored, Quad>) return (Shorts)((part ? (Halfwords)words : (Halfwords)words << 8) >> 8);
+        else return (Floats)(part == std::is_same_v<Stored, Halves> ? words & 0xffff0000u : words << 16);
+    }
+}
+
+// Where registers are few, GCC reads float32 ahead and keeps sums in memory for it, unless it is told to read a step when
+// it is multiplied.
+template <class Stored>
+constexpr bool READS_LATE = REGISTERS == 16 && std::is_same_v<Stored, float>;
+
+// Panels of a tile: to make floats of int8 takes as long as two sums of two panels wait, and registers.
+template <class Stored>
+constexpr int MOST_PANELS = REGISTERS == 16 && std::is_same_v<Stored, int8_t> ? PANELS / 2 : PANELS;
+
+template <class Stored, class Step>
+inline auto spread_input(const Step &step, int part) {
+    if constexpr (PARTS<Stored> == 1) return in_every_lane(step);
+    else if constexpr (std::is_same_v<Stored, Quad>) {
+        uint32_t bits;
+        std::memcpy(&bits, part ? &step.odd : &step.even, sizeof(bits));
+        return (Shorts)(bits - Words{});
+    } else return in_every_lane(part == std::is_same_v<Stored, Halves> ? step.second : step.first);
+}
 
 // Of a row that was rounded to codes: what they are multiples of, and what is too much in every sum of its products.
 struct Rounding {
@@ -123,12 +153,14 @@ void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t 
             total[r][n] = is_added ? load(results + r * COLUMNS + n * WIDTH) : Sums{};
     const auto add = [&](int64_t i) __attribute__((always_inline)) {
         for (int part = 0; part < PARTS<Stored>; part++) {
+            const Stored *step = panels + i * PANEL;
+            if (READS_LATE<Stored>) asm volatile("" : "+r"(step));
             decltype(load_input(panels, part)) weights[Panels * VECTORS];
             for (int p = 0; p < Panels; p++)
                 for (int v = 0; v < VECTORS; v++)
-                    weights[p * VECTORS + v] = load_input(panels + (p * stride + i) * PANEL + v * WIDTH, part);
+                    weights[p * VECTORS + v] = load_input(step + p * stride * PANEL + v * WIDTH, part);
             for (int r = 0; r < Rows; r++) {
-                const auto value = in_every_lane(input_of(x[r * x_stride + i], part));
+                const auto value = spread_input<Stored>(x[r * x_stride + i], part);
                 for (int n = 0; n < Panels * VECTORS; n++) total[r][n] = add_product(total[r][n], value, weights[n]);
             }
         }
@@ -146,7 +178,7 @@ void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t 
 }
 
 // The same for up to `Rows` rows.
-template <class Stored, int Panels, int Rows = ROWS, class... Rest>
+template <class Stored, int Panels, int Rows = most_rows(Panels), class... Rest>
 void multiply_tile_of(int64_t rows, const Rest &...rest) {
     if constexpr (Rows > 1) {
         if (rows < Rows) return multiply_tile_of<Stored, Panels, Rows - 1>(rows, rest...);
@@ -165,7 +197,7 @@ void multiply_tiles(const Stored *panels, int64_t stride, const Step *x, int64_t
     const int64_t distance = reinterpret_cast<const char *>(next) - reinterpret_cast<const char *>(panels);
     if (tiles == 1) {
         const bool is_far = rows == ROWS || (std::is_same_v<Stored, Quad> && rows > 2);
-        const int64_t ahead = is_far ? 2 * AHEAD : AHEAD;
+        const int64_t ahead = (is_far ? 2 : Panels < PANELS ? PANELS / Panels : 1) * AHEAD;
         const int64_t last = steps < ahead / STEP ? steps : ahead / STEP, first = steps - last;
         if (first)
             multiply_tile_of<Stored, Panels>(rows, panels, stride, x, x_stride, first, is_added, results, ahead, STEP);
@@ -253,16 +285,25 @@ void multiply_panels(const Job<Stored, Number> &job, const Stored *matrix, int64
     }
 }
 
+// The panels that so many rows are multiplied by at a time.
+template <class Stored, class Number>
+int panels_at_once(const Job<Stored, Number> &job, int64_t rows) {
+    int panels = MOST_PANELS<Stored>;
+    if (!job.tiles)
+        while (rows > most_rows(panels) && panels > 1) panels /= 2;
+    return panels;
+}
+
 // All rows with the panels `panel` to `last` of the result.
 template <class Stored, class Number>
 void multiply_share(const Job<Stored, Number> &job, const Stored *matrix, int64_t panel, int64_t last, int64_t columns,
                     int64_t row, int64_t end) {
-    if constexpr (PANELS == 4) {
-        for (; panel + 4 <= last; panel += 4)
+    const int most = panels_at_once(job, end - row);
+    if constexpr (MOST_PANELS<Stored> == 4)
+        for (; most == 4 && panel + 4 <= last; panel += 4)
             multiply_panels<Stored, 4>(job, matrix, panel * PANEL, columns, row, end);
-        for (; panel + 2 <= last; panel += 2)
-            multiply_panels<Stored, 2>(job, matrix, panel * PANEL, columns, row, end);
-    }
+    for (; most >= 2 && panel + 2 <= last; panel += 2)
+        multiply_panels<Stored, 2>(job, matrix, panel * PANEL, columns, row, end);
     for (; panel < last; panel++) multiply_panels<Stored, 1>(job, matrix, panel * PANEL, columns, row, end);
 }
 
@@ -328,17 +369,35 @@ Rounding round_row(const Number *x, int64_t inputs, const float *given, Quad *ro
     return {largest / LARGEST_CODE, total * OFFSET_LEFT};
 }
 
-// The product of rows of `inputs` numbers each, which are rounded beforehand, once for all outputs.
+// The product of rows of `inputs` numbers each, of which the steps are made beforehand, once for all outputs:
+// make(from, to, row) makes those of a row.
+template <class Stored, class Number, class Make>
+void multiply_made(Job<Stored, Number> job, const Number *x, int64_t inputs, const Stored *matrix, Make make) {
+    using Step = typename Given<Stored>::Step;
+    const std::unique_ptr<Step[]> made(new Step[job.num_rows * job.steps]);
+    share_out(job.num_rows, job.num_rows * inputs >= WORTH_THREADS, [&](int64_t row, int64_t last) {
+        for (; row < last; row++) make(x + row * inputs, &made[row * job.steps], row);
+    });
+    job.x = made.get();
+    multiply(job, matrix);
+}
+
+// The same for rows that are rounded.
 template <class Number>
 void multiply_rounded(Job<Quad, Number> job, const Number *x, int64_t inputs, const float *largest, const Quad *matrix) {
-    const std::unique_ptr<Quad[]> codes(new Quad[job.num_rows * job.steps]);
     const std::unique_ptr<Rounding[]> roundings(new Rounding[job.num_rows]);
-    share_out(job.num_rows, job.num_rows * inputs >= WORTH_THREADS, [&](int64_t row, int64_t last) {
-        for (; row < last; row++)
-            roundings[row] = round_row(x + row * inputs, inputs, largest ? largest + row : nullptr, &codes[row * job.steps]);
+    job.roundings = roundings.get();
+    multiply_made(job, x, inputs, matrix, [&](const Number *from, auto *to, int64_t row) {
+        // codes are kept behind what they are widened to, which overtakes none of them
+        Quad *codes = reinterpret_cast<Quad *>(to + job.steps) - job.steps;
+        roundings[row] = round_row(from, inputs, largest ? largest + row : nullptr, codes);
+        if constexpr (!MULTIPLIES_QUADS)
+            for (int64_t i = 0; i < job.steps; i++) {
+                int8_t code[4];
+                std::memcpy(code, codes + i, sizeof(code));
+                to[i] = {{code[0], code[2]}, {code[1], code[3]}};
+            }
     });
-    job.x = codes.get(), job.roundings = roundings.get();
-    multiply(job, matrix);
 }
 
 // A row of float32 is the sum of three of bfloat16, each the first eight digits of what those before it leave; what is
@@ -473,6 +532,11 @@ void multiply_rows(const void *x, const void *panels, const float *scales, const
             if (takes_tiles<Stored>(num_rows)) return multiply_by_tiles(job, static_cast<const Number *>(x), inputs, largest, matrix);
         if constexpr (std::is_same_v<Stored, Quad>)
             multiply_rounded(job, static_cast<const Number *>(x), inputs, largest, matrix);
+        else if constexpr (std::is_same_v<Stored, Pair> && !MULTIPLIES_PAIRS)
+            multiply_made(job, static_cast<const Number *>(x), inputs, matrix, [&](const Number *from, auto *to, int64_t) {
+                for (int64_t i = 0; i < inputs; i += WIDTH)
+                    store_some(&to->first + i, load_some(from + i, inputs - i), inputs - i);
+            });
         else multiply(job, matrix);
     });
 }

@@ -191,14 +191,20 @@ inline Words in_every_lane(Quad value) {
     return bits - Words{};
 }
 
+#if defined(__AVX512BF16__)
+constexpr bool MULTIPLIES_PAIRS = true;
+#else
+constexpr bool MULTIPLIES_PAIRS = false;
+#endif
+
 // The second product is added, then the first, each sum rounded to the nearest; products of two bfloat16 are exact. The
 // instruction takes numbers below 2^-126 for zero, and its place is taken by two others where the processor lacks it.
 inline Floats add_product(Floats total, Words x, Words weights) {
 #if defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)weights);
 #else
-    total += (Floats)(x & 0xffff0000u) * (Floats)(weights & 0xffff0000u);
-    return total + (Floats)(x << 16) * (Floats)(weights << 16);
+    total = add_product(total, (Floats)(x & 0xffff0000u), (Floats)(weights & 0xffff0000u));
+    return add_product(total, (Floats)(x << 16), (Floats)(weights << 16));
 #endif
 }
 
@@ -211,7 +217,10 @@ constexpr uint32_t OFFSET_LEFT = OFFSET;
 #endif
 
 // The four products of codes of a row with codes of a matrix, which have the offset, are added: integers, modulo 2^32,
-// so in any order. Without a dot product of bytes pairs of 16 bits are multiplied, which hold every code.
+// so in any order.
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || defined(__ARM_FEATURE_DOTPROD) || \
+    !(defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)))
+constexpr bool MULTIPLIES_QUADS = true;
 inline Words add_product(Words total, Words x, Words weights) {
 #if defined(__AVX512VNNI__)
     return (Words)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, (__m512i)x);
@@ -219,21 +228,30 @@ inline Words add_product(Words total, Words x, Words weights) {
     return (Words)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)weights, (__m256i)x);
 #elif defined(__ARM_FEATURE_DOTPROD)
     return (Words)vdotq_s32((int32x4_t)total, (int8x16_t)(weights ^ 0x80808080u), (int8x16_t)x);
-#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-    typedef int16_t Shorts __attribute__((vector_size(4 * WIDTH)));
-    const auto multiply = [](Shorts a, Words b) {
-#if defined(__AVX512BW__)
-        return (Words)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#else
-        return (Words)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#endif
-    };
-    total += multiply((Shorts)x << 8 >> 8, weights & 0x00ff00ffu);
-    return total + multiply((Shorts)x >> 8, weights >> 8 & 0x00ff00ffu);
 #else
     for (int shift = 24; shift >= 0; shift -= 8)
         total += (Words)((Integers)(x << (24 - shift)) >> 24) * (weights >> shift & 0xff);
     return total;
+#endif
+}
+#else
+// Without a dot product of bytes two codes of 16 bits are multiplied in every lane, which takes two instructions.
+constexpr bool MULTIPLIES_QUADS = false;
+#endif
+
+// Two neighbours of 16 bits in every lane.
+typedef int16_t Shorts __attribute__((vector_size(4 * WIDTH)));
+
+inline Words add_product(Words total, Shorts x, Shorts weights) {
+#if defined(__AVX512BW__)
+    return total + (Words)_mm512_madd_epi16((__m512i)x, (__m512i)weights);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    Words products;  // by name: a compiler that adds them to each other first keeps more than there are registers
+    asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(total), "=&x"(products) : "x"(x), "x"(weights));
+    return total;
+#else
+    const Integers low = (Integers)x << 16 >> 16, low_weights = (Integers)weights << 16 >> 16;
+    return total + (Words)(low * low_weights + ((Integers)x >> 16) * ((Integers)weights >> 16));
 #endif
 }
 
