@@ -189,7 +189,8 @@ class ScriptedAheadDrafter(ScriptedDrafter, AheadDrafter):
     """Reads children off scripted rows."""
 
     def _expand(self, logits: Iterable[ScriptedRow], fed: Any) -> None:
-        self._add((row.children(self._fan_out) for row in logits), fed)
+        nodes = [(state.tree, node) for state, nodes in fed for node in nodes]
+        self._add_children(nodes, (row.children(self._fan_out) for row in logits))
 
 
 class ScriptedLookup(RequestwiseDrafter):
