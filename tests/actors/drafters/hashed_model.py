@@ -26,6 +26,7 @@ class HashedDecoder:
 
     device, group = torch.device("cpu"), SINGLE
     layout = SimpleNamespace(has_fuzzy=True)
+    waits_for_nothing = True
 
     def __init__(self, seed: int, max_positions: int) -> None:
         self.config = SimpleNamespace(

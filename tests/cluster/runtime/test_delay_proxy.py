@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from actors.options import PipelineConfig, PipelineName
-from actors.policy.policy import Policy
+from actors.policy.draft_wait import DraftWait
 from actors.protocol.messages import Abort
 from actors.protocol.sampling_params import SamplingParams
 from actors.transport.channel import Hub
@@ -97,7 +97,7 @@ def test_a_drafter_behind_a_slow_line_is_not_waited_for(open_engine, monkeypatch
     prompts, sampling = ["def median(values):", "x"], SamplingParams(max_tokens=24, ignore_eos=True)
     expected = [completion.token_ids for completion in open_engine("none").generate(prompts, sampling)]
     asked = []
-    monkeypatch.setattr(Policy, "wait_s", lambda policy, *counts, **parts: asked.append(counts) or 0.0)
+    monkeypatch.setattr(DraftWait, "wait_s", lambda wait, *counts, **parts: asked.append(counts) or 0.0)
     cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True, link_delay_ms=DELAY_S * 1e3)
     engine = open_engine("model", pipeline=FAR, cluster=cluster)
     assert [completion.token_ids for completion in engine.generate(prompts, sampling)] == expected

@@ -441,7 +441,7 @@ def speculator_windows(models, speculator):
             with torch.no_grad():
                 output = models["reference"](tokens[None], output_hidden_states=True)
             top = output.logits[0].softmax(-1).topk(8)
-            features = torch.cat([output.hidden_states[tap][0] for tap in model.config.taps], 1)
+            features = torch.cat([output.hidden_states[tap][0] for tap in model._layers.config.taps], 1)
             likely, probs = top.indices[-16:], top.values[-16:]
             laws = (likely, probs) if always is None else (torch.full((16, 1), always), torch.full((16, 1), 0.9))
             found.append(TargetWindow(tokens[1:], *laws, True, start=1, features=features[:-1]))

@@ -94,7 +94,7 @@ def of_blocks(net: Any, batch: TargetBatch) -> Tensor:
 
 def of_masks(net: Any, batch: TargetBatch) -> Tensor:
     anchors, further = torch.arange(LENGTH), torch.arange(1, DEPTHS)
-    rows = net.rows(anchors.repeat(len(further)), further.repeat_interleave(LENGTH))
+    rows = pard.MaskRows(anchors.repeat(len(further)), further.repeat_interleave(LENGTH), net.is_mutual)
     hidden = net.hidden(batch.tokens, rows)
     return torch.stack(net.model.lm_head(hidden).split(LENGTH, 1), 2)
 

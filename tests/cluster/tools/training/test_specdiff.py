@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from cluster.tools.training.models import drafter_config, initialised
-from cluster.tools.training.speculators.pard import MaskRows
 from cluster.tools.training.speculators.specdiff import SpecdiffDrafter, SpecdiffOptions
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
@@ -84,7 +83,7 @@ def test_each_of_several_drafts_follows_its_first_token(
     net: SpecdiffDrafter, tmp_path: Path, num_steps: int, is_mutual: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if not is_mutual:  # PARD's masks
-        monkeypatch.setattr(net, "rows", MaskRows)
+        monkeypatch.setattr(net, "is_mutual", False)
         monkeypatch.setattr(net.model.config, MUTUAL_FIELD, False)
     net.save(tmp_path)
     runner = filling_masks(open_model(tmp_path), tmp_path, num_steps, num_drafts=2)

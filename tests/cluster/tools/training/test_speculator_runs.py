@@ -224,7 +224,7 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     target: Path, text: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_picture: None
 ):
-    monkeypatch.setattr(training, "Recipe", partial(Recipe, checkpoint_minutes=0.0, log_steps=1))
+    monkeypatch.setattr(trainer, "Recipe", partial(Recipe, checkpoint_minutes=0.0, log_steps=1))
     monkeypatch.setattr(training, "REFRESH_STEPS", 4)
     loss, steps = DistilledDrafter.loss, 0
 
