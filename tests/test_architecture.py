@@ -314,10 +314,19 @@ def test_files_that_are_named_exist():
         if path in pages:
             places += [path.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
             places += [ROOT / name for name in re.findall(r"`(\w+/[\w/]+\.py)`", text) if f"/{name}\n" not in ends]
+        modules_run = re.findall(r"-m ((?:cluster|docs|tests)\.[\w.]*\w)", text)
+        places += [ROOT / f"{name.replace('.', '/')}.py" for name in modules_run]
         missing = [place.name for place in places if not place.exists()]
         missing += [name for name in re.findall(r"`(\w+\.py)`", text) if name not in modules]
         wrong += [f"{relative(path)}: {name}" for name in missing if name not in EXAMPLE_FILES]
     assert not wrong
+
+
+def test_commands_run_measurements_as_modules():
+    """As files they would not find one another: Python then looks for modules beside the file, not in the root."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *SCRIPTS]
+    as_file = re.compile(r"python3?\s+docs/measurements/")
+    assert not [relative(path) for path in pages if as_file.search(path.read_text())]
 
 
 @cache

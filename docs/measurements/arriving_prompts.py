@@ -1,4 +1,4 @@
-"""What running streams notice of long prompts that arrive: `python docs/measurements/arriving_prompts.py [options]
+"""What running streams notice of long prompts that arrive: `python -m docs.measurements.arriving_prompts [options]
 [OVERRIDE ...]`.
 
 For each value of `scheduler.text_pass_ms` of `--text-pass-ms` an engine in this process. `--streams` requests decode

@@ -1,4 +1,4 @@
-"""Seconds of one layer's attention on a CPU: `python docs/measurements/attention.py [PARTS OF NAMES ...]`.
+"""Seconds of one layer's attention on a CPU: `python -m docs.measurements.attention [PARTS OF NAMES ...]`.
 
 Prints a line of a table for each case: the median and the least time of a call, the keys and values of the context that
 it reads a second, and a digest of the result, which is equal where the bits are. Layers take turns, as in a pass, so

@@ -1,4 +1,4 @@
-"""Where the time of a batch goes, by kind of round: `python docs/measurements/batch_rounds.py --prompts FILE`.
+"""Where the time of a batch goes, by kind of round: `python -m docs.measurements.batch_rounds --prompts FILE`.
 
 One engine completes the prompts with drafts and without in turn, so many at a time, and its own timeline tells of every
 round what its pass read, how long pass and drafts took, and what was between two passes. `of plain` is what the tokens

@@ -1,4 +1,4 @@
-"""Tokens a second with many requests at once: `python docs/measurements/batches.py OUT.jsonl --model DIR SETTING ...`.
+"""Tokens a second with many requests at once: `python -m docs.measurements.batches OUT.jsonl --model DIR SETTING ...`.
 
 A setting is overrides of the launch joined by commas, such as `pipeline=plain`, or `vllm`: the peer of `job.peers` in
 the checkpoint's number type (`SPECDEC_VLLM_PYTHON` names its interpreter). Every start loads each setting in turn and

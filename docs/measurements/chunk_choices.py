@@ -1,4 +1,4 @@
-"""One choice of chunks for all heads against one for each: `python docs/measurements/chunk_choices.py PAIR [options]`.
+"""One choice of chunks for all heads against one for each: `python -m docs.measurements.chunk_choices PAIR [options]`.
 
 The engine chooses chunks once for a sequence (`parallel/runtime/row_policies.py`), by the sums of the newest row's
 attention weights over all heads and layers. Here the target of a pair drafts for itself, in transformers, over chunks

@@ -1,4 +1,4 @@
-"""How fast an engine is just after its start: `python docs/measurements/cold_starts.py PROMPTS.jsonl [overrides]`.
+"""How fast an engine is just after its start: `python -m docs.measurements.cold_starts PROMPTS.jsonl [overrides]`.
 
 Each start is an engine in this process that completes a few prompts one after the other, without a warm-up: what the
 decision has to learn, it learns from them. The file has a `prompt` in each line. Prints tokens per second of all starts

@@ -1,4 +1,4 @@
-"""The trees of `drafter=aded`, best-first and by the paper's search: `python docs/measurements/constructions.py`.
+"""The trees of `drafter=aded`, best-first and by the paper's search: `python -m docs.measurements.constructions`.
 
 Counts tokens on the bundled target and its prompts, greedy, one request at a time, with the production drafter and rule
 and without an engine: no clock enters. One table for all prompts of a workload, empty at first.

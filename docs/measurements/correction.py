@@ -1,9 +1,9 @@
 """A pocket encoder-decoder that corrects lines of Python, its SpecDec drafter, and what speculation gives it.
 
-    python docs/measurements/correction.py target RUN --minutes 8      # trains RUN/target
-    python docs/measurements/correction.py score RUN --count 256       # lines of held-out modules that it restores
+    python -m docs.measurements.correction target RUN --minutes 8      # trains RUN/target
+    python -m docs.measurements.correction score RUN --count 256       # lines of held-out modules that it restores
     ./launch.sh job=train job.recipe=specdec target=hf target.path=RUN/target hydra.run.dir=RUN/specdec
-    python docs/measurements/correction.py prompts RUN                 # RUN/prompts.jsonl: held-out corrupted lines
+    python -m docs.measurements.correction prompts RUN                 # RUN/prompts.jsonl: held-out corrupted lines
     ./launch.sh job=bench target=hf target.path=RUN/target job.prompts=RUN/prompts.jsonl ...   # docs/encoder_decoder.md
 
 The task is that of `cluster/tools/training/pairs.py`. The target is trained here and not by `job=train`, since it is

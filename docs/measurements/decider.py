@@ -1,5 +1,5 @@
 """The decision against the best fixed draft length on the virtual clock:
-`python docs/measurements/decider.py [PART OF A CASE'S NAME ...] [--texts N]` (half an hour; prints a Markdown table).
+`python -m docs.measurements.decider [PART OF A CASE'S NAME ...] [--texts N]` (half an hour; prints a Markdown table).
 
 Every case is run with the same policy twice: from a cold start, and warm. The best fixed choice is plain decoding, or
 the fastest of `LENGTHS` in the case's pipeline or in `sync`, on the very same text.

@@ -1,4 +1,4 @@
-"""Passes for each token of a target that fills masks: `python docs/measurements/diffusion.py [options]`.
+"""Passes for each token of a target that fills masks: `python -m docs.measurements.diffusion [options]`.
 
 `--target` is a checkpoint, such as `job=train job.recipe=sdar` makes one; it goes on with `--prompts` of the bundled
 prompts. Without it the target has random weights of the layout of SDAR or Dream (`--layout`, `--layers`, `--width`), so

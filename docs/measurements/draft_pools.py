@@ -1,4 +1,4 @@
-"""One draft pool for several targets: `python docs/measurements/draft_pools.py OUT.jsonl [options]`.
+"""One draft pool for several targets: `python -m docs.measurements.draft_pools OUT.jsonl [options]`.
 
 Real engines, each a process with paced passes of the bundled target (`target.pace_ms`), and one `job=pool` whose passes
 are paced too, so that shared cores decide less; beside them the same engines with a drafter each, and without one. All

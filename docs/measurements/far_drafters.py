@@ -1,5 +1,5 @@
 """Speed by the distance of the drafter on the virtual clock:
-`python docs/measurements/far_drafters.py [--tokens N]` (a few minutes; prints a Markdown table and break-even delays).
+`python -m docs.measurements.far_drafters [--tokens N]` (a few minutes; prints a Markdown table and break-even delays).
 
 Every column is a link's delay, one way; every cell shares of plain decoding's speed: the best of two fixed draft
 lengths, the decision from a cold start, and the same policy once more. With `--lookup ACCEPTANCE` drafts are never

@@ -1,6 +1,6 @@
 """guidellm, which also keeps the longest time between two chunks of each stream:
 
-    python docs/measurements/guidellm_gaps.py run --backend ... --output ...
+    python -m docs.measurements.guidellm_gaps run --backend ... --output ...
 
 takes what `guidellm` takes. guidellm itself keeps when the first and the last chunk of a stream came, and their number;
 with this file `info.timings` of each request in its JSON has `longest_gap_s` too: seconds between two chunks with text

@@ -1,6 +1,6 @@
 """Prompts for guidellm, each with its domain:
 
-    python docs/measurements/guidellm_prompts.py HUMANEVAL.jsonl SPEC_BENCH.jsonl > PROMPTS.jsonl
+    python -m docs.measurements.guidellm_prompts HUMANEVAL.jsonl SPEC_BENCH.jsonl > PROMPTS.jsonl
 
 41 HumanEval tasks and 79 first turns of Spec-Bench, in equal parts of its six subtasks, drawn and shuffled once by a
 seed. The eight categories that Spec-Bench has from MT-Bench are one domain, conversation. guidellm reads `prompt` and

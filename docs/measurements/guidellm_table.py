@@ -1,6 +1,6 @@
 """What guidellm measured of the server, as two tables and a picture:
 
-    python docs/measurements/guidellm_table.py FOLDER PICTURE.png [PROMPTS.jsonl]
+    python -m docs.measurements.guidellm_table FOLDER PICTURE.png [PROMPTS.jsonl]
 
 FOLDER has guidellm's JSON, one file for each server that was started, named MODE-STREAMS-START.json. `served.md` has
 the commands that made them. Prints medians over starts, and how many prompts had several texts. The longest gap of a

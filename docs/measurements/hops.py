@@ -1,4 +1,4 @@
-"""What records of a round cost on their way between two processes of one machine: `python docs/measurements/hops.py`.
+"""What records of a round cost on their way between two processes of one machine: `python -m docs.measurements.hops`.
 
 Each process has a core. One computes over 40 MB between two rounds, as a target's pass does, so that neither code nor
 records are in its caches; the other one waits. A round is a verdict to the hub and the next batch back. The ways are

@@ -1,4 +1,4 @@
-"""What HTTP costs beside the Python API: `python docs/measurements/http_overhead.py [options] [OVERRIDE ...]`.
+"""What HTTP costs beside the Python API: `python -m docs.measurements.http_overhead [options] [OVERRIDE ...]`.
 
 One engine in this process, always drafting, completes the same prompts `--turns` times by `Engine.submit` and over
 HTTP, as streams or `--whole`, in turn, each time without known rows. The clients of HTTP are one process more, which

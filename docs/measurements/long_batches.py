@@ -1,4 +1,4 @@
-"""Batches behind long texts, over plain decoding in the same engine: `python docs/measurements/long_batches.py PAIR`.
+"""Batches behind long texts, over plain decoding in the same engine: `python -m docs.measurements.long_batches PAIR`.
 
 PAIR is what `long_contexts.py --make` makes. Each of `--settings`, names of `long_contexts.SETTINGS`, starts an engine
 for each of `--requests`. So many requests, each behind another part of the standard library of `--length` tokens, are

@@ -1,4 +1,4 @@
-"""Milliseconds a token behind long texts: `python docs/measurements/long_contexts.py OUT.jsonl --pair DIR [options]`.
+"""Milliseconds a token behind long texts: `python -m docs.measurements.long_contexts OUT.jsonl --pair DIR [options]`.
 
 `--make` copies the bundled pair to DIR with room for 65,536 positions; the pair was trained on 8,192, so behind longer
 texts its tokens are poor, and the same in every setting. A text is modules of the standard library one after the other,

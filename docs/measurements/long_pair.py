@@ -1,9 +1,9 @@
 """A pocket pair for 32,768 positions: the bundled target goes on with texts that need far context.
 
-    python docs/measurements/long_pair.py train RUN/4k --length 4096 --minutes 12
-    python docs/measurements/long_pair.py train RUN/32k --start RUN/4k/target --length 4096 --reach 32768 --minutes 8
-    python docs/measurements/long_pair.py loss RUN/4k/target RUN/32k/target
-    python docs/measurements/long_pair.py prompts RUN/32k
+    python -m docs.measurements.long_pair train RUN/4k --length 4096 --minutes 12
+    python -m docs.measurements.long_pair train RUN/32k --start RUN/4k/target --length 4096 --reach 32768 --minutes 8
+    python -m docs.measurements.long_pair loss RUN/4k/target RUN/32k/target
+    python -m docs.measurements.long_pair prompts RUN/32k
 
 `train` writes `target/` and beside it the bundled draft model with as many positions, which drafts with
 `drafter.rows=streaming`. Rotations begin with a larger base, so that far positions differ from each other by no more

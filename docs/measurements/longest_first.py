@@ -1,4 +1,4 @@
-"""Rollouts of uneven lengths, by the order in which they begin: `python docs/measurements/longest_first.py [--seed N]`.
+"""Rollouts of uneven lengths, by the order in which they begin: `python -m docs.measurements.longest_first [--seed N]`.
 
 64 requests on eight places of an engine in this process, with passes of at least 10 ms (`target.pace_ms`) and without a
 drafter. Their lengths are log-normal, 8 to 400 tokens. Prints the seconds until the last one ends: as submitted, and

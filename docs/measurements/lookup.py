@@ -1,4 +1,4 @@
-"""Cost of drafters without a model by the length of the text: `python docs/measurements/lookup.py [--plot FILE.png]`.
+"""Cost of drafters without a model by the length of the text: `python -m docs.measurements.lookup [--plot FILE.png]`.
 
 Measures the real drafters on two long texts of the bundled tokenizer: the standard library, and one line repeated, as
 small models write it. Two tokens a round, as an engine would commit them. Columns: time per proposal, with those tokens

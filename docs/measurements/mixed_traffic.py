@@ -1,6 +1,6 @@
 """Mixed traffic at the HTTP server while roles are killed:
 
-    python docs/measurements/mixed_traffic.py [options] [OVERRIDE ...]
+    python -m docs.measurements.mixed_traffic [options] [OVERRIDE ...]
 
 Starts `job=serve` on Ray as a process, and lets `--clients` threads send whatever comes next of a seeded mixture:
 completions (greedy and sampled, 1 to 3 choices, streamed and whole, with a schema, a list of allowed tokens or neither,

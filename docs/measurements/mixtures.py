@@ -1,5 +1,5 @@
 """What rows cost a mixture of experts, and whether lengths are chosen well there:
-`python docs/measurements/mixtures.py passes` or `policy`.
+`python -m docs.measurements.mixtures passes` or `policy`.
 
 `passes` makes a mixture with random weights, times its passes by their rows on this machine, and counts the distinct
 experts of a layer that the rows use, beside E (1 - (1 - k / E)^rows), what independent rows are expected to use of E

@@ -1,4 +1,4 @@
-"""Runs of `job=bench` side by side: `python docs/measurements/overview.py RUN_DIR ... [--plot FILE.png]`.
+"""Runs of `job=bench` side by side: `python -m docs.measurements.overview RUN_DIR ... [--plot FILE.png]`.
 
 Prints one Markdown row per drafter with, for each workload, its acceptance length, the time of a draft, that of the
 target's pass over it, and its speed over plain decoding; of several runs of a workload the median, and the range of the

@@ -1,4 +1,4 @@
-"""What overlap is worth at a GPU's pass times: `python docs/measurements/paced.py OUT.jsonl [options] SETTING ...`.
+"""What overlap is worth at a GPU's pass times: `python -m docs.measurements.paced OUT.jsonl [options] SETTING ...`.
 
 A setting is `PIPELINE-LENGTH`, such as `branches-5`; `attached` stands for `sync` with the drafter on the target's
 ranks, `plain` has no length, and `sync-8-adaptive` lets the policy choose. Every start makes a new engine for each pace

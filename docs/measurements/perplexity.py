@@ -3,7 +3,7 @@
 The text are the modules of Python's library that no training has seen, in windows of 512 tokens, each token predicted
 from those before it in its window. Also the share of places where the likeliest token is that of float32. No engine.
 
-    python docs/measurements/perplexity.py --tokens 16384
+    python -m docs.measurements.perplexity --tokens 16384
 """
 
 from __future__ import annotations

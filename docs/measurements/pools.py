@@ -1,4 +1,4 @@
-"""One draft pool and more and more targets: `python docs/measurements/pools.py [--out FOLDER] [--batches 1,8,64]`.
+"""One draft pool and more and more targets: `python -m docs.measurements.pools [--out FOLDER] [--batches 1,8,64]`.
 
 For each batch, tokens per second of a target by the number of targets that one draft device serves: drafts or passes
 merged (`cluster/tools/fleet/description.py`), or one target after the other. Costs of passes are those of `COSTS`. The

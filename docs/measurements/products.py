@@ -9,7 +9,7 @@ rows that are rounded already, `dynamic` rounds all rows by one factor. Needs a 
 AVX512-BF16 and AVX512-VNNI, or one with AVX2, where the peak is that of multiply-adds and, for int8, of products of
 pairs of 16 bits with their addition. Knows no checkpoints: weights are random.
 
-    python docs/measurements/products.py --types w8a8 --threads 2 --repeats 9
+    python -m docs.measurements.products --types w8a8 --threads 2 --repeats 9
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Published operating points rebuilt from the authors' pass costs, and how far off the simulator is:
-`python docs/measurements/published.py`.
+`python -m docs.measurements.published`.
 
 A parameter that a paper does not give is either assumed, as noted beside it, or fitted to another figure of the same
 paper; never to the figure that is compared.

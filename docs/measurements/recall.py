@@ -1,4 +1,4 @@
-"""Tokens a target pass by the distance of what is needed: `python docs/measurements/recall.py OUT.jsonl --pair DIR`.
+"""Tokens a target pass by the distance of what is needed: `python -m docs.measurements.recall OUT.jsonl --pair DIR`.
 
 DIR is what `recall_pair.py` made. A text of `recall_texts.py` has a span and records at each of `--distances` that it
 has room for, counted from their end to the question (records: 48 tokens further); each is asked once behind the same

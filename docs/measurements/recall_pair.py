@@ -1,6 +1,6 @@
 """A pair that looks things up: what followed a token the last time follows again, however far before that was.
 
-    python docs/measurements/recall_pair.py RUN
+    python -m docs.measurements.recall_pair RUN
 
 Writes two Llamas of two layers whose weights are written down, not trained, a target and a draft model that is
 narrower: a head of the first layer reads the token before, and one of the second looks for the rows behind the token

@@ -1,4 +1,4 @@
-"""What a round costs beside its passes: `python docs/measurements/rounds.py OUT.jsonl [options] SETTING ...`.
+"""What a round costs beside its passes: `python -m docs.measurements.rounds OUT.jsonl [options] SETTING ...`.
 
 A setting is overrides of the launch joined by commas, such as `drafter=model,drafter.placement=attached`. Every start
 makes a new engine for each setting in turn, generates once to warm up, and appends one line for each window that

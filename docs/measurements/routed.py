@@ -1,4 +1,4 @@
-"""Draft models that learn while the domain of the texts changes: `python docs/measurements/routed.py [options]`.
+"""Draft models that learn while the domain of the texts changes: `python -m docs.measurements.routed [options]`.
 
 The bundled target continues `--prompts`, greedy, one request at a time, with the production drafters and rule and
 without an engine: no clock enters. Behind each text a drafter learns all that it holds, as its rank would between two

@@ -1,4 +1,4 @@
-"""Milliseconds in which tokens are chosen from rows of logits: `python docs/measurements/sampling.py [--rows 6]`.
+"""Milliseconds in which tokens are chosen from rows of logits: `python -m docs.measurements.sampling [--rows 6]`.
 
 One thread, medians and quartiles of repeats, in turn over the settings. Without the compiled kernels
 (`SPECDEC_KERNELS=0`) PyTorch and NumPy compute the same.

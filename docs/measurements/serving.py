@@ -1,4 +1,4 @@
-"""The HTTP server with more clients than it takes: `python docs/measurements/serving.py OUT.jsonl [OVERRIDE ...]`.
+"""The HTTP server with more clients than it takes: `python -m docs.measurements.serving OUT.jsonl [OVERRIDE ...]`.
 
 Starts a small `job=serve` as a process, sends it one, two and three times as many clients as it takes, which come again
 after each 429 until the same completions are done, and appends a line for each. `--table` prints what the file has,

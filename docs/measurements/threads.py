@@ -1,4 +1,4 @@
-"""What a neighbour on the same cores does to single tokens: `python docs/measurements/threads.py OUT.jsonl [options]`.
+"""What a neighbour on the same cores does to single tokens: `python -m docs.measurements.threads OUT.jsonl [options]`.
 
 Decodes plainly with two threads in this process while another one computes for half of each period, then without it,
 in turn, and appends one line for each window: median, 99th percentile and worst time of a token after the first ten.

@@ -1,4 +1,4 @@
-"""Acceptance length of draft trees at equal numbers of nodes: `python docs/measurements/trees.py [--out FILE.json]`.
+"""Acceptance length of draft trees at equal numbers of nodes: `python -m docs.measurements.trees [--out FILE.json]`.
 
 Counts tokens on the bundled pair and its held-out prompts, with the production drafter and rules and without an engine:
 no clock enters. A third of the prompts measures acceptance by rank, from which every scheme with a shape to choose
