@@ -68,6 +68,19 @@ class Survival:
             place = places[i]
             place.update_round([i + 1 in path for offered, path in drafts if offered > i])
             place.mean = max(place.mean, _LEAST_CHANCE)
+        self._extrapolate(num_offered)
+
+    def update_one(self, num_offered: int, num_accepted: int) -> None:
+        """The only draft of a round, of whose nodes the first were accepted."""
+        self._accepted = None
+        for i, place in enumerate(self._places[:num_offered]):
+            place.weight = place.memory * place.weight + 1
+            mean = place.mean + ((i < num_accepted) - place.mean) / place.weight
+            place.mean = mean if mean > _LEAST_CHANCE else _LEAST_CHANCE
+        self._extrapolate(num_offered)
+
+    def _extrapolate(self, num_offered: int) -> None:
+        places = self._places
         # A place that was not offered drifts towards the extrapolation from the places before it; else an estimate from
         # an earlier text would keep drafts short for ever.
         step = places[num_offered - 1].mean ** (1 / num_offered)

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain, combinations
+from dataclasses import dataclass
+from itertools import chain, combinations
 from math import exp
+from typing import NamedTuple
 
 from actors.policy.acceptance import AVERAGE, RelativeAcceptance, Survival
 from actors.policy.costs import IDLE_DECAY
@@ -43,8 +44,7 @@ _LEAST_DRAFTS = 0.1
 """Drafts that a drafter which never drafted counts as: its tokens may be all of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """Draft lengths that one drafter could contribute for a request."""
 
     drafter: int
@@ -61,11 +61,10 @@ class Offer:
     def optimistic(self) -> Offer:
         """The same if the error is in its favour, but no more than it drafts."""
         more, pairs = exp(self.error) - 1, zip(self.lengths, self.expected, strict=True)
-        return replace(self, expected=[min(one + max(1 + one, LEAST_SCATTER) * more, k) for k, one in pairs])
+        return self._replace(expected=[min(one + max(1 + one, LEAST_SCATTER) * more, k) for k, one in pairs])
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     """The choice for each request (drafter, draft tokens), and the tokens and seconds that the round is expected to
     take."""
 
@@ -80,10 +79,11 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Seconds of a round of `num_requests`: `draft_s(drafter, longest draft, requests that use it)` of each drafter
-    that is used, and the rest of the round by its draft tokens, a line."""
+    """Seconds of a round of `num_requests`: of each drafter that is used `draft_line(drafter, requests that use it)`,
+    seconds without a draft token and of one more of its longest draft, and the rest of the round by its draft tokens,
+    a line."""
 
-    draft_s: Callable[[int, int, int], float]
+    draft_line: Callable[[int, int], tuple[float, float]]
     rest_s: float
     per_row_s: float
     num_requests: int = 1
@@ -98,19 +98,15 @@ class RoundTimes:
                 users[drafter] = users.get(drafter, 0) + 1
                 if length > longest.get(drafter, 0):
                     longest[drafter] = length
-        drafting_s = sum([self.draft_s(drafter, length, users[drafter]) for drafter, length in longest.items()])
-        return self.rest_s + num_rows * self.per_row_s + drafting_s
-
-    def seconds_of_all(self, drafter: int, length: int) -> float:
-        """Seconds of a round in which every request has such a draft."""
-        num_requests = self.num_requests
-        return self.rest_s + num_requests * length * self.per_row_s + self.draft_s(drafter, length, num_requests)
+        seconds = self.rest_s + num_rows * self.per_row_s
+        for drafter, length in longest.items():
+            first_s, token_s = self.draft_line(drafter, users[drafter])
+            seconds += max(0.0, first_s + length * token_s)
+        return seconds
 
     def token_s(self, drafter: int) -> float:
         """What a draft token more costs a round in which all requests get one."""
-        num_requests = self.num_requests
-        longer_s = self.draft_s(drafter, 2, num_requests) - self.draft_s(drafter, 1, num_requests)
-        return num_requests * self.per_row_s + longer_s
+        return self.num_requests * self.per_row_s + self.draft_line(drafter, self.num_requests)[1]
 
 
 def assign(offers: Sequence[Sequence[Offer]], times: RoundTimes) -> Assignment:
@@ -202,8 +198,8 @@ class DrafterAcceptance:
         if one is None:
             one = self._kinds[kind] = Survival(self._longest, like=self._all, weight=PRIOR_DRAFTS)
         self._requests.setdefault(request_id, RelativeAcceptance()).update_one(depth, num_accepted, one)
-        for scored in (self._all, one):
-            scored.update([(depth, range(1, num_accepted + 1))])
+        self._all.update_one(depth, num_accepted)
+        one.update_one(depth, num_accepted)
         self.num_drafts += 1
 
     def round_passed(self) -> None:
@@ -216,7 +212,13 @@ class DrafterAcceptance:
         """Tokens expected to be accepted of a draft of this kind that is 1, 2, ... `depth` deep."""
         chances = self._kinds.get(kind, self._all).chances[:depth]
         ratio = self._requests.get(request_id, AVERAGE).ratio()
-        return list(accumulate(min(1.0, chance * ratio ** (i + 1)) for i, chance in enumerate(chances)))
+        tokens, factor, expected = 0.0, 1.0, list[float]()
+        for chance in chances:
+            factor *= ratio
+            own = chance * factor
+            tokens += own if own < 1.0 else 1.0
+            expected.append(tokens)
+        return expected
 
     def error(self, request_id: int) -> float:
         """Standard error of the logarithm of the tokens of a round with its drafts."""
@@ -237,9 +239,12 @@ def saved_s(others: Sequence[Offer], offer: Offer, times: RoundTimes) -> tuple[f
 def _alone(offers: Sequence[Offer], times: RoundTimes) -> Assignment:
     """The best of all offers for one request; also that of a batch of requests that are all like it."""
     pick, tokens, seconds = (NO_DRAFTER, 0), 1.0, times.rest_s
+    rest_s, row_s = times.rest_s, times.num_requests * times.per_row_s
     for offer in offers:
+        first_s, token_s = times.draft_line(offer.drafter, times.num_requests)
         for length, expected in zip(offer.lengths, offer.expected, strict=True):
-            took = times.seconds_of_all(offer.drafter, length)
+            drafting_s = first_s + length * token_s
+            took = rest_s + length * row_s + (drafting_s if drafting_s > 0.0 else 0.0)
             if (1 + expected) * seconds > tokens * took:
                 pick, tokens, seconds = (offer.drafter, length), 1 + expected, took
     return Assignment([pick], tokens, seconds)
@@ -329,6 +334,9 @@ class DrafterChoice:
         weighed = []
         for row, (request_id, request) in enumerate(zip(request_ids, offers, strict=True)):
             ready = [offer for offer in request if not offer.read_s]
+            if len(ready) == len(request) and row != self._turn:
+                weighed.append(ready)
+                continue
             for offer in request:
                 if not self._shown[offer.drafter] and (offer.read_s or row == self._turn):
                     others = [one for one in ready if one is not offer]
@@ -340,7 +348,7 @@ class DrafterChoice:
                 for offer in request
             ]
             weighed.append(
-                [replace(one, read_s=0.0) if reads else one for one, reads in zip(request, pays, strict=True)]
+                [one._replace(read_s=0.0) if reads else one for one, reads in zip(request, pays, strict=True)]
             )
         return weighed
 
@@ -356,6 +364,8 @@ class DrafterChoice:
         tried = self._optimistic(offers, best, times)
         for one in self.acceptance:
             one.round_passed()
+        if tried is best:
+            return best
         lost = (tried.seconds + _read_s(offers, tried.picks)) / best.seconds - tried.tokens / best.tokens
         if lost > self._budget:
             return best

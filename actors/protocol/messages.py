@@ -109,7 +109,12 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    @property
+    def depth(self) -> int:
+        """Distance of the farthest node from the root."""
+        return len(self.parents) - 1 if self.is_chain else max(self.depths())
 
     def depths(self) -> list[int]:
         """Distance of every node from the root."""
@@ -146,7 +151,14 @@ class TokenTree:
 
     def agreed_depth(self, token_ids: Sequence[int]) -> int:
         """How many of the tokens a walk down from the root finds."""
-        return len(self.agreed_path(token_ids))
+        if not self.is_chain:
+            return len(self.agreed_path(token_ids))
+        agreed = 0
+        for own, token in zip(self.token_ids[1:], token_ids, strict=False):
+            if own != token:
+                break
+            agreed += 1
+        return agreed
 
     def has_path(self, nodes: tuple[int, ...]) -> bool:
         """Whether each of these nodes is a child of the one before it, the first of them of the root."""

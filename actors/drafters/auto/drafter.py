@@ -43,7 +43,7 @@ Orders = Sequence[tuple[Context, int]]
 """Requests, and the draft tokens that were ordered for each."""
 _LONGEST_RUN = 7
 """Tokens in a row that a drafter was right about, beyond which a longer run predicts no more."""
-UNMEASURED = RoundTimes(lambda *_: 0.0, 1.0, 0.0)
+UNMEASURED = RoundTimes(lambda *_: (0.0, 0.0), 1.0, 0.0)
 """Stands for the times of rounds before one was measured, for which any drafts serve, and of those where no pass
 verifies drafts, which are not asked for."""
 
@@ -141,8 +141,10 @@ class AutoDrafter(Members):
         """What a drafter has prepared is used; for the others drafters are chosen."""
         orders = list(zip(contexts, budgets, strict=True))
         is_prepared = [self._ahead.prepared(context) for context in contexts]
-        drafts = self._prepared(list(compress(orders, is_prepared)))
-        rest = [one for one, is_ready in zip(orders, is_prepared, strict=True) if not is_ready]
+        drafts, rest = dict[int, Draft](), orders
+        if any(is_prepared):
+            drafts = self._prepared(list(compress(orders, is_prepared)))
+            rest = [one for one, is_ready in zip(orders, is_prepared, strict=True) if not is_ready]
         drafts |= self._finished([context for context, _ in rest if context.request_id in self._begun])
         drafts |= self._chosen([one for one in rest if one[0].request_id not in drafts])
         return [drafts[context.request_id] for context in contexts]
@@ -157,8 +159,9 @@ class AutoDrafter(Members):
 
     def observe(self, context: Context, commit: Commit) -> None:
         request = self._requests[context.request_id]
+        unused = replace(commit, path=()) if commit.path else commit
         for i, one in enumerate(self.members):
-            one.drafter.observe(context, commit if i == request.used else replace(commit, path=()))
+            one.drafter.observe(context, commit if i == request.used else unused)
         if request.used != NO_DRAFTER:
             self._count_accepted(request.used, commit)
         request.used = NO_DRAFTER
@@ -334,7 +337,7 @@ class AutoDrafter(Members):
                 if not num_tokens:
                     request.runs[i] = 0
                     continue
-                is_chain, depth = draft.tree.is_chain, max(draft.tree.depths())
+                is_chain, depth = draft.tree.is_chain, draft.tree.depth
                 longest, kind = num_tokens, (request.runs.get(i, 0).bit_length(), num_tokens.bit_length())
                 self._remember(context, i, kind, draft.tree)
             if context.drafter not in (None, one.name) or (context.is_unverified and not one.is_shown):
@@ -361,10 +364,10 @@ class AutoDrafter(Members):
         means = [sum(counts) / len(counts) if counts else 0.0 for counts in unread]
 
         @cache  # asked for again and again in a round
-        def draft_s(drafter: int, longest: int, users: int) -> float:
-            return self.members[drafter].draft_s(longest, means[drafter], users)
+        def draft_line(drafter: int, users: int) -> tuple[float, float]:
+            return self.members[drafter].draft_line(means[drafter], users)
 
-        return RoundTimes(draft_s, costs.round_s, costs.row_s, len(contexts))
+        return RoundTimes(draft_line, costs.round_s, costs.row_s, len(contexts))
 
     # --- drafts that are made pass by pass ----------------------------------------------------------------------------
 
@@ -441,7 +444,7 @@ class AutoDrafter(Members):
         for shown in request.drafts:
             text = [*context.token_ids[shown.start :], *token_ids]
             # of 0 where it had no room; what is read off a preview is as deep as the longest drafter's
-            depth = min(max(1, *shown.tree.depths()), self.members[shown.member].longest)
+            depth = min(max(1, shown.tree.depth), self.members[shown.member].longest)
             agreed = min(shown.tree.agreed_depth(text), depth)
             if shown.start == length and self.members[shown.member].is_shown:
                 run = request.runs.get(shown.member, 0)

@@ -63,7 +63,12 @@ class Member:
 
     def draft_s(self, longest: int, unread: float, num_requests: int) -> float:
         """Seconds of one call for so many requests; none for what was drafted before the choice."""
-        return 0.0 if self.is_shown else self.draft_times.known(num_requests).seconds(longest, unread)
+        first_s, token_s = self.draft_line(unread, num_requests)
+        return max(0.0, first_s + longest * token_s)
+
+    def draft_line(self, unread: float, num_requests: int) -> tuple[float, float]:
+        """Seconds of one call less those of its draft tokens, and those of a token more for every request."""
+        return (0.0, 0.0) if self.is_shown else self.draft_times.known(num_requests).line(unread)
 
     def drafted(self, longest: int, unread: float, num_requests: int, seconds: float) -> None:
         """A call took so long."""
@@ -84,26 +89,39 @@ class DraftTimes:
         in their rows."""
         return DraftTimes(*[replace(one, weight=min(one.weight, 1.0)) for one in (self.length_s, self.unread_s)])
 
-    def seconds(self, longest: int, unread: float) -> float:
-        return max(0.0, self.length_s.mean_y + self._for_length(longest) + self._for_reading(unread))
+    def line(self, unread: float) -> tuple[float, float]:
+        """Seconds of a draft behind so many tokens to read, less those of its own tokens, and those of a token."""
+        fit, slope = self.length_s, self._token_s()
+        return fit.mean_y - slope * fit.mean_x + self._for_reading(unread), slope
 
     def update(self, longest: int, unread: float, seconds: float) -> None:
-        for_length, for_reading = self._for_length(longest), self._for_reading(unread)
-        self.length_s.update(longest, seconds - for_reading)
+        fit, for_reading = self.length_s, self._for_reading(unread)
+        for_length = self._token_s() * (longest - fit.mean_x)
+        fit.update(longest, seconds - for_reading)
         self.unread_s.update(unread, seconds - for_length)
 
-    def _for_length(self, longest: int) -> float:
-        """Seconds that a draft takes beyond one of the mean length."""
+    def _token_s(self) -> float:
+        """Seconds that a token more takes."""
         fit = self.length_s
         if not fit.weight:
             return 0.0
         proportional = fit.mean_y / fit.mean_x
-        slope = min(fit.slope(_ASSUMED_SHARE * proportional, _LENGTH_STIFFNESS), proportional)
-        return slope * (longest - fit.mean_x)
+        return min(fit.slope(_ASSUMED_SHARE * proportional, _LENGTH_STIFFNESS), proportional)
 
     def _for_reading(self, unread: float) -> float:
         """Seconds that a draft takes beyond one with the mean number of tokens to read."""
         return self.unread_s.slope(0.0, _READ_STIFFNESS) * (unread - self.unread_s.mean_x)
+
+
+@dataclass(slots=True)
+class _MemberWork:
+    """What `LevelWork` counts of one member."""
+
+    num_passes: int = 0
+    busy_s: float = 0.0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class MembersFeatures:
@@ -197,7 +215,7 @@ class Members(ABC):
     def __init__(self, members: Sequence[Member], ahead: MembersAhead) -> None:
         self.members = members
         self._ahead = ahead
-        self._work = [LevelWork(one.name) for one in members]
+        self._work = [_MemberWork() for _ in members]
         can = [one.drafter.capabilities for one in members]
         self.capabilities = Capabilities(
             min((one.vocab_size for one in can if one.vocab_size is not None), default=None),
@@ -229,9 +247,13 @@ class Members(ABC):
 
     def level_stats(self) -> tuple[LevelWork, ...]:
         """Work of the drafters, and acceptance of the drafts that were used; of a cascade also that of its levels."""
-        work, self._work = self._work, [LevelWork(one.name) for one in self.members]
-        levels = [level for one in self._with_levels() for level in one.level_stats()]
-        return (*(one for one in work if one.num_passes or one.num_accepted_tokens), *levels)
+        own = []
+        for number, (one, work) in enumerate(zip(self.members, self._work, strict=True)):
+            if work.num_passes or work.num_accepted_tokens:
+                counts = work.num_drafts, work.num_draft_tokens, work.num_accepted_tokens
+                own.append(LevelWork(one.name, work.num_passes, work.busy_s, *counts))
+                self._work[number] = _MemberWork()
+        return (*own, *(level for one in self._with_levels() for level in one.level_stats()))
 
     def _with_levels(self) -> list[HasLevels]:
         can = [one.drafter.capabilities for one in self.members]
@@ -240,20 +262,18 @@ class Members(ABC):
     def _count_call(self, number: int, seconds: float) -> None:
         """One call of this member, whose drafts may be used or not."""
         work = self._work[number]
-        self._work[number] = replace(work, num_passes=work.num_passes + 1, busy_s=work.busy_s + seconds)
+        work.num_passes += 1
+        work.busy_s += seconds
 
     def _count_used(self, number: int, tree: TokenTree) -> None:
         """A draft of this member goes to the target. Only these are counted: the verdict is on them."""
         work, size = self._work[number], tree.num_draft_tokens
-        self._work[number] = replace(
-            work, num_drafts=work.num_drafts + (size > 0), num_draft_tokens=work.num_draft_tokens + size
-        )
+        work.num_drafts += size > 0
+        work.num_draft_tokens += size
 
     def _count_accepted(self, number: int, commit: Commit) -> None:
         """The verdict on a draft of this member."""
-        work = self._work[number]
-        accepted = work.num_accepted_tokens + min(len(commit.path), len(commit.token_ids))
-        self._work[number] = replace(work, num_accepted_tokens=accepted)
+        self._work[number].num_accepted_tokens += min(len(commit.path), len(commit.token_ids))
 
 
 def named_parts(name: str, draft: Draft) -> Draft:

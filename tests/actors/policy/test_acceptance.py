@@ -238,3 +238,13 @@ def test_what_is_known_of_the_mean_of_requests_grows_with_their_number():
     assert model.num_drafts_of_mean([99]) == 0, "a new one"
     assert model.num_drafts_of_mean(range(4)) == pytest.approx(4 * (1 + known) - 1)
     assert known < model.num_drafts_of_mean([0, 1, 2, 99]) < model.num_drafts_of_mean(range(4))
+
+
+def test_one_draft_is_learned_from_as_a_round_of_it():
+    alone, in_round, draw = Survival(6), Survival(6), random.Random(1)
+    for _ in range(50):
+        num_offered = draw.randint(1, 6)
+        num_accepted = draw.randint(0, num_offered)
+        alone.update_one(num_offered, num_accepted)
+        in_round.update([(num_offered, range(1, num_accepted + 1))])
+    assert alone.chances == pytest.approx(in_round.chances) and alone.weight == pytest.approx(in_round.weight)

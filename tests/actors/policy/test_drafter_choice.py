@@ -23,7 +23,7 @@ from actors.policy.drafter_choice import (
 
 LOOKUP, MODEL = 0, 1
 PASS_S, REST_S, ROW_S = 0.001, 0.010, 0.0002
-TIMES = RoundTimes(lambda drafter, longest, _: PASS_S * longest if drafter == MODEL else 0.0, REST_S, ROW_S)
+TIMES = RoundTimes(lambda drafter, _: (0.0, PASS_S if drafter == MODEL else 0.0), REST_S, ROW_S)
 OF_THREE = replace(TIMES, per_row_s=ROW_S / 3, num_requests=3)
 
 
@@ -52,7 +52,7 @@ def best_by_trying(offers, times):
 def test_one_request_gets_the_best_of_all_drafters_and_lengths(seed):
     draw = random.Random(seed)
     costs = [0.0, *(draw.uniform(0, 0.004) for _ in range(2))]
-    times = RoundTimes(lambda drafter, longest, _: costs[drafter] * longest, REST_S, draw.choice([0.0, ROW_S, 0.002]))
+    times = RoundTimes(lambda drafter, _: (0.0, costs[drafter]), REST_S, draw.choice([0.0, ROW_S, 0.002]))
     offers = [[offer(drafter, draw.random(), draw.randint(1, 6)) for drafter in range(3)]]
     assert assign(offers, times).speed == pytest.approx(best_by_trying(offers, times))
 
@@ -69,9 +69,7 @@ def test_a_batch_comes_close_to_the_best_of_all_assignments(seed):
 
 def test_a_drafter_that_is_dear_for_many_drafts_for_few():
     """A token takes as long as there are requests to draft it for: only one of eight is worth that."""
-    times = RoundTimes(
-        lambda drafter, length, users: 0.0006 * length * users if drafter == MODEL else 0.0, REST_S, 0.0, 8
-    )
+    times = RoundTimes(lambda drafter, users: (0.0, 0.0006 * users if drafter == MODEL else 0.0), REST_S, 0.0, 8)
     offers = [[offer(MODEL, 0.9 if row == 3 else 0.1, 4)] for row in range(8)]
     found = assign(offers, times)
     assert [drafter for drafter, _ in found.picks] == [MODEL if row == 3 else NO_DRAFTER for row in range(8)]
@@ -88,12 +86,12 @@ def test_lengths_that_bring_nothing_hide_no_longer_one():
 def test_a_tree_is_taken_whole_or_not_at_all():
     tree = Offer(LOOKUP, (9,), (2.0,))
     assert assign([[tree]], TIMES).picks == [(LOOKUP, 9)]
-    dear = RoundTimes(lambda *_: 0.0, REST_S, 0.003)
+    dear = RoundTimes(lambda *_: (0.0, 0.0), REST_S, 0.003)
     assert assign([[tree]], dear).picks == [(NO_DRAFTER, 0)]
 
 
 def test_what_a_drafter_costs_decides():
-    dear = RoundTimes(lambda drafter, longest, _: 0.004 * longest if drafter == MODEL else 0.0, REST_S, 0.0)
+    dear = RoundTimes(lambda drafter, _: (0.0, 0.004 if drafter == MODEL else 0.0), REST_S, 0.0)
     offers = [[offer(LOOKUP, 0.5, 8), offer(MODEL, 0.8, 8)]]
     assert assign(offers, TIMES).picks[0][0] == MODEL
     assert assign(offers, dear).picks[0][0] == LOOKUP
@@ -109,7 +107,7 @@ class World:
         self.draw = random.Random(seed)
         self.choice = DrafterChoice([6, 6], [True, False])
         self.lookup_chance, self.model_chance = lookup_chance, model_chance
-        self.times = RoundTimes(lambda drafter, longest, _: pass_s * longest if drafter == MODEL else 0.0, REST_S, 0.0)
+        self.times = RoundTimes(lambda drafter, _: (0.0, pass_s if drafter == MODEL else 0.0), REST_S, 0.0)
         self.seconds, self.tokens, self.used = 0.0, 0, []
 
     def accepted(self, chance, length):
@@ -180,7 +178,7 @@ def test_exploring_costs_no_more_than_its_share():
 
 
 def unread_model(chance, read_s):
-    return [[offer(LOOKUP, 0.2, 6), replace(offer(MODEL, chance, 6), read_s=read_s)]]
+    return [[offer(LOOKUP, 0.2, 6), offer(MODEL, chance, 6)._replace(read_s=read_s)]]
 
 
 def test_reading_pays_if_the_request_goes_on_for_long_enough():
@@ -202,7 +200,7 @@ def test_reading_does_not_pay_for_a_drafter_that_brings_nothing():
 def test_what_reading_saves_is_learned_by_request():
     """Lookups are good at request 0 and bad at request 1; one that arrives is expected to be as the average."""
     choice = DrafterChoice([6, 6], [True, False])
-    offers = [[offer(LOOKUP, chance, 6), replace(offer(MODEL, 0.9, 6), read_s=0.1)] for chance in (0.95, 0.2)]
+    offers = [[offer(LOOKUP, chance, 6), offer(MODEL, 0.9, 6)._replace(read_s=0.1)] for chance in (0.95, 0.2)]
     for _ in range(20):
         choice.weigh_reading([0, 1], [0, 0], offers, TIMES)
     good, bad, unknown = (choice.reading[MODEL].saves_s(i, 2, 100) for i in (0, 1, 2))
@@ -232,7 +230,7 @@ def test_exploration_of_a_drafter_that_has_to_read_is_saved_up_for(read_s):
 
     def offers():
         lookup, model = unread_model(0.0, read_s)[0]
-        return [[lookup, replace(model, error=choice.acceptance[MODEL].error(0))]]
+        return [[lookup, model._replace(error=choice.acceptance[MODEL].error(0))]]
 
     while choice.choose(offers(), TIMES).picks[0][0] != MODEL:
         rounds += 1
