@@ -28,6 +28,15 @@ def cache(tmp_path, monkeypatch):
     library._library.cache_clear()
 
 
+@pytest.fixture
+def switched_on(monkeypatch):
+    """Kernels that this process has not asked for yet, also in a run of the tests without them."""
+    monkeypatch.delenv(library.SWITCH, raising=False)
+    library._library.cache_clear()
+    yield
+    library._library.cache_clear()
+
+
 @NEEDS_COMPILER
 def test_ranks_that_start_together_compile_once(cache, monkeypatch):
     calls, compiler = cache / "calls", cache / "counted"
@@ -91,8 +100,7 @@ def test_the_switch_is_silent(cache, monkeypatch, caplog):
 
 
 @NEEDS_COMPILER
-def test_there_is_no_obstacle_before_kernels_are_asked_for_and_where_there_are_some():
-    library._library.cache_clear()
+def test_there_is_no_obstacle_before_kernels_are_asked_for_and_where_there_are_some(switched_on):
     assert library.obstacle() is None and library._library.cache_info().currsize == 0
     assert library.library() is not None and library.obstacle() is None
 
@@ -104,7 +112,7 @@ def test_a_folder_that_others_may_write_to_is_refused(cache):
 
 
 @NEEDS_COMPILER
-def test_the_kernels_use_the_openmp_runtime_of_pytorch():
+def test_the_kernels_use_the_openmp_runtime_of_pytorch(switched_on):
     assert library.library() is not None
     wanted, before = ctypes.CDLL(None).omp_get_max_threads, torch.get_num_threads()  # as the library looks it up
     torch.set_num_threads(3)
