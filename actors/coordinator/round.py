@@ -28,6 +28,10 @@ class Round:
     """When the batch of this pass left."""
     drafted_before_s: float = 0.0
     """Time that an attached drafter took for this round's drafts, at the end of the round before."""
+    first_part: VerdictBatch | None = None
+    """The verdicts of this pass, which are committed, where drafts behind them are yet to come."""
+    is_test: bool = False
+    """The pass was that of a request which is tested alone."""
     unverified: bool = False
     """The drafts that an attached drafter makes behind this pass are only compared with the text."""
     seen: RoundObservation = field(default_factory=RoundObservation)

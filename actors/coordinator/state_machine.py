@@ -100,6 +100,8 @@ class Coordinator:
         verifying = self._round.verifying
         if verifying is None or batch.round != self._verify_round:
             return True
+        if self._round.first_part is not None:
+            return not (batch.verdicts or batch.hits or batch.prompt_logprobs or batch.drafts_follow)
         if (batch.prompt_logprobs or batch.hits) and not self._expects_of_prompts(batch):
             return False
         answered = set[int]()
@@ -260,8 +262,9 @@ class Coordinator:
             self.stats.num_preemptions += 1
 
     def _end_round(self, batch: VerdictBatch, now: float) -> Iterable[Tokens | WeightsUpdated]:
-        """Commit the verdicts, and emit the tokens; or the target has loaded weights."""
-        verifying = self._round.verifying
+        """Commit the verdicts, and emit the tokens; or the target has loaded weights. Where drafts follow the verdicts,
+        the round ends with those."""
+        round_, verifying, emitted = self._round, self._round.verifying, list[Tokens]()
         if verifying is None or batch.round != self._verify_round:
             self.stats.num_stale += 1
             return []
@@ -269,23 +272,29 @@ class Coordinator:
             self._end_outages(now, "target")
         if self._loading is not None:
             return [self._end_loading(self._loading, batch.refusal, now)]
-        if self._round.admitted:
+        if round_.admitted:
             self._take_hits(batch)
         for part in batch.prompt_logprobs:
             if part.request_id in self._sequences:
                 kept = self._sequences[part.request_id].logprobs
                 assert kept is not None, "`expects` has seen to it"
                 kept.add_prompt(part)
-        is_test = self._scheduler.tested is not None  # until its last verdict is committed
-        emitted = [self._commit(verdict, now) for verdict in batch.verdicts if verdict.request_id in verifying]
-        self.stats.num_stale += len(batch.verdicts) - len(emitted)  # verdicts of requests that were aborted
-        self._observe(batch, now, is_test=is_test)
-        self.stats.num_stale += self._drafter.end_pass(batch, self._sequences)
-        unverified, self._round = self._round.unverified, Round(now)
-        if batch.drafts is not None:
-            self.stats.add_drafts(batch.drafts)
-            is_used = any(sequence.draft.proposal is not None for sequence in self._sequences.values())
-            self._round.add_drafting(batch.drafts, is_used=is_used, unverified=unverified)
+        if round_.first_part is None:
+            round_.is_test = self._scheduler.tested is not None  # until its last verdict is committed
+            emitted = [self._commit(verdict, now) for verdict in batch.verdicts if verdict.request_id in verifying]
+            self.stats.num_stale += len(batch.verdicts) - len(emitted)  # verdicts of requests that were aborted
+        else:
+            batch = replace(batch, verdicts=round_.first_part.verdicts)
+        if batch.drafts_follow:
+            round_.first_part, round_.verifying = batch, set()
+        else:
+            self._observe(batch, now, is_test=round_.is_test)
+            self.stats.num_stale += self._drafter.end_pass(batch, self._sequences)
+            self._round = Round(now)
+            if batch.drafts is not None:
+                self.stats.add_drafts(batch.drafts)
+                is_used = any(sequence.draft.proposal is not None for sequence in self._sequences.values())
+                self._round.add_drafting(batch.drafts, is_used=is_used, unverified=round_.unverified)
         return [one for one in emitted if one.token_ids or one.finish_reason is not None]
 
     def _take_hits(self, batch: VerdictBatch) -> None:
@@ -535,6 +544,8 @@ class Coordinator:
             self._drafter.of(role).lose(self._sequences.values())
             return []
         self._has_target, self._target_outbox = False, Outbox()
+        if self._round.first_part is not None:
+            self._round = Round(now)
         self._round.verifying, self._round.admitted = None, []
         for sequence in self._scheduler.preempt(self._scheduler.running):
             self._drafter.release(sequence)

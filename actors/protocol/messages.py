@@ -860,6 +860,9 @@ class VerdictBatch:
     """Those of all its rows, if the drafter asks for them."""
     drafts: ProposalBatch | None = None
     """Those of an attached drafter, for the prefixes to which the verdicts lead."""
+    drafts_follow: bool = False
+    """The drafter reads text first: the verdicts leave alone, and its drafts in a further batch of this round, which
+    has no verdicts."""
     export: FeatureExport | None = None
     """What this batch sends over the bridge that it was given."""
     exported: tuple[float, float] | None = None

@@ -19,6 +19,7 @@ import torch
 from actors.coordinator.outbox import Outbox
 from actors.drafters.interface import Drafter, FeatureRows
 from actors.protocol.messages import (
+    MOST_READ_WITH_DRAFT,
     Commit,
     DraftBatch,
     DraftOrder,
@@ -94,6 +95,24 @@ class AttachedDrafter(AfterVerdicts):
             forced = own if is_forced else ()  # some: which ones, only the lead has to know
             shared.append(Verdict(request_id, epoch, prefix_len, path, own, bool(none_follows), forced=forced))
         return tuple(verdicts if is_lead else shared)  # what else they carry is the lead's alone
+
+    def reads_much(self, batch: VerifyBatch, verdicts: Sequence[Verdict], contexts: Mapping[int, TargetContext]) -> bool:
+        """Whether the drafts behind these verdicts begin with reading a prompt, or what was generated at rest."""
+        unread = [
+            item.request_id
+            for item in batch.items
+            if (item.num_draft_tokens or item.reads_text)
+            and item.request_id in self._outbox.known
+            and self._unread_len(item.request_id, contexts[item.request_id]) > MOST_READ_WITH_DRAFT
+        ]
+        if not (unread and verdicts):
+            return False
+        return any(order.request_id in unread for order in self._orders(batch, verdicts, contexts))
+
+    def _unread_len(self, request_id: int, context: TargetContext) -> int:
+        """Tokens of the text that the drafter has not been shown."""
+        known = None if request_id in self._outbox.admits else self.role.contexts[request_id]
+        return len(context.token_ids) - (0 if known is None else len(known.token_ids))
 
     def follow(
         self,

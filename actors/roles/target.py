@@ -69,8 +69,9 @@ class _PassAhead:
 
 
 class TargetRole:
-    """Answers each `VerifyBatch` with a `VerdictBatch`. With `ahead` the next pass is made as soon as an answer was
-    taken; for a rank alone, whose drafter keeps rows at once: ranks would have to agree that they do."""
+    """Answers each `VerifyBatch` with a `VerdictBatch`, or with two if an attached drafter reads much text first. With
+    `ahead` the next pass is made as soon as an answer was taken; for a rank alone, whose drafter keeps rows at once:
+    ranks would have to agree that they do."""
 
     def __init__(
         self,
@@ -122,12 +123,18 @@ class TargetRole:
             refusal = self._weights.take(batch.weights)
             yield replace(answer, finished=time.monotonic(), refusal=refusal)
             return
+        has_left = False
         if batch.items:
-            answer = self._answer_pass(batch, answer, self._make_pass(batch) if ahead is None else ahead.made)
+            made = self._make_pass(batch) if ahead is None else ahead.made
+            answer, features = self._answer_pass(batch, answer, made)
+            has_left = self._drafter.reads_much(batch, answer.verdicts, self.contexts)
+            if has_left:
+                yield replace(answer, top_tokens=None, drafts_follow=True)
+            answer = self._drafter.follow(batch, answer, features, self.contexts)
         if self._reads_later:
             answer = replace(answer, top_tokens=self._of_last_pass)
             self._of_last_pass = None
-        yield answer
+        yield replace(answer, verdicts=(), hits=(), prompt_logprobs=()) if has_left else answer
         self._drafter.answered()
         if self._reads_later and batch.items:
             self._of_last_pass = self._verifier.top_tokens()
@@ -156,8 +163,10 @@ class TargetRole:
         inputs = [self._verify_input(item, exports=batch.bridge > 0) for item in batch.items]
         return _Pass(inputs, *self._verifier.forward(inputs, keeps_top_tokens=batch.may_draft))
 
-    def _answer_pass(self, batch: VerifyBatch, answer: VerdictBatch, made: _Pass) -> VerdictBatch:
-        """The verdicts of the pass, and what the drafter has of them."""
+    def _answer_pass(
+        self, batch: VerifyBatch, answer: VerdictBatch, made: _Pass
+    ) -> tuple[VerdictBatch, list[FeatureRows]]:
+        """The answer with the verdicts of the pass, and the hidden states that the drafter reads."""
         drafter, reads = self._drafter, self._features is not None and self._drafter.wants_features(batch)
         inputs, num_rows = made.inputs, made.num_rows
         verdicts = self._verify(inputs, made.logits, may_draft=batch.may_draft) if self._is_lead else ()
@@ -172,7 +181,7 @@ class TargetRole:
         answer = replace(answer, verdicts=verdicts, finished=finished, num_tokens=num_rows, top_tokens=top_tokens)
         if prompts := self._verifier.prompt_logprobs():
             answer = replace(answer, prompt_logprobs=tuple(prompts))
-        return drafter.follow(batch, answer, features, self.contexts)
+        return answer, features
 
     def _committed_features(self, inputs: Sequence[VerifyInput], verdicts: Sequence[Verdict]) -> list[FeatureRows]:
         """The features of the tokens that this pass committed, whose rows are still pending, for requests that are
