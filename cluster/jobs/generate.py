@@ -10,7 +10,6 @@ engine.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -46,7 +45,8 @@ from parallel.whole_files import append_text, write_text
 
 REPORT_EVERY_S = 5.0
 _WARM_UP = "warm-up"
-"""Phase of the requests that warm up, and the salt of their cache: the measured ones find none of their KV rows."""
+"""Phase of the requests that warm up, and where the salts of their caches begin: none finds KV rows of another, nor do
+the measured ones."""
 COMPLETIONS_SHOWN = 8
 
 
@@ -70,9 +70,11 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         first_token_s = _warm_up(engine, prompts, sampling)
         num_spec_tokens = getattr(config.drafter, "num_draft_tokens", 0)
         make_report = partial(_report, engine, len(finished), first_token_s)
-        so_far, started, written_at = Run(interrupted=True), time.monotonic(), -math.inf
+        so_far = Run(interrupted=True)
         if not finished:
             write_text(completions, "")
+        write_json(report_file, make_report(so_far))  # beside no pass: the first report takes as long as one
+        started = written_at = time.monotonic()
 
         def record(served: Served) -> None:
             nonlocal written_at
@@ -183,8 +185,9 @@ def _warm_up(engine: Engine, prompts: list[Prompt], sampling: SamplingParams) ->
     """Run a short request without and with speculation. Returns the seconds until the first token."""
     first_token_s: list[float | None] = []
     for speculate in (False, True):
-        how: dict[str, Any] = {"speculate": speculate, "concurrency": 1, "phase": _WARM_UP, "cache_salt": _WARM_UP}
-        run = serve_prompts(engine, prompts[:1], warming(sampling), **how)
+        how: dict[str, Any] = {"speculate": speculate, "concurrency": 1, "phase": _WARM_UP}
+        salt = f"{_WARM_UP}, {speculate=}"
+        run = serve_prompts(engine, prompts[:1], warming(sampling), cache_salt=salt, **how)
         if run.interrupted:
             raise KeyboardInterrupt
         first_token_s += [served.ttft_s for served in run.requests]

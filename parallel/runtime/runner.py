@@ -36,15 +36,15 @@ from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.device import use_device
 from parallel.runtime.graph_list import ChainShape, GraphList, GraphShape, bucket, example_rows
 from parallel.runtime.interface import PassOutput, StepChoice
-from parallel.runtime.recorded_passes import RecordedDecoder
+from parallel.runtime.recorded_passes import WORTH_RECORDING, RecordedDecoder
 from parallel.transfers import upload
 
 if TYPE_CHECKING:
     from parallel.runtime.cuda_graphs import CapturedPasses
 
 
-_WARM_ROWS, _WARM_STEPS = 64, 3
-"""Rows of the first pass of a warm-up, and passes of a row behind it."""
+_WARM_ROWS, _WARM_STEPS = 64, WORTH_RECORDING
+"""Rows of the first pass of a warm-up, and passes of a row behind it: so many that both kinds are recorded."""
 
 
 class ModelRunner(DecoderRunner):
@@ -256,7 +256,7 @@ def captured_facts(
 ) -> dict[str, object]:
     """Capture these passes and chains, and what a rank reports of it; where passes are not captured, run a few."""
     if not runner.captures:
-        _warm_up(runner, taps)
+        _warm_up(runner, taps, choices if graphs.chains else None)
         return {}
     started = time.monotonic()
     captured = runner.capture(graphs, taps, choices)
@@ -264,19 +264,22 @@ def captured_facts(
 
 
 @torch.inference_mode()
-def _warm_up(runner: DecoderRunner, taps: Sequence[int]) -> None:
-    """Passes over a made-up text. The first passes of a process find memory and choose kernels: those of a small draft
-    model took several times as long as later ones, which the policy would take for the price of a draft. Not of a
-    group: a rank that is replaced would wait for the others, which keep their model."""
+def _warm_up(runner: DecoderRunner, taps: Sequence[int], choices: Callable[[int, int], StepChoice] | None) -> None:
+    """Passes over a made-up text, and a chain if there are `choices`. The first passes of a process find memory and
+    choose kernels, and some later ones are recorded: those of a small draft model took several times as long as the
+    others, which the policy would take for the price of a draft. Not of a group: a rank that is replaced would wait for
+    the others, which keep their model."""
     if runner.decoder.group.size > 1 or runner.config.encoder is not None:
         return
-    if not runner.can_reserve(_WARM_ROWS + _WARM_STEPS):
+    if not runner.can_reserve(_WARM_ROWS + 2 * _WARM_STEPS):
         return
     seq_id = ("warm-up",)
     runner.open(seq_id)
     for num_rows in (_WARM_ROWS, *[1] * _WARM_STEPS):
         runner.forward([Span(seq_id, num_rows)], [0] * num_rows, taps)
         runner.commit(seq_id, range(num_rows))
+    if choices is not None:
+        runner.extend([Span(seq_id, 1)], [0], choices(1, _WARM_STEPS))
     runner.close(seq_id)
 
 
