@@ -74,7 +74,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         if not finished:
             write_text(completions, "")
         write_json(report_file, make_report(so_far))  # beside no pass: the first report takes as long as one
-        started = written_at = time.monotonic()
+        started, written_at = time.monotonic(), 0.0
 
         def record(served: Served) -> None:
             nonlocal written_at

@@ -342,8 +342,9 @@ class World:
         writes_blocks=False,
         num_seats=1,
         far=False,
+        parts=0.0,
     ):
-        self.choose, self.duplicates, self.lateness = choose, duplicates, lateness
+        self.choose, self.duplicates, self.lateness, self.parts = choose, duplicates, lateness, parts
         policy = policy or Policy(pipeline, 4)
         self.weighs_waiting = policy.weighs_waiting
         limits = limits or SchedulerConfig()
@@ -409,7 +410,7 @@ class World:
                 case VerifyBatch():
                     assert "target" not in self.lost, "a pass was started on a target that is not there"
                     assert not self.answers["target"], "a pass was started while one is out"
-                    self.answers["target"].append(self.target.answer(answer))
+                    self.answers["target"].extend(self.in_parts(self.target.answer(answer)))
                 case DraftBatch():
                     role = seat_role(answer.seat)
                     assert role not in self.lost, "drafts were ordered from a drafter that is not there"
@@ -423,6 +424,12 @@ class World:
                 case Tokens():
                     self.receive(answer)
         self.check_orders(answers)
+
+    def in_parts(self, answer) -> list:
+        """The target's answer, now and then its verdicts first, as where a drafter reads much before it drafts."""
+        if not self.parts or self.choose.random() >= self.parts:
+            return [answer]
+        return [replace(answer, drafts_follow=True), replace(answer, verdicts=(), hits=())]
 
     def check_orders(self, answers) -> None:
         """A draft for a sequence that is verified would be stale before it is made, and tell at most how late it is."""

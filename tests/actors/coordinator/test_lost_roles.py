@@ -36,7 +36,7 @@ class Storm(World):
             queue.popleft()
             self.lose(role)
             self.bring_back(role)
-        elif action < 0.85 and len(queue) > 1:
+        elif action < 0.85 and len(queue) > 1 and role != "target":
             self.past.append(queue.popleft())  # the second part of an answer overtakes the first
         elif queue:
             record = corrupted(self.choose, queue[0])
@@ -97,6 +97,34 @@ def test_losses_at_any_moment_change_no_token(
     storm.settle()
     for request in requests:
         assert storm.tokens[request.request_id] == oracle(request)
+    assert storm.coordinator.stats.num_tokens == sum(map(len, storm.tokens.values()))
+
+
+@settings(max_examples=examples(200, share=2), deadline=None)
+@given(choose=st.randoms(use_true_random=False), limits=st.sampled_from(LIMITS), slots=st.sampled_from([40, 400]))
+def test_verdicts_that_leave_before_their_drafts_are_committed_whatever_is_lost(choose, limits, slots):
+    """Requests come, are aborted, and the target is lost between the two parts of an answer."""
+    storm = Storm(choose, limits=limits, slots=slots, drafts=False, parts=0.6, duplicates=0.3)
+    requests = requests_of(choose, choose.randint(1, 6))
+    coming, aborted = list(requests), set()
+    for _ in range(60):
+        action = choose.random()
+        if coming and action < 0.3:
+            storm.deliver(coming.pop(0))
+        elif action < 0.35 and (alive := [*(storm.tokens.keys() - storm.ends)]):
+            aborted.add(victim := choose.choice(sorted(alive)))
+            storm.deliver(Abort(victim))
+        elif action < 0.5:
+            storm.blow()
+        else:
+            storm.deliver_one()
+    storm.calm()
+    for request in coming:
+        storm.deliver(request)
+    storm.settle()
+    for request in requests:
+        tokens, expected = storm.tokens[request.request_id], oracle(request)
+        assert tokens == (expected[: len(tokens)] if request.request_id in aborted else expected)
     assert storm.coordinator.stats.num_tokens == sum(map(len, storm.tokens.values()))
 
 

@@ -221,3 +221,36 @@ def test_every_rank_gets_the_lead_s_verdicts(on_ranks):  # noqa: F811
     for verdicts in (full, full[1:2], ()):
         assert on_ranks(2, lambda group, verdicts=verdicts: shared(group, verdicts)) == [verdicts, verdicts]
     assert AttachedDrafter(Recorder(), SINGLE, "cpu").agree([*full], items, is_lead=True) == full
+
+
+PROMPT = tuple(range(100, 133))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "item", "verdicts", "reads_much"),
+    [
+        (PROMPT, VerifyItem(1, 33, None, 3), [Verdict(1, 5, 33, (), (4,))], True),
+        (PROMPT[1:], VerifyItem(1, 32, None, 3), [Verdict(1, 5, 32, (), (4,))], False),
+        (PROMPT, VerifyItem(1, 33, reads_text=True), [Verdict(1, 5, 33, (), (4,))], True),
+        (PROMPT, VerifyItem(1, 33), [Verdict(1, 5, 33, (), (4,))], False),
+        (PROMPT, VerifyItem(1, 20, reads_text=True), [], False),
+        (PROMPT, VerifyItem(1, 33, None, 3), [Verdict(1, 5, 33, (), (), none_follows=True)], False),
+    ],
+)
+def test_verdicts_wait_for_no_drafter_that_has_a_prompt_to_read(attached, prompt, item, verdicts, reads_much):
+    """Unless it is short, nothing is ordered behind it, or no verdict could leave."""
+    batch = VerifyBatch(1, (admit(1, prompt, max_tokens=99),), items=(item,))
+    attached.begin(batch)
+    assert attached.reads_much(batch, verdicts, attached.contexts) is reads_much
+    assert not attached.role.drafter.heard
+
+
+def test_a_text_that_was_read_delays_no_later_verdict_but_one_that_was_not_does(attached):
+    batch = VerifyBatch(1, (admit(1, PROMPT, max_tokens=99),), items=(VerifyItem(1, 33, None, 3),))
+    drafted(attached, batch, Verdict(1, 5, 33, (), (4,)))
+    for length in range(34, 68):  # at rest the drafter hears of nothing
+        batch = VerifyBatch(length, items=(VerifyItem(1, 1),))
+        assert drafted(attached, batch, Verdict(1, 5, length, (), (4,))) == (None, [])
+        ordered = VerifyBatch(length, items=(VerifyItem(1, 1, None, 3),))
+        late = attached.reads_much(ordered, [Verdict(1, 5, length, (), (4,))], attached.contexts)
+        assert late is (length > 34 + 32)

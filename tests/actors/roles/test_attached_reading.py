@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.policy.policy import AdaptivePolicy, Policy
 from parallel.model.block import Block
@@ -74,3 +75,22 @@ def test_no_draft_is_made_behind_a_verdict_that_may_end_speculation(open_room, m
     monkeypatch.setattr(room.target, "answer", watched)
     room.serve(make_requests(1, max_tokens=20), policy=EndsSoon("sync", LONGEST))
     assert {(False, True), (True, False)} <= {*passes} <= {(False, True), (True, False), (False, False)}
+
+
+def test_the_first_token_leaves_before_the_draft_model_has_its_prompt(open_room, make_requests, monkeypatch):
+    room = open_room(ModelDrafterConfig(num_draft_tokens=LONGEST), attached=True)
+    role, parts, answer = room.target._drafter.role, [], room.target.answer
+
+    def watched(batch):
+        for part in answer(batch):
+            is_known = [verdict.request_id in role.contexts for verdict in part.verdicts]
+            parts.append((batch.round, len(part.verdicts), part.drafts_follow, part.drafts is not None, *is_known))
+            yield part
+
+    monkeypatch.setattr(room.target, "answer", watched)
+    (request,) = make_requests(1, max_tokens=20)
+    assert len(request.prompt) > 32
+    room.serve([request], policy=Policy("sync", LONGEST))
+    assert parts[:2] == [(1, 1, True, False, False), (1, 0, False, True)]
+    assert {part[1:3] for part in parts[2:]} == {(1, False)}, "later verdicts and drafts leave together"
+    assert room.stats.num_rounds == len(parts) - 1

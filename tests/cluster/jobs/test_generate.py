@@ -285,7 +285,8 @@ def test_a_resumed_run_completes_what_is_left_and_nothing_twice(tiny_launch, wri
 
 @pytest.mark.extended
 def test_a_run_that_is_killed_has_a_report(tiny_launch, write_prompts, tmp_path, monkeypatch):
-    """A kill comes at different moments: after each of three requests, and while plain decoding is timed."""
+    """A kill comes at different moments: before the first of three requests, after each, and while plain decoding is
+    timed."""
     prompts = write_prompts(*({"prompt": f"prompt {number}"} for number in range(3)))
     monkeypatch.setattr(generate, "REPORT_EVERY_S", 0.0)
     seen = []
@@ -296,10 +297,11 @@ def test_a_run_that_is_killed_has_a_report(tiny_launch, write_prompts, tmp_path,
 
     monkeypatch.setattr(generate, "write_json", written)
     generate.run(tiny_launch(GenerateConfig(prompts=prompts)), tmp_path)
-    assert [report["num_requests"] for report in seen] == [1, 2, 3, 3, 3]
-    assert [report["interrupted"] for report in seen] == [True, True, True, True, False]
-    assert all(report["tokens"] == 13 * report["num_requests"] and report["wall_s"] > 0 for report in seen)
-    assert [report["num_spec_steps"] is None for report in seen] == [True, True, True, False, False]
+    assert [report["num_requests"] for report in seen] == [0, 1, 2, 3, 3, 3]
+    assert [report["interrupted"] for report in seen] == [True, True, True, True, True, False]
+    assert all(report["tokens"] == 13 * report["num_requests"] for report in seen)
+    assert all(report["wall_s"] > 0 for report in seen[1:])
+    assert [report["num_spec_steps"] is None for report in seen] == [True, True, True, True, False, False]
 
 
 def test_a_full_disk_keeps_what_was_finished_and_the_rest_can_be_resumed(tiny_launch, write_prompts, tmp_path):
