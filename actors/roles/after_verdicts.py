@@ -38,7 +38,9 @@ class AfterVerdicts:
         """The verdicts on which `follow` works on this rank; only the lead has those of the pass."""
         return tuple(verdicts)
 
-    def reads_much(self, batch: VerifyBatch, verdicts: Sequence[Verdict], contexts: Mapping[int, TargetContext]) -> bool:
+    def reads_much(
+        self, batch: VerifyBatch, verdicts: Sequence[Verdict], contexts: Mapping[int, TargetContext]
+    ) -> bool:
         """Whether `follow` takes so long that the verdicts leave before it."""
         return False
 

@@ -96,7 +96,9 @@ class AttachedDrafter(AfterVerdicts):
             shared.append(Verdict(request_id, epoch, prefix_len, path, own, bool(none_follows), forced=forced))
         return tuple(verdicts if is_lead else shared)  # what else they carry is the lead's alone
 
-    def reads_much(self, batch: VerifyBatch, verdicts: Sequence[Verdict], contexts: Mapping[int, TargetContext]) -> bool:
+    def reads_much(
+        self, batch: VerifyBatch, verdicts: Sequence[Verdict], contexts: Mapping[int, TargetContext]
+    ) -> bool:
         """Whether the drafts behind these verdicts begin with reading a prompt, or what was generated at rest."""
         unread = [
             item.request_id

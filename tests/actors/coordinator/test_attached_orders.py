@@ -138,10 +138,12 @@ def test_drafts_are_kept_for_the_texts_that_they_continue(length, is_kept):
 
 
 def test_first_tokens_leave_at_once_and_the_next_pass_waits_for_their_drafts():
-    """The verdict of a prompt comes first, its draft in a second record, which may not repeat what the first one said."""
+    """The verdict of a prompt comes first, its draft in a second record, which may not repeat the verdict."""
     policy = FixedLengths("sync", 3)
     limits, capacity = SchedulerConfig(), Capacity(400, 256)
-    coordinator = Coordinator(Scheduler(limits, capacity), policy, [], open_port(policy, 64, drafts=False, attached=True))
+    coordinator = Coordinator(
+        Scheduler(limits, capacity), policy, [], open_port(policy, 64, drafts=False, attached=True)
+    )
     (batch,) = coordinator.on(Request(1, (5,) * 50, SamplingParams(max_tokens=9)), 0.0)
     assert batch.items[0].num_draft_tokens == 3
     first = VerdictBatch(batch.round, (Verdict(1, 0, 50, (), (6,)),), 0.1, 0.5, 50, drafts_follow=True)
@@ -156,4 +158,6 @@ def test_first_tokens_leave_at_once_and_the_next_pass_waits_for_their_drafts():
     (following,) = coordinator.on(rest, 0.9)
     assert following.items[0].proposal == draft and following.commits[0].token_ids == (6,)
     assert (coordinator.stats.num_rounds, coordinator.stats.num_tokens, coordinator.stats.num_stale) == (1, 1, 0)
-    assert coordinator.stats.target_busy_s == pytest.approx(0.4) and coordinator.stats.draft_busy_s == pytest.approx(0.3)
+    assert coordinator.stats.target_busy_s == pytest.approx(0.4) and coordinator.stats.draft_busy_s == pytest.approx(
+        0.3
+    )
