@@ -70,11 +70,10 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         first_token_s = _warm_up(engine, prompts, sampling)
         num_spec_tokens = getattr(config.drafter, "num_draft_tokens", 0)
         make_report = partial(_report, engine, len(finished), first_token_s)
-        so_far, written_at = Run(interrupted=True), 0.0
+        so_far, started, written_at = Run(interrupted=True), time.monotonic(), 0.0
         if not finished:
             write_text(completions, "")
         write_json(report_file, make_report(so_far))  # beside no pass: the first report takes as long as one
-        started = time.monotonic()
 
         def record(served: Served) -> None:
             nonlocal written_at

@@ -141,9 +141,8 @@ def test_first_tokens_leave_at_once_and_the_next_pass_waits_for_their_drafts():
     """The verdict of a prompt comes first, its draft in a second record, which may not repeat the verdict."""
     policy = FixedLengths("sync", 3)
     limits, capacity = SchedulerConfig(), Capacity(400, 256)
-    coordinator = Coordinator(
-        Scheduler(limits, capacity), policy, [], open_port(policy, 64, drafts=False, attached=True)
-    )
+    port = open_port(policy, 64, drafts=False, attached=True)
+    coordinator: Any = Coordinator(Scheduler(limits, capacity), policy, [], port)
     (batch,) = coordinator.on(Request(1, (5,) * 50, SamplingParams(max_tokens=9)), 0.0)
     assert batch.items[0].num_draft_tokens == 3
     first = VerdictBatch(batch.round, (Verdict(1, 0, 50, (), (6,)),), 0.1, 0.5, 50, drafts_follow=True)
