@@ -324,9 +324,9 @@ class PlacedDrafterConfig(DrafterConfig):
     """A drafter that can run on the target's ranks."""
 
     placement: Placement = Placement.auto
-    """attached: on the target's ranks, where it drafts right after each verdict and the two leave in one record; for
-    pipeline=sync. separate: as a role of its own. auto: attached with pipeline=sync, where drafter and target work in
-    turn and each then has all devices, unless another of its keys asks for ranks of its own; else separate."""
+    """attached: on the target's ranks, where it drafts right after each verdict; for pipeline=sync. separate: as a role
+    of its own. auto: attached with pipeline=sync, where drafter and target work in turn and each then has all devices,
+    unless another of its keys asks for ranks of its own; else separate."""
 
     needs_own_ranks = False
     """Whether its other fields ask for ranks of its own."""

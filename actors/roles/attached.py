@@ -1,4 +1,5 @@
-"""A drafter on the target's ranks: it drafts right behind each verdict, and the two leave in one record.
+"""A drafter on the target's ranks: it drafts right behind each verdict, and the two leave in one record, unless it has
+to read much text before.
 
 A `DraftRole` does the work; what the coordinator would send it, batch by batch, follows here from the target's own
 batch and its verdicts. A verdict that the coordinator cuts ends its request, so nothing assumed here is ever taken
