@@ -57,6 +57,8 @@ class Connection:
 
     def __init__(self, address: str, name: str, key: LinkKey) -> None:
         self.address = address
+        self.may_wait: Callable[[Any], bool] = lambda _: False
+        """Which records need not be received at once; asked where the hub is of this process."""
         self._name = name
         self._key = key
         self._greet()
@@ -102,9 +104,12 @@ class Connection:
                 self._sender.close()
                 self._sender = None
 
+    def _may_wait(self, record: Any) -> bool:
+        return self.may_wait(record)
+
     def _greet(self) -> None:
         self._receiver_address, self._heard_at = self.address, time.monotonic()
-        self._receiver = open_link(self._receiver_address, self._name, self._key)
+        self._receiver = open_link(self._receiver_address, self._name, self._key, may_wait=self._may_wait)
         self._receiver.send(Hello())
 
 
@@ -140,6 +145,7 @@ class Client:
         self._changed = threading.Condition()
         self._stopped = threading.Event()
         self._connection = connection
+        connection.may_wait = self._may_wait
         self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
         self._reader.start()
 
@@ -366,6 +372,16 @@ class Client:
                     self._changed.notify_all()
             case Alive():
                 self._on_heartbeat(record)
+
+    def _may_wait(self, record: Any) -> bool:
+        """Whether it has tokens alone, and they are not waited for."""
+        if not isinstance(record, Outputs):
+            return False
+        for tokens in record.tokens:
+            completion = self._live.get(tokens.request_id)
+            if completion is None or tokens.finish_reason is not None or not completion.may_wait:
+                return False
+        return True
 
     def _on_tokens(self, tokens: Tokens) -> None:
         completion = self._live.get(tokens.request_id)

@@ -184,6 +184,13 @@ class Completion:
         self.updated_at = time.monotonic()
         return replace(self._request, generated=tuple(self.token_ids))
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether what comes before its end may come later: it has begun, its parts are not followed, and no text of
+        its own can end it."""
+        is_followed = self._waiters and any(of_parts for *_, of_parts in self._waiters)
+        return self.first_token_at is not None and not is_followed and not self.sampling.stop
+
     def has_gap(self, tokens: Tokens) -> bool:
         """Whether tokens before these were lost on the way."""
         return tokens.position > len(self.token_ids) and not self._stream.stopped

@@ -33,15 +33,22 @@ class AttachedPort(DrafterPort):
     def begin_pass(self, rows: Collection[Demand], sequences: Collection[Sequence]) -> PassOrders:  # noqa: ARG002
         """Chunks of prompts are read beside the target where drafts follow at once; texts before a trial without
         drafts, so that its rounds cost what later ones will."""
-        reached = [sequence for sequence, num_rows, _ in rows if sequence.may_reach_root(num_rows)]
-        self._is_scoring = self._policy.may_score and not any(sequence.draft.proposal for sequence in reached)
-        self._lengths, reading = self._order(reached), []
-        if self._policy.mode is Mode.catch_up:
-            reading = [*self._lengths]
-        elif self._policy.mode in (Mode.speculate, Mode.probe):
-            reading = [sequence.request_id for sequence, num_rows, _ in rows if num_rows < sequence.uncached_len]
-        costs = self._policy.costs if self._lengths else UNKNOWN_COSTS
-        return PassOrders(self._lengths, reading, costs=costs, unverified=self._is_scoring)
+        policy, reached, reading = self._policy, list[Sequence](), list[int]()
+        for sequence, num_rows, _ in rows:
+            is_part = num_rows < len(sequence.token_ids) - sequence.cached_len
+            if is_part:
+                reading.append(sequence.request_id)
+            if sequence.may_hit or not is_part:
+                reached.append(sequence)
+        self._is_scoring = policy.may_score and not any(sequence.draft.proposal for sequence in reached)
+        self._lengths = lengths = self._order(reached)
+        if policy.mode is Mode.catch_up:
+            reading = [*lengths]
+        elif policy.mode is not Mode.speculate and policy.mode is not Mode.probe:
+            reading = []
+        return PassOrders(
+            lengths, reading, costs=policy.costs if lengths else UNKNOWN_COSTS, unverified=self._is_scoring
+        )
 
     def _order(self, reached: list[Sequence]) -> dict[int, int]:
         """Draft tokens for these sequences, which get a verdict; none while a verdict may end speculation."""
@@ -57,13 +64,13 @@ class AttachedPort(DrafterPort):
         if policy.mode is Mode.catch_up and self._has_read:
             policy.caught_up()
         able = [sequence for sequence in reached if sequence.speculates]
-        followed = able[: policy.num_followed(len(able))]
-        self._has_read = policy.mode is Mode.catch_up and bool(followed)
-        return {one.request_id: policy.draft_length(one.request_id, one.most_draft_tokens) for one in followed}
+        del able[policy.num_followed(len(able)) :]
+        self._has_read = policy.mode is Mode.catch_up and bool(able)
+        return {one.request_id: policy.draft_length(one.request_id, one.most_draft_tokens) for one in able}
 
     def end_pass(self, batch: VerdictBatch, sequences: Mapping[int, Sequence]) -> int:
         """Keep the drafts, unless the policy has decided to decode plainly since."""
-        num_stale, proposals = 0, batch.drafts.proposals if batch.drafts is not None else ()
+        num_stale, proposals, policy = 0, batch.drafts.proposals if batch.drafts is not None else (), self._policy
         if self._is_scoring:
             for request_id, length in self._lengths.items():
                 if (sequence := sequences.get(request_id)) is not None:
@@ -74,7 +81,6 @@ class AttachedPort(DrafterPort):
             sequence = sequences.get(proposal.request_id)
             if sequence is None or not sequence.is_current(proposal) or sequence.draft.proposal is not None:
                 num_stale += 1  # also where a grammar has made a draft
-            elif self._policy.draft_length(sequence.request_id, sequence.most_draft_tokens):
-                length = self._lengths.get(proposal.request_id, 0)
-                sequence.draft = DraftState(num_ordered=length, is_answered=True, proposal=proposal)
+            elif policy.draft_length(sequence.request_id, sequence.most_draft_tokens):
+                sequence.draft = DraftState(self._lengths.get(proposal.request_id, 0), True, proposal)
         return num_stale

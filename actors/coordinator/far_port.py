@@ -9,7 +9,6 @@ Every verdict leaves for the drafter at once, whether it has answered the batche
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 from actors.coordinator.local_drafts import LocalDrafts
 from actors.coordinator.port import Orders, PendingOrder
@@ -30,6 +29,7 @@ from actors.protocol.messages import (
     TokenTree,
     retract_hash,
 )
+from actors.protocol.records import replace
 
 MOST_UNANSWERED = 64
 """Batches without an answer: then no more are sent until the drafter answers, so that one that hangs is noticed."""

@@ -32,6 +32,8 @@ FACTOR = 20.0
 """The other part, in longest rounds so far."""
 IDLE_S = 2e-4
 """A drafter that starts an order this long after its last pass was idle when the order arrived."""
+MOST_UNREAD = 64
+"""Batches and answers of a role that are kept until it is asked for what they show."""
 
 Orders = list[tuple[list[int], Recall | Join]]
 """Records to send, and the ranks they are for."""
@@ -43,23 +45,57 @@ class Phase(Enum):
     serving = 2
 
 
-@dataclass(slots=True)
 class RoleRounds:
     """The rounds of a role, from a batch to its answer: how long one may take, and how long records are on their way.
 
-    `longest_s` is the longest so far, `most_rows` the most tokens of one. One that takes longer than `limit_s` is taken
-    to hang; without a measured round there is no limit, since the first may compile, allocate, or read a prompt on a
-    machine of any speed.
+    Batches and answers are kept as they come, and looked at once it is asked for what they show. One that takes longer
+    than `limit_s` is taken to hang; without a measured round there is no limit, since the first may compile, allocate,
+    or read a prompt on a machine of any speed.
     """
 
-    longest_s: float = 0.0
-    most_rows: int = 0
-    _rows: int = 0  # tokens that the largest of the unanswered batches makes the role read, verify or draft
-    _loads: bool = False
-    _sent: tuple[int, float] = (0, 0.0)  # round of the batch without any answer, and when it left
+    def __init__(self) -> None:
+        self._unread: list[tuple[VerifyBatch | DraftBatch | VerdictBatch | ProposalBatch, float]] = []
+        self._longest_s = 0.0
+        self._most_rows = 0  # the most tokens of a round
+        self._rows = 0  # tokens that the largest of the unanswered batches makes the role read, verify or draft
+        self._loads = False
+        self._sent: tuple[int, float] = (0, 0.0)  # round of the batch without any answer, and when it left
+        self._trips_s: list[float] = []
 
     def ordered(self, batch: VerifyBatch | DraftBatch, now: float) -> None:
-        """The role was sent this batch; unanswered batches count as the largest of them. Weights may take any time."""
+        """The role was sent this batch."""
+        self._unread.append((batch, now))
+
+    def answered(self, answer: VerdictBatch | ProposalBatch, now: float) -> None:
+        """It has answered, or in part."""
+        self._unread.append((answer, now))
+        if len(self._unread) >= MOST_UNREAD:
+            self._read()
+
+    def take_trips(self) -> list[float]:
+        """The seconds for which batches and their answers were on their way, since the last call."""
+        self._read()
+        taken, self._trips_s = self._trips_s, []
+        return taken
+
+    @property
+    def limit_s(self) -> float:
+        """Limit of the present round, in proportion if it has more rows than any that was measured."""
+        self._read()
+        if not self._most_rows or self._loads:
+            return math.inf
+        return FLOOR_S + FACTOR * self._longest_s * max(1.0, self._rows / self._most_rows)
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        for record, at in unread:
+            if isinstance(record, VerifyBatch | DraftBatch):
+                self._read_order(record, at)
+            else:
+                self._read_answer(record, at)
+
+    def _read_order(self, batch: VerifyBatch | DraftBatch, now: float) -> None:
+        """Unanswered batches count as the largest of them. Weights may take any time."""
         self._sent, rows = (batch.round, now), 0
         if isinstance(batch, VerifyBatch):
             self._loads = batch.weights is not None
@@ -74,30 +110,22 @@ class RoleRounds:
                 rows += order.num_draft_tokens
         self._rows = max(self._rows, rows, 1)
 
-    def answered(self, answer: VerdictBatch | ProposalBatch, now: float) -> float | None:
-        """Returns the seconds for which batch and answer were on their way, if that is known: from the first answer to
-        a batch, unless this had to wait for a pass of draft-ahead, or the target's pass was made ahead of it."""
+    def _read_answer(self, answer: VerdictBatch | ProposalBatch, now: float) -> None:
+        """It tells how long the records were on their way if it is the first answer to a batch, unless this had to wait
+        for a pass of draft-ahead, or the target's pass was made ahead of it."""
         (round_, sent_at), self._sent = self._sent, (0, 0.0)
         if self._loads:
             self._loads, self._rows = False, 0
         if self._rows:
-            self.longest_s = max(self.longest_s, answer.finished - answer.started)
-            self.most_rows, self._rows = max(self.most_rows, self._rows), 0
+            self._longest_s = max(self._longest_s, answer.finished - answer.started)
+            self._most_rows, self._rows = max(self._most_rows, self._rows), 0
         if isinstance(answer, VerdictBatch):
             was_idle, left_at = not (answer.ran_ahead or answer.dropped_s), answer.left_at
         else:
             was_idle = not answer.ahead or answer.started - answer.ahead[-1][1] > IDLE_S
             left_at = answer.finished
-        if answer.round != round_ or not was_idle:
-            return None
-        return max(0.0, now - sent_at - (left_at - answer.started))
-
-    @property
-    def limit_s(self) -> float:
-        """Limit of the present round, in proportion if it has more rows than any that was measured."""
-        if not self.most_rows or self._loads:
-            return math.inf
-        return FLOOR_S + FACTOR * self.longest_s * max(1.0, self._rows / self.most_rows)
+        if answer.round == round_ and was_idle:
+            self._trips_s.append(max(0.0, now - sent_at - (left_at - answer.started)))
 
 
 @dataclass(slots=True)

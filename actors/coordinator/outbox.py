@@ -5,10 +5,10 @@ It neither sends records nor decides when.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from actors.protocol.messages import Admit, Commit
+from actors.protocol.records import replace
 
 if TYPE_CHECKING:
     from actors.coordinator.sequence import Sequence

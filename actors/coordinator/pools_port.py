@@ -10,7 +10,6 @@ come, after some hundred verdicts elsewhere. It knows neither pools nor addresse
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 
 from actors.coordinator.port import DrafterPort, Orders, PendingOrder
 from actors.coordinator.scored_drafts import ScoredDrafts
@@ -19,6 +18,7 @@ from actors.coordinator.sequence import Sequence
 from actors.policy.estimators import Ewma
 from actors.policy.policy import Policy
 from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, ProposalBatch
+from actors.protocol.records import replace
 from actors.topology import seat_of
 
 FAST_ENOUGH = 0.8
@@ -89,6 +89,8 @@ class LeasedPort(SeparatePort):
 
 class PoolsPort(DrafterPort):
     """`num_seats` leases, any of which may be absent."""
+
+    has_ranks = True
 
     def __init__(self, policy: Policy, first_round: int, read_chunk: int, num_seats: int) -> None:
         self._policy, self.num_seats = policy, num_seats

@@ -10,8 +10,9 @@ rounds follow each other, whether a draft is waited for, or which algorithm draf
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from actors.coordinator.scheduler import Demand
 from actors.coordinator.scored_drafts import ScoredDrafts
@@ -60,11 +61,10 @@ class PendingOrder:
     """Its drafts are only compared with the text, and not waited for."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassOrders:
+class PassOrders(NamedTuple):
     """What a pass of the target does for the drafter, as fields of `VerifyBatch` and `VerifyItem`."""
 
-    lengths: Mapping[int, int] = field(default_factory=dict)
+    lengths: Mapping[int, int] = MappingProxyType({})
     """Draft tokens to draft right after the verdict, by request."""
     reading: Collection[int] = ()
     """Requests whose text is read for drafts."""
@@ -85,6 +85,8 @@ class DrafterPort:
 
     is_present = False
     """Whether there is a drafter, and it is alive."""
+    has_ranks = False
+    """Whether it has ranks of its own, which are sent batches."""
     pending: PendingOrder | None = None
     num_seats = 1
     """Roles that draft for the target, each for a part of the requests."""

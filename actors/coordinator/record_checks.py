@@ -132,7 +132,9 @@ class RecordChecks:
                 raise ValueError("values: must be one per node")
 
     def _check_verdicts(self, batch: VerdictBatch) -> None:
-        _check_finite((batch.started, batch.finished, batch.committed, *(batch.exported or ())))
+        _check_finite((batch.started, batch.finished, batch.committed))
+        if batch.exported is not None:
+            _check_finite(batch.exported)
         if not 0 <= batch.dropped_s < inf:
             raise ValueError(f"dropped_s: {batch.dropped_s} is no time")
         guessed, accepted = batch.guesses
@@ -144,18 +146,21 @@ class RecordChecks:
             self._check_proposals(batch.drafts)
         if batch.export is not None:
             batch.export.check(batch.num_tokens + sum([num_rows for _, num_rows in batch.hits]))
-        for known in (*batch.verdicts, *batch.prompt_logprobs):
-            if known.logprobs is not None:
-                known.logprobs.check(self.vocab_size)
+        for part in batch.prompt_logprobs:
+            part.logprobs.check(self.vocab_size)
         for verdict in batch.verdicts:
             check_tokens("token_ids", verdict.token_ids, self.vocab_size)
+            if verdict.logprobs is not None:
+                verdict.logprobs.check(self.vocab_size)
             if verdict.forced:
                 check_tokens("forced", verdict.forced, self.vocab_size)
                 if len(verdict.forced) > MOST_FORCED:
                     raise ValueError(f"forced: {len(verdict.forced)} tokens; at most {MOST_FORCED}")
 
     def _check_proposals(self, batch: ProposalBatch) -> None:
-        _check_finite((batch.started, batch.finished, *(batch.imported or ())))
+        _check_finite((batch.started, batch.finished))
+        if batch.imported is not None:
+            _check_finite(batch.imported)
         if not 0 <= batch.read_s < inf:
             raise ValueError(f"read_s: {batch.read_s} is no time")
         if (learned := batch.learning) is not None:

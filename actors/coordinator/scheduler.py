@@ -14,7 +14,7 @@ so that the next failure shows whose it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -152,10 +152,13 @@ class Scheduler:
         plan = RoundPlan()
         if self.waiting.size:
             self._fill_batch(plan)
-        most, roots, texts = self.limits.max_num_batched_tokens, [], []
+        most, roots, texts, tested, num_over = self.limits.max_num_batched_tokens, [], [], None, -self.capacity.kv_slots
         for sequence in self.running:
             (texts if sequence.reads_text else roots).append(sequence)
-        if (tested := self.tested) is not None:
+            if sequence.probation:
+                tested = tested or sequence
+            num_over += sequence.num_rows
+        if tested is not None:
             self.running.remove(tested)
             self.running.insert(0, tested)  # of all it keeps its place
             held = {sequence.request_id for sequence in self.running[1:]}
@@ -166,14 +169,12 @@ class Scheduler:
             roots = [sequence for sequence in roots if sequence.request_id not in held]
             texts = [sequence for sequence in texts if sequence.request_id not in held]
         demands = self._demands(roots, texts, most)
-        num_over = -self.capacity.kv_slots
-        for sequence in self.running:
-            num_over += sequence.num_rows
-        for demand in demands:
-            num_over += demand.num_slots
-        if num_over > 0:
-            self._fit(demands, num_over, plan)
-        plan.rows = [demand for demand in demands if demand.num_rows]
+        if texts or num_over + self.limits.max_num_batched_tokens > 0:  # else the pool has room for any such pass
+            for demand in demands:
+                num_over += demand.num_slots
+            if num_over > 0:
+                self._fit(demands, num_over, plan)
+        plan.rows = demands
         return plan
 
     # --- places in the batch ------------------------------------------------------------------------------------------
@@ -264,30 +265,44 @@ class Scheduler:
 
     def _demands(self, roots: Series[Sequence], texts: Series[Sequence], most_text: int) -> list[Demand]:
         """Sequences that only lack their root come first: neither a long prompt nor another's draft may delay them."""
-        budget, demands = self.limits.max_num_batched_tokens, []
-        left: dict[int, int] = {}  # rows of text that each client may still have
-        if texts:
-            left = dict.fromkeys(places := self._places(), _share(most_text, places))
-        for place, sequence in enumerate((*roots, *texts), start=1):
-            uncached_len = len(sequence.token_ids) - sequence.cached_len
-            if place > len(roots) and sequence.reads_source:  # all of it at once, however long it is
-                if sequence.source_len >= budget and place > len(roots) + 1:
-                    continue
-                budget = max(1, budget - sequence.source_len)
-            rows = min(uncached_len, self.limits.prefill_chunk, budget)
-            if uncached_len > 1:
-                rows = min(rows, left[sequence.request.scope])
-                left[sequence.request.scope] -= rows
-            budget -= rows
-            proposal = sequence.draft.proposal if rows == uncached_len else None
+        budget, demands, num_left = self.limits.max_num_batched_tokens, list[Demand](), len(roots)
+        for sequence in roots[:budget]:
+            proposal = sequence.draft.proposal
+            budget -= 1
+            num_left -= 1
             if proposal is not None:
                 num_draft_tokens = len(proposal.tree.token_ids) - 1
-                if num_draft_tokens > budget - max(0, len(roots) - place):
-                    proposal = None
-                else:
+                if num_draft_tokens <= budget - num_left:
                     budget -= num_draft_tokens
-            demands.append(Demand(sequence, rows, proposal))
+                else:
+                    proposal = None
+            demands.append(Demand(sequence, 1, proposal))
+        if texts:
+            demands += self._text_demands(texts, budget, most_text)
         return demands
+
+    def _text_demands(self, texts: Series[Sequence], budget: int, most_text: int) -> Iterator[Demand]:
+        """So many rows are left for sequences that have text to read, and most of them for text."""
+        places = self._places()
+        left = dict.fromkeys(places, _share(most_text, places))  # rows of text that each client may still have
+        for sequence in texts:
+            if sequence.reads_source:  # all of it at once, however long it is
+                if sequence.source_len >= budget and sequence is not texts[0]:
+                    continue
+                budget = max(1, budget - sequence.source_len)
+            uncached_len, scope = sequence.uncached_len, sequence.request.scope
+            rows = min(uncached_len, self.limits.prefill_chunk, budget)
+            if uncached_len > 1:
+                rows = min(rows, left[scope])
+                left[scope] -= rows
+            budget -= rows
+            proposal = sequence.draft.proposal if rows == uncached_len else None
+            if proposal is not None and len(proposal.tree.token_ids) - 1 > budget:
+                proposal = None
+            if proposal is not None:
+                budget -= len(proposal.tree.token_ids) - 1
+            if rows:
+                yield Demand(sequence, rows, proposal)
 
     def _fit(self, demands: list[Demand], num_over: int, plan: RoundPlan) -> None:
         """Shrink `demands` in place until they fit the pool, of which they take so many slots too many: the oldest

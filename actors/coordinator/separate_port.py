@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 
 from actors.coordinator.outbox import Outbox
 from actors.coordinator.port import DrafterPort, Orders, PendingOrder
@@ -28,6 +27,7 @@ from actors.protocol.messages import (
     TopTokens,
     VerdictBatch,
 )
+from actors.protocol.records import replace
 
 _MOST_UNSENT = 64
 """Passes whose top tokens are kept for a drafter that gets no batch meanwhile."""
@@ -36,6 +36,7 @@ _MOST_UNSENT = 64
 class SeparatePort(DrafterPort):
     """`read_chunk`: tokens of a text to read between two drafts."""
 
+    has_ranks = True
     shows_drafts = True
     """Whether a draft beside plain decoding can show what drafts would bring."""
 

@@ -86,6 +86,7 @@ class Sequence:
     end_token_ids: frozenset[int] = frozenset()  # it ends with the first of them
     request_id: int = field(init=False)
     prompt_len: int = field(init=False)
+    source_len: int = field(init=False)
     speculates: bool = field(init=False)
     is_sampled: bool = field(init=False)  # and not greedy
     prefix_hash: int = HASH_SEED
@@ -129,6 +130,7 @@ class Sequence:
 
             self.logprobs = RequestLogprobs(self.request)
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt)
+        self.source_len = len(self.request.source)
         self.speculates, self.is_sampled = self.request.speculates, self.request.sampling.temperature > 0
 
     @staticmethod
@@ -149,23 +151,19 @@ class Sequence:
         return self.arrived_at + AGEING_S * self.request.priority - LONGER_S * expected
 
     @property
-    def source_len(self) -> int:
-        return len(self.request.source)
-
-    @property
     def reads_text(self) -> bool:
         """Whether more than its root has to be read before it decodes."""
-        return len(self.token_ids) - self.cached_len > 1 or (bool(self.request.source) and not self.cached_len)
+        return len(self.token_ids) - self.cached_len > 1 or self.reads_source
 
     @property
     def reads_source(self) -> bool:
         """Whether its next pass reads the source first, all of it."""
-        return bool(self.request.source) and not self.cached_len
+        return self.source_len > 0 and not self.cached_len
 
     @property
     def num_rows(self) -> int:
         """Slots that it has while it runs; those of its source from its admission on."""
-        return max(self.cached_len, self.reserved_len) + len(self.request.source)
+        return max(self.cached_len, self.reserved_len) + self.source_len
 
     @property
     def prefix_len(self) -> int:
@@ -220,8 +218,10 @@ class Sequence:
     def most_draft_tokens(self) -> int:
         """Draft tokens that are of use to it, within its own bound: the target adds a token after the path, so the last
         one that remains is never worth drafting."""
-        of_use, most = max(0, self.max_len - len(self.token_ids) - 1), self.request.num_draft_tokens
-        return of_use if most is None else min(of_use, most)
+        of_use, most = self.max_len - len(self.token_ids) - 1, self.request.num_draft_tokens
+        if most is not None and most < of_use:
+            return most
+        return of_use if of_use > 0 else 0
 
     def is_current(self, proposal: Proposal | DraftPreview) -> bool:
         """Whether it assumes exactly the present prefix; if not, it is stale."""
@@ -238,13 +238,13 @@ class Sequence:
         If none can follow them, and none of them has ended the request, it ends with an error. Returns the record to
         send to the roles; sets `finish_reason` if the request ends here.
         """
-        prefix_len, path = len(self.token_ids), verdict.path
+        prefix_len, path, num_draft_tokens = len(self.token_ids), verdict.path, 0
         assert (verdict.epoch, verdict.prefix_len) == (self.epoch, prefix_len)
-        assert self.finish_reason is None
         emitted = [*verdict.token_ids]
         if proposal is not None:
             drafted = proposal.tree.token_ids
-            emitted = [drafted[node] for node in path] + emitted
+            num_draft_tokens = len(drafted) - 1
+            emitted[:0] = map(drafted.__getitem__, path)
         if len(emitted) >= self.max_len - prefix_len:
             del emitted[self.max_len - prefix_len :]
             self.finish_reason = "length"
@@ -254,10 +254,11 @@ class Sequence:
             self.finish_reason = "stop"
         if verdict.none_follows and self.finish_reason is None:
             self.finish_reason = "error"
-        if proposal is not None and len(proposal.tree.token_ids) > 1:
-            self.counts.add_verdict(len(proposal.tree.token_ids) - 1, min(len(path), len(emitted)))
+        if num_draft_tokens:
+            self.counts.add_verdict(num_draft_tokens, min(len(path), len(emitted)))
         record = Commit(self.request_id, self.epoch, prefix_len, path, tuple(emitted))
-        self.probation = max(0, self.probation - 1)
+        if self.probation:
+            self.probation -= 1
         # without a token after the path, its last one is the root, to be fed again
         self.cached_len = prefix_len + len(path) - (not verdict.token_ids)
         self.token_ids.extend(emitted)

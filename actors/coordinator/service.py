@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from actors.coordinator.clients import CLIENT, Clients
@@ -23,7 +22,7 @@ from actors.coordinator.record_checks import RecordChecks
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.spec import CoordinatorSpec
 from actors.coordinator.state_machine import Answer, Coordinator
-from actors.coordinator.stats import StatsSnapshot, Watch
+from actors.coordinator.stats import CoordinatorStats, StatsSnapshot, Watch
 from actors.heap import freeze_libraries
 from actors.policy.policy import make_policy
 from actors.protocol.grammar import MOST_GRAMMAR_CHARACTERS
@@ -55,6 +54,7 @@ from actors.protocol.messages import (
     VerifyBatch,
     WeightsUpdated,
 )
+from actors.protocol.records import replace
 from actors.topology import child_role, is_draft_role, parent_role
 from actors.transport.channel import Hub, heart_of
 from actors.transport.keys import CLIENTS, OUT, peer_of
@@ -146,8 +146,13 @@ class CoordinatorService:
         return self._stop
 
     def _take(self, link: str, record: object) -> None:
-        """Act on a record."""
-        if not self._accepts(link, record):
+        """Act on a record, if it is valid."""
+        try:
+            self._checks.check(link, record)
+            if isinstance(record, VerdictBatch) and (coordinator := self._coordinator) is not None:
+                coordinator.check(record)
+        except ValueError as error:
+            self._drop(link, record, error)
             return
         match record:
             case VerdictBatch() | ProposalBatch() | DraftPreviewBatch() | DraftBatch():
@@ -189,12 +194,18 @@ class CoordinatorService:
         self._published_at = time.monotonic()
         if self._coordinator is None:
             return
+        self._count_link_trips(self._coordinator.stats)
         self._coordinator.count_active_time(self._published_at)
         ready = [record for membership in self._memberships.values() for record in membership.ready()]
         snapshot = StatsSnapshot(self._coordinator.stats, self._coordinator.load(), ready)
         self._event_log.progress(snapshot.stats, snapshot.load)
         for watch in self._watches:
             watch(snapshot)
+
+    def _count_link_trips(self, stats: CoordinatorStats) -> None:
+        for role in self._lead_roles:
+            if (membership := self._memberships.get(role)) is not None:
+                stats.add_link_trips(role, membership.rounds.take_trips())
 
     def _send_heartbeat(self) -> None:
         """Greets every client; may be called from any thread."""
@@ -220,23 +231,12 @@ class CoordinatorService:
 
     # --- records ------------------------------------------------------------------------------------------------------
 
-    def _accepts(self, link: str, record: object) -> bool:
-        """Whether to act on this record. One that is not valid is dropped; a client learns why its request is not."""
-        try:
-            self._checks.check(link, record)
-            coordinator = self._coordinator
-            if isinstance(record, VerdictBatch) and coordinator is not None and not coordinator.expects(record):
-                raise ValueError("verdicts: they are not on what the target was given")
-        except ValueError as error:
-            self._hub.refuse(link, error)
-            self._distrust(link, record, error)
-            if isinstance(record, Request):
-                self._refuse(link, record, "error", str(error))
-            return False
-        if isinstance(record, Request) and (why := self._clients.quota_refusal(link, record)) is not None:
-            self._refuse(link, record, "refused", why)
-            return False
-        return True
+    def _drop(self, link: str, record: object, error: ValueError) -> None:
+        """A record that is not valid; a client learns why its request is not."""
+        self._hub.refuse(link, error)
+        self._distrust(link, record, error)
+        if isinstance(record, Request):
+            self._refuse(link, record, "error", str(error))
 
     def _refuse(self, link: str, request: Request, reason: str, why: str) -> None:
         refusal = Tokens(request.request_id, 0, (), reason, None, why)
@@ -270,23 +270,22 @@ class CoordinatorService:
     def _dispatch_batch(self, link: str, batch: VerdictBatch | ProposalBatch | DraftPreviewBatch | DraftBatch) -> None:
         """A batch from the present lead of a role: for the state machine, or between two levels of a cascade."""
         role = link.partition("#")[0].rpartition("-")[0]
-        membership = self._memberships.get(role)
-        if membership is None or not membership.links or link != membership.links[0]:
+        membership, coordinator = self._memberships.get(role), self._coordinator
+        if membership is None or link not in membership.links[:1]:
             return
         if isinstance(batch, DraftBatch):
             child = self._memberships.get(child_role(role))
             if child is not None and child.is_complete and batch.epoch == child.epoch:
                 self._send_batch(child, batch)
             return
-        coordinator, is_lead, now = self._coordinator, role in self._lead_roles, time.monotonic()
+        now = time.monotonic()
         if not isinstance(batch, DraftPreviewBatch):
-            link_s = membership.rounds.answered(batch, now)
-            if link_s is not None and is_lead and coordinator is not None:
-                coordinator.stats.add_link_trip(role, link_s)
-        if is_lead and coordinator is not None:
+            membership.rounds.answered(batch, now)
+        if role not in self._lead_roles:
+            if isinstance(batch, ProposalBatch):
+                self._send_to_parent(role, batch)
+        elif coordinator is not None:
             self._send(coordinator.on(batch, now, role))
-        elif not is_lead and isinstance(batch, ProposalBatch):
-            self._send_to_parent(role, batch)
 
     def _receive_heartbeat(self, alive: Alive) -> None:
         membership, coordinator = self._memberships[alive.role], self._coordinator
@@ -307,7 +306,9 @@ class CoordinatorService:
 
     def _submit(self, link: str, request: Request) -> None:
         """Admits a request; before there is a state machine it is dropped, and its client sends it again."""
-        if self._coordinator is not None:
+        if (why := self._clients.quota_refusal(link, request)) is not None:
+            self._refuse(link, request, "refused", why)
+        elif self._coordinator is not None:
             admitted = self._clients.admit(link, request)
             self._event_log.admitted(admitted, link.removesuffix(OUT), request.request_id)
             self._apply_record(admitted)
@@ -339,7 +340,9 @@ class CoordinatorService:
         """Sends a report; before there is a state machine none is sent, and clients order again."""
         if self._coordinator is None:
             return
-        self._coordinator.stats.num_unreadable = self._hub.num_unreadable
+        stats = self._coordinator.stats
+        stats.num_unreadable = self._hub.num_unreadable
+        self._count_link_trips(stats)
         for report in self._coordinator.on(order, time.monotonic()):
             assert isinstance(report, Report)
             self._hub.send(clients, report if CLIENT in clients else replace(report, spans=()))
@@ -348,17 +351,21 @@ class CoordinatorService:
         """Tokens last, all those of a client in one record: it wakes once a round."""
         outputs: dict[str, list[Tokens]] = {}
         for record in records:
-            if isinstance(record, VerifyBatch | DraftBatch):
-                role = "target" if isinstance(record, VerifyBatch) else self._lead_roles[1 + record.seat]
-                self._send_batch(self._memberships[role], record)
-            elif isinstance(record, Tokens):
-                client, request = self._clients.origins[record.request_id]
-                if record.finish_reason is not None:
-                    self._event_log.finished(record)
-                    self._clients.forget(record.request_id)
-                outputs.setdefault(client, []).append(replace(record, request_id=request.request_id))
-            elif isinstance(record, WeightsUpdated):
-                self._end_update(record)
+            match record:
+                case VerifyBatch():
+                    self._send_batch(self._memberships["target"], record)
+                case DraftBatch():
+                    self._send_batch(self._memberships[self._lead_roles[1 + record.seat]], record)
+                case Tokens():
+                    client, request = self._clients.origins[record.request_id]
+                    if record.finish_reason is not None:
+                        self._event_log.finished(record)
+                        self._clients.forget(record.request_id)
+                    if client not in outputs:
+                        outputs[client] = []
+                    outputs[client].append(replace(record, request_id=request.request_id))
+                case WeightsUpdated():
+                    self._end_update(record)
         for client, news in outputs.items():
             self._hub.send([client], Outputs(tuple(news)))
 

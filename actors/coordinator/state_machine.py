@@ -20,7 +20,7 @@ committed tokens. A role that returns holds no request; each is sent to it again
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from actors.protocol.membership import PassFailed, RoleBack, RoleLost, Weights
 from actors.protocol.messages import (
     NO_TOKEN_FOLLOWS,
     Abort,
+    Commit,
     DraftBatch,
     DraftPreviewBatch,
     Proposal,
@@ -73,7 +74,6 @@ class Coordinator:
         weights: Weights | None = None,
         now: float = 0.0,
     ) -> None:
-        self.stats = CoordinatorStats(since=now)
         self.weights = weights  # that the target serves; None: those it was started with
         self.wait_until: float | None = None  # when to go on without the awaited drafts, on the clock of `now`
         self._scheduler = scheduler
@@ -85,7 +85,10 @@ class Coordinator:
         self._verify_round = drafter.round  # of the last batch to the target; both batches of one round have one number
         self._drafter = drafter
         self._round = Round(now)
-        self._unlearned: list[RoundObservation] = []
+        self._stats = CoordinatorStats(since=now)
+        self._uncounted: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # calls that bring `_stats` up to date
+        self._num_ended = 0  # rounds that the policy has not learned from
+        self._unlearned: list[RoundObservation] = []  # those of them that were counted
         self._lost_at: dict[str, float] = {}  # roles that have not answered since they were lost
         self._active_since: float | None = None
         self._wanted: Weights | None = None  # to be loaded once no pass is outstanding
@@ -95,31 +98,43 @@ class Coordinator:
     def num_requests(self) -> int:
         return len(self._sequences)
 
-    def expects(self, batch: VerdictBatch) -> bool:
-        """Whether its verdicts are on what the target was given; stale ones are, because they change nothing."""
+    @property
+    def stats(self) -> CoordinatorStats:
+        """The counters up to now. What a round adds is counted when they are asked for, or with what the policy learns
+        from the round: not while the target waits for its next batch."""
+        uncounted, self._uncounted = self._uncounted, []
+        for count, arguments in uncounted:
+            count(*arguments)
+        return self._stats
+
+    def check(self, batch: VerdictBatch) -> None:
+        """Raise ValueError unless its verdicts are on what the target was given. Stale ones pass, because they change
+        nothing."""
         verifying = self._round.verifying
         if verifying is None or batch.round != self._verify_round:
-            return True
+            return
+        verdicts, sequences, proposals = batch.verdicts, self._sequences, self._round.proposals
+        is_expected = len(verdicts) == 1 or len({verdict.request_id for verdict in verdicts}) == len(verdicts)
         if self._round.first_part is not None:
-            return not (batch.verdicts or batch.hits or batch.prompt_logprobs or batch.drafts_follow)
-        if (batch.prompt_logprobs or batch.hits) and not self._expects_of_prompts(batch):
-            return False
-        answered = set[int]()
-        for verdict in batch.verdicts:
+            is_expected = not (verdicts or batch.hits or batch.prompt_logprobs or batch.drafts_follow)
+        if batch.prompt_logprobs or batch.hits:
+            is_expected = is_expected and self._expects_of_prompts(batch)
+        for verdict in verdicts:
             request_id = verdict.request_id
-            answered.add(request_id)
             if request_id not in verifying:
                 continue  # ended since
-            sequence, proposal = self._sequences[request_id], self._round.proposals[request_id]
-            is_current = (verdict.epoch, verdict.prefix_len) == (sequence.epoch, len(sequence.token_ids))
-            is_path = proposal.tree.has_path(verdict.path) if proposal is not None else not verdict.path
-            is_asked = verdict.logprobs is None
+            sequence, proposal = sequences[request_id], proposals[request_id]
+            if verdict.epoch != sequence.epoch or verdict.prefix_len != len(sequence.token_ids):
+                is_expected = False
+            if verdict.path and (proposal is None or not proposal.tree.has_path(verdict.path)):
+                is_expected = False
             if (kept := sequence.logprobs) is not None:
                 prompt = next((part for part in batch.prompt_logprobs if part.request_id == request_id), None)
-                is_asked = kept.fits(verdict, prompt, sequence.num_generated)
-            if not (is_current and is_path and is_asked):
-                return False
-        return len(answered) == len(batch.verdicts)
+                is_expected = is_expected and kept.fits(verdict, prompt, sequence.num_generated)
+            elif verdict.logprobs is not None:
+                is_expected = False
+        if not is_expected:
+            raise ValueError("verdicts: they are not on what the target was given")
 
     def _expects_of_prompts(self, batch: VerdictBatch) -> bool:
         """Whether what it says of the rows and the log-probabilities of prompts is of requests that were asked for."""
@@ -139,7 +154,7 @@ class Coordinator:
     def count_active_time(self, now: float) -> None:
         """Count the time up to `now` in which there were requests."""
         if self._active_since is not None:
-            self.stats.active_s += now - self._active_since
+            self._stats.active_s += now - self._active_since
             self._active_since = now
 
     def last_round(self, role: str) -> int:
@@ -157,7 +172,7 @@ class Coordinator:
         Then call `learn`, once all of it is sent.
         """
         self.learn()
-        emitted: Iterable[Tokens | WeightsUpdated] = []
+        emitted: Iterable[Tokens | WeightsUpdated] = ()
         match record:
             case VerdictBatch():
                 emitted = self._end_round(record, now)
@@ -199,15 +214,16 @@ class Coordinator:
     @property
     def may_learn(self) -> bool:
         """Whether enough rounds have ended for the policy to learn from."""
-        num_unlearned = len(self._unlearned)
-        return num_unlearned > 0 and (num_unlearned >= self._policy.most_unlearned or not self._sequences)
+        num_ended = self._num_ended
+        return num_ended > 0 and (num_ended >= self._policy.most_unlearned or not self._sequences)
 
     def learn(self) -> None:
         """The policy learns from rounds that ended, beside the pass that was started since: from each, or from as many
         at once as is enough for it."""
         if not self.may_learn:
             return
-        seen, self._unlearned = self._unlearned, []
+        _ = self.stats  # with what is counted, rounds are looked at
+        seen, self._unlearned, self._num_ended = self._unlearned, [], 0
         self._policy.update(*seen)
         for request_id in {outcome.request_id for one in seen for outcome in one.outcomes} - self._sequences.keys():
             self._policy.release(request_id)
@@ -223,6 +239,8 @@ class Coordinator:
             return [*self._order_drafts(now)] if may_order else []
         if self._wanted is not None:
             return [self._start_loading(now)]
+        if not drafter.has_ranks:  # nothing is ordered beside the pass, or waited for
+            return [*self._start_pass((), now)]
         if unusable := drafter.unusable(running):
             self._preempt(self._scheduler.preempt(unusable))
         # Once time is up, a draft that is ordered now would be for a text that is verified meanwhile.
@@ -250,7 +268,7 @@ class Coordinator:
                 for order in drafter.unanswered:
                     order.is_skipped = True
         is_skipped = pending is not None and any(order.is_skipped for order in drafter.unanswered)
-        self._round.seen.skipped_drafts = is_skipped
+        self._round.skipped_drafts = is_skipped
         # Both roles read a prompt at the same time. The target's batch goes first: it depends on no order made now.
         return [*self._start_pass(held, now), *orders, *self._order_drafts(now)]
 
@@ -259,46 +277,48 @@ class Coordinator:
         for sequence in sequences:
             self._target_outbox.release(sequence.request_id)
             self._drafter.release(sequence)
-            self.stats.num_preemptions += 1
+            self._stats.num_preemptions += 1
 
     def _end_round(self, batch: VerdictBatch, now: float) -> Iterable[Tokens | WeightsUpdated]:
         """Commit the verdicts, and emit the tokens; or the target has loaded weights. Where drafts follow the verdicts,
         the round ends with those."""
-        round_, verifying, emitted = self._round, self._round.verifying, list[Tokens]()
+        round_, emitted = self._round, list[Tokens | WeightsUpdated]()
+        verifying = round_.verifying
         if verifying is None or batch.round != self._verify_round:
-            self.stats.num_stale += 1
+            self._stats.num_stale += 1
             return []
         if self._lost_at:
             self._end_outages(now, "target")
         if self._loading is not None:
             return [self._end_loading(self._loading, batch.refusal, now)]
-        if round_.admitted:
-            self._take_hits(batch)
-        for part in batch.prompt_logprobs:
-            if part.request_id in self._sequences:
-                kept = self._sequences[part.request_id].logprobs
-                assert kept is not None, "`expects` has seen to it"
-                kept.add_prompt(part)
+        if round_.admitted or batch.prompt_logprobs:
+            self._take_of_prompts(batch)
         if round_.first_part is None:
             round_.is_test = self._scheduler.tested is not None  # until its last verdict is committed
-            emitted = [self._commit(verdict, now) for verdict in batch.verdicts if verdict.request_id in verifying]
-            self.stats.num_stale += len(batch.verdicts) - len(emitted)  # verdicts of requests that were aborted
+            for verdict in batch.verdicts:
+                if verdict.request_id not in verifying:
+                    self._stats.num_stale += 1  # of a request that was aborted
+                    continue
+                tokens = self._commit(verdict, now)
+                if tokens.token_ids or tokens.finish_reason is not None:
+                    emitted.append(tokens)
         else:
             batch = replace(batch, verdicts=round_.first_part.verdicts)
         if batch.drafts_follow:
-            round_.first_part, round_.verifying = batch, set()
-        else:
-            self._observe(batch, now, is_test=round_.is_test)
-            self.stats.num_stale += self._drafter.end_pass(batch, self._sequences)
-            self._round = Round(now)
-            if batch.drafts is not None:
-                self.stats.add_drafts(batch.drafts)
-                is_used = any(sequence.draft.proposal is not None for sequence in self._sequences.values())
-                self._round.add_drafting(batch.drafts, is_used=is_used, unverified=round_.unverified)
-        return [one for one in emitted if one.token_ids or one.finish_reason is not None]
+            self._uncounted += [(self._count_commit, result) for result in round_.results[round_.num_counted :]]
+            round_.first_part, round_.verifying, round_.num_counted = batch, set(), len(round_.results)
+            return emitted
+        self._observe(batch, now)
+        self._stats.num_stale += self._drafter.end_pass(batch, self._sequences)
+        self._round = Round(now)
+        if batch.drafts is not None:
+            is_used = any(sequence.draft.proposal is not None for sequence in self._sequences.values())
+            self._round.add_drafting(batch.drafts, is_used=is_used, unverified=round_.unverified)
+        return emitted
 
-    def _take_hits(self, batch: VerdictBatch) -> None:
-        """The target says of requests that were admitted with this pass how many rows it had."""
+    def _take_of_prompts(self, batch: VerdictBatch) -> None:
+        """The target says of requests that were admitted with this pass how many rows it had, and log-probabilities of
+        prompts."""
         hits = dict(batch.hits)
         for sequence, epoch in self._round.admitted:
             if sequence.epoch == epoch:
@@ -306,39 +326,52 @@ class Coordinator:
                 sequence.found(num_rows)
                 if sequence.shares_rows and sequence.num_cached_tokens is None:
                     sequence.num_cached_tokens = min(num_rows, sequence.prompt_len)
-                    self.stats.add_lookup(sequence.prompt_len, sequence.num_cached_tokens)
+                    self._stats.add_lookup(sequence.prompt_len, sequence.num_cached_tokens)
+        for part in batch.prompt_logprobs:
+            if part.request_id in self._sequences:
+                kept = self._sequences[part.request_id].logprobs
+                assert kept is not None, "`check` has seen to it"
+                kept.add_prompt(part)
 
     def _commit(self, verdict: Verdict, now: float) -> Tokens:
-        sequence, proposal = self._sequences[verdict.request_id], self._round.proposals[verdict.request_id]
-        known: dict[str, Any] = {}
+        request_id = verdict.request_id
+        sequence, proposal = self._sequences[request_id], self._round.proposals[request_id]
         if self.weights is not None or sequence.versions:
             sequence.note_version(self._version)
         commit = sequence.commit(verdict, proposal)
-        position = commit.prefix_len - sequence.prompt_len
-        self.stats.add_commit(proposal, commit, self._drafter.source_of(proposal))
-        if sequence.logprobs is not None:
-            logprobs = sequence.logprobs.add(verdict.logprobs, len(commit.token_ids))
-            known |= {"logprobs": logprobs, "prompt_logprobs": sequence.logprobs.prompt_with(position)}
-        if sequence.versions:
-            known["versions"] = sequence.versions_from(position)
-        if proposal is not None:
-            known["proposers"] = proposal.proposers(commit.path[: len(commit.token_ids)])
-        if commit.token_ids and sequence.first_token_at is None:
+        position, token_ids = commit.prefix_len - sequence.prompt_len, commit.token_ids
+        stats = error = logprobs = of_prompt = None
+        proposers = proposal.proposers(commit.path[: len(token_ids)]) if proposal is not None else ()
+        versions = sequence.versions_from(position) if sequence.versions else ()
+        if (kept := sequence.logprobs) is not None:
+            logprobs, of_prompt = kept.add(verdict.logprobs, len(token_ids)), kept.prompt_with(position)
+        if sequence.first_token_at is None and token_ids:
             sequence.first_token_at = now
-        if sequence.finish_reason == "error":
-            end = self._end_early(sequence, "error", now, _no_token_after(sequence.prefix_len))
-            return replace(end, position=position, token_ids=commit.token_ids, **known)
-        self._round.add_outcome(commit, sequence.draft.num_ordered, proposal)
-        self._target_outbox.add_commit(commit)
-        is_own = proposal is None or not proposal.is_forced
-        self._drafter.commit(sequence, commit if is_own else replace(commit, path=()))
-        if verdict.forced:
-            self._draft_forced(sequence, verdict)
-        stats = None
+        if sequence.finish_reason != "error":
+            self._round.results.append((commit, sequence.draft.num_ordered, proposal))
+            self._target_outbox.add_commit(commit)
+            is_own = proposal is None or not proposal.is_forced
+            self._drafter.commit(sequence, commit if is_own else replace(commit, path=()))
+            if verdict.forced:
+                self._draft_forced(sequence, verdict)
+        else:
+            error = _no_token_after(sequence.prefix_len)
+            self._count_commit(commit, 0, proposal)
         if sequence.finish_reason is not None:
             self._end(sequence, now)
             stats = sequence.stats()
-        return Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats, **known)
+        return Tokens(
+            request_id,
+            position,
+            token_ids,
+            sequence.finish_reason,
+            stats,
+            error,
+            logprobs,
+            of_prompt,
+            proposers,
+            versions,
+        )
 
     def _draft_forced(self, sequence: Sequence, verdict: Verdict) -> None:
         """What the grammar forces next is the draft, and no drafter is asked for one."""
@@ -348,26 +381,42 @@ class Coordinator:
             proposal = replace(Proposal.deterministic(*sequence.prefix, tree), prepared=None, is_forced=True)
             sequence.draft = DraftState(is_answered=True, proposal=proposal)
 
-    def _observe(self, batch: VerdictBatch, now: float, *, is_test: bool) -> None:
-        """Count the pass and the round that these verdicts end. The policy learns from it before the next drafts are
-        ordered, where these may need it, else in `learn`; not from the test of a single request."""
-        round_, drafter, stats = self._round, self._drafter, self.stats
-        scored = drafter.scored.take(self._sequences) if drafter.scored.drafts else ()
-        seen = round_.observation(batch, now, self._scheduler.running, scored, may_draft=drafter.is_present)
+    def _observe(self, batch: VerdictBatch, now: float) -> None:
+        """These verdicts end the round. The policy learns from it before the next drafts are ordered, where these may
+        need it, else in `learn`; not from the test of a single request."""
+        round_, drafter, policy = self._round, self._drafter, self._policy
+        if drafter.scored.drafts:
+            round_.scored = drafter.scored.take(self._sequences)
+        round_.end(batch, now, self._scheduler.running, policy.mode, may_draft=drafter.is_present)
+        self._uncounted.append((self._count_round, (round_,)))
+        if round_.is_test:
+            return
+        is_plain = round_.mode in (Mode.rest, Mode.catch_up)
+        if self._lost_at and is_plain and round_.results and round_.num_may_speculate:
+            self._end_outages(now - round_.seconds, *self._lost_at)  # a drafter is there, and the policy does without
+        self._num_ended += 1
+        if not policy.most_unlearned:
+            self.learn()
+
+    def _count_round(self, round_: Round) -> None:
+        """Count a round that has ended, and keep what it teaches."""
+        stats, seen = self._stats, round_.observation()
+        for result in round_.results[round_.num_counted :]:
+            self._count_commit(*result)
         speculated = any(proposal is not None for proposal in round_.proposals.values())
-        stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
+        stats.add_pass(round_.batch, round_.sent_at, round_.ended, speculated=speculated)
         if speculated:
             stats.add_spec_round(seen.seconds, seen.verify_s, seen.draft_s)
-        if is_test:
-            return
-        if seen.outcomes and seen.num_may_speculate:
-            lengths, seconds = [outcome.num_ordered for outcome in seen.outcomes], seen.seconds + seen.unused_s
-            stats.add_mode(self._policy.mode, seconds, lengths)
-            if self._policy.mode in (Mode.rest, Mode.catch_up):  # a drafter is there, and the policy does without
-                self._end_outages(now - seconds, *self._lost_at)
-        self._unlearned.append(seen)
-        if not self._policy.most_unlearned:
-            self.learn()
+        if not round_.is_test:
+            if seen.outcomes and seen.num_may_speculate:
+                lengths = [outcome.num_ordered for outcome in seen.outcomes]
+                stats.add_mode(round_.mode, seen.seconds + seen.unused_s, lengths)
+            self._unlearned.append(seen)
+        if round_.batch.drafts is not None:
+            stats.add_drafts(round_.batch.drafts)
+
+    def _count_commit(self, commit: Commit, _: int, proposal: Proposal | None) -> None:
+        self._stats.add_commit(proposal, commit, self._drafter.source_of(proposal))
 
     def _order_drafts(self, now: float) -> list[DraftBatch]:
         verifying = self._round.verifying
@@ -383,33 +432,36 @@ class Coordinator:
             self._open_at_roles(plan.admitted, now)
         if not plan.rows:
             return []
-        after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
-        orders = self._drafter.begin_pass(plan.rows, self._sequences.values())
+        drafter, round_ = self._drafter, self._round
+        after, self._verify_round = self._verify_round, max(self._verify_round + 1, drafter.round)
+        orders = drafter.begin_pass(plan.rows, self._sequences.values())
+        lengths, reading = orders.lengths, orders.reading
         items, proposals, may_draft = list[VerifyItem](), dict[int, Proposal | None](), False
         for sequence, num_rows, proposal in plan.rows:
             request_id = sequence.request_id
-            may_draft = may_draft or self._drafter.may_draft(sequence)
-            num_draft_tokens, reads_text = orders.lengths.get(request_id, 0), request_id in orders.reading
-            items.append(VerifyItem(request_id, num_rows, proposal, num_draft_tokens, reads_text))
-            if sequence.may_reach_root(num_rows):
+            may_draft = may_draft or drafter.may_draft(sequence)
+            items.append(VerifyItem(request_id, num_rows, proposal, lengths.get(request_id, 0), request_id in reading))
+            num_left = len(sequence.token_ids) - sequence.cached_len - num_rows
+            if not num_left or sequence.may_hit:
                 proposals[request_id] = proposal
-            if num_rows < len(sequence.token_ids) - sequence.cached_len:
+            if num_left:
                 sequence.cached_len += num_rows  # a chunk of committed text: its rows stay whatever the verdicts are
             sequence.draft.proposal = None  # used up
-        round_ = self._round
-        round_.verifying, round_.proposals, round_.sent_at = {*proposals}, proposals, now
-        round_.fed = tuple([item.request_id for item in items])
-        round_.seen.serves_drafts, round_.unverified = any(orders.lengths.values()), orders.unverified
+        round_.verifying, round_.proposals, round_.sent_at, round_.fed = {*proposals}, proposals, now, items
+        round_.serves_drafts, round_.unverified = any(lengths.values()), orders.unverified
+        admits, commits, releases = self._target_outbox.flush()
         batch = VerifyBatch(
             self._verify_round,
-            *self._target_outbox.flush(),
-            items=tuple(items),
-            after=after,
-            may_draft=may_draft,
-            bridge=orders.bridge,
-            num_received=orders.num_received,
-            costs=orders.costs,
-            unverified=orders.unverified,
+            admits,
+            commits,
+            releases,
+            tuple(items),
+            after,
+            may_draft,
+            orders.bridge,
+            orders.num_received,
+            orders.costs,
+            orders.unverified,
         )
         return [batch]
 
@@ -417,18 +469,18 @@ class Coordinator:
         drafter = self._drafter.of(role)
         pending = drafter.order_of(batch)
         if pending is None:
-            self.stats.num_stale += 1
+            self._stats.num_stale += 1
             return
         if self._lost_at:
             self._end_outages(now, role)
         found = (0, 0) if batch.num_missing else (pending.num_prefetched, pending.num_missed)
-        self.stats.add_exchange(batch, pending.left_at, now)
-        self.stats.add_drafts(batch, *found)
+        self._uncounted.append((self._stats.add_exchange, (batch, pending.left_at, now)))
+        self._uncounted.append((self._stats.add_drafts, (batch, *found)))
         if pending.unverified:
-            self._round.seen.scored_s += batch.finished - batch.started
+            self._round.scored_s += batch.finished - batch.started
         elif self._round.verifying is None:
             self._round.add_wait(batch)
-        self.stats.num_stale += drafter.receive(batch, self._sequences, now)
+        self._stats.num_stale += drafter.receive(batch, self._sequences, now)
 
     # --- other weights ------------------------------------------------------------------------------------------------
 
@@ -450,7 +502,8 @@ class Coordinator:
         self._loading, self._wanted = self._wanted, None
         self._preempt(self._scheduler.preempt(self._scheduler.running))
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
-        self._round = Round(now, verifying=set(), sent_at=now)
+        self._round = Round(now)
+        self._round.verifying, self._round.sent_at = set(), now
         return VerifyBatch(self._verify_round, *self._target_outbox.flush(), after=after, weights=self._loading)
 
     def _end_loading(self, weights: Weights, refusal: str, now: float) -> WeightsUpdated:
@@ -480,7 +533,7 @@ class Coordinator:
         may_share = request.prompt_logprobs is None and not request.source
         sequence.shares_rows = sequence.may_hit = self._scheduler.limits.prefix_cache and may_share
         self._scheduler.add(sequence)
-        self.stats.num_prompt_tokens += sequence.prompt_len + sequence.source_len
+        self._stats.num_prompt_tokens += sequence.prompt_len + sequence.source_len
         if self._active_since is None:
             self._active_since = now
             if self._round.verifying is None:
@@ -493,8 +546,8 @@ class Coordinator:
         for sequence in sequences:
             sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
             self._target_outbox.admit(sequence)
-            self._round.admitted.append((sequence, sequence.epoch))
             self._drafter.admit(sequence)
+        self._round.admitted = [*self._round.admitted, *[(sequence, sequence.epoch) for sequence in sequences]]
 
     def _abort(self, record: Abort, now: float) -> list[Tokens]:
         sequence = self._sequences.get(record.request_id)
@@ -508,7 +561,7 @@ class Coordinator:
         return Tokens(sequence.request_id, sequence.num_generated, (), reason, sequence.stats(), error)
 
     def _end(self, sequence: Sequence, now: float) -> None:
-        self.stats.add_request(sequence, now)
+        self._stats.add_request(sequence, now)
         del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
         self._policy.release(sequence.request_id)
@@ -526,7 +579,7 @@ class Coordinator:
             return []
         fed, self._round.fed = self._round.fed, ()  # several ranks may report one pass
         ended = []
-        for sequence in [self._sequences[request_id] for request_id in fed if request_id in self._sequences]:
+        for sequence in [self._sequences[one.request_id] for one in fed if one.request_id in self._sequences]:
             sequence.suspect()
             if sequence.num_failures >= (2 if len(fed) == 1 else MOST_FAILURES):
                 error = f"target: {sequence.num_failures} passes with this request failed ({failed.error}); see its log"
@@ -538,7 +591,7 @@ class Coordinator:
 
         Where the target was loading weights, all ranks load those before again as they join.
         """
-        self.stats.num_role_losses[role] = self.stats.num_role_losses.get(role, 0) + 1
+        self._stats.num_role_losses[role] = self._stats.num_role_losses.get(role, 0) + 1
         self._lost_at.setdefault(role, now)
         if role != "target":
             self._drafter.of(role).lose(self._sequences.values())
@@ -546,7 +599,7 @@ class Coordinator:
         self._has_target, self._target_outbox = False, Outbox()
         if self._round.first_part is not None:
             self._round = Round(now)
-        self._round.verifying, self._round.admitted = None, []
+        self._round.verifying, self._round.admitted = None, ()
         for sequence in self._scheduler.preempt(self._scheduler.running):
             self._drafter.release(sequence)
         lost, self._loading = self._loading, None
@@ -566,17 +619,18 @@ class Coordinator:
             if role in self._lost_at and is_back:
                 others = [at for one, at in self._lost_at.items() if one not in (role, "target")]
                 since = self._lost_at.pop(role)
-                self.stats.add_outage(role, max(0.0, now - since))
+                self._stats.add_outage(role, max(0.0, now - since))
                 if role != "target" and len(others) + 1 == self._drafter.num_seats:
-                    self.stats.no_drafter_s += max(0.0, now - max([since, *others]))
+                    self._stats.no_drafter_s += max(0.0, now - max([since, *others]))
 
     def _report(self, order: ReportOrder, now: float) -> Report:
         self.count_active_time(now)
-        self.stats.guard = self._policy.findings()
-        report = self.stats.report(now, spans=order.spans)
+        stats = self.stats
+        stats.guard = self._policy.findings()
+        report = stats.report(now, spans=order.spans)
         report.counters.update(asdict(self.load()))
         if order.reset:
-            self.stats = CoordinatorStats(since=now, phase=order.phase)
+            self._stats = CoordinatorStats(since=now, phase=order.phase)
         return report
 
 

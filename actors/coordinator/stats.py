@@ -138,10 +138,11 @@ class TimeCounters:
         self.wait_for_messages_s += max(0.0, idle_s - draft_s)
         self.spec_round_overhead_s += max(0.0, seconds - verify_s - draft_s)
 
-    def add_link_trip(self, role: str, seconds: float) -> None:
-        """A batch to `role` and its answer were on their way for so long."""
-        self.num_link_trips[role] = self.num_link_trips.get(role, 0) + 1
-        self.link_s[role] = self.link_s.get(role, 0.0) + seconds
+    def add_link_trips(self, role: str, seconds: list[float]) -> None:
+        """Batches to `role` and their answers were on their way for so long."""
+        if seconds:
+            self.num_link_trips[role] = self.num_link_trips.get(role, 0) + len(seconds)
+            self.link_s[role] = self.link_s.get(role, 0.0) + sum(seconds)
 
 
 @dataclass

@@ -115,18 +115,19 @@ class DraftTree:
         fed.sort(key=lambda i: (-self.nodes[i].value, i))  # a parent comes before its child
         return sorted(offered + fed[: max(0, width - len(offered))])
 
-    def best_chain(self, length: int) -> list[int]:
-        """The likeliest child of the likeliest child ..., at most `length` nodes."""
-        chain, node = [], 0
-        while len(chain) < length and self.nodes[node].children:
-            node = self.nodes[node].children[0]
-            chain.append(node)
+    def best_chain(self, length: int, root: int = 0) -> list[int]:
+        """The likeliest child of the likeliest child ..., at most `length` nodes below `root`."""
+        nodes, chain = self.nodes, list[int]()
+        children = nodes[root].children
+        while children and len(chain) < length:
+            chain.append(children[0])
+            children = nodes[children[0]].children
         return chain
 
-    def best_nodes(self, count: int) -> list[int]:
-        """The `count` likeliest nodes, a connected set, parents before children."""
+    def best_nodes(self, count: int, root: int = 0) -> list[int]:
+        """The `count` likeliest nodes below `root`, a connected set, parents before children."""
         nodes, best = self.nodes, list[int]()
-        offered = [(-nodes[child].value, child) for child in self.root.children]
+        offered = [(-nodes[child].value, child) for child in nodes[root].children]
         heapify(offered)
         while offered and len(best) < count:
             _, node = heappop(offered)
@@ -135,13 +136,12 @@ class DraftTree:
                 heappush(offered, (-nodes[child].value, child))
         return sorted(best)
 
-    def proposal(self, nodes: Sequence[int]) -> TokenTree:
-        """These nodes, a connected set with parents before children, as a tree to verify."""
-        place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
-        return TokenTree(
-            (self.nodes[0].token, *[self.nodes[node].token for node in nodes]),
-            (-1, *[place[self.nodes[node].parent] for node in nodes]),
-        )
+    def proposal(self, nodes: Sequence[int], root: int = 0) -> TokenTree:
+        """These nodes, with `root` a connected set with parents before children, as a tree to verify."""
+        found, place = [self.nodes[node] for node in nodes], {root: 0}
+        place.update(zip(nodes, range(1, len(nodes) + 1), strict=True))
+        token_ids = [node.token for node in found]
+        return TokenTree((self.nodes[root].token, *token_ids), (-1, *[place[node.parent] for node in found]))
 
     def places(self, tree: TokenTree) -> list[int]:
         """The nodes with the paths of the nodes of `tree`, as far as they exist; roots are not compared."""
@@ -166,12 +166,15 @@ class DraftTree:
         for node in self.offered:
             self.nodes[node].offered = True
 
-    def find(self, token_ids: Sequence[int]) -> int | None:
-        """The node that this path of tokens leads to from the root."""
-        node = 0
+    def find(self, token_ids: Sequence[int], root: int = 0) -> int | None:
+        """The node that this path of tokens leads to from `root`."""
+        nodes, node = self.nodes, root
         for token in token_ids:
-            node = self.child(node, token)
-            if node is None:
+            for child in nodes[node].children:
+                if nodes[child].token == token:
+                    node = child
+                    break
+            else:
                 return None
         return node
 
@@ -214,10 +217,11 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True)
 class PreviewTree:
-    """Drafts that draft-ahead prepared for a verdict still to come, as chains or as a tree."""
+    """Drafts that draft-ahead prepared for a verdict still to come, as chains or as a tree: what is below `root`."""
 
     tree: DraftTree
     is_chain: bool
+    root: int = 0
 
     @staticmethod
     def read(preview: DraftPreview) -> PreviewTree:
@@ -225,12 +229,12 @@ class PreviewTree:
 
     def after(self, token_ids: Sequence[int]) -> PreviewTree | None:
         """The drafts for a verdict that commits `token_ids`; None if there are none."""
-        node = self.tree.find(token_ids)
+        node = self.tree.find(token_ids, self.root)
         if node is None or not self.tree.nodes[node].children:
             return None
-        return PreviewTree(self.tree.reroot(node)[0], self.is_chain)
+        return PreviewTree(self.tree, self.is_chain, node)
 
     def best(self, num_draft_tokens: int) -> TokenTree:
         """The likeliest proposal of so many draft tokens."""
-        tree = self.tree
-        return tree.proposal(tree.best_chain(num_draft_tokens) if self.is_chain else tree.best_nodes(num_draft_tokens))
+        best = self.tree.best_chain if self.is_chain else self.tree.best_nodes
+        return self.tree.proposal(best(num_draft_tokens, self.root), self.root)

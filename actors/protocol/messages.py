@@ -32,6 +32,7 @@ from enum import IntEnum
 from hashlib import blake2b
 from itertools import accumulate, groupby
 from math import inf, isfinite
+from operator import lt
 from typing import Any
 
 from actors.protocol.grammar import Grammar
@@ -162,20 +163,21 @@ class TokenTree:
 
     def has_path(self, nodes: tuple[int, ...]) -> bool:
         """Whether each of these nodes is a child of the one before it, the first of them of the root."""
-        parents, above = self.parents, 0
-        for node in nodes:
-            if not 0 < node < len(parents) or parents[node] != above:
-                return False
-            above = node
-        return True
+        parents = self.parents
+        if not nodes or not 0 < min(nodes) <= max(nodes) < len(parents):
+            return not nodes
+        return [*map(parents.__getitem__, nodes)] == [0, *nodes[:-1]]
 
     def check(self) -> None:
         """Raise ValueError unless this is a tree in topological order."""
-        if not self.token_ids or len(self.token_ids) != len(self.parents) or self.parents[0] != -1:
+        parents, num_nodes = self.parents, len(self.token_ids)
+        if num_nodes and parents == tuple(range(-1, num_nodes - 1)):
+            return  # a chain
+        if not num_nodes or num_nodes != len(parents) or parents[0] != -1:
             raise ValueError("a token tree needs a root and one parent per node")
-        for i in range(1, len(self.parents)):
-            if not 0 <= self.parents[i] < i:
-                raise ValueError(f"node {i} of the token tree names parent {self.parents[i]}")
+        if min(parents[1:], default=0) < 0 or not all(map(lt, parents, range(num_nodes))):
+            node = next(node for node in range(1, num_nodes) if not 0 <= parents[node] < node)
+            raise ValueError(f"node {node} of the token tree names parent {parents[node]}")
 
 
 class SamplingKind(IntEnum):
@@ -256,13 +258,12 @@ class Proposal:
                 raise ValueError("parts: must not be of more nodes than there are")
             if not name.isprintable() or len(name) > _LONGEST_LEVEL:
                 raise ValueError(f"parts: a name must be at most {_LONGEST_LEVEL} printable characters")
-        for distribution in self.distributions:
-            if distribution is not None:
-                check_tokens("distributions", distribution.token_ids, vocab_size)
-                if len(distribution.probs) != len(distribution.token_ids):
-                    raise ValueError("distributions: must give one probability per token")
-                if not all(0 <= probability <= 1 + _ROUNDING for probability in distribution.probs):
-                    raise ValueError("distributions: a probability is not between 0 and 1")
+        for distribution in filter(None, self.distributions):
+            check_tokens("distributions", distribution.token_ids, vocab_size)
+            if len(distribution.probs) != len(distribution.token_ids):
+                raise ValueError("distributions: must give one probability per token")
+            if not all(0 <= probability <= 1 + _ROUNDING for probability in distribution.probs):
+                raise ValueError("distributions: a probability is not between 0 and 1")
 
     @staticmethod
     def deterministic(request_id: int, epoch: int, prefix_len: int, prefix_hash: int, tree: TokenTree) -> Proposal:

@@ -11,7 +11,6 @@ for the next order, with which it gets what the target's texts have beyond its o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from actors.protocol.messages import (
     VerifyBatch,
     VerifyItem,
 )
+from actors.protocol.records import replace
 from actors.roles.after_verdicts import AfterVerdicts
 from actors.roles.draft import DraftRole
 from parallel.comm.group import Group

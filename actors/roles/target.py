@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -27,6 +27,7 @@ from actors.protocol.messages import (
     VerifyBatch,
     VerifyItem,
 )
+from actors.protocol.records import replace
 from actors.roles.after_verdicts import AfterVerdicts
 from actors.roles.served_weights import ServedWeights
 from actors.verification.verifier import Verifier, VerifyInput

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil
 from socket import socketpair
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -289,8 +289,7 @@ class Hub(_Endpoint):
         It is lost for an identity that is not connected, or that has not read its last `MOST_QUEUED` records, a client
         also with `client_limits.MOST_QUEUED_BYTES` waiting for it.
         """
-        near = self._near
-        far = [identity for identity in identities if near is None or not near.put(identity, record)]
+        far = identities if self._near is None else self._near.put(identities, record)
         if far:
             payload = CODEC.encode(record)
             if self._local is not None:
@@ -501,12 +500,21 @@ class Link(_Endpoint):
 AnyLink: TypeAlias = "Link | NearLink | LocalLink"
 
 
-def open_link(address: str, identity: str, key: LinkKey, *, keeps: str = "all", folder: str = "") -> AnyLink:
+def open_link(
+    address: str,
+    identity: str,
+    key: LinkKey,
+    *,
+    keeps: str = "all",
+    folder: str = "",
+    may_wait: Callable[[Any], bool] | None = None,
+) -> AnyLink:
     """A link to the hub at this address; one that hands records over, if that hub is `near` and of this process, or
-    over a Unix socket, if the hub listens in this `folder` of this machine."""
+    over a Unix socket, if the hub listens in this `folder` of this machine. Where records are handed over, those that
+    `may_wait` do not wake the thread that receives."""
     exchange, admission = _NEAR_HUBS.get((os.getpid(), address), (None, None))
     if exchange is not None and admission is not None and admission.admits(key.public, identity):
-        return NearLink(exchange, identity)
+        return NearLink(exchange, identity, may_wait)
     local = _local_link(folder, address, identity, key) if folder and keeps == "all" else None
     return Link(address, identity, key, keeps=keeps) if local is None else local
 

@@ -10,13 +10,54 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakValueDictionary
 
 Handle = Callable[[str, Any], None]
 """Called with the name of a link and its record."""
+MOST_HELD = 8
+"""Records that wait together for their reader."""
+
+
+class PatientInbox:
+    """A `SimpleQueue` whose reader sleeps through the records that `may_wait`: it gets them with the next one that may
+    not, with the last of `MOST_HELD`, or when it looks by itself, in the order in which they came.
+
+    To wake a thread takes longer than to make a record, and it then wants Python's lock.
+    """
+
+    def __init__(self, may_wait: Callable[[Any], bool]) -> None:
+        self._may_wait = may_wait
+        self._lock = threading.Lock()
+        self._held: list[Any] = []
+        self._due = SimpleQueue[list[Any]]()
+        self._taken: deque[Any] = deque()  # of the reader alone
+
+    def put(self, record: Any) -> None:
+        with self._lock:
+            self._held.append(record)
+            if len(self._held) >= MOST_HELD or not self._may_wait(record):
+                self._due.put(self._take_held())
+
+    def get(self, timeout: float | None = None) -> Any:
+        if not self._taken:
+            try:
+                self._taken.extend(self._due.get(timeout=timeout))
+            except Empty:
+                with self._lock:
+                    self._taken.extend(self._take_held() if self._due.empty() else self._due.get())
+        if not self._taken:
+            raise Empty
+        return self._taken.popleft()
+
+    def _take_held(self) -> list[Any]:
+        held, self._held = self._held, []
+        return held
+
+
+Inbox = SimpleQueue[Any] | PatientInbox
 
 
 class Exchange:
@@ -31,17 +72,17 @@ class Exchange:
         self._handle: Handle | None = None
         self._unhandled: deque[tuple[str, Any]] = deque()
         self._error: Exception | None = None
-        self._inboxes: dict[str, SimpleQueue[Any]] = {}
+        self._inboxes: dict[str, Inbox] = {}
         self._known: dict[str, None] = {}  # links that have sent a record
 
     # --- links --------------------------------------------------------------------------------------------------------
 
-    def open(self, identity: str) -> SimpleQueue[Any]:
+    def open(self, identity: str, may_wait: Callable[[Any], bool] | None = None) -> Inbox:
         """The inbox of a link, which takes the place of an earlier link of this name."""
-        inbox = self._inboxes[identity] = SimpleQueue[Any]()
+        inbox = self._inboxes[identity] = SimpleQueue[Any]() if may_wait is None else PatientInbox(may_wait)
         return inbox
 
-    def close(self, identity: str, inbox: SimpleQueue[Any]) -> None:
+    def close(self, identity: str, inbox: Inbox) -> None:
         if self._inboxes.get(identity) is inbox:
             del self._inboxes[identity]
             self._known.pop(identity, None)
@@ -74,12 +115,15 @@ class Exchange:
         """Links that have sent a record and are open."""
         return [*self._known]
 
-    def put(self, identity: str, record: Any) -> bool:
-        """Whether there is a link of this name, which then has the record."""
-        inbox = self._inboxes.get(identity)
-        if inbox is not None:
-            inbox.put(record)
-        return inbox is not None
+    def put(self, identities: Iterable[str], record: Any) -> list[str]:
+        """Give the record to the links of these names; returns the names without one."""
+        others = []
+        for identity in identities:
+            if (inbox := self._inboxes.get(identity)) is not None:
+                inbox.put(record)
+            else:
+                others.append(identity)
+        return others
 
     def serve_with(self, handle: Handle | None) -> None:
         """Handle records so from now on; with None they wait for `take`."""
@@ -107,10 +151,10 @@ class NearLink:
 
     num_unreadable = 0
 
-    def __init__(self, exchange: Exchange, identity: str) -> None:
+    def __init__(self, exchange: Exchange, identity: str, may_wait: Callable[[Any], bool] | None = None) -> None:
         self.identity = identity
         self._exchange = exchange
-        self._inbox = exchange.open(identity)
+        self._inbox = exchange.open(identity, may_wait)
 
     def send(self, record: Any) -> None:
         self._exchange.send(self.identity, record)

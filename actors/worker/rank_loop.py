@@ -78,12 +78,22 @@ class RankLoop(Generic[Role]):
     """What is answered."""
 
     def __post_init__(self) -> None:
-        self.status = Alive(self.spec.role, self.spec.rank, self.spec.incarnation, os.getpid())
+        self._round, self._is_busy = 0, False  # apart from the rest of the status, since they change in every round
+        self._status = Alive(self.spec.role, self.spec.rank, self.spec.incarnation, os.getpid())
         self._is_lead = self.spec.rank == 0
         self._logger = logger_of(self.spec.identity)
         self._group: Group | None = None
         self._role: Role | None = None
         self._facts: dict[str, Any] = {}
+
+    @property
+    def status(self) -> Alive:
+        """The present one, which the heartbeat sends from its own thread."""
+        return replace(self._status, round=self._round, busy=self._is_busy)
+
+    @status.setter
+    def status(self, status: Alive) -> None:
+        self._round, self._is_busy, self._status = status.round, status.busy, status
 
     def heartbeat(self) -> Alive:
         """The present status."""
@@ -188,7 +198,7 @@ class RankLoop(Generic[Role]):
             self._role.forget()
 
     def _update(self, **changes: Any) -> None:
-        """Change the status, which the heartbeat sends from its own thread."""
+        """Change the status."""
         self.status = replace(self.status, **changes)
 
     def _report_failure(self, error: Exception) -> None:
@@ -212,16 +222,16 @@ class RankLoop(Generic[Role]):
                 return record
             if isinstance(record, Recall):
                 return None
-            last_round = self.status.round
+            last_round = self._round
             if record.after != last_round:
                 log_event(self._logger, "missed", level=logging.WARNING, round=record.after, last_round=last_round)
                 return None
-            self._update(busy=True, round=record.round)
+            self._is_busy, self._round = True, record.round
             for answer in self._answers(role, record):
                 self._check()
                 if self._is_lead:
                     self.link.send(answer)
-            self._update(busy=False)
+            self._is_busy = False
             self.observe(f"round {record.round}")
             if self._logger.isEnabledFor(logging.INFO):
                 self._log_batch(record)
@@ -261,7 +271,7 @@ class RankLoop(Generic[Role]):
                     if record.epoch > self.status.epoch:
                         return record
                 case VerifyBatch() | DraftBatch() if isinstance(record, self.batch_type):
-                    if record.round > self.status.round:
+                    if record.round > self._round:
                         return record
                 case Stop():
                     return record

@@ -126,6 +126,19 @@ def test_a_successor_is_sent_what_is_live_once_and_from_where_it_stands(opened, 
                     del live[request_id]
 
 
+def test_tokens_that_are_not_waited_for_may_wait(opened):
+    client, line = opened
+    first, second = client.submit([3, 4]), client.submit([3, 5])
+    both = Outputs((Tokens(1, 1, (6,)), Tokens(2, 1, (6,))))
+    line.hear(Tokens(1, 0, (5,)))
+    assert not line.may_wait(both), "the second one begins"
+    line.hear(Tokens(2, 0, (5,)))
+    assert line.may_wait(both) and first.may_wait and second.may_wait
+    assert not line.may_wait(Outputs((*both.tokens, Tokens(3, 0, (6,))))), "not one of ours"
+    assert not line.may_wait(Outputs((Tokens(1, 1, (6,), "length"),))), "an end is waited for"
+    assert not line.may_wait(heartbeat(1))
+
+
 def test_a_gap_in_the_tokens_is_asked_for_again_and_old_tokens_are_not(opened):
     client, line = opened
     completion = client.submit([3, 4])

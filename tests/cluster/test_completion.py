@@ -239,6 +239,24 @@ def test_what_is_wanted_whole_wakes_its_loop_at_its_begin_and_end(opened, tokeni
     asyncio.run(rounds())
 
 
+def test_what_is_not_followed_may_come_later_once_it_has_begun(opened, tokenizer):
+    async def waits(completion, *, of_parts):
+        following = Following([completion], of_parts=of_parts)
+        before = completion.may_wait
+        following.leave()
+        return before, completion.may_wait
+
+    completion, _, _ = opened()
+    assert not completion.may_wait, "when it begins is a time that is measured"
+    completion.append(Tokens(7, 0, ids(tokenizer, "c")))
+    assert completion.may_wait
+    assert asyncio.run(waits(completion, of_parts=True)) == (False, True)
+    assert asyncio.run(waits(completion, of_parts=False)) == (True, True)
+    ends_itself, _, _ = opened(stop=("x",))
+    ends_itself.append(Tokens(7, 0, ids(tokenizer, "c")))
+    assert not ends_itself.may_wait, "its text may end it"
+
+
 def test_a_loop_that_was_closed_is_forgotten(opened, tokenizer):
     async def leave_one():
         completion.add_waiter(asyncio.Event())

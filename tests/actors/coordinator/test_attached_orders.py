@@ -55,8 +55,9 @@ def sequence(request_id, *, speculates=True, uncached=1, remaining=9, proposal=N
     return SimpleNamespace(
         request_id=request_id,
         speculates=speculates,
-        uncached_len=uncached,
-        may_reach_root=lambda num_tokens: num_tokens == uncached,
+        token_ids=[3] * uncached,
+        cached_len=0,
+        may_hit=False,
         most_draft_tokens=remaining,
         draft=SimpleNamespace(proposal=proposal),
         is_current=lambda proposal: proposal.prefix_len == 5,
@@ -146,14 +147,15 @@ def test_first_tokens_leave_at_once_and_the_next_pass_waits_for_their_drafts():
     (batch,) = coordinator.on(Request(1, (5,) * 50, SamplingParams(max_tokens=9)), 0.0)
     assert batch.items[0].num_draft_tokens == 3
     first = VerdictBatch(batch.round, (Verdict(1, 0, 50, (), (6,)),), 0.1, 0.5, 50, drafts_follow=True)
-    assert coordinator.expects(first)
+    coordinator.check(first)
     (token,) = coordinator.on(first, 0.6)
     assert (token.position, token.token_ids) == (0, (6,)) and coordinator.awaits("target")
-    assert not coordinator.expects(first), "its verdicts are committed"
+    with pytest.raises(ValueError, match="not on what the target was given"):
+        coordinator.check(first)  # its verdicts are committed
     digest = extend_hash(HASH_SEED, (*[5] * 50, 6))
     draft = Proposal.deterministic(1, 0, 51, digest, TokenTree.chain(6, (7, 8)))
     rest = replace(first, verdicts=(), drafts=ProposalBatch(batch.round, (draft,), 0.5, 0.8), drafts_follow=False)
-    assert coordinator.expects(rest)
+    coordinator.check(rest)
     (following,) = coordinator.on(rest, 0.9)
     assert following.items[0].proposal == draft and following.commits[0].token_ids == (6,)
     assert (coordinator.stats.num_rounds, coordinator.stats.num_tokens, coordinator.stats.num_stale) == (1, 1, 0)

@@ -127,7 +127,7 @@ def test_of_two_pools_that_are_late_neither_is_waited_for_again():
         reading = [queue for queue in pools if queue and not queue[0].proposals]
         world.deliver(next(filter(None, [*reading, world.answers["target"], *pools])).popleft())
     world.stop_waiting()
-    assert world.coordinator._round.seen.skipped_drafts
+    assert world.coordinator._round.skipped_drafts
     serve_target(world)
     assert world.tokens == {1: oracle(REQUEST), 2: oracle(other)}, "a moment was given to both at once"
 

@@ -116,8 +116,10 @@ def test_impossible_hits_are_refused(hits):
     world = World(random.Random(0), "plain", ("right",))
     world.deliver(again(1)[0])
     (batch,) = world.answers["target"]
-    assert isinstance(batch, VerdictBatch) and world.coordinator.expects(batch)
-    assert not world.coordinator.expects(replace(batch, hits=hits))
+    assert isinstance(batch, VerdictBatch)
+    world.coordinator.check(batch)
+    with pytest.raises(ValueError, match="not on what the target was given"):
+        world.coordinator.check(replace(batch, hits=hits))
 
 
 def sequence(request_id: int, prompt, *, scope=0, salt="") -> Sequence:

@@ -73,8 +73,9 @@ class Table:
         self.hub, self.sent = Hub("tcp://127.0.0.1:*", KEYS), []
         self.hub.send = lambda names, record: self.sent.extend((name, record) for name in names)
         self.service = CoordinatorService(CoordinatorSpec("sync", 4, 1, 1, (1,)), self.hub)
-        self.accepted, self._accepts = False, self.service._accepts
-        self.service._accepts = self._note_accepted
+        self._dropped = list[object]()
+        for name in ("_drop", "_refuse"):
+            setattr(self.service, name, self._noting(getattr(self.service, name)))
         for link, record in (
             (CLIENT, Hello()),
             *((f"{role}-0#0", Alive(role, 0, 0, 7)) for role in ("target", "draft")),
@@ -84,14 +85,14 @@ class Table:
             self.receive(link, record)
         assert self.hub.num_unreadable == 0 and len(self.to("target-0#0")) == 2
 
+    def _noting(self, drop):
+        return lambda link, record, *why: self._dropped.append(record) or drop(link, record, *why)
+
     def receive(self, link, record) -> bool:
         """As the service's loop does; whether the record was accepted."""
+        self._dropped.clear()
         self.service._take(link, record)
-        return self.accepted
-
-    def _note_accepted(self, link, record) -> bool:
-        self.accepted = self._accepts(link, record)
-        return self.accepted
+        return not self._dropped
 
     def rejoin(self, role, epoch) -> None:
         link = f"{role}-0#0"

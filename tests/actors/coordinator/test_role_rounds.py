@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from actors.coordinator.membership import FACTOR, FLOOR_S, IDLE_S, RoleRounds
+from actors.coordinator.membership import FACTOR, FLOOR_S, IDLE_S, MOST_UNREAD, RoleRounds
 from actors.protocol.messages import (
     Admit,
     Commit,
@@ -53,31 +53,43 @@ def test_rows_of_a_drafter_are_what_it_reads_and_what_it_writes():
     pace = RoleRounds()
     pace.ordered(batch, 0.0)
     pace.answered(ProposalBatch(1, (), 0.0, 1.0), 0.0)
-    assert pace.limit_s == FLOOR_S + FACTOR and pace.most_rows == 3 + 2 + 8
+    assert pace.limit_s == FLOOR_S + FACTOR
+    pace.ordered(DraftBatch(2, orders=(DraftOrder(1, 3 * (3 + 2 + 8)),)), 2.0)
+    assert pace.limit_s == FLOOR_S + 3 * FACTOR
+
+
+def trips(batch: VerifyBatch | DraftBatch, sent_at: float, *answers: tuple[VerdictBatch | ProposalBatch, float]):
+    rounds = RoleRounds()
+    rounds.ordered(batch, sent_at)
+    for answer, now in answers:
+        rounds.answered(answer, now)
+    found = rounds.take_trips()
+    assert not rounds.take_trips(), "each is counted once"
+    return found
 
 
 def test_the_first_answer_to_a_batch_tells_how_long_records_travel():
-    rounds = RoleRounds()
-    rounds.ordered(verify(3, 5), 10.0)
-    assert rounds.answered(VerdictBatch(3, (), 50.0, 50.5), 11.0) == 0.5, "clocks of two hosts"
-    assert rounds.answered(VerdictBatch(3, (), 50.0, 50.5), 11.0) is None, "the second part of an answer"
-    rounds.ordered(verify(4, 5), 20.0)
-    assert rounds.answered(VerdictBatch(3, (), 50.0, 50.5), 20.1) is None, "a late answer to another"
-    rounds.ordered(verify(5, 5), 20.0)
-    assert rounds.answered(VerdictBatch(5, (), 50.0, 52.0), 21.0) == 0.0, "no time is below 0"
+    first, second = (VerdictBatch(3, (), 50.0, 50.5), 11.0), (VerdictBatch(3, (), 50.0, 50.5), 11.5)
+    assert trips(verify(3, 5), 10.0, first, second) == [0.5], "clocks of two hosts, and a second part of the answer"
+    assert not trips(verify(4, 5), 20.0, first), "a late answer to another"
+    assert trips(verify(5, 5), 20.0, (VerdictBatch(5, (), 50.0, 52.0), 21.0)) == [0.0], "no time is below 0"
 
 
 @pytest.mark.parametrize("made", [dict(ran_ahead=True), dict(dropped_s=0.25)])
 def test_a_batch_whose_pass_was_made_ahead_or_that_waited_for_another_measures_no_link(made):
-    rounds = RoleRounds()
-    rounds.ordered(verify(3, 5), 10.0)
-    assert rounds.answered(VerdictBatch(3, (), 50.0, 50.5, **made), 11.0) is None
-    assert rounds.longest_s == 0.5
+    assert not trips(verify(3, 5), 10.0, (VerdictBatch(3, (), 50.0, 50.5, **made), 11.0))
 
 
 @pytest.mark.parametrize(("idle_s", "is_measured"), [(2 * IDLE_S, True), (IDLE_S / 2, False)])
 def test_an_order_that_waits_for_a_pass_ahead_measures_no_link(idle_s, is_measured):
-    rounds = RoleRounds()
-    rounds.ordered(DraftBatch(1), 5.0)
     answer = ProposalBatch(1, (), 10.0 + idle_s, 10.5 + idle_s, ahead=((9.0, 10.0, False),))
-    assert (rounds.answered(answer, 6.0) is not None) is is_measured
+    assert bool(trips(DraftBatch(1), 5.0, (answer, 6.0))) is is_measured
+
+
+def test_what_is_not_asked_for_is_looked_at_in_time():
+    rounds = RoleRounds()
+    for round_ in range(1, 10 * MOST_UNREAD):
+        rounds.ordered(verify(round_, 5), 10.0)
+        rounds.answered(verdict(round_, 0.5), 11.0)
+        assert len(rounds._unread) < MOST_UNREAD
+    assert rounds.take_trips() == [0.5] * (round_)

@@ -8,9 +8,16 @@ import pytest
 
 from actors.coordinator.round import Round
 from actors.coordinator.sequence import Sequence
+from actors.policy.decision import Mode
 from actors.protocol.messages import Request, SamplingParams, VerdictBatch
 
 BATCH = VerdictBatch(1, (), 0.0, 0.1)
+
+
+def observed(running: list[Sequence], *, may_draft: bool):
+    ended = Round(0.0)
+    ended.end(BATCH, 1.0, running, Mode.speculate, may_draft=may_draft)
+    return ended.observation()
 
 
 def running_of(draw: random.Random, temperatures: list[float]) -> list[Sequence]:
@@ -28,7 +35,7 @@ def test_the_load_is_the_number_of_sequences_their_mean_length_and_what_most_of_
     lengths = [len(sequence.token_ids) for sequence in running]
     sampled = [temperature for temperature in temperatures if temperature > 0]
     greedy = [temperature for temperature in temperatures if temperature == 0]
-    seen = Round(0.0).observation(BATCH, 1.0, running, may_draft=True)
+    seen = observed(running, may_draft=True)
     assert (seen.num_running, seen.mean_len) == (len(running), pytest.approx(sum(lengths) / len(lengths)))
     assert seen.samples == (len(sampled) > len(greedy)) and seen.num_may_speculate == len(running)
 
@@ -46,5 +53,5 @@ def test_the_load_is_the_number_of_sequences_their_mean_length_and_what_most_of_
 )
 def test_the_policy_learns_from_a_round_whether_most_of_the_load_is_sampled(temperatures, samples):
     running = running_of(random.Random(0), temperatures)
-    seen = Round(0.0).observation(BATCH, 1.0, running, may_draft=False)
+    seen = observed(running, may_draft=False)
     assert (seen.samples, seen.num_running) == (samples, max(1, len(running))) and not seen.num_may_speculate

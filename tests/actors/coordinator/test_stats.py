@@ -111,9 +111,9 @@ def test_times_of_an_ended_request_count_from_its_arrival():
 
 def test_time_on_the_way_is_what_was_not_work():
     stats = CoordinatorStats()
-    stats.add_link_trip("target", 0.25)
-    stats.add_link_trip("target", 0.0)
-    stats.add_link_trip("draft", 1.0)
+    stats.add_link_trips("target", [0.25, 0.0])
+    stats.add_link_trips("target", [])
+    stats.add_link_trips("draft", [1.0])
     assert (stats.num_link_trips, stats.link_s) == ({"target": 2, "draft": 1}, {"target": 0.25, "draft": 1.0})
 
 

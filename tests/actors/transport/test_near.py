@@ -2,12 +2,14 @@
 
 import threading
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
 from actors.protocol.membership import Hello
 from actors.protocol.messages import Abort
 from actors.transport.channel import Hub, open_link
+from actors.transport.near import MOST_HELD
 from tests.actors.service_harness import KEYS
 
 NUM_RECORDS = 400
@@ -173,3 +175,50 @@ def test_a_link_that_is_closed_or_replaced_has_nothing_any_more(hub):
     second.close()
     hub.send(["target-0"], Abort(2))
     assert hub.identities() == [] and second.receive(0) is None
+
+
+def test_a_reader_sleeps_through_what_may_wait_and_gets_all_in_order(hub):
+    link = open_link(hub.address, "target-0", KEYS.of("target-0"), may_wait=lambda record: record.request_id < 10)
+    woken = []
+    reader = threading.Thread(target=lambda: woken.append(link.receive(60.0)))
+    reader.start()
+    for number in range(3):
+        hub.send(["target-0"], Abort(number))
+    reader.join(0.05)
+    assert reader.is_alive() and not woken, "what may wait wakes no thread"
+    hub.send(["target-0"], Abort(10))
+    reader.join()
+    assert [*woken, *[link.receive(0) for _ in range(4)]] == [*map(Abort, (0, 1, 2, 10)), None]
+
+
+def test_what_may_wait_is_there_for_a_reader_that_looks_and_with_the_last_of_so_many(hub):
+    link = open_link(hub.address, "target-0", KEYS.of("target-0"), may_wait=lambda _: True)
+    hub.send(["target-0"], Abort(1))
+    assert link.receive(0) == Abort(1) and link.receive(0) is None
+    woken = []
+    reader = threading.Thread(target=lambda: woken.append(link.receive(60.0)))
+    reader.start()
+    for number in range(MOST_HELD):
+        hub.send(["target-0"], Abort(number))
+    reader.join()
+    assert [*woken, *[link.receive(0) for _ in range(MOST_HELD)]] == [*map(Abort, range(MOST_HELD)), None]
+
+
+def test_records_of_several_threads_come_in_the_order_of_each_whichever_may_wait(hub):
+    link = open_link(hub.address, "target-0", KEYS.of("target-0"), may_wait=lambda record: record.request_id % 5)
+
+    def send(sender):
+        for number in range(NUM_RECORDS):
+            hub.send(["target-0"], Abort(number * 4 + sender))
+
+    threads = [threading.Thread(target=send, args=(sender,)) for sender in range(4)]
+    for thread in threads:
+        thread.start()
+    records: list[Any] = [link.receive(1.0) for _ in range(4 * NUM_RECORDS)]
+    for thread in threads:
+        thread.join()
+    assert link.receive(0) is None
+    for sender in range(4):
+        assert [one.request_id for one in records if one.request_id % 4 == sender] == [
+            n * 4 + sender for n in range(NUM_RECORDS)
+        ]
