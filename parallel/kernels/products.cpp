@@ -8,6 +8,7 @@
 // and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008.
 
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <type_traits>
@@ -140,12 +141,16 @@ struct Job {
     bool is_gated, is_wide;  // wide: the results are floats
 };
 
+// What a tile asks for, of each panel: bytes from the first step on, `rate` at each; before the step `until` they start `at`
+// bytes from the panel's first step, from there on, where others begin, `jump` bytes further.
+struct Asked {
+    int64_t at, rate, until, jump;
+};
+
 // results[row][column] of `Rows` rows of x and `Panels` panels, `stride` steps apart; added to them, or in their place.
-// At every step one line of each panel is asked for, `ask` bytes from the panel's first step at the first one, and `rate`
-// bytes further on at each step.
 template <class Stored, int Panels, int Rows, class Step, class Sum>
 void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t x_stride, int64_t steps, bool is_added,
-                   Sum *results, int64_t ask, int64_t rate) {
+                   Sum *results, const Asked &asked) {
     using Sums = decltype(load(results));
     Sums total[Rows][Panels * VECTORS];
     for (int r = 0; r < Rows; r++)
@@ -161,16 +166,19 @@ void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t 
                     weights[p * VECTORS + v] = load_input(step + p * stride * PANEL + v * WIDTH, part);
             for (int r = 0; r < Rows; r++) {
                 const auto value = spread_input<Stored>(x[r * x_stride + i], part);
-                for (int n = 0; n < Panels * VECTORS; n++) total[r][n] = add_product(total[r][n], value, weights[n]);
+                for (int n = 0; n < Panels * VECTORS; n++) total[r][n] = add_product_in_order(total[r][n], value, weights[n]);
             }
         }
     };
     constexpr int LINE = 4 / sizeof(Stored);  // steps in a cache line of a panel
-    int64_t i = 0;
-    for (; i + LINE <= steps; i += LINE, ask += rate * LINE) {
-        for (int p = 0; p < Panels; p++)
-            __builtin_prefetch(reinterpret_cast<const char *>(panels + p * stride * PANEL) + ask, 0, 2);
-        for (int j = 0; j < LINE; j++) add(i + j);
+    int64_t i = 0, ask = asked.at;
+    for (const int64_t end : {asked.until, steps}) {
+        for (; i + LINE <= end; i += LINE, ask += asked.rate * LINE) {
+            for (int p = 0; p < Panels; p++)
+                __builtin_prefetch(reinterpret_cast<const char *>(panels + p * stride * PANEL) + ask, 0, 2);
+            for (int j = 0; j < LINE; j++) add(i + j);
+        }
+        ask += asked.jump;
     }
     for (; i < steps; i++) add(i);
     for (int r = 0; r < Rows; r++)
@@ -198,18 +206,16 @@ void multiply_tiles(const Stored *panels, int64_t stride, const Step *x, int64_t
     if (tiles == 1) {
         const bool is_far = rows == ROWS || (std::is_same_v<Stored, Quad> && rows > 2);
         const int64_t ahead = (is_far ? 2 : Panels < PANELS ? PANELS / Panels : 1) * AHEAD;
-        const int64_t last = steps < ahead / STEP ? steps : ahead / STEP, first = steps - last;
-        if (first)
-            multiply_tile_of<Stored, Panels>(rows, panels, stride, x, x_stride, first, is_added, results, ahead, STEP);
-        multiply_tile_of<Stored, Panels>(rows, panels + first * PANEL, stride, x + first, x_stride, last,
-                                         is_added || first, results, distance - first * STEP, STEP);
+        const int64_t until = steps < ahead / STEP ? 0 : steps - ahead / STEP;
+        multiply_tile_of<Stored, Panels>(rows, panels, stride, x, x_stride, steps, is_added, results,
+                                         Asked{ahead, STEP, until, distance - ahead - until * STEP});
         return;
     }
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t row = rows * tile / tiles, height = rows * (tile + 1) / tiles - row;
         multiply_tile_of<Stored, Panels>(height, panels, stride, x + row * x_stride, x_stride, steps, is_added,
-                                         results + row * COLUMNS, distance + steps * tile / tiles * STEP,
-                                         (STEP + tiles - 1) / tiles);
+                                         results + row * COLUMNS,
+                                         Asked{distance + steps * tile / tiles * STEP, (STEP + tiles - 1) / tiles, steps, 0});
     }
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "team.h"
 
@@ -253,6 +254,19 @@ inline Words add_product(Words total, Shorts x, Shorts weights) {
     const Integers low = (Integers)x << 16 >> 16, low_weights = (Integers)weights << 16 >> 16;
     return total + (Words)(low * low_weights + ((Integers)x >> 16) * ((Integers)weights >> 16));
 #endif
+}
+
+// A sum with a product, among others in the order in which they are written: where registers are few GCC orders them anew, copies sums
+// from one register to another, and keeps some in memory.
+template <class Sum, class Value>
+inline Sum add_product_in_order(Sum total, Value x, Value weights) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (std::is_same_v<Value, Floats>) {
+        asm volatile("vfmadd231ps %2, %1, %0" : "+x"(total) : "x"(x), "x"(weights));
+        return total;
+    }
+#endif
+    return add_product(total, x, weights);
 }
 
 // The sum over the lanes, in the same order wherever the vector was computed.
