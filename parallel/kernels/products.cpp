@@ -152,10 +152,13 @@ template <class Stored, int Panels, int Rows, class Step, class Sum>
 void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t x_stride, int64_t steps, bool is_added,
                    Sum *results, const Asked &asked) {
     using Sums = decltype(load(results));
+    alignas(64) static constexpr Sum ZEROS[Panels * PANEL] = {};
+    const Sum *from = is_added ? results : ZEROS;
+    const int64_t from_stride = is_added ? COLUMNS : 0;
     Sums total[Rows][Panels * VECTORS];
     for (int r = 0; r < Rows; r++)
         for (int n = 0; n < Panels * VECTORS; n++)
-            total[r][n] = is_added ? load(results + r * COLUMNS + n * WIDTH) : Sums{};
+            total[r][n] = load(from + r * from_stride + n * WIDTH);
     const auto add = [&](int64_t i) __attribute__((always_inline)) {
         for (int part = 0; part < PARTS<Stored>; part++) {
             const Stored *step = panels + i * PANEL;
@@ -180,7 +183,8 @@ void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t 
         }
         ask += asked.jump;
     }
-    for (; i < steps; i++) add(i);
+    if constexpr (LINE > 1)
+        for (; i < steps; i++) add(i);
     for (int r = 0; r < Rows; r++)
         for (int n = 0; n < Panels * VECTORS; n++) store(results + r * COLUMNS + n * WIDTH, total[r][n]);
 }
