@@ -93,11 +93,6 @@ inline auto load_input(const Stored *from, int part) {
     }
 }
 
-// Where registers are few, GCC reads float32 ahead and keeps sums in memory for it, unless it is told to read a step when
-// it is multiplied.
-template <class Stored>
-constexpr bool READS_LATE = REGISTERS == 16 && std::is_same_v<Stored, float>;
-
 // Panels of a tile: to make floats of int8 takes as long as two sums of two panels wait, and registers.
 template <class Stored>
 constexpr int MOST_PANELS = REGISTERS == 16 && std::is_same_v<Stored, int8_t> ? PANELS / 2 : PANELS;
@@ -141,28 +136,30 @@ struct Job {
     bool is_gated, is_wide;  // wide: the results are floats
 };
 
-// What a tile asks for, of each panel: bytes from the first step on, `rate` at each; before the step `until` they start `at`
-// bytes from the panel's first step, from there on, where others begin, `jump` bytes further.
-struct Asked {
-    int64_t at, rate, until, jump;
-};
+// Whether a tile asks for two stretches of bytes in one call, since a second call stores sums and reads them again. Where
+// GCC has registers for more sums, it takes more instructions for every step of a loop in a loop.
+constexpr bool JUMPS = REGISTERS == 16;
 
 // results[row][column] of `Rows` rows of x and `Panels` panels, `stride` steps apart; added to them, or in their place.
+// At every step one line of each panel is asked for, `ask` bytes from the panel's first step at the first one, and `rate`
+// bytes further on at each step; from the step `turn` on, `jump` bytes further than that, if tiles jump.
 template <class Stored, int Panels, int Rows, class Step, class Sum>
 void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t x_stride, int64_t steps, bool is_added,
-                   Sum *results, const Asked &asked) {
+                   Sum *results, int64_t ask, int64_t rate, [[maybe_unused]] int64_t turn,
+                   [[maybe_unused]] int64_t jump) {
     using Sums = decltype(load(results));
     alignas(64) static constexpr Sum ZEROS[Panels * PANEL] = {};
     const Sum *from = is_added ? results : ZEROS;
-    const int64_t from_stride = is_added ? COLUMNS : 0;
     Sums total[Rows][Panels * VECTORS];
     for (int r = 0; r < Rows; r++)
-        for (int n = 0; n < Panels * VECTORS; n++)
-            total[r][n] = load(from + r * from_stride + n * WIDTH);
+        for (int n = 0; n < Panels * VECTORS; n++) {
+            // read wherever they are, so that few registers are not kept in memory until it is known
+            if constexpr (REGISTERS == 16) total[r][n] = load(from + r * (is_added ? COLUMNS : 0) + n * WIDTH);
+            else total[r][n] = is_added ? load(results + r * COLUMNS + n * WIDTH) : Sums{};
+        }
     const auto add = [&](int64_t i) __attribute__((always_inline)) {
         for (int part = 0; part < PARTS<Stored>; part++) {
             const Stored *step = panels + i * PANEL;
-            if (READS_LATE<Stored>) asm volatile("" : "+r"(step));
             decltype(load_input(panels, part)) weights[Panels * VECTORS];
             for (int p = 0; p < Panels; p++)
                 for (int v = 0; v < VECTORS; v++)
@@ -174,15 +171,17 @@ void multiply_tile(const Stored *panels, int64_t stride, const Step *x, int64_t 
         }
     };
     constexpr int LINE = 4 / sizeof(Stored);  // steps in a cache line of a panel
-    int64_t i = 0, ask = asked.at;
-    for (const int64_t end : {asked.until, steps}) {
-        for (; i + LINE <= end; i += LINE, ask += asked.rate * LINE) {
+    int64_t i = 0;
+    const auto add_until = [&](int64_t end) __attribute__((always_inline)) {
+        for (; i + LINE <= end; i += LINE, ask += rate * LINE) {
             for (int p = 0; p < Panels; p++)
                 __builtin_prefetch(reinterpret_cast<const char *>(panels + p * stride * PANEL) + ask, 0, 2);
             for (int j = 0; j < LINE; j++) add(i + j);
         }
-        ask += asked.jump;
-    }
+    };
+    if constexpr (JUMPS)
+        for (const int64_t end : {turn, steps}) add_until(end), ask += jump;
+    else add_until(steps);
     if constexpr (LINE > 1)
         for (; i < steps; i++) add(i);
     for (int r = 0; r < Rows; r++)
@@ -211,15 +210,22 @@ void multiply_tiles(const Stored *panels, int64_t stride, const Step *x, int64_t
         const bool is_far = rows == ROWS || (std::is_same_v<Stored, Quad> && rows > 2);
         const int64_t ahead = (is_far ? 2 : Panels < PANELS ? PANELS / Panels : 1) * AHEAD;
         const int64_t until = steps < ahead / STEP ? 0 : steps - ahead / STEP;
-        multiply_tile_of<Stored, Panels>(rows, panels, stride, x, x_stride, steps, is_added, results,
-                                         Asked{ahead, STEP, until, distance - ahead - until * STEP});
-        return;
+        if constexpr (JUMPS)
+            return multiply_tile_of<Stored, Panels>(rows, panels, stride, x, x_stride, steps, is_added, results,
+                                                    ahead, STEP, until, distance - ahead - until * STEP);
+        if (until)
+            multiply_tile_of<Stored, Panels>(rows, panels, stride, x, x_stride, until, is_added, results,
+                                             ahead, STEP, until, 0);
+        return multiply_tile_of<Stored, Panels>(rows, panels + until * PANEL, stride, x + until, x_stride, steps - until,
+                                                is_added || until, results,
+                                                distance - until * STEP, STEP, steps - until, 0);
     }
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t row = rows * tile / tiles, height = rows * (tile + 1) / tiles - row;
         multiply_tile_of<Stored, Panels>(height, panels, stride, x + row * x_stride, x_stride, steps, is_added,
                                          results + row * COLUMNS,
-                                         Asked{distance + steps * tile / tiles * STEP, (STEP + tiles - 1) / tiles, steps, 0});
+                                         distance + steps * tile / tiles * STEP, (STEP + tiles - 1) / tiles,
+                                         steps, 0);
     }
 }
 
