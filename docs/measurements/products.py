@@ -10,6 +10,9 @@ AVX512-BF16 and AVX512-VNNI, or one with AVX2, where the peak is that of multipl
 pairs of 16 bits with their addition. Knows no checkpoints: weights are random.
 
     python -m docs.measurements.products --types w8a8 --threads 2 --repeats 9
+
+`--passes` times all products of a pass in one call, as a recorded pass makes them, gates with their products: once
+behind two others, once behind a product with 64 MiB, which leave nothing of its weights in the caches.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +36,7 @@ from torch import Tensor
 
 from parallel.kernels.library import find_compiler
 from parallel.kernels.products import LARGEST_CODE, Panels, has_tiles
+from parallel.kernels.steps import Arena, Recorder
 
 LIMITS = r"""
 #include <immintrin.h>
@@ -144,9 +148,8 @@ Product = Callable[[Tensor], object]
 class Kind:
     """A type of products."""
 
-    open_products: Callable[[tuple[int, int]], Mapping[str, Product]]
-    """Products with a random matrix of this shape: "ours" and PyTorch's."""
-    rows: torch.dtype
+    open_products: Callable[[tuple[int, int]], tuple[Panels, Mapping[str, Product]]]
+    """A random matrix of this shape, and PyTorch's products with it."""
     per_instruction: int
     """Operations of a dot product of registers of 64 bytes."""
     without_avx512: int
@@ -155,18 +158,18 @@ class Kind:
     """Operations of a product of tiles of AMX; rows of float32 take three."""
 
 
-def in_float32(shape: tuple[int, int]) -> Mapping[str, Product]:
+def in_float32(shape: tuple[int, int]) -> tuple[Panels, Mapping[str, Product]]:
     matrix = torch.randn(shape).bfloat16()
     wide = matrix.float()
-    return {"ours": Panels(matrix).multiply, "linear": lambda x: F.linear(x, wide)}
+    return Panels(matrix), {"linear": lambda x: F.linear(x, wide)}
 
 
-def in_bfloat16(shape: tuple[int, int]) -> Mapping[str, Product]:
+def in_bfloat16(shape: tuple[int, int]) -> tuple[Panels, Mapping[str, Product]]:
     matrix = torch.randn(shape).bfloat16()
-    return {"ours": Panels(matrix, rows=torch.bfloat16).multiply, "linear": lambda x: F.linear(x, matrix)}
+    return Panels(matrix, rows=torch.bfloat16), {"linear": lambda x: F.linear(x, matrix)}
 
 
-def in_int8(shape: tuple[int, int]) -> Mapping[str, Product]:
+def in_int8(shape: tuple[int, int]) -> tuple[Panels, Mapping[str, Product]]:
     codes = torch.randint(-LARGEST_CODE, LARGEST_CODE + 1, shape, dtype=torch.int8)
     turned = codes.t().contiguous()
     with warnings.catch_warnings():
@@ -175,22 +178,45 @@ def in_int8(shape: tuple[int, int]) -> Mapping[str, Product]:
         prepacked = torch.ops.quantized.linear_prepack(
             torch.quantize_per_channel(codes.float() / 100, *outputs, 0, torch.qint8), None
         )
-    return {
-        "ours": Panels(codes, torch.full((shape[0],), 0.01), rounds=True).multiply,
+    return Panels(codes, torch.full((shape[0],), 0.01), rounds=True), {
         "int_mm": lambda x: torch.ops.aten._int_mm(x.to(torch.int8), turned),
         "dynamic": lambda x: torch.ops.quantized.linear_dynamic(x, prepacked),
     }
 
 
 KINDS = {
-    "float32": Kind(in_float32, torch.float32, 32, 16, 16 * 16 * 64 / 3),
-    "bfloat16": Kind(in_bfloat16, torch.bfloat16, 64, 16, 16 * 16 * 64),
-    "w8a8": Kind(in_int8, torch.float32, 128, 32, 16 * 16 * 128),
+    "float32": Kind(in_float32, 32, 16, 16 * 16 * 64 / 3),
+    "bfloat16": Kind(in_bfloat16, 64, 16, 16 * 16 * 64),
+    "w8a8": Kind(in_int8, 128, 32, 16 * 16 * 128),
 }
 
 
 def shapes(hidden: int, layers: int, inner: int, vocab: int) -> list[tuple[int, int]]:
     return [(3 * hidden, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)] * layers + [(vocab, hidden)]
+
+
+def open_pass(matrices: Sequence[Panels], num_rows: int) -> Callable[[], None]:
+    """All products of a pass of so many rows, in one call."""
+    xs = {one.inputs: torch.randn(num_rows, one.inputs).to(one.dtype) for one in matrices}
+    recorder = Recorder(Arena(), num_rows, [])
+    with recorder:
+        for place, one in enumerate(matrices):
+            one.multiply(xs[one.inputs], gated=place % 4 == 2)
+    steps = recorder.steps([])
+
+    def run() -> None:
+        steps.run([len(x) for x in xs.values()][:1])  # the rows must stay where they were recorded
+
+    return run
+
+
+def seconds_of_pass(run: Callable[[], object], before: Callable[[], object]) -> float:
+    """Seconds of the call just behind another one, while the threads of the kernels are awake."""
+    run()
+    before()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -225,6 +251,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--passes", action="store_true", help="all products of a pass in one call, hot and cold")
     parser.add_argument("--rows", type=int, nargs="+", default=[*FEW, *MANY])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -243,8 +270,13 @@ def main() -> None:
     def keep(value: float, *key: object) -> None:
         found.setdefault(key, []).append(value)
 
+    large, row = Panels(torch.zeros(1 << 15, 1 << 10, dtype=torch.bfloat16)), torch.zeros(1, 1 << 10)
+
+    def fill_caches() -> None:
+        large.multiply(row)
+
     cases = [
-        (name, kind, [(shape[1], KINDS[kind].open_products(shape)) for shape in shapes(*MODELS[name])])
+        (name, kind, [KINDS[kind].open_products(shape) for shape in shapes(*MODELS[name])])
         for name in options.models
         for kind in options.types
     ]
@@ -260,9 +292,17 @@ def main() -> None:
                 keep(operations / in_threads(loop, options.threads) / 1e9, "peak", kind)
             for name, kind, products in cases:
                 for rows in options.rows:
-                    xs = {inputs: torch.randn(rows, inputs).to(KINDS[kind].rows) for inputs, _ in products}
-                    for who in products[0][1]:
-                        run = lambda: [each[who](xs[inputs]) for inputs, each in products]  # noqa: B023, E731
+                    if options.passes:
+                        run = open_pass([panels for panels, _ in products], rows)
+                        keep(seconds_of_pass(run, run), name, kind, rows, "hot")
+                        keep(seconds_of_pass(run, fill_caches), name, kind, rows, "cold")
+                        continue
+                    xs = {panels.inputs: torch.randn(rows, panels.inputs).to(panels.dtype) for panels, _ in products}
+                    for who in ("ours", *products[0][1]):
+                        calls = [
+                            (panels, panels.multiply if who == "ours" else peers[who]) for panels, peers in products
+                        ]
+                        run = lambda: [multiply(xs[panels.inputs]) for panels, multiply in calls]  # noqa: B023, E731
                         keep(seconds(run), name, kind, rows, who)
     medians = {key: statistics.median(values) for key, values in found.items()}
     peaks = ", ".join(f"dot products of {kind} {medians['peak', kind]:.0f} G/s" for kind in options.types)
@@ -271,8 +311,9 @@ def main() -> None:
         num_weights = sum(outputs * inputs for outputs, inputs in shapes(*MODELS[name]))
         size = num_weights * (1 if kind == "w8a8" else 2)
         for rows in options.rows:
-            times = {who: medians[name, kind, rows, who] for who in products[0][1]}
-            gbs, operations = size / times["ours"] / 1e9, 2 * num_weights * rows / times["ours"] / 1e9
+            whose = ("hot", "cold") if options.passes else ("ours", *products[0][1])
+            times = {who: medians[name, kind, rows, who] for who in whose}
+            gbs, operations = size / times[whose[0]] / 1e9, 2 * num_weights * rows / times[whose[0]] / 1e9
             print(
                 f"{name} {kind} {rows:4} rows: {', '.join(f'{who} {1e3 * s:7.2f} ms' for who, s in times.items())}, "
                 f"{gbs:5.1f} GB/s ({gbs / medians['read',]:4.0%}), "
