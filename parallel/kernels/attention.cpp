@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -20,10 +21,9 @@
 namespace {
 
 constexpr int64_t CHUNK = 256;                     // positions of one task
-constexpr int BLOCKS = 4, KEYS = BLOCKS * WIDTH;   // keys whose scores are computed together
-constexpr int ROWS = REGISTERS == 32 ? 6 : 2;      // queries whose scores are computed together
+constexpr int KEYS = 4 * WIDTH;                     // keys that are read together
+constexpr int ROWS = 6;                             // queries that are computed together
 constexpr int64_t GROUP = 128;                      // rows of one task
-constexpr int PARTS = REGISTERS == 32 ? 4 : 6;     // vectors of a head that are summed together
 constexpr int64_t AT_ONCE = 36;                     // queries of several heads that are computed together
 constexpr int64_t NEAR = 1 << 18;                   // bytes of a block of several heads, two of which the cache holds
 constexpr int64_t LINE = 64;                        // bytes of a cache line
@@ -195,9 +195,9 @@ struct Block {
         for (int64_t k = count; k > 0 && k < KEYS; k++) rows[k] = rows[count - 1];
     }
 
-    // With each row of `before` that is computed, one of these is asked for; here a head's part of the others.
-    void ask_for_rest(const Block &before, int64_t column, int64_t size) const {
-        for (int64_t k = before.count; k < count; k++)
+    // Asks memory for a head's part of the rows first .. last, as far as there are so many.
+    void ask_for(int64_t first, int64_t last, int64_t column, int64_t size) const {
+        for (int64_t k = first; k < (last < count ? last : count); k++)
             for (int64_t i = 0; i < size; i += LINE / sizeof(Number)) __builtin_prefetch(rows[k] + column + i, 0, 2);
     }
 };
@@ -219,20 +219,23 @@ inline const Pair *steps_of(const Bfloat *head) { return reinterpret_cast<const 
 inline Floats load_steps(const float *turned, const float *) { return load(turned); }
 inline Words load_steps(const float *turned, const Pair *) { return (Words)load(turned); }
 
-// scores[r][k] for `Rows` queries and keys in `turned` [steps][KEYS]
+// scores[r][k] for `Rows` queries and `count` keys, rounded up, in `turned` [steps][KEYS].
 template <int Rows, class Step>
-inline void score_tile(const Step *const *q, const float *turned, int64_t steps, float *const *scores) {
-    Floats total[Rows][BLOCKS] = {};
-    for (int64_t i = 0; i < steps; i++) {
-        decltype(load_steps(turned, q[0])) keys[BLOCKS];
-        for (int b = 0; b < BLOCKS; b++) keys[b] = load_steps(turned + i * KEYS + b * WIDTH, q[0]);
-        for (int r = 0; r < Rows; r++) {
-            const auto value = in_every_lane(q[r][i]);
-            for (int b = 0; b < BLOCKS; b++) total[r][b] = add_product(total[r][b], value, keys[b]);
+inline void score_tile(const Step *const *q, const float *turned, int64_t steps, int64_t count, float *const *scores) {
+    constexpr int BLOCKS = REGISTERS == 32 || Rows <= 2 ? 4 : 2;
+    for (int64_t first = 0; first < count; first += BLOCKS * WIDTH) {
+        Floats total[Rows][BLOCKS] = {};
+        for (int64_t i = 0; i < steps; i++) {
+            decltype(load_steps(turned, q[0])) keys[BLOCKS];
+            for (int b = 0; b < BLOCKS; b++) keys[b] = load_steps(turned + i * KEYS + first + b * WIDTH, q[0]);
+            for (int r = 0; r < Rows; r++) {
+                const auto value = in_every_lane(q[r][i]);
+                for (int b = 0; b < BLOCKS; b++) total[r][b] = add_product(total[r][b], value, keys[b]);
+            }
         }
+        for (int r = 0; r < Rows; r++)
+            for (int b = 0; b < BLOCKS; b++) store(scores[r] + first + b * WIDTH, total[r][b]);
     }
-    for (int r = 0; r < Rows; r++)
-        for (int b = 0; b < BLOCKS; b++) store(scores[r] + b * WIDTH, total[r][b]);
 }
 
 // Writes the scores of `count` queries of one head and the keys of a block to to[query * to_stride] and the numbers after it,
@@ -243,13 +246,12 @@ void score(const Block<Number> &block, const Block<Number> &next, int64_t column
     using Step = std::remove_cv_t<std::remove_pointer_t<decltype(steps_of(block.rows[0]))>>;
     const int64_t steps = size * sizeof(Number) / sizeof(Step);  // a step has the size of a float
     for (int64_t start = 0; start < block.count; start += WIDTH) {
-        const Number *const *rows = block.rows + start, *const *later = next.rows + start;
+        const Number *const *rows = block.rows + start;
+        next.ask_for(start, start + WIDTH, column, size);
         for (int64_t i = 0; i < steps; i += WIDTH) {
             Floats square[WIDTH];
-            for (int k = 0; k < WIDTH; k++) {
-                __builtin_prefetch(reinterpret_cast<const float *>(later[k] + column) + i, 0, 2);
+            for (int k = 0; k < WIDTH; k++)
                 square[k] = load_some(reinterpret_cast<const float *>(rows[k] + column) + i, steps - i);
-            }
             transpose(square);
             for (int k = 0; k < WIDTH && i + k < steps; k++) store(turned + (i + k) * KEYS + start, square[k]);
         }
@@ -261,11 +263,23 @@ void score(const Block<Number> &block, const Block<Number> &next, int64_t column
             const int64_t row = r + k < count ? r + k : count - 1;
             q[k] = steps_of(queries[row].q), scores[k] = to + row * to_stride;
         }
-        if (count - r == 1) score_tile<1>(q, turned, steps, scores);
-        else if (ROWS > 2 && count - r == 2) score_tile<2>(q, turned, steps, scores);
-        else score_tile<ROWS>(q, turned, steps, scores);
+        if (count - r == 1) score_tile<1>(q, turned, steps, block.count, scores);
+        else if (count - r == 2) score_tile<2>(q, turned, steps, block.count, scores);
+        else score_tile<ROWS>(q, turned, steps, block.count, scores);
     }
 }
+
+// The same, from a register: compilers load a number anew for each multiplication, and loads take longer.
+inline Floats in_register(Floats values) {
+#if defined(__x86_64__)
+    asm("" : "+v"(values));
+#endif
+    return values;
+}
+
+// How many vectors of a head are summed together with those of so many queries. One query alone waits for memory, with
+// longer parts for longer.
+constexpr int parts_of(int rows) { return REGISTERS == 32 ? 4 : rows == 1 ? 2 : 12 / rows; }
 
 // Adds weights[r][k] * value k to out[r], for the values that `at(k)` gives, in the order of k.
 template <int Rows, int Parts, bool Whole, class At>
@@ -282,7 +296,7 @@ inline void add_tile(float *const *out, const float *const *weights, int64_t cou
             Floats each[Rows];
             for (int r = 0; r < Rows; r++) each[r] = in_every_lane(weights[r][k]);
             for (int p = 0; p < Parts; p++) {
-                const Floats numbers = loaded(value, p);
+                const Floats numbers = Rows > 1 ? in_register(loaded(value, p)) : loaded(value, p);
                 for (int r = 0; r < Rows; r++) total[r][p] = add_product(total[r][p], each[r], numbers);
             }
         } else {
@@ -301,7 +315,7 @@ inline void add_tile(float *const *out, const float *const *weights, int64_t cou
         }
 }
 
-template <int Rows, int Parts = PARTS, class At>
+template <int Rows, int Parts = parts_of(Rows), class At>
 inline void add_parts(float *const *out, const float *const *weights, int64_t count, At at, int64_t left) {
     if constexpr (Parts > 1) {
         if (left <= (Parts - 1) * WIDTH) return add_parts<Rows, Parts - 1>(out, weights, count, at, left);
@@ -310,11 +324,10 @@ inline void add_parts(float *const *out, const float *const *weights, int64_t co
     else add_tile<Rows, Parts, false>(out, weights, count, at, left);
 }
 
-// How many numbers of a head are summed together: nearly equal parts. One query alone waits for memory, with longer parts
-// for longer.
+// How many numbers of a head are summed together: nearly equal parts.
 template <int Rows>
 inline int64_t part_size(int64_t size) {
-    constexpr int64_t MOST = Rows == 1 && REGISTERS == 16 ? 2 : PARTS;
+    constexpr int64_t MOST = parts_of(Rows);
     const int64_t vectors = (size + WIDTH - 1) / WIDTH, parts = (vectors + MOST - 1) / MOST;
     return parts ? (vectors + parts - 1) / parts * WIDTH : 1;
 }
@@ -372,9 +385,16 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
                 const Query<Number> &query = some[k < num_some ? k : num_some - 1];
                 out[k] = query.out, weights[k] = query.scores + (from - lo);
             }
-            if (num_some == 2) add<2>(out, weights, to - from, values(from), size);
-            else if (Asks && r == 0) add<ROWS>(out, weights, to - from, asking(from, part_size<ROWS>(size)), size);
-            else add<ROWS>(out, weights, to - from, values(from), size);
+            auto together = [&](auto rows) {
+                constexpr int Rows = decltype(rows)::value;
+                if constexpr (Asks) {
+                    if (r == 0) return add<Rows>(out, weights, to - from, asking(from, part_size<Rows>(size)), size);
+                }
+                add<Rows>(out, weights, to - from, values(from), size);
+            };
+            if (num_some == 2) together(std::integral_constant<int, 2>());
+            else if (num_some <= 4) together(std::integral_constant<int, 4>());
+            else together(std::integral_constant<int, ROWS>());
         }
         for (int64_t k = 0; k < num_some; k++) one(some[k], to, stop);
     }
@@ -585,7 +605,7 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
         for (int64_t head = 0; head < num_heads; head++) {
             score(*block, *next, head * size, size, queries + head * count, count, space.turned.data(),
                   queries[head * count].scores + (start - lo), stride);
-            next->ask_for_rest(*block, head * size, size);
+            next->ask_for(block->count, next->count, head * size, size);
         }
     }
     if (!chain && end > shared) {  // of the other rows every query takes those of its path
@@ -614,7 +634,7 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
         for (int64_t head = 0; head < num_heads; head++) {
             if (is_small) {
                 add_values<true>(*block, *next, head * size, size, queries + head * count, count, lo, start);
-                next->ask_for_rest(*block, head * size, size);
+                next->ask_for(block->count, next->count, head * size, size);
             } else {
                 add_values<false>(*block, *next, head * size, size, queries + head * count, count, lo, start);
             }
