@@ -246,18 +246,18 @@ void score(const Block<Number> &block, const Block<Number> &next, int64_t column
     using Step = std::remove_cv_t<std::remove_pointer_t<decltype(steps_of(block.rows[0]))>>;
     const int64_t steps = size * sizeof(Number) / sizeof(Step);  // a step has the size of a float
     for (int64_t start = 0; start < block.count; start += WIDTH) {
-        const Number *const *rows = block.rows + start;
+        const float *rows[WIDTH];
+        for (int k = 0; k < WIDTH; k++) rows[k] = reinterpret_cast<const float *>(block.rows[start + k] + column);
         next.ask_for(start, start + WIDTH, column, size);
-        auto numbers = [rows, column](int k, int64_t i) { return reinterpret_cast<const float *>(rows[k] + column) + i; };
         Floats square[WIDTH];
         int64_t i = 0;
         for (; i + WIDTH <= steps; i += WIDTH) {
-            for (int k = 0; k < WIDTH; k++) square[k] = load(numbers(k, i));
+            for (int k = 0; k < WIDTH; k++) square[k] = load(rows[k] + i);
             transpose(square);
             for (int k = 0; k < WIDTH; k++) store(turned + (i + k) * KEYS + start, square[k]);
         }
         if (i == steps) continue;
-        for (int k = 0; k < WIDTH; k++) square[k] = load_part(numbers(k, i), steps - i);
+        for (int k = 0; k < WIDTH; k++) square[k] = load_part(rows[k] + i, steps - i);
         transpose(square);
         for (int k = 0; i + k < steps; k++) store(turned + (i + k) * KEYS + start, square[k]);
     }
