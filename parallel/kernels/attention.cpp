@@ -382,7 +382,7 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
             to = some[k].end < to ? some[k].end : to;
         }
         if (num_some < 2 || from >= to) from = to = start;
-        for (int64_t k = 0; k < num_some; k++) one(some[k], start, from);
+        for (int64_t k = 0; from > start && k < num_some; k++) one(some[k], start, from);
         if (from < to) {
             float *out[ROWS];
             const float *weights[ROWS];
@@ -401,7 +401,7 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
             else if (num_some <= 4) together(std::integral_constant<int, 4>());
             else together(std::integral_constant<int, ROWS>());
         }
-        for (int64_t k = 0; k < num_some; k++) one(some[k], to, stop);
+        for (int64_t k = 0; to < stop && k < num_some; k++) one(some[k], to, stop);
     }
 }
 
