@@ -195,9 +195,9 @@ struct Block {
         for (int64_t k = count; k > 0 && k < KEYS; k++) rows[k] = rows[count - 1];
     }
 
-    // Asks memory for a head's part of the rows first .. last, as far as there are so many.
-    void ask_for(int64_t first, int64_t last, int64_t column, int64_t size) const {
-        for (int64_t k = first; k < (last < count ? last : count); k++)
+    // With each row of `before` that is computed, one of these is asked for; here a head's part of the others.
+    void ask_for_rest(const Block &before, int64_t column, int64_t size) const {
+        for (int64_t k = before.count; k < count; k++)
             for (int64_t i = 0; i < size; i += LINE / sizeof(Number)) __builtin_prefetch(rows[k] + column + i, 0, 2);
     }
 };
@@ -246,18 +246,26 @@ void score(const Block<Number> &block, const Block<Number> &next, int64_t column
     using Step = std::remove_cv_t<std::remove_pointer_t<decltype(steps_of(block.rows[0]))>>;
     const int64_t steps = size * sizeof(Number) / sizeof(Step);  // a step has the size of a float
     for (int64_t start = 0; start < block.count; start += WIDTH) {
-        const float *rows[WIDTH];
-        for (int k = 0; k < WIDTH; k++) rows[k] = reinterpret_cast<const float *>(block.rows[start + k] + column);
-        next.ask_for(start, start + WIDTH, column, size);
+        const float *rows[WIDTH], *later[WIDTH];
+        for (int k = 0; k < WIDTH; k++) {
+            rows[k] = reinterpret_cast<const float *>(block.rows[start + k] + column);
+            later[k] = reinterpret_cast<const float *>(next.rows[start + k] + column);
+        }
         Floats square[WIDTH];
         int64_t i = 0;
         for (; i + WIDTH <= steps; i += WIDTH) {
-            for (int k = 0; k < WIDTH; k++) square[k] = load(rows[k] + i);
+            for (int k = 0; k < WIDTH; k++) {
+                __builtin_prefetch(later[k] + i, 0, 2);
+                square[k] = load(rows[k] + i);
+            }
             transpose(square);
             for (int k = 0; k < WIDTH; k++) store(turned + (i + k) * KEYS + start, square[k]);
         }
         if (i == steps) continue;
-        for (int k = 0; k < WIDTH; k++) square[k] = load_part(rows[k] + i, steps - i);
+        for (int k = 0; k < WIDTH; k++) {
+            __builtin_prefetch(later[k] + i, 0, 2);
+            square[k] = load_part(rows[k] + i, steps - i);
+        }
         transpose(square);
         for (int k = 0; i + k < steps; k++) store(turned + (i + k) * KEYS + start, square[k]);
     }
@@ -272,14 +280,6 @@ void score(const Block<Number> &block, const Block<Number> &next, int64_t column
         else if (count - r == 2) score_tile<2>(q, turned, steps, block.count, scores);
         else score_tile<ROWS>(q, turned, steps, block.count, scores);
     }
-}
-
-// The same, from a register: compilers load a number anew for each multiplication, and loads take longer.
-inline Floats in_register(Floats values) {
-#if defined(__x86_64__)
-    asm("" : "+v"(values));
-#endif
-    return values;
 }
 
 // How many vectors of a head are summed together with those of so many queries. One query alone waits for memory, with
@@ -301,7 +301,7 @@ inline void add_tile(float *const *out, const float *const *weights, int64_t cou
             Floats each[Rows];
             for (int r = 0; r < Rows; r++) each[r] = in_every_lane(weights[r][k]);
             for (int p = 0; p < Parts; p++) {
-                const Floats numbers = Rows > 1 ? in_register(loaded(value, p)) : loaded(value, p);
+                const Floats numbers = loaded(value, p);
                 for (int r = 0; r < Rows; r++) total[r][p] = add_product(total[r][p], each[r], numbers);
             }
         } else {
@@ -349,7 +349,7 @@ void add(float *const *out, const float *const *weights, int64_t count, At at, i
 
 // Adds the values of a block, which is at position `start`, by their weights to the results of `count` queries of one head.
 // Their scores begin at position `lo`; `column` and `next` are as above. With many queries nothing is asked for, since most
-// of the time memory is idle.
+// of the time memory is idle, nor with two, which it made slower.
 template <bool Asks, class Number>
 void add_values(const Block<Number> &block, const Block<Number> &next, int64_t column, int64_t size,
                 Query<Number> *queries, int64_t count, int64_t lo, int64_t start) {
@@ -392,7 +392,7 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
             }
             auto together = [&](auto rows) {
                 constexpr int Rows = decltype(rows)::value;
-                if constexpr (Asks) {
+                if constexpr (Asks && Rows > 2) {
                     if (r == 0) return add<Rows>(out, weights, to - from, asking(from, part_size<Rows>(size)), size);
                 }
                 add<Rows>(out, weights, to - from, values(from), size);
@@ -647,7 +647,7 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
         for (int64_t head = 0; head < num_heads; head++) {
             score(*block, *next, head * size, size, queries + head * count, count, turned,
                   queries[head * count].scores + (start - lo), stride);
-            next->ask_for(block->count, next->count, head * size, size);
+            next->ask_for_rest(*block, head * size, size);
         }
     }
     if (!chain && end > shared) {  // of the other rows every query takes those of its path
@@ -678,7 +678,7 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
         for (int64_t head = 0; head < num_heads; head++) {
             if (is_small) {
                 add_values<true>(*block, *next, head * size, size, queries + head * count, count, lo, start);
-                next->ask_for(block->count, next->count, head * size, size);
+                next->ask_for_rest(*block, head * size, size);
             } else {
                 add_values<false>(*block, *next, head * size, size, queries + head * count, count, lo, start);
             }
