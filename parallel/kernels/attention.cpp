@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -20,10 +21,9 @@
 namespace {
 
 constexpr int64_t CHUNK = 256;                     // positions of one task
-constexpr int BLOCKS = 4, KEYS = BLOCKS * WIDTH;   // keys whose scores are computed together
-constexpr int ROWS = REGISTERS == 32 ? 6 : 2;      // queries whose scores are computed together
+constexpr int KEYS = 4 * WIDTH;                     // keys that are read together
+constexpr int ROWS = 6;                             // queries that are computed together
 constexpr int64_t GROUP = 128;                      // rows of one task
-constexpr int PARTS = REGISTERS == 32 ? 4 : 6;     // vectors of a head that are summed together
 constexpr int64_t AT_ONCE = 36;                     // queries of several heads that are computed together
 constexpr int64_t NEAR = 1 << 18;                   // bytes of a block of several heads, two of which the cache holds
 constexpr int64_t LINE = 64;                        // bytes of a cache line
@@ -130,7 +130,7 @@ void normalize_head(float *x, const Number *weight, int64_t length, float eps, f
 
 // In place; the sign of the rotation is in sin.
 template <class Number>
-inline void rotate(float *x, const Number *cos, const Number *sin, int64_t length) {
+inline void rotate(float *__restrict x, const Number *__restrict cos, const Number *__restrict sin, int64_t length) {
     const int64_t half = length / 2;
     for (int64_t i = 0; i < half; i++) {
         const float low = x[i], high = x[i + half];
@@ -219,20 +219,23 @@ inline const Pair *steps_of(const Bfloat *head) { return reinterpret_cast<const 
 inline Floats load_steps(const float *turned, const float *) { return load(turned); }
 inline Words load_steps(const float *turned, const Pair *) { return (Words)load(turned); }
 
-// scores[r][k] for `Rows` queries and keys in `turned` [steps][KEYS]
+// scores[r][k] for `Rows` queries and `count` keys, rounded up, in `turned` [steps][KEYS].
 template <int Rows, class Step>
-inline void score_tile(const Step *const *q, const float *turned, int64_t steps, float *const *scores) {
-    Floats total[Rows][BLOCKS] = {};
-    for (int64_t i = 0; i < steps; i++) {
-        decltype(load_steps(turned, q[0])) keys[BLOCKS];
-        for (int b = 0; b < BLOCKS; b++) keys[b] = load_steps(turned + i * KEYS + b * WIDTH, q[0]);
-        for (int r = 0; r < Rows; r++) {
-            const auto value = in_every_lane(q[r][i]);
-            for (int b = 0; b < BLOCKS; b++) total[r][b] = add_product(total[r][b], value, keys[b]);
+inline void score_tile(const Step *const *q, const float *turned, int64_t steps, int64_t count, float *const *scores) {
+    constexpr int BLOCKS = REGISTERS == 32 || Rows <= 2 ? 4 : 2;
+    for (int64_t first = 0; first < count; first += BLOCKS * WIDTH) {
+        Floats total[Rows][BLOCKS] = {};
+        for (int64_t i = 0; i < steps; i++) {
+            decltype(load_steps(turned, q[0])) keys[BLOCKS];
+            for (int b = 0; b < BLOCKS; b++) keys[b] = load_steps(turned + i * KEYS + first + b * WIDTH, q[0]);
+            for (int r = 0; r < Rows; r++) {
+                const auto value = in_every_lane(q[r][i]);
+                for (int b = 0; b < BLOCKS; b++) total[r][b] = add_product(total[r][b], value, keys[b]);
+            }
         }
+        for (int r = 0; r < Rows; r++)
+            for (int b = 0; b < BLOCKS; b++) store(scores[r] + first + b * WIDTH, total[r][b]);
     }
-    for (int r = 0; r < Rows; r++)
-        for (int b = 0; b < BLOCKS; b++) store(scores[r] + b * WIDTH, total[r][b]);
 }
 
 // Writes the scores of `count` queries of one head and the keys of a block to to[query * to_stride] and the numbers after it,
@@ -243,16 +246,28 @@ void score(const Block<Number> &block, const Block<Number> &next, int64_t column
     using Step = std::remove_cv_t<std::remove_pointer_t<decltype(steps_of(block.rows[0]))>>;
     const int64_t steps = size * sizeof(Number) / sizeof(Step);  // a step has the size of a float
     for (int64_t start = 0; start < block.count; start += WIDTH) {
-        const Number *const *rows = block.rows + start, *const *later = next.rows + start;
-        for (int64_t i = 0; i < steps; i += WIDTH) {
-            Floats square[WIDTH];
+        const float *rows[WIDTH], *later[WIDTH];
+        for (int k = 0; k < WIDTH; k++) {
+            rows[k] = reinterpret_cast<const float *>(block.rows[start + k] + column);
+            later[k] = reinterpret_cast<const float *>(next.rows[start + k] + column);
+        }
+        Floats square[WIDTH];
+        int64_t i = 0;
+        for (; i + WIDTH <= steps; i += WIDTH) {
             for (int k = 0; k < WIDTH; k++) {
-                __builtin_prefetch(reinterpret_cast<const float *>(later[k] + column) + i, 0, 2);
-                square[k] = load_some(reinterpret_cast<const float *>(rows[k] + column) + i, steps - i);
+                __builtin_prefetch(later[k] + i, 0, 2);
+                square[k] = load(rows[k] + i);
             }
             transpose(square);
-            for (int k = 0; k < WIDTH && i + k < steps; k++) store(turned + (i + k) * KEYS + start, square[k]);
+            for (int k = 0; k < WIDTH; k++) store(turned + (i + k) * KEYS + start, square[k]);
         }
+        if (i == steps) continue;
+        for (int k = 0; k < WIDTH; k++) {
+            __builtin_prefetch(later[k] + i, 0, 2);
+            square[k] = load_part(rows[k] + i, steps - i);
+        }
+        transpose(square);
+        for (int k = 0; i + k < steps; k++) store(turned + (i + k) * KEYS + start, square[k]);
     }
     for (int64_t r = 0; r < count; r += ROWS) {
         const Step *q[ROWS];
@@ -261,11 +276,15 @@ void score(const Block<Number> &block, const Block<Number> &next, int64_t column
             const int64_t row = r + k < count ? r + k : count - 1;
             q[k] = steps_of(queries[row].q), scores[k] = to + row * to_stride;
         }
-        if (count - r == 1) score_tile<1>(q, turned, steps, scores);
-        else if (ROWS > 2 && count - r == 2) score_tile<2>(q, turned, steps, scores);
-        else score_tile<ROWS>(q, turned, steps, scores);
+        if (count - r == 1) score_tile<1>(q, turned, steps, block.count, scores);
+        else if (count - r == 2) score_tile<2>(q, turned, steps, block.count, scores);
+        else score_tile<ROWS>(q, turned, steps, block.count, scores);
     }
 }
+
+// How many vectors of a head are summed together with those of so many queries. One query alone waits for memory, with
+// longer parts for longer.
+constexpr int parts_of(int rows) { return REGISTERS == 32 ? 4 : rows == 1 ? 2 : 12 / rows; }
 
 // Adds weights[r][k] * value k to out[r], for the values that `at(k)` gives, in the order of k.
 template <int Rows, int Parts, bool Whole, class At>
@@ -301,7 +320,7 @@ inline void add_tile(float *const *out, const float *const *weights, int64_t cou
         }
 }
 
-template <int Rows, int Parts = PARTS, class At>
+template <int Rows, int Parts = parts_of(Rows), class At>
 inline void add_parts(float *const *out, const float *const *weights, int64_t count, At at, int64_t left) {
     if constexpr (Parts > 1) {
         if (left <= (Parts - 1) * WIDTH) return add_parts<Rows, Parts - 1>(out, weights, count, at, left);
@@ -310,11 +329,10 @@ inline void add_parts(float *const *out, const float *const *weights, int64_t co
     else add_tile<Rows, Parts, false>(out, weights, count, at, left);
 }
 
-// How many numbers of a head are summed together: nearly equal parts. One query alone waits for memory, with longer parts
-// for longer.
+// How many numbers of a head are summed together: nearly equal parts.
 template <int Rows>
 inline int64_t part_size(int64_t size) {
-    constexpr int64_t MOST = Rows == 1 && REGISTERS == 16 ? 2 : PARTS;
+    constexpr int64_t MOST = parts_of(Rows);
     const int64_t vectors = (size + WIDTH - 1) / WIDTH, parts = (vectors + MOST - 1) / MOST;
     return parts ? (vectors + parts - 1) / parts * WIDTH : 1;
 }
@@ -331,7 +349,7 @@ void add(float *const *out, const float *const *weights, int64_t count, At at, i
 
 // Adds the values of a block, which is at position `start`, by their weights to the results of `count` queries of one head.
 // Their scores begin at position `lo`; `column` and `next` are as above. With many queries nothing is asked for, since most
-// of the time memory is idle.
+// of the time memory is idle, nor with two, which it made slower.
 template <bool Asks, class Number>
 void add_values(const Block<Number> &block, const Block<Number> &next, int64_t column, int64_t size,
                 Query<Number> *queries, int64_t count, int64_t lo, int64_t start) {
@@ -364,7 +382,7 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
             to = some[k].end < to ? some[k].end : to;
         }
         if (num_some < 2 || from >= to) from = to = start;
-        for (int64_t k = 0; k < num_some; k++) one(some[k], start, from);
+        for (int64_t k = 0; from > start && k < num_some; k++) one(some[k], start, from);
         if (from < to) {
             float *out[ROWS];
             const float *weights[ROWS];
@@ -372,11 +390,18 @@ void add_values(const Block<Number> &block, const Block<Number> &next, int64_t c
                 const Query<Number> &query = some[k < num_some ? k : num_some - 1];
                 out[k] = query.out, weights[k] = query.scores + (from - lo);
             }
-            if (num_some == 2) add<2>(out, weights, to - from, values(from), size);
-            else if (Asks && r == 0) add<ROWS>(out, weights, to - from, asking(from, part_size<ROWS>(size)), size);
-            else add<ROWS>(out, weights, to - from, values(from), size);
+            auto together = [&](auto rows) {
+                constexpr int Rows = decltype(rows)::value;
+                if constexpr (Asks && Rows > 2) {
+                    if (r == 0) return add<Rows>(out, weights, to - from, asking(from, part_size<Rows>(size)), size);
+                }
+                add<Rows>(out, weights, to - from, values(from), size);
+            };
+            if (num_some == 2) together(std::integral_constant<int, 2>());
+            else if (num_some <= 4) together(std::integral_constant<int, 4>());
+            else together(std::integral_constant<int, ROWS>());
         }
-        for (int64_t k = 0; k < num_some; k++) one(some[k], to, stop);
+        for (int64_t k = 0; to < stop && k < num_some; k++) one(some[k], to, stop);
     }
 }
 
@@ -391,34 +416,55 @@ void add_bias(const Layer &layer, Query<Number> &query, int64_t lo) {
     }
 }
 
-// Scores of the chunk's positions, which begin at `lo` -> weights, with their maximum and total.
+// The whole vectors of scores from `lo` on in which those of the query are.
+struct Scores {
+    int64_t start, stop;
+};
+
 template <class Number>
-void soften(const Layer &layer, Query<Number> &query, int64_t lo) {
-    const int64_t first = query.first - lo, end = query.end - lo;
+inline Scores scores_of(const Query<Number> &query, int64_t lo) {
+    return {(query.first - lo) / WIDTH * WIDTH, (query.end - lo + WIDTH - 1) / WIDTH * WIDTH};
+}
+
+inline float factor_of(const Layer &layer) { return layer.bias || layer.softcap > 0 ? 1.0f : layer.scale; }
+
+// Bounds the scores of the chunk's positions, which begin at `lo`, and finds their maximum. They are left to be multiplied by
+// `factor_of`.
+template <class Number>
+void find_most(const Layer &layer, Query<Number> &query, int64_t lo) {
     if (layer.bias) add_bias(layer, query, lo);
-    const float scale = layer.bias ? 1.0f : layer.scale;
-    const int64_t start = first / WIDTH * WIDTH, stop = (end + WIDTH - 1) / WIDTH * WIDTH;
-    for (int64_t i = start; i < first; i++) query.scores[i] = NONE;
-    for (int64_t i = end; i < stop; i++) query.scores[i] = NONE;
-    Floats most = in_every_lane(NONE);
-    for (int64_t i = start; i < stop; i += WIDTH) {
-        Floats score = load(query.scores + i) * scale;
-        if (layer.softcap > 0) {
-            const Floats bounded = capped(score, layer.softcap);
-            score = score == NONE ? score : bounded;
+    const Scores scores = scores_of(query, lo);
+    for (int64_t i = scores.start; i < query.first - lo; i++) query.scores[i] = NONE;
+    for (int64_t i = query.end - lo; i < scores.stop; i++) query.scores[i] = NONE;
+    if (layer.softcap > 0) {
+        for (int64_t i = scores.start; i < scores.stop; i += WIDTH) {
+            const Floats score = load(query.scores + i) * layer.scale, bounded = capped(score, layer.softcap);
+            store(query.scores + i, score == NONE ? score : bounded);
         }
-        store(query.scores + i, score);
+    }
+    const float factor = factor_of(layer);
+    Floats most = in_every_lane(NONE);
+    for (int64_t i = scores.start; i < scores.stop; i += WIDTH) {
+        const Floats score = load(query.scores + i) * factor;
         most = score > most ? score : most;
     }
     float max = most[0];
     for (int k = 1; k < WIDTH; k++) max = most[k] > max ? most[k] : max;
+    query.out[layer.head_dim] = max;
+}
+
+// These scores -> weights, with their total.
+template <class Number>
+void soften(const Layer &layer, Query<Number> &query, int64_t lo) {
+    const Scores scores = scores_of(query, lo);
+    const float factor = factor_of(layer), max = query.out[layer.head_dim];
     Floats total = {};
-    for (int64_t i = start; i < stop; i += WIDTH) {
-        const Floats weight = exponential(load(query.scores + i) - max);
+    for (int64_t i = scores.start; i < scores.stop; i += WIDTH) {
+        const Floats weight = exponential(load(query.scores + i) * factor - max);
         store(query.scores + i, weight);
         total += weight;
     }
-    query.out[layer.head_dim] = max, query.out[layer.head_dim + 1] = sum(total);
+    query.out[layer.head_dim + 1] = sum(total);
 }
 
 // A row of a task that sees something of a chunk: positions first .. end, by its path.
@@ -428,13 +474,30 @@ struct Row {
     int64_t position;
 };
 
+struct alignas(LINE) Line {
+    float numbers[LINE / sizeof(float)];
+};
+
+// Numbers that begin with a line of the cache, so that no vector of theirs lies in two.
+class Lines {
+   public:
+    float *room(int64_t count) {
+        lines_.resize((count * sizeof(float) + LINE - 1) / LINE);
+        return lines_.data()->numbers;
+    }
+
+   private:
+    std::vector<Line> lines_;
+};
+
 // What a thread needs besides its results; grows, and is kept for the next call.
 template <class Number>
 struct Workspace {
     Block<Number> blocks[2];
     std::vector<Row> rows;
     std::vector<Query<Number>> queries;
-    std::vector<float> scores, pending, turned, parts;
+    Lines scores, turned;
+    std::vector<float> pending, parts;
     std::vector<int64_t> paths;
 };
 
@@ -551,8 +614,7 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
     if (rows.empty()) return;
 
     const int64_t stride = CHUNK + KEYS, count = rows.size() * group;  // queries of a KV head
-    space.scores.resize(num_heads * count * stride);
-    space.turned.resize(size * KEYS);
+    float *scores = space.scores.room(num_heads * count * stride), *turned = space.turned.room(size * KEYS);
     space.queries.clear();
     int64_t first = hi, end = lo;
     for (int64_t head = 0; head < num_heads; head++)
@@ -562,7 +624,7 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
                 const int64_t in_pass = (span.first + task.row + row.row) * call.row_heads;
                 space.queries.push_back({call.heads + (in_pass + (kv_head + head) * group + g) * size,
                                          parts + place * (size + 2),
-                                         space.scores.data() + space.queries.size() * stride, row.first, row.end,
+                                         scores + space.queries.size() * stride, row.first, row.end,
                                          row.path, row.position, (kv_head + head) * group + g});
                 first = row.first < first ? row.first : first;
                 end = row.end > end ? row.end : end;
@@ -583,7 +645,7 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
         if (start + KEYS < last) next->set(table, false, start + KEYS, last);
         else next->set(table, true, first, last, num_values);
         for (int64_t head = 0; head < num_heads; head++) {
-            score(*block, *next, head * size, size, queries + head * count, count, space.turned.data(),
+            score(*block, *next, head * size, size, queries + head * count, count, turned,
                   queries[head * count].scores + (start - lo), stride);
             next->ask_for_rest(*block, head * size, size);
         }
@@ -596,7 +658,7 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
             Query<Number> *own = queries + head * count;
             for (int64_t start = 0; start < num_apart; start += KEYS) {
                 pending.set(table, false, shared + start, shared + num_apart);
-                score(pending, pending, head * size, size, own, count, space.turned.data(), space.pending.data() + start,
+                score(pending, pending, head * size, size, own, count, turned, space.pending.data() + start,
                       pending_stride);
             }
             for (int64_t r = 0; r < count; r++) {
@@ -606,6 +668,8 @@ void attend_heads(const Call<Number> &call, const Task &task, int64_t kv_head, i
             }
         }
     }
+    // one after the other: a query's exponentials wait for its maximum, but not for those of other queries
+    for (Query<Number> &query : space.queries) find_most(layer, query, lo);
     for (Query<Number> &query : space.queries) soften(layer, query, lo);
 
     for (int64_t start = first; start < last; start += num_values, std::swap(block, next)) {
@@ -658,13 +722,15 @@ void attend_task(const Call<Number> &call, const Task &task, const Follow &follo
     if (task.partial >= 0) return attend_chunk(call, task, task.chunk, follow, space, call.partial + task.partial);
     space.parts.resize(2 * count * (size + 2));
     float *so_far = space.parts.data(), *parts = so_far + count * (size + 2);
-    for (int64_t r = 0; r < count; r++) clear(so_far + r * (size + 2), size);
+    if (task.chunk == task.last_chunk)  // no keys
+        for (int64_t r = 0; r < count; r++) clear(so_far + r * (size + 2), size);
     for (int64_t chunk = task.chunk; chunk < task.last_chunk; chunk++) {
         auto then = [&](Block<Number> &block) {
             if (chunk + 1 < task.last_chunk) call.set_first(block, task, task.kv_head, chunk + 1);
             else follow(block);
         };
-        attend_chunk(call, task, chunk, then, space, parts);
+        attend_chunk(call, task, chunk, then, space, chunk == task.chunk ? so_far : parts);
+        if (chunk == task.chunk) continue;
         for (int64_t i = 0; i < count * (size + 2); i += size + 2) merge(parts + i, so_far + i, size);
     }
     for (int64_t r = 0; r < count; r++) finish(so_far + r * (size + 2), call.place(task, r), size);
@@ -718,9 +784,9 @@ void attend_spans(const Layer *layer, const Pass *pass, const Number *heads, int
     const Task *todo = tasks.data();  // `tasks` is another vector in another thread
     share_out(num_tasks, work >= WORTH_THREADS, [&](int64_t, int64_t) {
         static thread_local Workspace<Number> space;
-        for (int64_t i = next++, after; i < num_tasks; i = after) {
-            after = next++;
+        for (int64_t i; (i = next++) < num_tasks;) {
             attend_task(call, todo[i], [&](Block<Number> &block) {
+                const int64_t after = next;  // likely this thread's
                 block.count = 0;
                 if (after < num_tasks) call.set_first(block, todo[after], todo[after].kv_head, todo[after].chunk);
             }, space);
@@ -743,7 +809,7 @@ template <class Number>
 void attend(const Layer *layer, const Pass *pass, Number *heads, Rotation<Number> rotation, Number *out) {
     const int64_t size = layer->head_dim, row_heads = layer->num_heads + 2 * layer->num_kv_heads;
     const int64_t row = row_heads * size;
-    share_out(pass->num_rows, pass->num_rows * row * 8 >= WORTH_THREADS, [&](int64_t first, int64_t last) {
+    share_out(pass->num_rows, pass->num_rows * row >= WORTH_THREADS, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; i++) {
             const Number *cos = rotation.cos ? rotation.cos + i * size : nullptr;
             prepare_row(*layer, heads + i * row, {cos, rotation.sin + (cos ? i * size : 0)}, pass->written[i]);
