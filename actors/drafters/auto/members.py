@@ -92,7 +92,7 @@ class DraftTimes:
     def line(self, unread: float) -> tuple[float, float]:
         """Seconds of a draft behind so many tokens to read, less those of its own tokens, and those of a token."""
         fit, slope = self.length_s, self._token_s()
-        return fit.mean_y - slope * fit.mean_x + self._for_reading(unread), slope
+        return fit.at(0.0, slope) + self._for_reading(unread), slope
 
     def update(self, longest: int, unread: float, seconds: float) -> None:
         fit, for_reading = self.length_s, self._for_reading(unread)
@@ -267,7 +267,7 @@ class Members(ABC):
 
     def _count_used(self, number: int, tree: TokenTree) -> None:
         """A draft of this member goes to the target. Only these are counted: the verdict is on them."""
-        work, size = self._work[number], tree.num_draft_tokens
+        work, size = self._work[number], len(tree.token_ids) - 1
         work.num_drafts += size > 0
         work.num_draft_tokens += size
 
@@ -278,8 +278,10 @@ class Members(ABC):
 
 def named_parts(name: str, draft: Draft) -> Draft:
     """The draft with this name as that of the drafter which made it, unless its levels are named."""
-    size = draft.tree.num_draft_tokens
-    return draft if draft.parts or not size else replace(draft, parts=((name, size),))
+    size = len(draft.tree.token_ids) - 1
+    if draft.parts or not size:
+        return draft
+    return Draft(draft.tree, draft.sampling_kinds, draft.distributions, ((name, size),))
 
 
 def build_members(config: AutoDrafterConfig, setup: DraftSetup) -> tuple[list[Member], dict[str, object]]:
