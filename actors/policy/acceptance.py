@@ -61,6 +61,7 @@ class Survival:
         for i in range(num_offered):
             tested = [i + 1 in path for offered, path in drafts if offered > i]
             self._observe(i, sum(tested), len(tested))
+        self._accepted = None
         self._extrapolate(num_offered)
 
     def update_one(self, num_offered: int, num_accepted: int) -> None:
@@ -70,7 +71,9 @@ class Survival:
             weights[i] = weight = ACCEPTANCE_MEMORY * weights[i] + 1
             chance = chances[i] + ((i < num_accepted) - chances[i]) / weight
             chances[i] = chance if chance > _LEAST_CHANCE else _LEAST_CHANCE
-        self._extrapolate(num_offered)
+        self._accepted = None
+        if num_offered < len(chances):
+            self._extrapolate(num_offered)
 
     def _observe(self, i: int, num_accepted: int, count: int) -> None:
         """Of so many drafts of a round; the past is forgotten with each, but by at most an eighth."""
@@ -79,7 +82,6 @@ class Survival:
         self.chances[i] = max(chance + (num_accepted - count * chance) / weight, _LEAST_CHANCE)
 
     def _extrapolate(self, num_offered: int) -> None:
-        self._accepted = None
         chances, weights = self.chances, self._weights
         # A place that was not offered drifts towards the extrapolation from the places before it; else an estimate from
         # an earlier text would keep drafts short for ever.
@@ -118,8 +120,10 @@ class RelativeAcceptance:
 
     def update_one(self, num_tokens: int, num_accepted: int, average: Survival) -> None:
         """The only draft of a round."""
-        self.accepted.update(num_accepted)
-        self.expected.update(average.expected_accepted(num_accepted + (num_accepted < num_tokens)))
+        expected = average.expected_accepted(num_accepted + (num_accepted < num_tokens))
+        for one, value in ((self.accepted, num_accepted), (self.expected, expected)):  # as `Ewma.update`, uncalled
+            one.weight = one.memory * one.weight + 1
+            one.mean += (value - one.mean) / one.weight
 
     def ratio(self) -> float:
         """Acceptance per draft token, relative to the average."""

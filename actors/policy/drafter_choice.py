@@ -126,7 +126,8 @@ def assign(offers: Sequence[Sequence[Offer]], times: RoundTimes) -> Assignment:
     speed of the batch (Dinkelbach's iteration for a ratio).
     """
     if len(offers) == 1:  # every choice is tried
-        return _alone(offers[0], times)
+        pick, tokens, seconds = _alone(offers[0], times)
+        return Assignment([pick], tokens, seconds)
     curves = [[_Curve.of(offer) for offer in request] for request in offers]
     token_s = {drafter: times.token_s(drafter) for drafter in {one.drafter for request in curves for one in request}}
     best = _within([[] for _ in offers], {}, times)
@@ -240,13 +241,14 @@ class DrafterAcceptance:
 
 def saved_s(others: Sequence[Offer], offer: Offer, times: RoundTimes) -> tuple[float, float]:
     """Seconds that a round of requests with these offers saves if they have `offer` too, and its tokens."""
-    without, found = _alone(others, times), _alone([offer], times)
-    seconds = found.tokens * without.seconds / without.tokens - found.seconds
-    return (seconds, found.tokens) if seconds > 0 else (0.0, without.tokens)
+    (_, tokens, without_s), (_, more, found_s) = _alone(others, times), _alone([offer], times)
+    saved = more * without_s / tokens - found_s
+    return (saved, more) if saved > 0 else (0.0, tokens)
 
 
-def _alone(offers: Sequence[Offer], times: RoundTimes) -> Assignment:
-    """The best of all offers for one request; also that of a batch of requests that are all like it."""
+def _alone(offers: Sequence[Offer], times: RoundTimes) -> tuple[tuple[int, int], float, float]:
+    """The best of all offers for one request, as the fields of an `Assignment`; also that of a batch of requests that
+    are all like it."""
     pick, tokens, seconds = (NO_DRAFTER, 0), 1.0, times.rest_s
     rest_s, row_s = times.rest_s, times.num_requests * times.per_row_s
     for offer in offers:
@@ -256,7 +258,7 @@ def _alone(offers: Sequence[Offer], times: RoundTimes) -> Assignment:
             took = rest_s + length * row_s + (drafting_s if drafting_s > 0.0 else 0.0)
             if (1 + expected) * seconds > tokens * took:
                 pick, tokens, seconds = (offer.drafter, length), 1 + expected, took
-    return Assignment([pick], tokens, seconds)
+    return pick, tokens, seconds
 
 
 class ReadingValue:

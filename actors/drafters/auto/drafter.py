@@ -111,6 +111,8 @@ class AutoDrafter(Members):
         self._shown = [i for i, one in enumerate(members) if one.is_shown]
         self._sharing = [i for i, one in enumerate(can) if one.shares_rows is not None]
         self._reads_at_once = {*self._shown, *self._sharing}
+        self._draft_line = cache(self._fresh_draft_line)  # asked for again and again in a round
+        self._weighed: Sequence[Context] = ()
         self._agree = agree
         self._clock = clock
         self._requests: dict[int, _Request] = {}
@@ -266,29 +268,26 @@ class AutoDrafter(Members):
         """Drafts of one drafter, timed."""
         one = self.members[number]
         budgets = [min(budget, one.longest) for budget in budgets]
-        read_s = self._read_missed(number, contexts)
-        unread = [] if one.is_shown else [self._unread(number, context) for context in contexts]
+        read_s, unread = 0.0, self._unread_by(number, contexts)
+        if max(unread) > MOST_READ_WITH_DRAFT and (prefills := one.drafter.capabilities.prefills) is not None:
+            missed = [text for text, count in zip(contexts, unread, strict=True) if count > MOST_READ_WITH_DRAFT]
+            read_s = self._read(number, prefills, missed)
+            self._reading_s += read_s
+            unread = self._unread_by(number, contexts)
         started = self._clock()
         drafts = one.drafter.propose(contexts, budgets)
         seconds = self._clock() - started
         if not one.is_shown:
             _measure(one, max(budgets), unread, seconds)
-        seconds += read_s
-        self._count_call(number, seconds)
+        self._count_call(number, seconds + read_s)
         return drafts
 
-    def _read_missed(self, number: int, contexts: Sequence[Context]) -> float:
-        """Texts of which this drafter has much to read are read before its drafts; returns the seconds."""
-        one = self.members[number]
-        if (prefills := one.drafter.capabilities.prefills) is None or number in self._sharing:
-            return 0.0
-        requests, most = self._requests, MOST_READ_WITH_DRAFT
-        missed = [one for one in contexts if len(one.token_ids) - requests[one.request_id].read[number] > most]
-        if not missed:
-            return 0.0
-        seconds = self._read(number, prefills, missed)
-        self._reading_s += seconds
-        return seconds
+    def _unread_by(self, number: int, contexts: Sequence[Context]) -> list[int]:
+        """Tokens of each text that the drafter has yet to read."""
+        if number in self._sharing:
+            return [0] * len(contexts)
+        requests = self._requests
+        return [len(one.token_ids) - requests[one.request_id].read[number] for one in contexts]
 
     def _read(self, number: int, prefills: Prefills, contexts: Sequence[Context]) -> float:
         """This drafter reads texts; returns the seconds."""
@@ -332,7 +331,7 @@ class AutoDrafter(Members):
         request, offers = self._requests[context.request_id], []
         for i, one in enumerate(self.members):
             is_chain, depth, kind, draft = one.is_chain, min(budget, one.longest), (0, 0), None
-            unread = self._unread(i, context)
+            unread = 0 if i in shown else self._unread(i, context)
             if i in shown:
                 draft = shown[i][row]
                 num_tokens = len(draft.tree.token_ids) - 1
@@ -362,16 +361,16 @@ class AutoDrafter(Members):
         costs = contexts[0].costs
         if not costs.round_s or contexts[0].is_unverified:
             return UNMEASURED
+        self._weighed = contexts
+        self._draft_line.cache_clear()
+        return RoundTimes(self._draft_line, costs.round_s, costs.row_s, len(contexts))
 
-        @cache  # asked for again and again in a round
-        def draft_line(drafter: int, users: int) -> tuple[float, float]:
-            if drafter in self._shown:
-                return 0.0, 0.0
-            counts = [self._unread(drafter, context) for context in contexts]
-            few = [count for count in counts if count <= MOST_READ_WITH_DRAFT]
-            return self.members[drafter].draft_line(sum(few) / len(few) if few else 0.0, users)
-
-        return RoundTimes(draft_line, costs.round_s, costs.row_s, len(contexts))
+    def _fresh_draft_line(self, drafter: int, users: int) -> tuple[float, float]:
+        """Seconds of a drafter that drafts for so many requests of the round, as in `RoundTimes`."""
+        if drafter in self._shown:
+            return 0.0, 0.0
+        unread = [count for one in self._weighed if (count := self._unread(drafter, one)) <= MOST_READ_WITH_DRAFT]
+        return self.members[drafter].draft_line(sum(unread) / len(unread) if unread else 0.0, users)
 
     # --- drafts that are made pass by pass ----------------------------------------------------------------------------
 
