@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from math import exp, sqrt
+from operator import itemgetter
 from typing import NamedTuple
 
 from actors.policy.acceptance import AVERAGE, RelativeAcceptance, Survival
@@ -35,6 +36,8 @@ from actors.policy.estimators import BySize, Ewma
 
 NO_DRAFTER = -1
 """Stands for a request that gets no draft."""
+_DRAFTER = itemgetter(0)
+"""The drafter of a pick."""
 PRIOR_DRAFTS = 2.0
 """Drafts that the estimate of a kind of draft begins with: what all drafts of its drafter are worth."""
 PRIOR_TOKENS = 32.0
@@ -320,6 +323,7 @@ class DrafterChoice:
         self.reading = [ReadingValue() for _ in longest]
         self.lengths = RequestLengths()
         self._shown = shown
+        self._hidden = frozenset(i for i, is_shown in enumerate(shown) if not is_shown)
         self._budget = CREDIT
         self._turn = 0
 
@@ -383,8 +387,7 @@ class DrafterChoice:
 
     def _optimistic(self, offers: Sequence[Sequence[Offer]], best: Assignment, times: RoundTimes) -> Assignment:
         """The best assignment if drafters that it leaves out were underestimated by their errors."""
-        used = {drafter for drafter, _ in best.picks}
-        hidden = [i for i, is_shown in enumerate(self._shown) if not is_shown and i not in used]
+        hidden = self._hidden.difference(map(_DRAFTER, best.picks))
         if not hidden:
             return best
         most_s = self._budget * best.seconds
@@ -393,7 +396,7 @@ class DrafterChoice:
             for request in offers
         ]
         optimistic = assign(affordable, times)
-        if not any([drafter in hidden for drafter, _ in optimistic.picks]):
+        if hidden.isdisjoint(map(_DRAFTER, optimistic.picks)):
             return best
         return Assignment(optimistic.picks, expected_tokens(offers, optimistic.picks), optimistic.seconds)
 

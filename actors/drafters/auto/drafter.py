@@ -165,8 +165,14 @@ class AutoDrafter(Members):
     def observe(self, context: Context, commit: Commit) -> None:
         request = self._requests[context.request_id]
         unused = commit
-        if commit.path and len(self.members) > (request.used != NO_DRAFTER):
-            unused = Commit(commit.request_id, commit.epoch, commit.prefix_len, (), commit.token_ids, commit.settled_len)
+        if commit.path:
+            request_id, epoch, start, settled_len = (
+                commit.request_id,
+                commit.epoch,
+                commit.prefix_len,
+                commit.settled_len,
+            )
+            unused = Commit(request_id, epoch, start, (), commit.token_ids, settled_len)
         for i, one in enumerate(self.members):
             one.drafter.observe(context, commit if i == request.used else unused)
         if request.used != NO_DRAFTER:
@@ -216,8 +222,8 @@ class AutoDrafter(Members):
             else:
                 asked.setdefault(number, []).append((context, length))
         for number in sorted(asked):
-            contexts = [context for context, _ in asked[number]]
-            found = self._draft(number, contexts, [length for _, length in asked[number]])
+            contexts, lengths = zip(*asked[number], strict=True)
+            found = self._draft(number, contexts, lengths)
             for context, draft in zip(contexts, found, strict=True):
                 drafts[context.request_id] = self._taken(context, number, draft)
         return drafts
@@ -226,7 +232,9 @@ class AutoDrafter(Members):
         """The drafter and the length for each request, and the drafts of those that are shown."""
         contexts, budgets = zip(*orders, strict=True)
         times = self._times(contexts)
-        shown = {i: self._draft(i, contexts, budgets) for i in self._shown}
+        shown = dict[int, list[Draft]]()
+        for i in self._shown:
+            shown[i] = self._draft(i, contexts, budgets)
         self._note_shown(contexts)
         return self._pick(contexts, budgets, shown, times), shown
 
@@ -369,7 +377,7 @@ class AutoDrafter(Members):
         """Seconds of a drafter that drafts for so many requests of the round, as in `RoundTimes`."""
         if drafter in self._shown:
             return 0.0, 0.0
-        unread = [count for one in self._weighed if (count := self._unread(drafter, one)) <= MOST_READ_WITH_DRAFT]
+        unread = [count for count in self._unread_by(drafter, self._weighed) if count <= MOST_READ_WITH_DRAFT]
         return self.members[drafter].draft_line(sum(unread) / len(unread) if unread else 0.0, users)
 
     # --- drafts that are made pass by pass ----------------------------------------------------------------------------

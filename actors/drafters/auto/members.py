@@ -92,7 +92,7 @@ class DraftTimes:
     def line(self, unread: float) -> tuple[float, float]:
         """Seconds of a draft behind so many tokens to read, less those of its own tokens, and those of a token."""
         fit, slope = self.length_s, self._token_s()
-        return fit.at(0.0, slope) + self._for_reading(unread), slope
+        return fit.mean_y - slope * fit.mean_x + self._for_reading(unread), slope
 
     def update(self, longest: int, unread: float, seconds: float) -> None:
         fit, for_reading = self.length_s, self._for_reading(unread)
