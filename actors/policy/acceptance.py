@@ -76,7 +76,7 @@ class Survival:
             self._extrapolate(num_offered)
 
     def _observe(self, i: int, num_accepted: int, count: int) -> None:
-        """Of so many drafts of a round; the past is forgotten with each, but by at most an eighth."""
+        """Observe a place in so many drafts of a round; the past is forgotten with each, but by at most an eighth."""
         self._weights[i] = weight = max(ACCEPTANCE_MEMORY**count, ROUND_MEMORY) * self._weights[i] + count
         chance = self.chances[i]
         self.chances[i] = max(chance + (num_accepted - count * chance) / weight, _LEAST_CHANCE)

@@ -166,13 +166,8 @@ class AutoDrafter(Members):
         request = self._requests[context.request_id]
         unused = commit
         if commit.path:
-            request_id, epoch, start, settled_len = (
-                commit.request_id,
-                commit.epoch,
-                commit.prefix_len,
-                commit.settled_len,
-            )
-            unused = Commit(request_id, epoch, start, (), commit.token_ids, settled_len)
+            own = commit.request_id, commit.epoch, commit.prefix_len
+            unused = Commit(*own, (), commit.token_ids, commit.settled_len)
         for i, one in enumerate(self.members):
             one.drafter.observe(context, commit if i == request.used else unused)
         if request.used != NO_DRAFTER:
@@ -499,6 +494,8 @@ def _first_tokens(draft: Draft, length: int) -> Draft:
 
 def build_auto(config: AutoDrafterConfig, setup: DraftSetup) -> tuple[AutoDrafter, dict[str, object]]:
     members, facts = build_members(config, setup)
+    if setup.group.size == 1:
+        return AutoDrafter(members, keeps_lengths=not setup.adaptive), facts
 
     def agree(picks: Picks) -> Picks:
         numbers = setup.group.agree([number for pick in picks for number in pick], setup.device)
