@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from actors.policy.estimators import Ewma
+from actors.policy.estimators import ROUND_MEMORY, Ewma
 
 _FIRST_CHANCE = 0.7
 """Acceptance per draft token that is expected before anything was measured."""
@@ -42,53 +42,54 @@ class Survival:
 
     def __init__(self, longest: int, like: Survival | None = None, weight: float = 0.0) -> None:
         """`weight`: observations that the first estimates, those of `like`, count as."""
-        means = like.chances if like is not None else [_FIRST_CHANCE ** (i + 1) for i in range(longest)]
-        self._places = [Ewma(ACCEPTANCE_MEMORY, mean=mean, weight=weight) for mean in means]
+        self.chances = list(like.chances) if like is not None else [_FIRST_CHANCE ** (i + 1) for i in range(longest)]
+        self._weights = [weight] * len(self.chances)  # of exponentially weighted means, as in `Ewma`
         self._accepted: list[float] | None = None  # of so many tested nodes, until the chances change
-
-    @property
-    def chances(self) -> list[float]:
-        return [place.mean for place in self._places]
 
     @property
     def weight(self) -> float:
         """Drafts that were observed, with forgetting."""
-        return self._places[0].weight
+        return self._weights[0]
 
     def fade(self, share: float) -> None:
         """A round without drafts passed: keep the chances, but only this `share` of their weight."""
-        for place in self._places:
-            place.decay(share)
+        self._weights = [weight * share for weight in self._weights]
 
     def update(self, drafts: Sequence[tuple[int, Sequence[int]]]) -> None:
         """The drafts of a round: of nodes 1, 2, ... `num_offered` the target accepted those in `path`."""
-        self._accepted = None
-        places, num_offered = self._places, max([offered for offered, _ in drafts])
+        num_offered = max([offered for offered, _ in drafts])
         for i in range(num_offered):
-            place = places[i]
-            place.update_round([i + 1 in path for offered, path in drafts if offered > i])
-            place.mean = max(place.mean, _LEAST_CHANCE)
+            tested = [i + 1 in path for offered, path in drafts if offered > i]
+            self._observe(i, sum(tested), len(tested))
+        self._accepted = None
         self._extrapolate(num_offered)
 
     def update_one(self, num_offered: int, num_accepted: int) -> None:
         """The only draft of a round, of whose nodes the first were accepted."""
+        chances, weights = self.chances, self._weights
+        for i in range(num_offered):
+            weights[i] = weight = ACCEPTANCE_MEMORY * weights[i] + 1
+            chance = chances[i] + ((i < num_accepted) - chances[i]) / weight
+            chances[i] = chance if chance > _LEAST_CHANCE else _LEAST_CHANCE
         self._accepted = None
-        for i, place in enumerate(self._places[:num_offered]):
-            place.weight = place.memory * place.weight + 1
-            mean = place.mean + ((i < num_accepted) - place.mean) / place.weight
-            place.mean = mean if mean > _LEAST_CHANCE else _LEAST_CHANCE
-        self._extrapolate(num_offered)
+        if num_offered < len(chances):
+            self._extrapolate(num_offered)
+
+    def _observe(self, i: int, num_accepted: int, count: int) -> None:
+        """Observe a place in so many drafts of a round; the past is forgotten with each, but by at most an eighth."""
+        self._weights[i] = weight = max(ACCEPTANCE_MEMORY**count, ROUND_MEMORY) * self._weights[i] + count
+        chance = self.chances[i]
+        self.chances[i] = max(chance + (num_accepted - count * chance) / weight, _LEAST_CHANCE)
 
     def _extrapolate(self, num_offered: int) -> None:
-        places = self._places
+        chances, weights = self.chances, self._weights
         # A place that was not offered drifts towards the extrapolation from the places before it; else an estimate from
         # an earlier text would keep drafts short for ever.
-        step = places[num_offered - 1].mean ** (1 / num_offered)
-        for i in range(num_offered, len(places)):
-            place = places[i]
-            place.weight *= _UNOFFERED_DECAY
-            kept = min(place.weight * (1 - place.memory), 1.0) * _UNOFFERED_DECAY
-            place.mean = kept * place.mean + (1 - kept) * places[i - 1].mean * step
+        step = chances[num_offered - 1] ** (1 / num_offered)
+        for i in range(num_offered, len(chances)):
+            weights[i] *= _UNOFFERED_DECAY
+            kept = min(weights[i] * (1 - ACCEPTANCE_MEMORY), 1.0) * _UNOFFERED_DECAY
+            chances[i] = kept * chances[i] + (1 - kept) * chances[i - 1] * step
 
     def expected_accepted(self, num_tested: int) -> float:
         """Sum over the first `num_tested` nodes of P(the node is accepted | the one before it is)."""
@@ -119,8 +120,10 @@ class RelativeAcceptance:
 
     def update_one(self, num_tokens: int, num_accepted: int, average: Survival) -> None:
         """The only draft of a round."""
-        self.accepted.update(num_accepted)
-        self.expected.update(average.expected_accepted(min(num_accepted + 1, num_tokens)))
+        expected = average.expected_accepted(num_accepted + (num_accepted < num_tokens))
+        for one, value in ((self.accepted, num_accepted), (self.expected, expected)):  # as `Ewma.update`, uncalled
+            one.weight = one.memory * one.weight + 1
+            one.mean += (value - one.mean) / one.weight
 
     def ratio(self) -> float:
         """Acceptance per draft token, relative to the average."""

@@ -141,6 +141,11 @@ class RoundCosts:
         return self.verify.weight
 
     @property
+    def beside_s(self) -> float:
+        """Seconds of a round beside its pass and its drafts."""
+        return max(0.0, self.gap.mean_y - self.draft_s.mean_y)
+
+    @property
     def mean_s(self) -> float:
         """Seconds of a round in the mean: of plain rounds all there is to know."""
         return self.gap.mean_y + self.verify.mean_y
@@ -218,6 +223,9 @@ class LoadCosts:
             if not times.mean and Decoding.plain not in self._measured:  # no draft came: it takes what a plain one does
                 plain.verify.add((times.verify_s - before_s) / (1 + plain.weight))
                 before_s = 0.0
+            elif not times.mean and not times.arrived:
+                plain.gap.update(0.0, max(0.0, times.gap_s - times.draft_s))
+                plain.verify.update(0.0, times.verify_s)
         costs.update(times, slope)
         if before_s:
             self._add_to_borrowed(plain.verify.mean_y - before_s)

@@ -18,16 +18,26 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
-from math import exp
+from math import exp, sqrt
+from operator import itemgetter
 from typing import NamedTuple
 
 from actors.policy.acceptance import AVERAGE, RelativeAcceptance, Survival
 from actors.policy.costs import IDLE_DECAY
-from actors.policy.decision import EXPLORED_SHARE, MOST_BUDGET, Estimate
+from actors.policy.decision import (
+    EXPLORED_SHARE,
+    FULL_WEIGHT,
+    MOST_BUDGET,
+    REQUEST_ERROR,
+    TIME_ERROR,
+    TOKEN_ERROR,
+)
 from actors.policy.estimators import BySize, Ewma
 
 NO_DRAFTER = -1
 """Stands for a request that gets no draft."""
+_DRAFTER = itemgetter(0)
+"""The drafter of a pick."""
 PRIOR_DRAFTS = 2.0
 """Drafts that the estimate of a kind of draft begins with: what all drafts of its drafter are worth."""
 PRIOR_TOKENS = 32.0
@@ -40,6 +50,8 @@ _ITERATIONS = 3
 LEAST_SCATTER = 2.0
 """Tokens of a round that the relative error of hidden drafts applies to at least: they come in runs, so that a few
 drafts without a token are no certainty."""
+_DRAFT_VARIANCE = TIME_ERROR**2 + TOKEN_ERROR**2
+"""What one draft leaves unknown of the logarithm of its round's speed."""
 _LEAST_DRAFTS = 0.1
 """Drafts that a drafter which never drafted counts as: its tokens may be all of them."""
 
@@ -117,7 +129,8 @@ def assign(offers: Sequence[Sequence[Offer]], times: RoundTimes) -> Assignment:
     speed of the batch (Dinkelbach's iteration for a ratio).
     """
     if len(offers) == 1:  # every choice is tried
-        return _alone(offers[0], times)
+        pick, tokens, seconds = _alone(offers[0], times)
+        return Assignment([pick], tokens, seconds)
     curves = [[_Curve.of(offer) for offer in request] for request in offers]
     token_s = {drafter: times.token_s(drafter) for drafter in {one.drafter for request in curves for one in request}}
     best = _within([[] for _ in offers], {}, times)
@@ -194,16 +207,15 @@ class DrafterAcceptance:
 
     def update(self, request_id: int, kind: Hashable, depth: int, num_accepted: int) -> None:
         """So many tokens of a draft that was `depth` deep agreed with the committed text."""
-        one = self._kinds.get(kind)
+        one, own = self._kinds.get(kind), self._requests.get(request_id)
         if one is None:
             one = self._kinds[kind] = Survival(self._longest, like=self._all, weight=PRIOR_DRAFTS)
-        self._requests.setdefault(request_id, RelativeAcceptance()).update_one(depth, num_accepted, one)
+        if own is None:
+            own = self._requests[request_id] = RelativeAcceptance()
+        own.update_one(depth, num_accepted, one)
         self._all.update_one(depth, num_accepted)
         one.update_one(depth, num_accepted)
         self.num_drafts += 1
-
-    def round_passed(self) -> None:
-        self.num_drafts *= IDLE_DECAY
 
     def release(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
@@ -222,8 +234,9 @@ class DrafterAcceptance:
 
     def error(self, request_id: int) -> float:
         """Standard error of the logarithm of the tokens of a round with its drafts."""
-        own, known = self._requests.get(request_id, AVERAGE).num_drafts, max(self.num_drafts, _LEAST_DRAFTS)
-        return Estimate(1.0, 1.0, num_rounds=known, num_drafts=known, num_own_drafts=own).error(of_tokens=True)
+        own, known = self._requests.get(request_id, AVERAGE).accepted.weight, max(self.num_drafts, _LEAST_DRAFTS)
+        of_drafts = _DRAFT_VARIANCE * max(0.0, 1 / known - 1 / FULL_WEIGHT)
+        return sqrt(of_drafts + REQUEST_ERROR**2 * max(0.0, 1 / (1 + own) - 1 / FULL_WEIGHT))
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -231,13 +244,14 @@ class DrafterAcceptance:
 
 def saved_s(others: Sequence[Offer], offer: Offer, times: RoundTimes) -> tuple[float, float]:
     """Seconds that a round of requests with these offers saves if they have `offer` too, and its tokens."""
-    without = _alone(others, times)
-    found = max(without, _alone([offer], times), key=lambda option: option.speed)
-    return found.tokens / without.speed - found.seconds, found.tokens
+    (_, tokens, without_s), (_, more, found_s) = _alone(others, times), _alone([offer], times)
+    saved = more * without_s / tokens - found_s
+    return (saved, more) if saved > 0 else (0.0, tokens)
 
 
-def _alone(offers: Sequence[Offer], times: RoundTimes) -> Assignment:
-    """The best of all offers for one request; also that of a batch of requests that are all like it."""
+def _alone(offers: Sequence[Offer], times: RoundTimes) -> tuple[tuple[int, int], float, float]:
+    """The best of all offers for one request, as the fields of an `Assignment`; also that of a batch of requests that
+    are all like it."""
     pick, tokens, seconds = (NO_DRAFTER, 0), 1.0, times.rest_s
     rest_s, row_s = times.rest_s, times.num_requests * times.per_row_s
     for offer in offers:
@@ -247,7 +261,7 @@ def _alone(offers: Sequence[Offer], times: RoundTimes) -> Assignment:
             took = rest_s + length * row_s + (drafting_s if drafting_s > 0.0 else 0.0)
             if (1 + expected) * seconds > tokens * took:
                 pick, tokens, seconds = (offer.drafter, length), 1 + expected, took
-    return Assignment([pick], tokens, seconds)
+    return pick, tokens, seconds
 
 
 class ReadingValue:
@@ -263,9 +277,10 @@ class ReadingValue:
 
     def update(self, request_id: int, num_requests: int, seconds: float, num_tokens: float) -> None:
         """A round of so many requests that brings so many tokens for this one would be so many seconds shorter."""
-        of_all = self._all.measured(num_requests)
+        of_all, own = self._all.measured(num_requests), self._requests.get(request_id)
         of_all.update(seconds / num_requests / num_tokens, num_tokens)
-        own = self._requests.setdefault(request_id, Ewma(mean=of_all.mean, weight=PRIOR_TOKENS))
+        if own is None:
+            own = self._requests[request_id] = Ewma(mean=of_all.mean, weight=PRIOR_TOKENS)
         own.update(seconds / num_requests / num_tokens, num_tokens)
 
     def saves_s(self, request_id: int, num_requests: int, num_tokens: float) -> float:
@@ -308,6 +323,7 @@ class DrafterChoice:
         self.reading = [ReadingValue() for _ in longest]
         self.lengths = RequestLengths()
         self._shown = shown
+        self._hidden = frozenset(i for i, is_shown in enumerate(shown) if not is_shown)
         self._budget = CREDIT
         self._turn = 0
 
@@ -333,23 +349,17 @@ class DrafterChoice:
         self._turn = (self._turn + 1) % num_requests
         weighed = []
         for row, (request_id, request) in enumerate(zip(request_ids, offers, strict=True)):
-            ready = [offer for offer in request if not offer.read_s]
-            if len(ready) == len(request) and row != self._turn:
-                weighed.append(ready)
-                continue
-            for offer in request:
-                if not self._shown[offer.drafter] and (offer.read_s or row == self._turn):
-                    others = [one for one in ready if one is not offer]
-                    seconds, num_tokens = saved_s(others, offer, times)
-                    self.reading[offer.drafter].update(request_id, num_requests, seconds, num_tokens)
-            pays = [
-                offer.read_s > 0
-                and self.should_read(offer.drafter, request_id, num_requests, num_generated[row], offer.read_s)
-                for offer in request
-            ]
-            weighed.append(
-                [one._replace(read_s=0.0) if reads else one for one, reads in zip(request, pays, strict=True)]
-            )
+            ready, after = [offer for offer in request if not offer.read_s], list(request)
+            if len(ready) < len(request) or row == self._turn:
+                for i, offer in enumerate(request):
+                    if self._shown[offer.drafter]:
+                        continue
+                    seconds, num_tokens = saved_s([one for one in ready if one is not offer], offer, times)
+                    drafter, read_s = offer.drafter, offer.read_s
+                    self.reading[drafter].update(request_id, num_requests, seconds, num_tokens)
+                    if read_s and self.should_read(drafter, request_id, num_requests, num_generated[row], read_s):
+                        after[i] = offer._replace(read_s=0.0)
+            weighed.append(after)
         return weighed
 
     def choose(self, offers: Sequence[Sequence[Offer]], times: RoundTimes) -> Assignment:
@@ -357,13 +367,16 @@ class DrafterChoice:
 
         A drafter that has to read first can only be the second; the budget, in rounds, is saved up for it.
         """
-        best = assign([[offer for offer in request if not offer.read_s] for request in offers], times)
-        unread = [offer.read_s for request in offers for offer in request if offer.read_s]
-        most = MOST_BUDGET + min(unread, default=0.0) / best.seconds
+        ready, most = offers, MOST_BUDGET
+        if unread := [offer.read_s for request in offers for offer in request if offer.read_s]:
+            ready = [[offer for offer in request if not offer.read_s] for request in offers]
+        best = assign(ready, times)
+        if unread:
+            most += min(unread) / best.seconds
         self._budget = min(self._budget + EXPLORED_SHARE, most)
         tried = self._optimistic(offers, best, times)
         for one in self.acceptance:
-            one.round_passed()
+            one.num_drafts *= IDLE_DECAY
         if tried is best:
             return best
         lost = (tried.seconds + _read_s(offers, tried.picks)) / best.seconds - tried.tokens / best.tokens
@@ -374,8 +387,7 @@ class DrafterChoice:
 
     def _optimistic(self, offers: Sequence[Sequence[Offer]], best: Assignment, times: RoundTimes) -> Assignment:
         """The best assignment if drafters that it leaves out were underestimated by their errors."""
-        used = {drafter for drafter, _ in best.picks}
-        hidden = {i for i, is_shown in enumerate(self._shown) if not is_shown and i not in used}
+        hidden = self._hidden.difference(map(_DRAFTER, best.picks))
         if not hidden:
             return best
         most_s = self._budget * best.seconds
@@ -384,7 +396,7 @@ class DrafterChoice:
             for request in offers
         ]
         optimistic = assign(affordable, times)
-        if hidden.isdisjoint(drafter for drafter, _ in optimistic.picks):
+        if hidden.isdisjoint(map(_DRAFTER, optimistic.picks)):
             return best
         return Assignment(optimistic.picks, expected_tokens(offers, optimistic.picks), optimistic.seconds)
 

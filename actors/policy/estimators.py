@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
 from math import log2
 from typing import Generic, TypeVar
 
@@ -118,6 +119,7 @@ class LinearFit:
         return self.mean_y + (x - self.mean_x) * slope
 
 
+@cache
 def batch_class(num_requests: int) -> int:
     """Class of batch sizes, in steps of a half more."""
     return round(2 * log2(num_requests))
@@ -137,8 +139,8 @@ class BySize(Generic[_Estimate]):
     def known(self, num_requests: int) -> _Estimate:
         """The estimate to go by now; until its class is measured, what the nearest class knows by then."""
         size = batch_class(num_requests)
-        if size in self._by_class:
-            return self._by_class[size]
+        if (own := self._by_class.get(size)) is not None:
+            return own
         nearest = min(self._by_class, key=lambda known: abs(known - size), default=None)
         if nearest is None:
             return self._first()
@@ -146,5 +148,7 @@ class BySize(Generic[_Estimate]):
 
     def measured(self, num_requests: int) -> _Estimate:
         """The estimate to be updated with a measurement."""
-        estimate = self._by_class[batch_class(num_requests)] = self.known(num_requests)
-        return estimate
+        size = batch_class(num_requests)
+        if (own := self._by_class.get(size)) is None:
+            own = self._by_class[size] = self.known(num_requests)
+        return own

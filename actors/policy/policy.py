@@ -265,9 +265,12 @@ class AdaptivePolicy(Policy):
         if goes_on and decision.is_settled:
             self.most_unlearned = 1 if self.may_end else self._rounds_at_once
         lines, plain = self._load.by_length(self._way), self._load.plain
-        is_known = bool(self._load.by_choice[self._way].weight)
+        way = self._load.by_choice[self._way]
+        is_known = bool(way.weight)
         self.expected_gap_s = factor * lines.gap_of(self._lengths.longest_ordered) if is_known else 0.0
-        round_s = self._without_prompts(plain.mean_s or lines.pass_of(0.0)) if plain.weight or is_known else 0.0
+        round_s = 0.0  # of one with drafts, without them: plain rounds themselves are hardly measured while drafts pay
+        if plain.weight or is_known:
+            round_s = self._without_prompts(lines.pass_of(0.0) + way.beside_s if is_known else plain.mean_s)
         row_s = lines.verify_s / self._num_running
         self.costs = MeasuredCosts(factor * round_s, factor * row_s, self._least_chance)
 

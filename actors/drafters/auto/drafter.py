@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import compress
 
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.auto.members import (
@@ -56,6 +55,7 @@ class _Shown:
     kind: tuple[int, int]
     tree: TokenTree
     start: int
+    depth: int
 
 
 @dataclass(slots=True)
@@ -79,10 +79,8 @@ class _Request:
     used: int = NO_DRAFTER
     runs: dict[int, int] = field(default_factory=dict)
     """Shown drafters -> last tokens in a row that they were right about."""
-    read: dict[int, int] = field(default_factory=dict)
-    """Other drafters -> tokens of the text that they have read."""
-    read_by_shown: int = 0
-    """Tokens of the text that all shown drafters have read."""
+    read: list[int] = field(default_factory=list)
+    """Tokens of the text that each drafter has read."""
 
 
 class AutoDrafter(Members):
@@ -110,6 +108,11 @@ class AutoDrafter(Members):
             drafts_by_pass=self if any(one.drafts_by_pass is not None for one in can) else None,
         )
         self.choice = DrafterChoice([one.longest for one in members], [one.is_shown for one in members])
+        self._shown = [i for i, one in enumerate(members) if one.is_shown]
+        self._sharing = [i for i, one in enumerate(can) if one.shares_rows is not None]
+        self._reads_at_once = {*self._shown, *self._sharing}
+        self._draft_line = cache(self._fresh_draft_line)  # asked for again and again in a round
+        self._weighed: Sequence[Context] = ()
         self._agree = agree
         self._clock = clock
         self._requests: dict[int, _Request] = {}
@@ -121,7 +124,7 @@ class AutoDrafter(Members):
     def open(self, context: Context) -> None:
         for one in self.members:
             one.drafter.open(context)
-        self._requests[context.request_id] = _Request(context)
+        self._requests[context.request_id] = _Request(context, read=[0] * len(self.members))
 
     def prefill(self, contexts: Sequence[Context]) -> None:
         """Text is entered into lookups, and read by those models for which that is expected to pay."""
@@ -139,14 +142,16 @@ class AutoDrafter(Members):
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """What a drafter has prepared is used; for the others drafters are chosen."""
-        orders = list(zip(contexts, budgets, strict=True))
-        is_prepared = [self._ahead.prepared(context) for context in contexts]
-        drafts, rest = dict[int, Draft](), orders
-        if any(is_prepared):
-            drafts = self._prepared(list(compress(orders, is_prepared)))
-            rest = [one for one, is_ready in zip(orders, is_prepared, strict=True) if not is_ready]
-        drafts |= self._finished([context for context, _ in rest if context.request_id in self._begun])
-        drafts |= self._chosen([one for one in rest if one[0].request_id not in drafts])
+        orders, drafts = list(zip(contexts, budgets, strict=True)), dict[int, Draft]()
+        if self.capabilities.works_ahead is not None:
+            drafts = self._prepared([order for order in orders if self._ahead.prepared(order[0])])
+        if self._begun:
+            begun = [one for one in contexts if one.request_id in self._begun and one.request_id not in drafts]
+            drafts |= self._finished(begun)
+        rest = orders
+        if drafts:
+            rest = [order for order in orders if order[0].request_id not in drafts]
+        drafts |= self._chosen(rest)
         return [drafts[context.request_id] for context in contexts]
 
     def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
@@ -159,7 +164,10 @@ class AutoDrafter(Members):
 
     def observe(self, context: Context, commit: Commit) -> None:
         request = self._requests[context.request_id]
-        unused = replace(commit, path=()) if commit.path else commit
+        unused = commit
+        if commit.path:
+            own = commit.request_id, commit.epoch, commit.prefix_len
+            unused = Commit(*own, (), commit.token_ids, commit.settled_len)
         for i, one in enumerate(self.members):
             one.drafter.observe(context, commit if i == request.used else unused)
         if request.used != NO_DRAFTER:
@@ -198,23 +206,30 @@ class AutoDrafter(Members):
         """Drafts of the drafters that are chosen, by request."""
         if not orders:
             return {}
-        contexts, (picks, shown) = [context for context, _ in orders], self._choose(orders)
-        drafts = {context.request_id: Draft.nothing(context) for context in contexts}
-        for i in range(len(self.members)):
-            rows = [row for row, (number, _) in enumerate(picks) if number == i]
-            if i in shown:
-                found = [_first_tokens(shown[i][row], picks[row][1]) for row in rows]
+        picks, shown = self._choose(orders)
+        drafts, asked = dict[int, Draft](), dict[int, list[tuple[Context, int]]]()
+        for row, ((context, _), (number, length)) in enumerate(zip(orders, picks, strict=True)):
+            if number == NO_DRAFTER:
+                drafts[context.request_id] = Draft.nothing(context)
+            elif number in shown:
+                draft = _first_tokens(shown[number][row], length)
+                drafts[context.request_id] = self._taken(context, number, draft)
             else:
-                found = self._draft(i, [contexts[row] for row in rows], [picks[row][1] for row in rows])
-            for row, draft in zip(rows, found, strict=True):
-                drafts[contexts[row].request_id] = self._taken(contexts[row], i, draft)
+                asked.setdefault(number, []).append((context, length))
+        for number in sorted(asked):
+            contexts, lengths = zip(*asked[number], strict=True)
+            found = self._draft(number, contexts, lengths)
+            for context, draft in zip(contexts, found, strict=True):
+                drafts[context.request_id] = self._taken(context, number, draft)
         return drafts
 
     def _choose(self, orders: Orders) -> tuple[Picks, dict[int, list[Draft]]]:
         """The drafter and the length for each request, and the drafts of those that are shown."""
-        contexts, budgets = [context for context, _ in orders], [budget for _, budget in orders]
+        contexts, budgets = zip(*orders, strict=True)
         times = self._times(contexts)
-        shown = {i: self._draft(i, contexts, budgets) for i, one in enumerate(self.members) if one.is_shown}
+        shown = dict[int, list[Draft]]()
+        for i in self._shown:
+            shown[i] = self._draft(i, contexts, budgets)
         self._note_shown(contexts)
         return self._pick(contexts, budgets, shown, times), shown
 
@@ -229,12 +244,13 @@ class AutoDrafter(Members):
         """The drafter and the length for each request, on every rank those of rank 0."""
         offers = []
         for row, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
-            offers.append(self._offers(context, budget, {i: drafted[row] for i, drafted in shown.items()}))
+            offers.append(self._offers(row, context, budget, shown))
         if contexts[0].is_unverified:  # which take no row, so nothing is weighed
             return self._agree([_most_accepted(own) for own in offers])
         if times is not UNMEASURED:
-            request_ids = [context.request_id for context in contexts]
-            offers = self.choice.weigh_reading(request_ids, [_num_generated(one) for one in contexts], offers, times)
+            generated = [(one.request_id, _num_generated(one)) for one in contexts]
+            request_ids, num_generated = zip(*generated, strict=True)
+            offers = self.choice.weigh_reading(request_ids, num_generated, offers, times)
         picks = self.choice.choose(offers, times).picks
         if self._keeps_lengths:
             for row, (context, own) in enumerate(zip(contexts, offers, strict=True)):
@@ -248,41 +264,33 @@ class AutoDrafter(Members):
         request.used = number
         self._count_used(number, tree)
         if not self.members[number].is_shown:  # those were noted as they were shown
-            self._remember(context, number, (0, 0), tree)
+            self._remember(context, number, (0, 0), tree, tree.depth)
             request.read[number] = len(context.token_ids)
 
     def _draft(self, number: int, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """Drafts of one drafter, timed."""
-        if not contexts:
-            return []
         one = self.members[number]
         budgets = [min(budget, one.longest) for budget in budgets]
-        read_s = self._read_missed(number, contexts)
-        unread = [self._unread(number, context) for context in contexts]
+        read_s, unread = 0.0, self._unread_by(number, contexts)
+        if max(unread) > MOST_READ_WITH_DRAFT and (prefills := one.drafter.capabilities.prefills) is not None:
+            missed = [text for text, count in zip(contexts, unread, strict=True) if count > MOST_READ_WITH_DRAFT]
+            read_s = self._read(number, prefills, missed)
+            self._reading_s += read_s
+            unread = self._unread_by(number, contexts)
         started = self._clock()
         drafts = one.drafter.propose(contexts, budgets)
         seconds = self._clock() - started
         if not one.is_shown:
             _measure(one, max(budgets), unread, seconds)
-        seconds += read_s
-        self._count_call(number, seconds)
+        self._count_call(number, seconds + read_s)
         return drafts
 
-    def _read_missed(self, number: int, contexts: Sequence[Context]) -> float:
-        """Texts of which this drafter has much to read are read before its drafts; returns the seconds."""
-        one = self.members[number]
-        if (prefills := one.drafter.capabilities.prefills) is None or not (one.is_shown or one.reads_text):
-            return 0.0
-        missed = [
-            context
-            for context in contexts
-            if self._read_len(number, context) < len(context.token_ids) - MOST_READ_WITH_DRAFT
-        ]
-        if not missed:
-            return 0.0
-        seconds = self._read(number, prefills, missed)
-        self._reading_s += seconds
-        return seconds
+    def _unread_by(self, number: int, contexts: Sequence[Context]) -> list[int]:
+        """Tokens of each text that the drafter has yet to read."""
+        if number in self._sharing:
+            return [0] * len(contexts)
+        requests = self._requests
+        return [len(one.token_ids) - requests[one.request_id].read[number] for one in contexts]
 
     def _read(self, number: int, prefills: Prefills, contexts: Sequence[Context]) -> float:
         """This drafter reads texts; returns the seconds."""
@@ -298,18 +306,15 @@ class AutoDrafter(Members):
 
     def _note_shown(self, contexts: Sequence[Context]) -> None:
         for context in contexts:
-            self._requests[context.request_id].read_by_shown = len(context.token_ids)
+            read, length = self._requests[context.request_id].read, len(context.token_ids)
+            for number in self._shown:
+                read[number] = length
 
     def _unread(self, number: int, context: Context) -> int:
-        """Tokens of the text that the drafter has yet to read."""
-        if not self.members[number].reads_text:
+        """Tokens of the text that the drafter has yet to read; the target's own layers and a shown one read at once."""
+        if number in self._reads_at_once:
             return 0
-        return len(context.token_ids) - self._read_len(number, context)
-
-    def _read_len(self, number: int, context: Context) -> int:
-        """Tokens of the text that the drafter has read."""
-        request = self._requests[context.request_id]
-        return request.read_by_shown if self.members[number].is_shown else request.read.get(number, 0)
+        return len(context.token_ids) - self._requests[context.request_id].read[number]
 
     def _should_read(self, number: int, context: Context) -> bool:
         """Whether a model should read text that it is not asked to draft for: the rest of a prompt that it began, and
@@ -317,38 +322,40 @@ class AutoDrafter(Members):
         one, length = self.members[number], max(context.prompt_len, len(context.token_ids))
         if context.drafter is not None:
             return context.drafter == one.name
-        read = self._requests[context.request_id].read.get(number, 0)
+        read = self._requests[context.request_id].read[number]
         if not one.read_s.weight or 0 < read < context.prompt_len:
             return True
         read_s = one.read_s.mean * (length - read)
         num_requests, num_generated = len(self._requests), _num_generated(context)
         return self.choice.should_read(number, context.request_id, num_requests, num_generated, read_s)
 
-    def _offers(self, context: Context, budget: int, shown: Mapping[int, Draft]) -> list[Offer]:
+    def _offers(self, row: int, context: Context, budget: int, shown: Mapping[int, Sequence[Draft]]) -> list[Offer]:
         """What every drafter could contribute; drafts that were shown are remembered, to be scored."""
         request, offers = self._requests[context.request_id], []
         for i, one in enumerate(self.members):
-            longest, draft = min(budget, one.longest), shown.get(i)
-            is_chain, depth, kind = one.is_chain, longest, (0, 0)
-            unread = self._unread(i, context)
-            read_s = one.read_s.mean * unread if unread > MOST_READ_WITH_DRAFT else 0.0
-            if draft is not None:
-                num_tokens = draft.tree.num_draft_tokens
+            is_chain, depth, kind, draft = one.is_chain, min(budget, one.longest), (0, 0), None
+            unread = 0 if i in shown else self._unread(i, context)
+            if i in shown:
+                draft = shown[i][row]
+                num_tokens = len(draft.tree.token_ids) - 1
                 if not num_tokens:
                     request.runs[i] = 0
                     continue
-                is_chain, depth = draft.tree.is_chain, draft.tree.depth
-                longest, kind = num_tokens, (request.runs.get(i, 0).bit_length(), num_tokens.bit_length())
-                self._remember(context, i, kind, draft.tree)
-            if context.drafter not in (None, one.name) or (context.is_unverified and not one.is_shown):
+                is_chain = draft.tree.is_chain
+                depth = num_tokens if is_chain else draft.tree.depth
+                kind = (request.runs.get(i, 0).bit_length(), num_tokens.bit_length())
+                self._remember(context, i, kind, draft.tree, depth)
+            if context.drafter not in (None, one.name) or (context.is_unverified and draft is None):
                 continue
-            read_s = 0.0 if context.drafter else read_s  # the request asked for it
+            # a request that names its drafter asked for the reading
+            read_s = one.read_s.mean * unread if unread > MOST_READ_WITH_DRAFT and not context.drafter else 0.0
             acceptance = self.choice.acceptance[i]
             expected = acceptance.expected(context.request_id, kind, depth)
-            error = 0.0 if one.is_shown else acceptance.error(context.request_id)
+            error = acceptance.error(context.request_id) if draft is None else 0.0
             if is_chain:
                 offers.append(Offer(i, range(1, depth + 1), expected, read_s, error))
             else:
+                longest = depth if draft is None else len(draft.tree.token_ids) - 1
                 offers.append(Offer(i, (longest,), expected[-1:], read_s, error))
         return offers
 
@@ -357,17 +364,16 @@ class AutoDrafter(Members):
         costs = contexts[0].costs
         if not costs.round_s or contexts[0].is_unverified:
             return UNMEASURED
-        unread = [
-            [count for context in contexts if (count := self._unread(i, context)) <= MOST_READ_WITH_DRAFT]
-            for i in range(len(self.members))
-        ]
-        means = [sum(counts) / len(counts) if counts else 0.0 for counts in unread]
+        self._weighed = contexts
+        self._draft_line.cache_clear()
+        return RoundTimes(self._draft_line, costs.round_s, costs.row_s, len(contexts))
 
-        @cache  # asked for again and again in a round
-        def draft_line(drafter: int, users: int) -> tuple[float, float]:
-            return self.members[drafter].draft_line(means[drafter], users)
-
-        return RoundTimes(draft_line, costs.round_s, costs.row_s, len(contexts))
+    def _fresh_draft_line(self, drafter: int, users: int) -> tuple[float, float]:
+        """Seconds of a drafter that drafts for so many requests of the round, as in `RoundTimes`."""
+        if drafter in self._shown:
+            return 0.0, 0.0
+        unread = [count for count in self._unread_by(drafter, self._weighed) if count <= MOST_READ_WITH_DRAFT]
+        return self.members[drafter].draft_line(sum(unread) / len(unread) if unread else 0.0, users)
 
     # --- drafts that are made pass by pass ----------------------------------------------------------------------------
 
@@ -434,23 +440,25 @@ class AutoDrafter(Members):
 
     # --- scoring ------------------------------------------------------------------------------------------------------
 
-    def _remember(self, context: Context, number: int, kind: tuple[int, int], tree: TokenTree) -> None:
-        shown = _Shown(number, kind, tree, len(context.token_ids))
+    def _remember(self, context: Context, number: int, kind: tuple[int, int], tree: TokenTree, depth: int) -> None:
+        """This draft is to be scored."""
+        # one that had no room is 0 deep, and what is read off a preview may be as deep as the longest drafter's
+        depth = min(max(1, depth), self.members[number].longest)
+        shown = _Shown(number, kind, tree, len(context.token_ids), depth)
         self._requests[context.request_id].drafts.append(shown)
 
     def _score(self, context: Context, request: _Request, token_ids: Sequence[int]) -> None:
         """Compare drafts with the text and the tokens that follow it; keep those that these do not decide."""
         length, undecided = len(context.token_ids), []
         for shown in request.drafts:
-            text = [*context.token_ids[shown.start :], *token_ids]
-            # of 0 where it had no room; what is read off a preview is as deep as the longest drafter's
-            depth = min(max(1, shown.tree.depth), self.members[shown.member].longest)
-            agreed = min(shown.tree.agreed_depth(text), depth)
-            if shown.start == length and self.members[shown.member].is_shown:
-                run = request.runs.get(shown.member, 0)
-                request.runs[shown.member] = min(run + agreed, _LONGEST_RUN) if agreed == len(token_ids) else 0
-            if agreed < min(len(text), depth) or len(text) >= depth:
-                self.choice.acceptance[shown.member].update(context.request_id, shown.kind, depth, agreed)
+            number, tree, is_latest = shown.member, shown.tree, shown.start == length
+            text = token_ids if is_latest else [*context.token_ids[shown.start :], *token_ids]
+            agreed = min(tree.agreed_depth(text), shown.depth)
+            if is_latest and number in self._shown:
+                run = request.runs.get(number, 0)
+                request.runs[number] = min(run + agreed, _LONGEST_RUN) if agreed == len(token_ids) else 0
+            if agreed < len(text) < shown.depth or len(text) >= shown.depth:
+                self.choice.acceptance[number].update(context.request_id, shown.kind, shown.depth, agreed)
             else:
                 undecided.append(shown)
         request.drafts = undecided
@@ -478,7 +486,7 @@ def _num_generated(context: Context) -> int:
 def _first_tokens(draft: Draft, length: int) -> Draft:
     """The first tokens of a chain; a tree as it is."""
     tree = draft.tree
-    if tree.num_draft_tokens == length:
+    if len(tree.token_ids) == length + 1:
         return draft
     shorter = TokenTree(tree.token_ids[: length + 1], tree.parents[: length + 1])
     return Draft(shorter, draft.sampling_kinds[: length + 1], draft.distributions[: length + 1])
@@ -486,6 +494,8 @@ def _first_tokens(draft: Draft, length: int) -> Draft:
 
 def build_auto(config: AutoDrafterConfig, setup: DraftSetup) -> tuple[AutoDrafter, dict[str, object]]:
     members, facts = build_members(config, setup)
+    if setup.group.size == 1:
+        return AutoDrafter(members, keeps_lengths=not setup.adaptive), facts
 
     def agree(picks: Picks) -> Picks:
         numbers = setup.group.agree([number for pick in picks for number in pick], setup.device)

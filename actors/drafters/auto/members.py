@@ -217,6 +217,7 @@ class Members(ABC):
         self._ahead = ahead
         self._work = [_MemberWork() for _ in members]
         can = [one.drafter.capabilities for one in members]
+        self._with_levels: list[HasLevels] = [one.has_levels for one in can if one.has_levels is not None]
         self.capabilities = Capabilities(
             min((one.vocab_size for one in can if one.vocab_size is not None), default=None),
             prefills=self,
@@ -242,7 +243,7 @@ class Members(ABC):
                 reader.read_top_tokens(top_tokens)
 
     def forget(self) -> None:
-        for one in self._with_levels():
+        for one in self._with_levels:
             one.forget()
 
     def level_stats(self) -> tuple[LevelWork, ...]:
@@ -253,11 +254,7 @@ class Members(ABC):
                 counts = work.num_drafts, work.num_draft_tokens, work.num_accepted_tokens
                 own.append(LevelWork(one.name, work.num_passes, work.busy_s, *counts))
                 self._work[number] = _MemberWork()
-        return (*own, *(level for one in self._with_levels() for level in one.level_stats()))
-
-    def _with_levels(self) -> list[HasLevels]:
-        can = [one.drafter.capabilities for one in self.members]
-        return [one.has_levels for one in can if one.has_levels is not None]
+        return (*own, *(level for one in self._with_levels for level in one.level_stats()))
 
     def _count_call(self, number: int, seconds: float) -> None:
         """One call of this member, whose drafts may be used or not."""
@@ -267,7 +264,7 @@ class Members(ABC):
 
     def _count_used(self, number: int, tree: TokenTree) -> None:
         """A draft of this member goes to the target. Only these are counted: the verdict is on them."""
-        work, size = self._work[number], tree.num_draft_tokens
+        work, size = self._work[number], len(tree.token_ids) - 1
         work.num_drafts += size > 0
         work.num_draft_tokens += size
 
@@ -278,8 +275,10 @@ class Members(ABC):
 
 def named_parts(name: str, draft: Draft) -> Draft:
     """The draft with this name as that of the drafter which made it, unless its levels are named."""
-    size = draft.tree.num_draft_tokens
-    return draft if draft.parts or not size else replace(draft, parts=((name, size),))
+    size = len(draft.tree.token_ids) - 1
+    if draft.parts or not size:
+        return draft
+    return Draft(draft.tree, draft.sampling_kinds, draft.distributions, ((name, size),))
 
 
 def build_members(config: AutoDrafterConfig, setup: DraftSetup) -> tuple[list[Member], dict[str, object]]:
