@@ -48,6 +48,8 @@ def upload(
     """One array of numbers on the device; a tensor that is there is returned as it is."""
     if isinstance(values, Tensor) and values.device.type == device.type:
         return values
+    if device.type == "cpu":
+        return torch.from_numpy(np.array(values, dtype=dtype))
     (tensor,) = to_device([np.asarray(values, dtype=dtype)], device)
     return tensor
 

@@ -6,10 +6,9 @@ Its records are those of the C++ source, field by field. Knows no layers and no 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p, sizeof
+from collections.abc import Mapping, Sequence
+from ctypes import Structure, addressof, c_float, c_int, c_int64, c_void_p
 from functools import cache
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from parallel.kernels.library import library
 from parallel.kernels.steps import Kernel, room
 
 SPAN_FIELDS = ("first", "num_rows", "context", "num_pending", "run", "slots", "parents", "common")
-_FIRST, _NUM_ROWS = 0, 1
+_FIRST, _NUM_ROWS, _NUM_PENDING = 0, 1, 3
 CHAIN, READS = -1, -2
 """Instead of where a span's parents start: each row follows the one before; rows see the `context` rows of another
 table, and nothing is pending."""
@@ -38,11 +37,10 @@ class _LayerRecord(Structure):
     ]
 
 
-class _PassRecord(Structure):
-    _fields_ = [
-        *[(name, c_void_p) for name in ("spans", "slots", "parents", "written")],
-        *[(name, c_int64) for name in ("num_rows", "num_spans")],
-    ]
+_PASS_RECORD = 6
+"""Numbers of the record of a pass: the addresses of its spans, slots, parents and written slots, then how many rows and
+spans there are."""
+_SIZE = array("q").itemsize
 
 
 @cache
@@ -134,27 +132,49 @@ class LayerCall:
 
 class PassRows:
     """The rows of a pass: the SPAN_FIELDS of every span, whose `slots` and `parents` are the starts of a span's
-    part in these two, and the slot of every row that writes. `slots` [any] are int64."""
+    part in these two, and the slot of every row that writes. `slots` [any] are int64. The positions of the rows, of
+    which the kernel has no use, are kept beside them."""
+
+    __slots__ = ("_numbers", "_slots", "_written", "address", "of_positions")
 
     def __init__(
-        self, spans: Sequence[int], slots: np.ndarray | None, parents: Sequence[int], written: Sequence[int]
+        self,
+        spans: Sequence[int],
+        slots: np.ndarray | None,
+        parents: Sequence[int],
+        written: Sequence[int],
+        positions: Sequence[int] = (),
     ) -> None:
-        numbers = array("q", spans)
-        numbers.extend(parents)
-        numbers.extend(written)
-        self._numbers, self._slots, self._num_written = numbers, slots, len(written)
-        of_spans, size = numbers.buffer_info()[0], numbers.itemsize
-        of_parents = of_spans + len(spans) * size
-        of_written = of_parents + len(parents) * size
-        of_slots = None if slots is None else slots.__array_interface__["data"][0]  # half the time of `ctypes.data`
-        pointers = of_spans, of_slots, of_parents, of_written
-        self._record = _PassRecord(*pointers, len(written), len(spans) // len(SPAN_FIELDS))
-        self.address = addressof(self._record)
+        sizes = len(written), len(spans) // len(SPAN_FIELDS)
+        # one array with the record in front: an array of its own takes as long as all of these numbers
+        numbers = array("q", (0, 0, 0, 0, *sizes, *spans, *parents, *written, *positions))
+        self._numbers, self._slots = numbers, slots
+        self._written = _PASS_RECORD + len(spans) + len(parents)
+        self.address = address = numbers.buffer_info()[0]
+        """Where the kernel finds the rows."""
+        of_spans, of_written = address + _PASS_RECORD * _SIZE, address + self._written * _SIZE
+        numbers[0], numbers[2], numbers[3] = of_spans, of_spans + len(spans) * _SIZE, of_written
+        if slots is not None:
+            numbers[1] = _address(slots)
+        self.of_positions = of_written + len(written) * _SIZE
+        """Address of the positions, int64."""
 
     @property
     def written(self) -> Tensor:
         """The slots of the rows that write, int64."""
-        return torch.tensor(self._numbers[len(self._numbers) - self._num_written :])
+        return torch.tensor(self._numbers[self._written : self._written + self._numbers[4]])
+
+    def positions(self) -> Tensor:
+        """Those of all rows, int64; the array's own memory."""
+        first = (self.of_positions - self.address) // _SIZE
+        count = len(self._numbers) - first
+        if not count:
+            return torch.empty(0, dtype=torch.int64)
+        return torch.frombuffer(self._numbers, dtype=torch.int64, count=count, offset=first * _SIZE)
+
+
+def _address(numbers: np.ndarray) -> int:
+    return numbers.__array_interface__["data"][0]  # half the time of `ctypes.data`
 
 
 class ChainPass(NamedTuple):
@@ -167,31 +187,56 @@ class ChainPass(NamedTuple):
 
 
 class ChainRows:
-    """The rows of several passes, one after the other, over the same `slots` [any], int64."""
+    """The rows of several passes, one after the other, over the same `slots` [any], int64: the `first`, and behind it
+    `num_later` in which each sequence feeds one row. The `second` pass is the first of these; in every other one the
+    rows are one position and one slot on. `broken` has the slots of those sequences that are no run."""
 
-    def __init__(self, passes: Sequence[ChainPass], slots: np.ndarray | None) -> None:
-        self._numbers = array("q", chain.from_iterable(chain.from_iterable(passes)))
-        self._slots = slots
-        self._records = (_PassRecord * len(passes))()
-        self.num_rows = [len(one.written) for one in passes]
+    def __init__(
+        self,
+        first: ChainPass,
+        second: ChainPass,
+        num_later: int,
+        slots: np.ndarray | None,
+        broken: Mapping[int, Sequence[int]],
+    ) -> None:
+        self._first = PassRows(first.spans, slots, (), first.written, first.positions)
+        self._later, addresses, positions = _later_passes(second, num_later, slots, broken)
+        self.num_rows = [len(first.written)] + [len(second.written)] * num_later
         """How many rows each pass has."""
-        self.positions: list[int] = []
+        self.positions = [self._first.of_positions, *positions]
         """Addresses of the positions of each pass, int64."""
-        of_slots = None if slots is None else slots.__array_interface__["data"][0]
-        start, size = self._numbers.buffer_info()[0], self._numbers.itemsize
-        for i, one in enumerate(passes):
-            of_written = start + len(one.spans) * size
-            sizes = len(one.written), len(one.spans) // len(SPAN_FIELDS)
-            self._records[i] = _PassRecord(start, of_slots, None, of_written, *sizes)
-            self.positions.append(of_written + len(one.written) * size)
-            start = self.positions[-1] + len(one.positions) * size
-        first, step = addressof(self._records), sizeof(_PassRecord)
-        self.addresses = [first + i * step for i in range(len(passes))]
+        self.addresses = [self._first.address, *addresses]
         """Where the kernel finds the rows of each pass."""
-        firsts, sizes = (passes[0].spans[field :: len(SPAN_FIELDS)] for field in (_FIRST, _NUM_ROWS))
-        self._ends = array("q", [first + size - 1 for first, size in zip(firsts, sizes, strict=True)])
+        firsts, sizes = (first.spans[field :: len(SPAN_FIELDS)] for field in (_FIRST, _NUM_ROWS))
+        self._ends = array("q", [start + size - 1 for start, size in zip(firsts, sizes, strict=True)])
         self.num_spans = len(firsts)
         self.ends = self._ends.buffer_info()[0]
         """Address of the last row of each span in the first pass, int64."""
-        self.last_position = max(passes[-1].positions)
+        self.last_position = max(first.positions) if not num_later else max(second.positions) + num_later - 1
         """The largest of any row."""
+
+
+def _later_passes(
+    second: ChainPass, num_later: int, slots: np.ndarray | None, broken: Mapping[int, Sequence[int]]
+) -> tuple[np.ndarray, Sequence[int], Sequence[int]]:
+    """The numbers of `PassRows` of every pass from the second on, and the addresses of these and of their positions:
+    they differ from pass to pass by the same numbers."""
+    num_spans = len(second.written)
+    of_spans, of_written = _PASS_RECORD, _PASS_RECORD + len(second.spans)
+    of_positions = of_written + num_spans
+    width = of_positions + num_spans
+    base = np.array((0, 0, 0, 0, num_spans, num_spans, *second.spans, *second.written, *second.positions))
+    added = np.zeros(width, dtype=np.int64)
+    added[of_spans + _NUM_PENDING : of_written : len(SPAN_FIELDS)] = 1
+    added[of_written:] = 1
+    added[[0, 3]] = width * _SIZE
+    numbers = np.empty((num_later, width), dtype=np.int64)
+    address = _address(numbers)
+    of_slots = 0 if slots is None else _address(slots)
+    base[:4] = address + of_spans * _SIZE, of_slots, 0, address + of_written * _SIZE
+    np.add(base, np.arange(num_later)[:, None] * added, out=numbers)
+    for i, own in broken.items():
+        numbers[:, of_written + i] = own
+    addresses = range(address, address + num_later * width * _SIZE, width * _SIZE)
+    first = address + of_positions * _SIZE
+    return numbers, addresses, range(first, first + num_later * width * _SIZE, width * _SIZE)

@@ -212,7 +212,7 @@ class Steps:
         """Make the calls one or several times, each over the first rows of their tensors: their number, then the
         addresses that are given."""
         width = len(times[0])
-        numbers = array("q", chain.from_iterable(times))
+        numbers = array("q", times[0] if len(times) == 1 else chain.from_iterable(times))
         assert len(numbers) == width * len(times)
         self._run(self._address, len(self._steps), numbers.buffer_info()[0], width, len(times))
 

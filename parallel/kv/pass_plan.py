@@ -42,36 +42,51 @@ class Span:
 
 
 class PendingRows:
-    """A sequence's pending rows: a forest whose roots follow its committed rows.
+    """A sequence's pending rows: a forest whose roots follow its committed rows. Of a chain only the length is kept.
 
     `_ancestors[i]` has bit j set where row i sees row j, itself included; computed only if the rows are not a chain.
     """
 
-    __slots__ = ("_ancestors", "depths", "is_chain", "parents")
+    __slots__ = ("_ancestors", "_depths", "_parents", "is_chain", "num_rows")
 
     def __init__(self) -> None:
-        self.depths: list[int] = []
-        self.parents: list[int] = []
+        self.num_rows = 0
         self.is_chain = True
+        self._depths: list[int] = []  # these three of what is no chain
+        self._parents: list[int] = []
         self._ancestors: list[int] = []
 
+    @property
+    def depths(self) -> Sequence[int]:
+        return range(self.num_rows) if self.is_chain else self._depths
+
+    @property
+    def parents(self) -> Sequence[int]:
+        return range(-1, self.num_rows - 1) if self.is_chain else self._parents
+
     def append(self, num_rows: int, parents: Sequence[int] | None) -> None:
-        first = len(self.parents)
+        first = self.num_rows
+        self.num_rows = first + num_rows
+        if self.is_chain:
+            if parents is None:
+                return
+            self._depths, self._parents, self.is_chain = [*range(first)], [*range(-1, first - 1)], False
+        depths = self._depths
         if parents is None:
-            depth = self.depths[-1] + 1 if first else 0
-            self.depths.extend(range(depth, depth + num_rows))
-            self.parents.extend(range(first - 1, first + num_rows - 1))
+            depth = depths[-1] + 1 if first else 0
+            depths.extend(range(depth, depth + num_rows))
+            self._parents.extend(range(first - 1, first + num_rows - 1))
             return
         assert len(parents) == num_rows, f"{num_rows} rows, {len(parents)} parents"
+        self._parents.extend(parents)
         for i, parent in enumerate(parents, first):
             assert -1 <= parent < i, f"pending row {i} names parent {parent}"
-            self.is_chain &= parent == i - 1
-            self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
-            self.parents.append(parent)
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        self.is_chain = not depths or depths[-1] == len(depths) - 1  # each a level below the one before
 
     def visible(self, first: int) -> np.ndarray:
         """Which pending rows the rows from `first` on see: bool [rows from `first` on, all rows]."""
-        num_rows = len(self.parents)
+        num_rows = self.num_rows
         if self.is_chain:
             return np.tri(num_rows - first, num_rows, first, dtype=bool)
         packed = self.visible_words(first).view(np.uint8)
@@ -79,9 +94,9 @@ class PendingRows:
 
     def visible_words(self, first: int) -> np.ndarray:
         """`visible` as bits, int32 [rows from `first` on, words]: row j is bit j % 32 of word j // 32."""
-        num_rows = len(self.parents)
+        num_rows, parents = self.num_rows, self.parents
         for i in range(len(self._ancestors), num_rows):
-            parent = self.parents[i]
+            parent = parents[i]
             self._ancestors.append((self._ancestors[parent] if parent >= 0 else 0) | 1 << i)
         num_words = -(-num_rows // _WORD)
         bits = b"".join([mask.to_bytes(num_words * _WORD // 8, "little") for mask in self._ancestors[first:]])
@@ -107,13 +122,17 @@ class RangedRows(PendingRows):
 
     __slots__ = ()
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_chain = False
+
     @abstractmethod
     def ranges(self) -> Sequence[tuple[int, int, int]]: ...
 
     @property
     def num_common(self) -> int:
         """Leading rows at the position of their index."""
-        return len(self.parents)
+        return self.num_rows
 
     def append(self, num_rows: int, parents: Sequence[int] | None) -> None:
         super().append(num_rows, parents)
@@ -121,11 +140,11 @@ class RangedRows(PendingRows):
 
     def visible(self, first: int) -> np.ndarray:
         seen = np.array(self.ranges()[first:]).reshape(-1, 3, 1)
-        columns = np.arange(len(self.parents))
+        columns = np.arange(self.num_rows)
         return (columns < seen[:, 0]) | ((columns >= seen[:, 1]) & (columns < seen[:, 2]))
 
     def visible_words(self, first: int) -> np.ndarray:
-        num_rows, num_words = len(self.parents), -(-len(self.parents) // _WORD)
+        num_rows, num_words = self.num_rows, -(-self.num_rows // _WORD)
         padded = np.zeros((num_rows - first, num_words * _WORD), dtype=bool)
         padded[:, :num_rows] = self.visible(first)
         return np.packbits(padded, axis=1, bitorder="little").view("<i4")
@@ -141,8 +160,7 @@ class MutualRows(RangedRows):
         self.append(num_rows, None)
 
     def ranges(self) -> Sequence[tuple[int, int, int]]:
-        num_rows = len(self.parents)
-        return [(num_rows, 0, 0)] * num_rows
+        return [(self.num_rows, 0, 0)] * self.num_rows
 
 
 class TextThenBlock(RangedRows):
@@ -155,7 +173,7 @@ class TextThenBlock(RangedRows):
         self._num_text = num_text
 
     def ranges(self) -> Sequence[tuple[int, int, int]]:
-        num_rows = len(self.parents)
+        num_rows = self.num_rows
         num_text = min(self._num_text, num_rows)
         return [(row + 1, 0, 0) for row in range(num_text)] + [(num_rows, 0, 0)] * (num_rows - num_text)
 
@@ -172,7 +190,7 @@ class BlockCopies(RangedRows):
         assert not any(size % block for size in (num_text, *copies)), f"{num_text}, {copies}: no blocks of {block}"
         self._num_text, self._copies, self._block = num_text, copies, block
         self.append(num_text + sum(copies), None)
-        self.depths[num_text:] = [num_text - before + row for size in copies for row in range(size)]
+        self._depths[num_text:] = [num_text - before + row for size in copies for row in range(size)]
 
     @property
     def num_common(self) -> int:
@@ -180,7 +198,7 @@ class BlockCopies(RangedRows):
 
     def append(self, num_rows: int, parents: Sequence[int] | None) -> None:
         """Once, before the rows are laid out."""
-        if not self.parents:
+        if not self.num_rows:
             super().append(num_rows, parents)
 
     def ranges(self) -> Sequence[tuple[int, int, int]]:
@@ -201,12 +219,20 @@ class SpanRows:
     num_rows: int
     context: int
     num_pending: int  # including the rows of this pass
-    slots: np.ndarray  # of all rows; those of this pass are the last
+    table: np.ndarray | None  # the slots of all rows, those of this pass the last; may be None where they are a run
     run: range | None  # the slots, if they are one contiguous run
     pending: PendingRows
     room: int = 0  # rows that later steps of a chain append: sizes that are rounded up are those of the last step
     skipped: int = 0  # by how much the position of a pending row exceeds its index among `slots`
     is_part: bool = False  # the slots are not those of the sequence's table
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Of all rows; those of this pass are the last."""
+        if self.table is None:
+            assert self.run is not None
+            return np.arange(self.run.start, self.run.stop)
+        return self.table
 
     @property
     def rows(self) -> slice:
@@ -233,13 +259,13 @@ class SpanRows:
         """The same rows, which of the committed ones see those of the indices `chosen`, int64 in ascending order."""
         slots = np.concatenate((self.slots[chosen], self.slots[self.context :]))
         skipped = self.skipped + self.context - len(chosen)
-        return replace(self, context=len(chosen), slots=slots, run=None, skipped=skipped, is_part=True)
+        return replace(self, context=len(chosen), table=slots, run=None, skipped=skipped, is_part=True)
 
     def _places(self, context: int) -> Sequence[int]:
-        first = self.first_pending
-        if self.pending.is_chain:
-            return range(context + first, context + self.num_pending)
-        return [context + depth for depth in self.pending.depths[first:]]
+        end, pending = self.num_pending, self.pending
+        if pending.is_chain:
+            return range(context + end - self.num_rows, context + end)
+        return [context + depth for depth in pending.depths[end - self.num_rows :]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,20 +298,21 @@ def source_reads(pool: KVPool, laid_out: Sequence[SpanRows]) -> list[TableRead]:
 
 def lay_out(pool: KVPool, forests: dict[SeqId, PendingRows], spans: Sequence[Span]) -> list[SpanRows]:
     """Reserve the rows of every span. The result holds views of the slot tables: use it before the next change."""
-    laid_out, first = [], 0
+    laid_out: list[SpanRows] = []
+    first = 0
     for span in spans:
-        assert span.num_tokens > 0, "a span feeds at least one row"
-        seq_id, pending = span.seq_id, forests[span.seq_id]
-        pool.reserve(seq_id, span.num_tokens)
-        pending.append(span.num_tokens, span.parents)
-        slots, run = pool.slots(seq_id), pool.run(seq_id)
-        num_pending = len(pending.parents)
-        context = len(slots) - num_pending
-        rows = SpanRows(seq_id, first, span.num_tokens, context, num_pending, slots, run, pending)
-        rows.skipped = pool.skipped(seq_id)
+        seq_id, num_rows = span.seq_id, span.num_tokens
+        assert num_rows > 0, "a span feeds at least one row"
+        table, pending = pool.extend(seq_id, num_rows), forests[seq_id]
+        pending.append(num_rows, span.parents)
+        run, num_pending = table.run, pending.num_rows
+        slots = table.slots[: table.num_rows] if run is None else None
+        rows = SpanRows(seq_id, first, num_rows, table.num_rows - num_pending, num_pending, slots, run, pending)
+        if table.num_dropped:
+            rows.skipped = table.num_dropped - table.moved
         laid_out.append(rows)
-        first += span.num_tokens
-    assert len({span.seq_id for span in spans}) == len(spans), "a sequence feeds one span in a pass"
+        first += num_rows
+    assert len(spans) == 1 or len({span.seq_id for span in spans}) == len(spans), "a sequence feeds one span in a pass"
     return laid_out
 
 
@@ -294,11 +321,11 @@ def logit_rows(spans: Sequence[Span]) -> list[int]:
     wanted: list[int] = []
     end = 0
     for span in spans:
-        if span.wanted is not None:
-            wanted.extend([end + row for row in span.wanted])
-        end += span.num_tokens
+        start, end = end, end + span.num_tokens
         if span.wanted is None:
             wanted.extend(range(end - span.num_logits, end))
+        else:
+            wanted.extend([start + row for row in span.wanted])
     return wanted
 
 

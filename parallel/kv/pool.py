@@ -43,13 +43,15 @@ _MOST_GAPS = 256
 """Gaps that a search finds; once they are used up, the next one follows."""
 
 
-class _SlotTable:
-    """Slots of one sequence; `run_len` leading rows are known to lie in one contiguous run, `num_borrowed` are of
-    another sequence or of the tree, and `first_changed` are as they were when it was last taken. `node` is where the
-    rows of `text` that are of the tree end; if there are fewer of them by now, rows were dropped since. `source` is the
-    sequence whose rows its own read too."""
+class SlotTable:
+    """Slots of one sequence; `run_len` leading rows are known to lie in one contiguous run, which begins at the slot
+    `start`, `num_borrowed` are of another sequence or of the tree, and `first_changed` are as they were when it was
+    last taken. `node` is where the rows of `text` that are of the tree end; if there are fewer of them by now, rows
+    were dropped since. `source` is the sequence whose rows its own read too."""
 
     __slots__ = (
+        "_num_written",
+        "_slots",
         "cached_len",
         "first_changed",
         "gap",
@@ -59,8 +61,8 @@ class _SlotTable:
         "num_dropped",
         "num_rows",
         "run_len",
-        "slots",
         "source",
+        "start",
         "text",
     )
 
@@ -68,35 +70,75 @@ class _SlotTable:
         self.text: Text | None = None
         self.source: SeqId | None = None
         self.node: RowRun | None = None
-        self.slots = np.empty(64, dtype=np.int64) if borrowed is None else np.append(borrowed, _ROOM)
+        self._slots = np.empty(64, dtype=np.int64) if borrowed is None else np.append(borrowed, _ROOM)
         self.cached_len = self.num_rows = self.num_borrowed = 0 if borrowed is None else len(borrowed)
+        self._num_written = self.num_rows
         self.run_len = run_len
+        self.start = int(self._slots[0]) if run_len else 0
         self.first_changed = 0
         self.num_dropped = self.gap = self.moved = 0
         """Positions of the text without rows, from `gap` on, and by how many the rows behind were moved back."""
 
-    def append(self, run: range) -> None:
-        end = self.num_rows + len(run)
-        if end > len(self.slots):
-            grown = np.empty(max(end, 2 * len(self.slots)), dtype=np.int64)
-            grown[: self.num_rows] = self.slots[: self.num_rows]
-            self.slots = grown
-        if end == self.num_rows + 1:
-            self.slots[self.num_rows] = run.start
-        else:
-            self.slots[self.num_rows : end] = np.arange(run.start, run.stop)
-        continues = self.num_rows == 0 or self.slots[self.num_rows - 1] + 1 == run.start
-        if self.run_len == self.num_rows and continues:
-            self.run_len = end
-        self.num_rows = end
+    @property
+    def slots(self) -> np.ndarray:
+        """Those of all rows, and room behind them. The last rows of a run are not written before somebody asks: most
+        passes need no more than where the run begins."""
+        if self._num_written < self.num_rows:
+            self._write(self._num_written, self.start + self._num_written)
+        return self._slots
 
-    def shorten(self, num_rows: int) -> np.ndarray:
+    def _write(self, first: int, start: int) -> None:
+        """Put slots from `start` on behind the `first` rows."""
+        if self.num_rows > len(self._slots):
+            grown = np.empty(max(self.num_rows, 2 * len(self._slots)), dtype=np.int64)
+            grown[:first] = self._slots[:first]
+            self._slots = grown
+        self._slots[first : self.num_rows] = np.arange(start, start + self.num_rows - first)
+        self._num_written = self.num_rows
+
+    @property
+    def run(self) -> range | None:
+        """The slots as a range if all rows are one contiguous run, else None."""
+        return range(self.start, self.start + self.num_rows) if self.run_len == self.num_rows else None
+
+    @property
+    def next_slot(self) -> int:
+        """The one behind the last row's."""
+        return self.start + self.num_rows if self.run_len == self.num_rows else int(self._slots[self.num_rows - 1]) + 1
+
+    def append(self, start: int, num_rows: int) -> None:
+        """Rows in a run of slots."""
+        first = self.num_rows
+        if not first:
+            self.start = start
+        if self.run_len == first and start == self.start + first:
+            self.num_rows = self.run_len = first + num_rows
+            return
+        if self._num_written < first:
+            self._write(self._num_written, self.start + self._num_written)
+        self.num_rows = first + num_rows
+        self._write(first, start)
+
+    def shorten(self, num_rows: int) -> np.ndarray | range:
         """Drop the rows after the first `num_rows`; returns the slots of its own among them."""
-        dropped = self.slots[max(num_rows, self.num_borrowed) : self.num_rows].copy()
+        first, run = max(num_rows, self.num_borrowed), self.run
+        dropped = self._slots[first : self.num_rows].copy() if run is None else run[first:]
         self.num_rows = num_rows
+        self._num_written = min(self._num_written, num_rows)
         self.num_borrowed = min(self.num_borrowed, num_rows)
         self.run_len = min(self.run_len, num_rows)
         self.first_changed = min(self.first_changed, num_rows)
+        return dropped
+
+    def cut(self, first: int, stop: int) -> np.ndarray:
+        """Drop the rows from `first` to `stop`, which are committed; returns their slots."""
+        slots, end = self.slots, self.num_rows - (stop - first)
+        dropped = slots[first:stop].copy()
+        slots[first:end] = slots[stop : self.num_rows].copy()
+        self.num_rows = self._num_written = end
+        self.cached_len -= stop - first
+        self.run_len = min(self.run_len, end)
+        self.note_rewritten(first)
         return dropped
 
     def rows_before(self, length: int) -> int:
@@ -117,10 +159,11 @@ class _SlotTable:
         self.first_changed = min(self.first_changed, start)
         if self.run_len < start:
             return
-        end = max(start, min(1, self.num_rows))
-        while end < self.num_rows and self.slots[end] == self.slots[end - 1] + 1:
+        slots, end = self.slots, max(start, min(1, self.num_rows))
+        while end < self.num_rows and slots[end] == slots[end - 1] + 1:
             end += 1
         self.run_len = end
+        self.start = int(slots[0]) if end else 0
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -172,14 +215,14 @@ class KVPool:
         self._free = bytearray(b"\x01" * num_slots)
         self._gaps = [(-num_slots, 0)]  # a heap: length, negative, and start; their first slots may be taken by now
         self._num_freed = 0  # slots, since gaps were looked for
-        self._tables: dict[SeqId, _SlotTable] = {}
+        self._tables: dict[SeqId, SlotTable] = {}
         self._tree = PrefixTree()
 
     def open(self, seq_id: SeqId, text: Text | None = None) -> None:
         """A sequence whose committed rows are those of the longest known beginning of `text`, short of its last
         token; without a text, or if nothing is known, it has none."""
         assert seq_id not in self._tables, f"sequence {seq_id!r} is open already"
-        self._tables[seq_id] = _SlotTable() if text is None else self._table_of(text)
+        self._tables[seq_id] = SlotTable() if text is None else self._table_of(text)
 
     def borrow(self, seq_id: SeqId, owner: SeqId) -> None:
         """Open a sequence whose committed rows are those that `owner` has now; close it before `owner` frees any."""
@@ -187,7 +230,7 @@ class KVPool:
         table = self._tables[owner]
         rows = table.cached_len
         assert not table.num_dropped, "rows of a whole text are lent"
-        self._tables[seq_id] = borrowing = _SlotTable(table.slots[:rows], min(rows, table.run_len))
+        self._tables[seq_id] = borrowing = SlotTable(table.slots[:rows], min(rows, table.run_len))
         borrowing.source = table.source
 
     def close(self, seq_id: SeqId) -> None:
@@ -245,27 +288,35 @@ class KVPool:
 
     def run(self, seq_id: SeqId) -> range | None:
         """The slots as a range if all rows are one contiguous run, else None."""
-        return self.leading_run(seq_id, self._tables[seq_id].num_rows)
+        return self._tables[seq_id].run
 
     def leading_run(self, seq_id: SeqId, num_rows: int) -> range | None:
         """The slots of the first rows as a range if they are one contiguous run, else None."""
         table = self._tables[seq_id]
-        if table.run_len < num_rows:
-            return None
-        first = int(table.slots[0]) if num_rows else 0
-        return range(first, first + num_rows)
+        return None if table.run_len < num_rows else range(table.start, table.start + num_rows)
 
-    def reserve(self, seq_id: SeqId, num_rows: int) -> np.ndarray:
-        """Append `num_rows` pending rows; returns their slots, int64 [num_rows]."""
+    def extend(self, seq_id: SeqId, num_rows: int) -> SlotTable:
+        """Append `num_rows` pending rows; returns the table, to be read alone."""
         if num_rows > self.num_free:
             assert self.can_reserve(num_rows), f"{num_rows} rows requested, {self.num_free} slots free"
             self._release(self._tree.evict(num_rows - self.num_free))
-        table = self._tables[seq_id]
-        first = table.num_rows
-        last_slot = int(table.slots[first - 1]) if first else None
-        for run in self._take(num_rows, last_slot):
-            table.append(run)
-        return table.slots[first : table.num_rows]
+        self.num_free -= num_rows
+        table, free = self._tables[seq_id], self._free
+        if table.num_rows:
+            start = table.next_slot
+            stop = start + num_rows
+            if stop <= self.num_slots and free.find(0, start, stop) < 0:
+                free[start:stop] = bytes(num_rows)
+                table.append(start, num_rows)
+                return table
+        for run in self._take(num_rows):
+            table.append(run.start, len(run))
+        return table
+
+    def reserve(self, seq_id: SeqId, num_rows: int) -> np.ndarray:
+        """The same; returns the slots of these rows, int64 [num_rows]."""
+        table = self.extend(seq_id, num_rows)
+        return table.slots[table.num_rows - num_rows : table.num_rows]
 
     def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
         """Pending rows `keep`, in that order, become committed; rows `retain` stay pending; the others are freed."""
@@ -307,16 +358,10 @@ class KVPool:
         assert table.text is None, "known rows of a text are not dropped"
         assert table.num_borrowed <= first < stop <= table.cached_len, "rows that are dropped are committed and own"
         assert table.gap == first or not table.num_dropped, "rows are dropped in one place"
-        freed = table.slots[first:stop].copy()
-        table.slots[first : table.num_rows - num_rows] = table.slots[stop : table.num_rows].copy()
-        table.num_rows -= num_rows
-        table.cached_len -= num_rows
+        self._release(table.cut(first, stop))
         table.gap = first
         table.num_dropped += num_rows
         table.moved += num_rows * moved
-        table.run_len = min(table.run_len, table.num_rows)
-        table.note_rewritten(first)
-        self._release(freed)
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
@@ -381,9 +426,12 @@ class KVPool:
             breaks = np.flatnonzero(np.diff(rows) != 1)
             run_len = int(breaks[0]) + 1 if len(breaks) else len(rows)
             assert table.run_len == run_len, f"{seq_id!r}: run of {run_len} rows recorded as {table.run_len}"
+            assert not run_len or table.start == rows[0], (
+                f"{seq_id!r}: a run from {rows[0]} recorded from {table.start}"
+            )
         assert (owners == 1).all(), f"slots {np.flatnonzero(owners != 1)[:8].tolist()} are not owned exactly once"
 
-    def _table_of(self, text: Text) -> _SlotTable:
+    def _table_of(self, text: Text) -> SlotTable:
         """A table that begins with known rows of the text, which it owns from now on beside others. All tables together
         have at most twice as many rows as there are slots: a mirror of them is of a fixed size."""
         for table in self._tables.values():
@@ -395,12 +443,12 @@ class KVPool:
         token_ids = np.array(text.token_ids[: min(len(text.token_ids) - 1, room)], dtype=np.int64)
         node = self._tree.find(self._tree.root, text.scope, token_ids)
         self._tree.own(node)
-        table = _SlotTable(node.path_slots())
+        table = SlotTable(node.path_slots())
         table.text, table.node = text, node
         table.note_rewritten(0)
         return table
 
-    def _publish(self, table: _SlotTable, text: Text) -> None:
+    def _publish(self, table: SlotTable, text: Text) -> None:
         """Let the tree have the committed rows of a text; those that it has already replace the sequence's own."""
         assert table.node is not None
         tree, last = self._tree, table.node
@@ -418,7 +466,7 @@ class KVPool:
         tree.leave(last)
         table.node, table.num_borrowed = node, node.end
 
-    def _replace(self, table: _SlotTable, node: RowRun) -> None:
+    def _replace(self, table: SlotTable, node: RowRun) -> None:
         """The rows up to `node` are those of the tree; the table's own among them are free."""
         first = table.num_borrowed
         assert first <= node.end, "rows that are borrowed are in the tree"
@@ -428,20 +476,19 @@ class KVPool:
             table.note_rewritten(first)
             self._release(own)
 
-    def _release(self, slots: np.ndarray) -> None:
-        if len(slots):
+    def _release(self, slots: np.ndarray | range) -> None:
+        count = len(slots)
+        if not count:
+            return
+        if isinstance(slots, range):
+            self._free[slots.start : slots.stop] = b"\x01" * count
+        else:
             np.frombuffer(self._free, dtype=np.uint8)[slots] = 1
-            self.num_free += len(slots)
-            self._num_freed += len(slots)
+        self.num_free += count
+        self._num_freed += count
 
-    def _take(self, num_rows: int, last_slot: int | None) -> list[range]:
-        """Runs of free slots, `num_rows` in all, for rows that follow `last_slot`; they are free no longer."""
-        self.num_free -= num_rows
-        if last_slot is not None:
-            start, stop = last_slot + 1, last_slot + 1 + num_rows
-            if stop <= self.num_slots and 0 not in self._free[start:stop]:
-                self._free[start:stop] = bytes(num_rows)
-                return [range(start, stop)]
+    def _take(self, num_rows: int) -> list[range]:
+        """Runs of free slots, `num_rows` in all, which are free no longer."""
         if self._num_freed * _SLOTS_PER_FREED >= self.num_slots:
             self._find_gaps()
         runs = []

@@ -87,7 +87,7 @@ class PooledSequences:
 
     def lay_out(self, spans: Sequence[Span]) -> list[SpanRows]:
         """Reserve the rows of a pass; call `KVPool.can_reserve` first."""
-        assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "call can_reserve before planning"
+        assert self.pool.can_reserve(sum([span.num_tokens for span in spans])), "call can_reserve before planning"
         laid_out = lay_out(self.pool, self.pending, spans)
         if self.policy is None:
             return laid_out

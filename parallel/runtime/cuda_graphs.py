@@ -221,7 +221,7 @@ def _like(plan: PassPlan) -> PassPlan:
     """The same pass over tensors of its own."""
     attention = cast(BucketedPlan, plan.attention).like()
     rows, entering = (None if tensor is None else tensor.clone() for tensor in (plan.logit_rows, plan.entering))
-    return replace(plan, positions=attention.positions, attention=attention, logit_rows=rows, entering=entering)
+    return replace(plan, places=attention.positions, attention=attention, logit_rows=rows, entering=entering)
 
 
 def _copy(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

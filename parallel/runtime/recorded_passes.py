@@ -9,11 +9,12 @@ Knows no sequences and no sampling.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from parallel.kernels.attention import ChainRows
 from parallel.kernels.choice import Race, Races, any_race, choose_rows
 from parallel.kernels.steps import Arena, NotRecordable, Recorder, Steps, take_rows
 from parallel.model.block import attention_heads
-from parallel.model.decoder import Decoder, run_pass, wanted_logits
+from parallel.model.decoder import Decoder, wanted_logits
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import AttentionBackend, Heads, PassPlan
 from parallel.model.layers.ragged import RaggedBackend, RaggedPlan
@@ -39,6 +40,8 @@ WORTH_RECORDING = 5
 MOST_KINDS = 16
 """Kinds of which recordings are kept; the one that ran longest ago goes first."""
 
+Rows = Tensor | array
+"""What enters a pass: rows of numbers, or one whole number of 64 bits for each row."""
 Compute = Callable[[Sequence[Tensor], Sequence[Rotation], PassPlan], Sequence[Tensor]]
 """Layers: what enters, with the pass's rows, a rotation for every rope, and the plan -> results with those rows."""
 
@@ -95,25 +98,29 @@ class RecordedPasses:
         return layers(entering, [rope(plan.positions) for rope in self._ropes], plan)
 
     def run(
-        self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Tensor]
+        self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Rows]
     ) -> Sequence[Tensor] | None:
         """What `layers` compute, which are the same ones for passes of one kind; None if there is no recording of it,
         or not yet."""
-        if plan.num_rows > MOST_ROWS or not isinstance(plan.attention, RaggedPlan):  # one that is watched
+        attention = plan.attention
+        if plan.num_rows > MOST_ROWS or not isinstance(attention, RaggedPlan):  # one that is watched
             return None
         recording = self._recording(kind, layers, plan, entering)
         if recording is None:
             return None
-        entering = [one.contiguous() for one in entering]
-        tables = [table for rope in self._ropes for table in rope.table(plan.attention.last_position)]
-        made = [_empty(plan.num_rows, *one) for one in recording.results]
-        tensors = *entering, plan.positions, *tables, *made
-        recording.steps.run([plan.num_rows, *_addresses(plan), *map(Tensor.data_ptr, tensors)])
-        tensors = *entering, *made
-        return [tensors[place] for place in recording.places]
+        rows: list[Any] = [one if isinstance(one, array) else one.contiguous() for one in entering]
+        numbers = [plan.num_rows, *_addresses(plan), *map(_address, rows), attention.rows.of_positions]
+        for rope in self._ropes:
+            numbers += rope.table_addresses(attention.last_position)
+        for size, dtype in recording.results:
+            made = _empty(plan.num_rows, size, dtype)
+            numbers.append(made.data_ptr())
+            rows.append(made)
+        recording.steps.run(numbers)
+        return [rows[place] for place in recording.places]
 
     def chain(
-        self, kind: Hashable, layers: Compute, like: Sequence[Tensor], num_rows: int, num_passes: int
+        self, kind: Hashable, layers: Compute, like: Sequence[Rows], num_rows: int, num_passes: int
     ) -> Chain | None:
         """Runs so many passes of a kind, each of so many rows at most, one after the other in one call: what enters one
         may be what the pass before it makes. None where they are not recorded. What enters are rows like these."""
@@ -130,38 +137,47 @@ class RecordedPasses:
         entering: Sequence[Sequence[int]],
         made: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        tables = [table.data_ptr() for rope in self._ropes for table in rope.table(rows.last_position)]
+        tables = [address for rope in self._ropes for address in rope.table_addresses(rows.last_position)]
         made = [()] * len(entering) if made is None else made
         assert all(len(one) == len(recording.results) for one in made)
         passes = zip(rows.num_rows, rows.addresses, entering, rows.positions, made, strict=True)
         recording.steps.run(*[(count, plan, *enters, at, *tables, *makes) for count, plan, enters, at, makes in passes])
 
     def _recording(
-        self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Tensor], num_passes: int = 1
+        self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Rows], num_passes: int = 1
     ) -> _Recording | None:
         """What was recorded for so many passes more; None where nothing is, or not yet."""
         if self._backend is None:
             return None
-        use = self._uses.setdefault(kind, _Use())
-        self._uses.move_to_end(kind)
-        if len(self._uses) > MOST_KINDS:
-            self._uses.popitem(last=False)
+        use = self._uses.get(kind)
+        if use is None:
+            use = self._uses[kind] = _Use()
+            if len(self._uses) > MOST_KINDS:
+                self._uses.popitem(last=False)
+        else:
+            self._uses.move_to_end(kind)
         is_worth_it = use.num_passes < WORTH_RECORDING <= use.num_passes + num_passes
         use.num_passes += num_passes
         if is_worth_it:
             use.recording = self._record(layers, self._backend, plan, entering)
         return use.recording
 
+    @torch.inference_mode()
     def _record(
-        self, layers: Compute, backend: RaggedBackend, plan: PassPlan, entering: Sequence[Tensor]
+        self, layers: Compute, backend: RaggedBackend, plan: PassPlan, like: Sequence[Rows]
     ) -> _Recording | None:
-        """None where the layers cannot be recorded."""
-        entering = [one.new_empty(MOST_ROWS, *one.shape[1:]) for one in entering]
+        """None where the layers cannot be recorded; what enters are rows like these."""
+        entering = [
+            torch.empty(MOST_ROWS, dtype=torch.int64)
+            if isinstance(one, array)
+            else one.new_empty(MOST_ROWS, *one.shape[1:])
+            for one in like
+        ]
         positions = torch.zeros(MOST_ROWS, dtype=torch.int64)
         tables = [rope.table(0) for rope in self._ropes]
         source = None if plan.source is None else backend.any_plan(self._reading, reads=True)
         attention = backend.any_plan(self._heads)
-        plan = replace(plan, num_rows=MOST_ROWS, positions=positions, attention=attention, source=source)
+        plan = replace(plan, num_rows=MOST_ROWS, places=positions, attention=attention, source=source)
         given = *entering, positions, *(part for table in tables for part in table)
         with Recorder(self._arena, MOST_ROWS, [*_addresses(plan), *map(Tensor.data_ptr, given)]) as recorder:
             try:
@@ -176,10 +192,14 @@ class RecordedPasses:
         return _Recording(recorder.steps(results), [(one.shape[1], one.dtype) for one in results], places)
 
 
+def _address(rows: Rows) -> int:
+    return rows.buffer_info()[0] if isinstance(rows, array) else rows.data_ptr()
+
+
 def _addresses(plan: PassPlan) -> list[int]:
     """Where the kernels find the rows of the pass and, if it has one, those of a source."""
-    parts = [plan.attention, *([] if plan.source is None else [plan.source])]
-    return [part.address for part in parts if isinstance(part, RaggedPlan)]
+    parts = (plan.attention,) if plan.source is None else (plan.attention, plan.source)
+    return [part.rows.address for part in parts if isinstance(part, RaggedPlan)]
 
 
 def _empty(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -188,6 +208,11 @@ def _empty(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
     if dtype != torch.float32:
         return torch.empty(num_rows, size, dtype=dtype)
     return torch.from_numpy(np.empty((num_rows, size), dtype=np.float32))
+
+
+def _token_rows(token_ids: Tensor | Sequence[int]) -> Rows:
+    """Without a tensor where there is none yet: its making takes PyTorch longer than all other numbers of a pass."""
+    return token_ids if isinstance(token_ids, Tensor) else array("q", token_ids)
 
 
 class _PassKind(NamedTuple):
@@ -219,25 +244,26 @@ class RecordedDecoder:
         )
 
     def forward(
-        self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        """Computes what `run_pass` computes."""
+        self, token_ids: Tensor | Sequence[int], plan: PassPlan, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor] | None:
+        """What `run_pass` computes; None where such passes are not recorded."""
         kind = _PassKind(plan.layers, tuple(taps), plan.entering is not None, plan.logit_rows is None)
-        entering = [token_ids if plan.entering is None else plan.entering]
+        entering: list[Rows] = [plan.entering] if plan.entering is not None else [_token_rows(token_ids)]
         made = self.passes.run(kind, partial(self._compute, kind), plan, entering)
         if made is None and kind.has_logits:
             kind = kind._replace(has_logits=False)
             made = self.passes.run(kind, partial(self._compute, kind), plan, entering)
         if made is None:
-            return run_pass(self._decoder, token_ids, plan, taps)
-        hidden, *others = made
-        logits = others.pop() if kind.has_logits else wanted_logits(self._decoder, hidden, plan)
-        return hidden, tuple(others), logits
+            return None
+        if kind.has_logits:
+            return made[0], tuple(made[1:-1]), made[-1]
+        with torch.inference_mode():
+            return made[0], tuple(made[1:]), wanted_logits(self._decoder, made[0], plan)
 
     def chain(self, num_rows: int, num_steps: int) -> Callable[[Tensor, ChainRows, Race], Tensor] | None:
         """Runs the passes of a chain of so many steps, the first of so many rows (`_run_chain`), if they are
         recorded."""
-        like = torch.empty(0, dtype=torch.int64), any_race()
+        like = array("q"), any_race()
         run = self.passes.chain("chain", self._choose, like, num_rows, num_steps)
         return None if run is None else partial(self._run_chain, run)
 

@@ -222,7 +222,7 @@ class AttentionWeights:
         device = self.pool.keys.device
         self.sums = [torch.zeros(rows.context, device=device) for rows in self.rows]
         # with a copy of their slots, which the next change of the table does not reach
-        self.rows = [replace(rows, slots=rows.slots.copy()) for rows in self.rows]
+        self.rows = [replace(rows, table=rows.slots.copy()) for rows in self.rows]
 
     def drop(self, seq_id: SeqId) -> None:
         """Leave out the row of a sequence; the pass is over, or was given up."""

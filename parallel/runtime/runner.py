@@ -169,12 +169,9 @@ class ModelRunner(DecoderRunner):
                     self._policy.began(span.seq_id, self.pool.cached_len(span.seq_id))
         return super().plan(spans)
 
-    @torch.inference_mode()
     def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
-        return self._with_sources(self._backend.plan(rows, wanted), rows)
-
-    def _with_sources(self, plan: PassPlan, rows: Sequence[SpanRows]) -> PassPlan:
-        if self.config.encoder is not None:
+        plan = self._backend.plan(rows, wanted)
+        if self.decoder.encoder is not None:
             plan.source = self._backend.plan_reads(source_reads(self.pool, rows))
         return plan
 
@@ -195,14 +192,19 @@ class ModelRunner(DecoderRunner):
             rows.room = room
         return self._backend.plan(laid_out, logit_rows(spans))
 
-    @torch.inference_mode()
     def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
-        token_ids = upload(token_ids, self.decoder.device)
+        assert len(token_ids) == plan.num_rows, f"{plan.num_rows} rows planned, {len(token_ids)} tokens given"
+        if self._recorded is not None and (made := self._recorded.forward(token_ids, plan, taps)) is not None:
+            hidden, features, logits = made
+            return PassOutput(logits if logits.dtype == torch.float32 else logits.float(), hidden, features)
+        return self._run_layers(plan, upload(token_ids, self.decoder.device), taps)
+
+    @torch.inference_mode()
+    def _run_layers(self, plan: PassPlan, token_ids: Tensor, taps: Sequence[int]) -> PassOutput:
+        """A pass that is captured, or whose layers are called one by one."""
         num_rows, padding = plan.num_rows, len(plan.positions) - plan.num_rows
-        assert token_ids.shape == (num_rows,), f"{num_rows} rows planned, tokens {tuple(token_ids.shape)} given"
         token_ids = F.pad(token_ids, (0, padding)) if padding else token_ids
-        passes = self._recorded if self._passes is None else self._passes
-        forward = partial(run_pass, self.decoder) if passes is None else passes.forward
+        forward = partial(run_pass, self.decoder) if self._passes is None else self._passes.forward
         hidden, features, logits = forward(token_ids, plan, taps)
         if padding:
             hidden, features = hidden[:num_rows], tuple(feature[:num_rows] for feature in features)
@@ -243,7 +245,8 @@ class ModelRunner(DecoderRunner):
         run = recorded.chain(sum(span.num_tokens for span in spans), len(choice))
         if run is None:
             return None
-        longer = [replace(span, num_tokens=span.num_tokens + len(choice) - 1) for span in spans]
+        later = len(choice) - 1
+        longer = [Span(span.seq_id, span.num_tokens + later, span.parents) for span in spans]
         rows = cast(RaggedBackend, self._backend).chain_rows(self.lay_out(longer), len(choice))
         return run(upload(token_ids, self.decoder.device), rows, choice.race())
 

@@ -152,4 +152,4 @@ class _Taken:
         pending = PendingRows()
         pending.append(rows.num_rows, [place[rows.pending.parents[row]] for row in order])
         slots = np.concatenate([rows.slots[: rows.context], rows.written_slots[order]])
-        return replace(rows, num_rows=count, slots=slots, run=None, pending=pending)
+        return replace(rows, num_rows=count, table=slots, run=None, pending=pending)

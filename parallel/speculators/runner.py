@@ -155,7 +155,7 @@ class PooledRunner(SpeculatorRunner):
             return [None] * len(parents)
         features, num_rows = self._features[seq_id], self.pool.cached_len(seq_id)
         start, end = features.start, features.end
-        depths, positions = self._pending[seq_id].depths[:first], list[int | None]()
+        depths, positions = list(self._pending[seq_id].depths[:first]), list[int | None]()
         for parent in parents:
             depth = depths[parent] + 1 if parent >= 0 else 0
             depths.append(depth)

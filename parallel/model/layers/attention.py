@@ -7,7 +7,7 @@ rectangle with a fixed number of kernels, and `sdpa.py` one by one: it is the or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -115,14 +115,15 @@ class ReadPlan(Protocol):
 class PassPlan:
     """One pass over T rows with logits for N of them: for all where `logit_rows` is None.
 
-    `positions` may be longer than T where a backend rounds a pass up, and `logit_rows` longer than N = `num_logits`;
+    `places`: the rows' positions, or what makes a tensor of them if anybody asks. They
+    may be longer than T where a backend rounds a pass up, and `logit_rows` longer than N = `num_logits`;
     what follows is padding. `fuzzy` lets a
     decoder that can run layers side by side do so. `layers` are the sublayers that run, None for all; the
     first reads `entering` where it is given, not the embedding.
     """
 
     num_rows: int
-    positions: Tensor  # [>= T]
+    places: Tensor | Callable[[], Tensor]  # [>= T]
     logit_rows: Tensor | None  # [N]
     attention: AttentionPlan
     fuzzy: bool = False
@@ -130,6 +131,12 @@ class PassPlan:
     entering: Tensor | None = None  # [as positions, H]
     source: ReadPlan | None = None  # of sequences that have sources
     num_logits: int | None = None  # None for all of `logit_rows`
+
+    @property
+    def positions(self) -> Tensor:
+        if not isinstance(self.places, Tensor):
+            self.places = self.places()
+        return self.places
 
     def asked(self, rows: Tensor) -> Tensor:
         """Those of the pass's rows, [T, ...], whose logits are asked for."""

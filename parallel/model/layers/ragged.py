@@ -39,24 +39,19 @@ class RaggedPlan(PooledPlan):
     def __init__(self, backend: RaggedBackend, rows: PassRows, last_position: int = 0) -> None:
         self.pool = backend.pool
         self._backend = backend
-        self._rows = rows
+        self.rows = rows
         self.last_position = last_position
         """The largest of any row."""
 
     @property
-    def address(self) -> int:
-        """Where the kernel finds the rows."""
-        return self._rows.address
-
-    @property
     def written_slots(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]  (made where it is asked for)
-        return self._rows.written
+        return self.rows.written
 
     def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
-        return self._backend.layer_call(heads).attend(self._rows, projected, rotation)
+        return self._backend.layer_call(heads).attend(self.rows, projected, rotation)
 
     def read(self, heads: Heads, queries: Tensor) -> Tensor:
-        return self._backend.layer_call(heads, reads=True).read(self._rows, queries)
+        return self._backend.layer_call(heads, reads=True).read(self.rows, queries)
 
 
 class _SlotTables:
@@ -66,13 +61,13 @@ class _SlotTables:
         self._tables: list[np.ndarray] = []
         self._size = 0
 
-    def add(self, run: range | None, slots: np.ndarray) -> tuple[int, int]:
+    def add(self, rows: SpanRows | TableRead) -> tuple[int, int]:
         """The first slot of a run, and where the slots begin among all; -1 for the one that is not so."""
-        if run is not None:
-            return run.start, -1
-        self._tables.append(slots)
-        self._size += len(slots)
-        return -1, self._size - len(slots)
+        if rows.run is not None:
+            return rows.run.start, -1
+        self._tables.append(rows.slots)
+        self._size += len(rows.slots)
+        return -1, self._size - len(rows.slots)
 
     def joined(self) -> np.ndarray | None:
         return np.concatenate(self._tables) if self._tables else None
@@ -95,45 +90,52 @@ class RaggedBackend:
     def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
         """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
         spans: list[int] = []
-        tables = _SlotTables()
         parents: list[int] = []
         written: list[int] = []
         positions: list[int] = []
-        num_rows = 0
+        tables, num_rows, last = _SlotTables(), 0, 0
         for rows in laid_out:
+            pending, size = rows.pending, rows.num_rows
             first_of_parents, common = CHAIN, FOREST
-            if isinstance(rows.pending, RangedRows):
-                first_of_parents, common = len(parents), rows.pending.num_common
-                parents += chain.from_iterable(rows.pending.ranges())
-            elif not rows.pending.is_chain:
-                first_of_parents = len(parents)
-                parents += rows.pending.parents
-            starts = *tables.add(rows.run, rows.slots), first_of_parents
-            spans += (num_rows, rows.num_rows, rows.context, rows.num_pending, *starts, common)
-            num_rows += rows.num_rows
+            if pending.is_chain:
+                places = rows.positions()
+                last = max(last, places[-1])
+            else:
+                first_of_parents, places = len(parents), rows.positions()
+                last = max(last, *places)
+                if isinstance(pending, RangedRows):
+                    common = pending.num_common
+                    parents += chain.from_iterable(pending.ranges())
+                else:
+                    parents += pending.parents
+            spans += (num_rows, size, rows.context, rows.num_pending, *tables.add(rows), first_of_parents, common)
+            num_rows += size
             written += _written(rows)
-            positions += rows.positions()
-        plan = RaggedPlan(self, PassRows(spans, tables.joined(), parents, written), max(positions))
+            positions += places
+        made = PassRows(spans, tables.joined(), parents, written, positions)
         # from arrays, not lists: that takes PyTorch three times as long
         logit_rows = None if len(wanted) == num_rows else torch.from_numpy(np.array(wanted, dtype=np.int64))
-        return PassPlan(num_rows, torch.from_numpy(np.array(positions)), logit_rows, plan)
+        return PassPlan(num_rows, made.positions, logit_rows, RaggedPlan(self, made, last))
 
     def chain_rows(self, laid_out: Sequence[SpanRows], num_steps: int) -> ChainRows:
         """The rows of passes of a chain: the first one feeds those of `laid_out` but the last `num_steps` - 1 of each
         sequence, of which every other one feeds the next."""
         assert all(rows.pending.is_chain for rows in laid_out)
         tables, later = _SlotTables(), num_steps - 1
-        passes = [ChainPass([], [], []) for _ in range(num_steps)]
+        first, second, broken = ChainPass([], [], []), ChainPass([], [], []), dict[int, Sequence[int]]()
         for i, rows in enumerate(laid_out):
-            starts, slots = tables.add(rows.run, rows.slots), _written(rows)
-            size, positions, num_pending = rows.num_rows - later, rows.positions(), rows.num_pending - later
-            for step, one in enumerate(passes):
-                own = slice(size + step - 1, size + step) if step else slice(size)
-                first, num_own = (i, 1) if step else (len(one.written), size)
-                one.spans.extend((first, num_own, rows.context, num_pending + step, *starts, CHAIN, FOREST))
-                one.written.extend(slots[own])
-                one.positions.extend(positions[own])
-        return ChainRows(passes, tables.joined())
+            starts, slots, positions = tables.add(rows), _written(rows), rows.positions()
+            size, num_pending = rows.num_rows - later, rows.num_pending - later
+            first.spans.extend((len(first.written), size, rows.context, num_pending, *starts, CHAIN, FOREST))
+            first.written.extend(slots[:size])
+            first.positions.extend(positions[:size])
+            if later:
+                second.spans.extend((i, 1, rows.context, num_pending + 1, *starts, CHAIN, FOREST))
+                second.written.append(slots[size])
+                second.positions.append(positions[size])
+                if rows.run is None:
+                    broken[i] = slots[size:]
+        return ChainRows(first, second, later, tables.joined(), broken)
 
     def any_plan(self, layers: Iterable[Heads], *, reads: bool = False) -> RaggedPlan:
         """A plan of no rows, to record the calls of these layers with."""
@@ -145,7 +147,7 @@ class RaggedBackend:
         """Build the plan of queries over other tables, which write nothing."""
         spans, tables, num_rows = list[int](), _SlotTables(), 0
         for read in reads:
-            starts = *tables.add(read.run, read.slots), READS
+            starts = *tables.add(read), READS
             spans += (num_rows, read.num_rows, len(read.slots), 0, *starts, FOREST)
             num_rows += read.num_rows
         return RaggedPlan(self, PassRows(spans, tables.joined(), (), ()))

@@ -28,7 +28,11 @@ class Rope:
         # the first half is negated: sin then carries the signs of the rotation
         self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
         self.dtype = dtype
-        self._table = self._rotation(torch.arange(0)) if self.frequencies.device.type == "cpu" else None
+        self._table: Rotation | None = None
+        self._num_known = 0  # positions that the table has
+        self._addresses = 0, 0
+        if self.frequencies.device.type == "cpu":
+            self._fill(0)
 
     def __call__(self, positions: Tensor) -> Rotation:
         """positions [T] -> cos, sin [T, 1, head_dim]."""
@@ -39,10 +43,21 @@ class Rope:
 
     def table(self, last: int) -> Rotation:
         """The table of a CPU, cos and sin [P, 1, head_dim] of the positions below P, which is more than `last`."""
+        if last >= self._num_known:
+            self._fill(1 << last.bit_length())
         assert self._table is not None, "there is a table on CPU alone"
-        if last >= len(self._table[0]):
-            self._table = self._rotation(torch.arange(1 << last.bit_length()))
         return self._table
+
+    def table_addresses(self, last: int) -> tuple[int, int]:
+        """Where the two parts of the table are, until it grows."""
+        if last >= self._num_known:
+            self._fill(1 << last.bit_length())
+        return self._addresses
+
+    def _fill(self, count: int) -> None:
+        """Make the table of so many positions."""
+        cos, sin = self._table = self._rotation(torch.arange(count))
+        self._num_known, self._addresses = count, (cos.data_ptr(), sin.data_ptr())
 
     def turned_back(self, distance: int) -> Rotation:
         """What turns a rotated row to a position that is so much smaller: cos, sin [1, 1, head_dim]."""

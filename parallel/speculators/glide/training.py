@@ -115,7 +115,7 @@ class GlideNet(TrainedLayers[GlideLayers]):
         index = torch.arange(length, device=batch.tokens.device)
         plan = text_pass(index, num_texts, [self.attend])
         if batch.positions is not None:
-            plan.positions = batch.positions.flatten()
+            plan.places = batch.positions.flatten()
         x = layers.attend(batch.embed(batch.tokens).flatten(0, 1), plan)
         limit = torch.where(index < first, index, index - (index - first) % self.options.depths)
         limit = (index - shift + 1).clamp(min=0) if shift else limit

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from parallel.kv.pool import KVPool, _SlotTable
+from parallel.kv.pool import KVPool, SlotTable
 from tests.examples import examples
 
 SLOTS = 48
@@ -255,8 +255,8 @@ def test_a_borrowed_row_that_nothing_owns_is_found():
 
 def test_the_leading_run_ends_with_the_rows():
     """Slots behind the last row are of rows that were dropped, and may go on where it ended."""
-    table = _SlotTable()
-    table.append(range(3, 9))
+    table = SlotTable()
+    table.append(3, 6)
     table.shorten(4)
     table.run_len = 0
     table.note_rewritten(0)

@@ -132,7 +132,7 @@ def test_bucketed_passes_are_the_same_passes(llama):
         copy = plan.attention.like()
         logits = model.run(plan, tokens(size, 9)).logits
         torch.testing.assert_close(logits, llama.logits(tokens(size, 9))[-1:], atol=1e-4, rtol=0)
-        plan.attention, plan.positions = copy, copy.positions
+        plan.attention, plan.places = copy, copy.positions
         assert torch.equal(model.run(plan, tokens(size, 9)).logits, logits)
         owned += model.pool.slots(seq_id).tolist()
     assert len(shapes) == 1, "passes of one bucket must share a graph"
