@@ -24,7 +24,7 @@ from torch import Tensor
 from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
 from parallel.comm.group import Group
-from parallel.kernels.choice import Race, has_choice, largest_rows
+from parallel.kernels.choice import Race, chosen_rows, has_choice, largest_rows
 from parallel.kernels.triton_launch import has_triton
 from parallel.transfers import to_device, upload
 
@@ -227,7 +227,7 @@ def _divide(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 def choose_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
     """The target's own token at every node, int64 [N], or `NO_TOKEN` where no distribution is possible."""
-    return _race(process_batch(logits, batch, eos_token_ids), *_keyed(batch), NO_TOKEN)[1]
+    return _chosen(process_batch(logits, batch, eos_token_ids), *_keyed(batch), NO_TOKEN)
 
 
 def choose_split(logits: Tensor, batch: Sequence[LogitRows], first: int, group: Group) -> Tensor:
@@ -252,7 +252,14 @@ def _keyed(batch: Sequence[LogitRows]) -> tuple[list[SamplingParams], list[int]]
 
 def choose(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """Coupled draw from processed logits [n, V], int64 [n]; `positions[i]` is the index of the token being chosen."""
-    return _race(scores, params, positions, 0)[1]
+    return _chosen(scores, params, positions, 0)
+
+
+def _chosen(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], of_none: int) -> Tensor:
+    """The tokens of `_race`; a kernel on the host is not asked for the values."""
+    if _has_host_kernels(scores):
+        return chosen_rows(_race_of(params, positions), scores, none=of_none)
+    return _race(scores, params, positions, of_none)[1]
 
 
 def _race(
@@ -403,7 +410,7 @@ class ChoicesAhead:
             return noise_kernels.race(scores, keys, sampled, 0, 0)[1]
         logits = logits.float()
         if _has_host_kernels(logits):
-            return largest_rows(Race(temperatures, self.keys[step : step + 1], sampled, self.limits), logits)[1]
+            return chosen_rows(Race(temperatures, self.keys[step : step + 1], sampled, self.limits), logits)
         scores = _truncate(logits / temperatures[:, None], self.params[: len(logits)])
         noise = gumbel(keys, torch.arange(scores.shape[-1], device=scores.device))
         return _winners(torch.where(sampled[: len(logits), None], noise.add_(scores), scores), 0)[1]

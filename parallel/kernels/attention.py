@@ -131,50 +131,57 @@ class LayerCall:
 
 
 class PassRows:
-    """The rows of a pass: the SPAN_FIELDS of every span, whose `slots` and `parents` are the starts of a span's
-    part in these two, and the slot of every row that writes. `slots` [any] are int64. The positions of the rows, of
-    which the kernel has no use, are kept beside them."""
+    """The rows of a pass: the SPAN_FIELDS of every span, whose `slots` and `parents` are the starts of a span's part in
+    these two, and the slot of every row that writes. `slots` are tables, int64 [any], which stand one after the other.
+    The positions of the rows, of which the kernel has no use, are kept beside them."""
 
-    __slots__ = ("_numbers", "_slots", "_written", "address", "of_positions")
+    __slots__ = ("_num_positions", "_numbers", "_written", "address", "of_positions", "of_slots")
 
     def __init__(
         self,
         spans: Sequence[int],
-        slots: np.ndarray | None,
+        slots: Sequence[np.ndarray],
         parents: Sequence[int],
         written: Sequence[int],
         positions: Sequence[int] = (),
     ) -> None:
-        sizes = len(written), len(spans) // len(SPAN_FIELDS)
+        num_written = len(written)
+        sizes = num_written, len(spans) // len(SPAN_FIELDS)
         # one array with the record in front: an array of its own takes as long as all of these numbers
-        numbers = array("q", (0, 0, 0, 0, *sizes, *spans, *parents, *written, *positions))
-        self._numbers, self._slots = numbers, slots
-        self._written = _PASS_RECORD + len(spans) + len(parents)
+        self._numbers = numbers = array("q", (0, 0, 0, 0, *sizes, *spans, *parents, *written, *positions))
+        before_slots = _append(numbers, slots)
         self.address = address = numbers.buffer_info()[0]
         """Where the kernel finds the rows."""
-        of_spans, of_written = address + _PASS_RECORD * _SIZE, address + self._written * _SIZE
-        numbers[0], numbers[2], numbers[3] = of_spans, of_spans + len(spans) * _SIZE, of_written
-        if slots is not None:
-            numbers[1] = _address(slots)
-        self.of_positions = of_written + len(written) * _SIZE
+        of_spans = address + _PASS_RECORD * _SIZE
+        of_parents = of_spans + len(spans) * _SIZE
+        self._written = of_written = of_parents + len(parents) * _SIZE
+        self.of_slots = address + before_slots
+        """Address of the slots, int64."""
+        numbers[0], numbers[1], numbers[2], numbers[3] = of_spans, self.of_slots, of_parents, of_written
+        self.of_positions = of_written + num_written * _SIZE
         """Address of the positions, int64."""
+        self._num_positions = len(positions)
 
     @property
     def written(self) -> Tensor:
         """The slots of the rows that write, int64."""
-        return torch.tensor(self._numbers[self._written : self._written + self._numbers[4]])
+        first = (self._written - self.address) // _SIZE
+        return torch.tensor(self._numbers[first : first + self._numbers[4]])
 
     def positions(self) -> Tensor:
         """Those of all rows, int64; the array's own memory."""
-        first = (self.of_positions - self.address) // _SIZE
-        count = len(self._numbers) - first
-        if not count:
+        if not self._num_positions:
             return torch.empty(0, dtype=torch.int64)
-        return torch.frombuffer(self._numbers, dtype=torch.int64, count=count, offset=first * _SIZE)
+        offset = self.of_positions - self.address
+        return torch.frombuffer(self._numbers, dtype=torch.int64, count=self._num_positions, offset=offset)
 
 
-def _address(numbers: np.ndarray) -> int:
-    return numbers.__array_interface__["data"][0]  # half the time of `ctypes.data`
+def _append(numbers: array, slots: Sequence[np.ndarray]) -> int:
+    """Put the slots of these tables, int64, behind the numbers; returns how many bytes are in front of them."""
+    before = len(numbers) * _SIZE
+    for table in slots:
+        numbers.frombytes(table.tobytes())
+    return before
 
 
 class ChainPass(NamedTuple):
@@ -187,56 +194,49 @@ class ChainPass(NamedTuple):
 
 
 class ChainRows:
-    """The rows of several passes, one after the other, over the same `slots` [any], int64: the `first`, and behind it
-    `num_later` in which each sequence feeds one row. The `second` pass is the first of these; in every other one the
-    rows are one position and one slot on. `broken` has the slots of those sequences that are no run."""
+    """The rows of several passes, one after the other, over the same `slots`: the `first`, and behind it `num_later` in
+    which each sequence feeds one row. The `second` pass is the first of these; in every other one the rows are one
+    position and one slot on. `broken` has the slots of those sequences that are no run."""
 
     def __init__(
         self,
         first: ChainPass,
         second: ChainPass,
         num_later: int,
-        slots: np.ndarray | None,
+        slots: Sequence[np.ndarray],
         broken: Mapping[int, Sequence[int]],
     ) -> None:
         self._first = PassRows(first.spans, slots, (), first.written, first.positions)
-        self._later, addresses, positions = _later_passes(second, num_later, slots, broken)
-        self.num_rows = [len(first.written)] + [len(second.written)] * num_later
+        num_spans = len(first.spans) // len(SPAN_FIELDS)
+        spans, written, positions = [*second.spans], [*second.written], [*second.positions]
+        numbers: list[int] = []
+        for step in range(num_later):
+            if step:
+                spans[_NUM_PENDING :: len(SPAN_FIELDS)] = [one + 1 for one in spans[_NUM_PENDING :: len(SPAN_FIELDS)]]
+                written, positions = [one + 1 for one in written], [one + 1 for one in positions]
+                for i, own in broken.items():
+                    written[i] = own[step]
+            numbers += (0, 0, 0, 0, num_spans, num_spans, *spans, *written, *positions)
+        self._later = array("q", numbers)
+        width = (_PASS_RECORD + len(spans) + 2 * num_spans) * _SIZE
+        address, of_slots = self._later.buffer_info()[0], self._first.of_slots
+        of_spans, of_written = _PASS_RECORD * _SIZE, (_PASS_RECORD + len(spans)) * _SIZE
+        addresses = range(address, address + num_later * width, width)
+        for i, at in enumerate(addresses):
+            record = i * width // _SIZE
+            self._later[record], self._later[record + 1] = at + of_spans, of_slots
+            self._later[record + 3] = at + of_written
+        self.num_rows = [len(first.written)] + [num_spans] * num_later
         """How many rows each pass has."""
-        self.positions = [self._first.of_positions, *positions]
-        """Addresses of the positions of each pass, int64."""
         self.addresses = [self._first.address, *addresses]
         """Where the kernel finds the rows of each pass."""
-        firsts, sizes = (first.spans[field :: len(SPAN_FIELDS)] for field in (_FIRST, _NUM_ROWS))
+        of_positions = of_written + num_spans * _SIZE
+        self.positions = [self._first.of_positions, *[at + of_positions for at in addresses]]
+        """Addresses of the positions of each pass, int64."""
+        firsts, sizes = first.spans[_FIRST :: len(SPAN_FIELDS)], first.spans[_NUM_ROWS :: len(SPAN_FIELDS)]
         self._ends = array("q", [start + size - 1 for start, size in zip(firsts, sizes, strict=True)])
-        self.num_spans = len(firsts)
+        self.num_spans = num_spans
         self.ends = self._ends.buffer_info()[0]
         """Address of the last row of each span in the first pass, int64."""
-        self.last_position = max(first.positions) if not num_later else max(second.positions) + num_later - 1
+        self.last_position = max(positions or first.positions)
         """The largest of any row."""
-
-
-def _later_passes(
-    second: ChainPass, num_later: int, slots: np.ndarray | None, broken: Mapping[int, Sequence[int]]
-) -> tuple[np.ndarray, Sequence[int], Sequence[int]]:
-    """The numbers of `PassRows` of every pass from the second on, and the addresses of these and of their positions:
-    they differ from pass to pass by the same numbers."""
-    num_spans = len(second.written)
-    of_spans, of_written = _PASS_RECORD, _PASS_RECORD + len(second.spans)
-    of_positions = of_written + num_spans
-    width = of_positions + num_spans
-    base = np.array((0, 0, 0, 0, num_spans, num_spans, *second.spans, *second.written, *second.positions))
-    added = np.zeros(width, dtype=np.int64)
-    added[of_spans + _NUM_PENDING : of_written : len(SPAN_FIELDS)] = 1
-    added[of_written:] = 1
-    added[[0, 3]] = width * _SIZE
-    numbers = np.empty((num_later, width), dtype=np.int64)
-    address = _address(numbers)
-    of_slots = 0 if slots is None else _address(slots)
-    base[:4] = address + of_spans * _SIZE, of_slots, 0, address + of_written * _SIZE
-    np.add(base, np.arange(num_later)[:, None] * added, out=numbers)
-    for i, own in broken.items():
-        numbers[:, of_written + i] = own
-    addresses = range(address, address + num_later * width * _SIZE, width * _SIZE)
-    first = address + of_positions * _SIZE
-    return numbers, addresses, range(first, first + num_later * width * _SIZE, width * _SIZE)

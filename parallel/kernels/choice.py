@@ -20,6 +20,7 @@ from parallel.kernels.library import library
 from parallel.kernels.steps import Kernel, NotRecordable
 
 _FIELDS = 12
+_SIZE = array("q").itemsize
 
 
 class Race(NamedTuple):
@@ -71,18 +72,17 @@ class Races:
             assert keys.dtype == torch.int32
             assert keys.shape[1] >= count
             per_step = keys.stride(0) * keys.itemsize
-        self.places = [at_chosen + step * count * self.chosen.itemsize for step in range(num_steps)]
+        self.places = [at_chosen + step * count * _SIZE for step in range(num_steps)]
         """Addresses of the tokens that each step chooses."""
-        at_temperatures, at_sampled, at_values = _address(temperatures), _address(sampled), _address(values)
-        at_limits = [*map(Tensor.data_ptr, limits)] if limits else [0] * 3
-        self._records = array("q")
-        for step, place in enumerate(self.places):
-            noise = at_keys + step * per_step, at_sampled
-            self._records.extend(
-                (0 if step else rows, at_temperatures, *noise, *at_limits, place, at_values, count, first, none)
-            )
-        start, size = self._records.buffer_info()[0], _FIELDS * self._records.itemsize
-        self.addresses = [start + step * size for step in range(num_steps)]
+        same = _address(sampled), *(map(Tensor.data_ptr, limits) if limits else (0, 0, 0))
+        at_temperatures, after = _address(temperatures), (_address(values), count, first, none)
+        records: list[int] = []
+        for place in self.places:
+            records += (rows, at_temperatures, at_keys, *same, place, *after)
+            rows, at_keys = 0, at_keys + per_step
+        self._records = array("q", records)
+        start = self._records.buffer_info()[0]
+        self.addresses = range(start, start + num_steps * _FIELDS * _SIZE, _FIELDS * _SIZE)
         """What `choose_rows` is given in each step."""
 
 
@@ -90,6 +90,7 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+@cache
 def any_race() -> Tensor:
     """What stands for a race where the call of `choose_rows` is recorded."""
     return torch.empty(0, _FIELDS, dtype=torch.int64)
@@ -100,6 +101,14 @@ def choose_rows(race: int, logits: Tensor) -> None:
     if logits.dtype != torch.float32:
         raise NotRecordable(f"logits of {logits.dtype}")
     _choose()(race, logits.data_ptr(), logits.shape[1])
+
+
+def chosen_rows(race: Race, logits: Tensor, *, none: int = 0) -> Tensor:
+    """The token that is chosen of each row of logits [n, size], int64 [n]."""
+    logits = logits.contiguous()
+    races = Races(race, 1, logits.shape[0], none=none)
+    choose_rows(races.addresses[0], logits)
+    return races.chosen.view(-1)
 
 
 def largest_rows(race: Race, logits: Tensor, *, first: int = 0, none: int = 0) -> tuple[Tensor, Tensor]:

@@ -86,6 +86,7 @@ class RecordedPasses:
         self._ropes = ropes
         self._heads = heads
         self._reading = reading
+        self._no_rows = self._backend and PassPlan(0, torch.empty(0), None, self._backend.any_plan(()))
         self._arena = Arena()
         self._uses: OrderedDict[Hashable, _Use] = OrderedDict()
 
@@ -97,9 +98,7 @@ class RecordedPasses:
         plan.attention.prepare()
         return layers(entering, [rope(plan.positions) for rope in self._ropes], plan)
 
-    def run(
-        self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Rows]
-    ) -> Sequence[Tensor] | None:
+    def run(self, kind: Hashable, layers: Compute, plan: PassPlan, entering: Sequence[Rows]) -> Sequence[Tensor] | None:
         """What `layers` compute, which are the same ones for passes of one kind; None if there is no recording of it,
         or not yet."""
         attention = plan.attention
@@ -124,10 +123,9 @@ class RecordedPasses:
     ) -> Chain | None:
         """Runs so many passes of a kind, each of so many rows at most, one after the other in one call: what enters one
         may be what the pass before it makes. None where they are not recorded. What enters are rows like these."""
-        if self._backend is None or num_rows > MOST_ROWS:
+        if self._no_rows is None or num_rows > MOST_ROWS:
             return None
-        plan = PassPlan(0, torch.empty(0), None, self._backend.any_plan(()))
-        recording = self._recording(kind, layers, plan, like, num_passes)
+        recording = self._recording(kind, layers, self._no_rows, like, num_passes)
         return None if recording is None else partial(self._run_chain, recording)
 
     def _run_chain(
@@ -139,7 +137,7 @@ class RecordedPasses:
     ) -> None:
         tables = [address for rope in self._ropes for address in rope.table_addresses(rows.last_position)]
         made = [()] * len(entering) if made is None else made
-        assert all(len(one) == len(recording.results) for one in made)
+        assert len(made[0]) == len(recording.results)
         passes = zip(rows.num_rows, rows.addresses, entering, rows.positions, made, strict=True)
         recording.steps.run(*[(count, plan, *enters, at, *tables, *makes) for count, plan, enters, at, makes in passes])
 
@@ -212,7 +210,7 @@ def _empty(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
 
 def _token_rows(token_ids: Tensor | Sequence[int]) -> Rows:
     """Without a tensor where there is none yet: its making takes PyTorch longer than all other numbers of a pass."""
-    return token_ids if isinstance(token_ids, Tensor) else array("q", token_ids)
+    return token_ids.contiguous() if isinstance(token_ids, Tensor) else array("q", token_ids)
 
 
 class _PassKind(NamedTuple):
@@ -234,6 +232,7 @@ class RecordedDecoder:
 
     def __init__(self, decoder: Decoder, backend: RaggedBackend) -> None:
         self._decoder = decoder
+        self._like_choices = array("q"), any_race()
         layers = decoder.layers
         self.passes = RecordedPasses(
             backend,
@@ -260,19 +259,20 @@ class RecordedDecoder:
         with torch.inference_mode():
             return made[0], tuple(made[1:]), wanted_logits(self._decoder, made[0], plan)
 
-    def chain(self, num_rows: int, num_steps: int) -> Callable[[Tensor, ChainRows, Race], Tensor] | None:
+    def chain(
+        self, num_rows: int, num_steps: int
+    ) -> Callable[[Tensor | Sequence[int], ChainRows, Race], Tensor] | None:
         """Runs the passes of a chain of so many steps, the first of so many rows (`_run_chain`), if they are
         recorded."""
-        like = array("q"), any_race()
-        run = self.passes.chain("chain", self._choose, like, num_rows, num_steps)
+        run = self.passes.chain("chain", self._choose, self._like_choices, num_rows, num_steps)
         return None if run is None else partial(self._run_chain, run)
 
-    def _run_chain(self, run: Chain, token_ids: Tensor, rows: ChainRows, race: Race) -> Tensor:
+    def _run_chain(self, run: Chain, token_ids: Tensor | Sequence[int], rows: ChainRows, race: Race) -> Tensor:
         """Feed `token_ids`, the rows of the first pass, choose by the race from the logits of every sequence's last
         one, feed what was chosen, and so on: the tokens that are chosen, [steps, sequences]."""
         races = Races(race, len(rows.num_rows), rows.num_spans, rows=rows.ends)
-        entering = [token_ids.contiguous().data_ptr(), *races.places[:-1]]
-        run(rows, list(zip(entering, races.addresses, strict=True)))
+        fed = _token_rows(token_ids)
+        run(rows, list(zip((_address(fed), *races.places[:-1]), races.addresses, strict=True)))
         return races.chosen
 
     def _choose(self, entering: Sequence[Tensor], rotations: Sequence[Rotation], plan: PassPlan) -> list[Tensor]:

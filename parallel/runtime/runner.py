@@ -211,18 +211,29 @@ class ModelRunner(DecoderRunner):
         logits = logits if plan.num_logits is None else logits[: plan.num_logits]
         return PassOutput(logits.float(), hidden, features)
 
-    @torch.inference_mode()
     def extend(
         self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice, *, fuzzy: bool = False
     ) -> Tensor:
         """Passes in one call where they are recorded, and where chains are captured one graph for those behind the
         text."""
-        if self._recorded is not None and self._policy is None and self.config.encoder is None:
+        if self._recorded is not None and self._policy is None and self.decoder.encoder is None:
             chosen = self._extend_recorded(self._recorded, spans, token_ids, choice)
             if chosen is not None:
                 return chosen
         if self._passes is None or not self._chain_lengths or self._is_invariant:  # steps of a chain share their ranges
             return super().extend(spans, token_ids, choice, fuzzy=fuzzy)
+        return self._extend_captured(self._passes, spans, token_ids, choice, fuzzy=fuzzy)
+
+    @torch.inference_mode()
+    def _extend_captured(
+        self,
+        passes: CapturedPasses,
+        spans: Sequence[Span],
+        token_ids: Tensor | Sequence[int],
+        choice: StepChoice,
+        *,
+        fuzzy: bool,
+    ) -> Tensor:
         chosen = list[Tensor]()
         if any(span.num_tokens > 1 for span in spans):
             chosen.append(choice.choose(self.forward(spans, token_ids, fuzzy=fuzzy).logits, 0)[None])
@@ -234,7 +245,7 @@ class ModelRunner(DecoderRunner):
             # what is left in few graphs; the host lays out the next one while this one runs
             num_steps = next(length for length in self._chain_lengths if length <= len(choice) - done)
             plans = self._plan_chain(spans, num_steps)
-            chosen.append(self._passes.chain(last, plans, choice.part(done, done + num_steps)))
+            chosen.append(passes.chain(last, plans, choice.part(done, done + num_steps)))
             last = chosen[-1][-1]
         return torch.cat([one[:, : len(spans)] for one in chosen])
 
@@ -242,13 +253,13 @@ class ModelRunner(DecoderRunner):
         self, recorded: RecordedDecoder, spans: Sequence[Span], token_ids: Tensor | Sequence[int], choice: StepChoice
     ) -> Tensor | None:
         """None where the passes of such a chain are not recorded."""
-        run = recorded.chain(sum(span.num_tokens for span in spans), len(choice))
+        num_steps = len(choice)
+        run = recorded.chain(len(token_ids), num_steps)
         if run is None:
             return None
-        later = len(choice) - 1
-        longer = [Span(span.seq_id, span.num_tokens + later, span.parents) for span in spans]
-        rows = cast(RaggedBackend, self._backend).chain_rows(self.lay_out(longer), len(choice))
-        return run(upload(token_ids, self.decoder.device), rows, choice.race())
+        longer = [Span(span.seq_id, span.num_tokens + num_steps - 1, span.parents) for span in spans]
+        rows = cast(RaggedBackend, self._backend).chain_rows(self.lay_out(longer), num_steps)
+        return run(token_ids, rows, choice.race())
 
 
 def captured_facts(

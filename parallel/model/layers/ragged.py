@@ -58,19 +58,16 @@ class _SlotTables:
     """The slots of those sequences that are no run, one after the other."""
 
     def __init__(self) -> None:
-        self._tables: list[np.ndarray] = []
+        self.tables: list[np.ndarray] = []
         self._size = 0
 
     def add(self, rows: SpanRows | TableRead) -> tuple[int, int]:
         """The first slot of a run, and where the slots begin among all; -1 for the one that is not so."""
         if rows.run is not None:
             return rows.run.start, -1
-        self._tables.append(rows.slots)
+        self.tables.append(rows.slots)
         self._size += len(rows.slots)
         return -1, self._size - len(rows.slots)
-
-    def joined(self) -> np.ndarray | None:
-        return np.concatenate(self._tables) if self._tables else None
 
 
 class RaggedBackend:
@@ -112,7 +109,7 @@ class RaggedBackend:
             num_rows += size
             written += _written(rows)
             positions += places
-        made = PassRows(spans, tables.joined(), parents, written, positions)
+        made = PassRows(spans, tables.tables, parents, written, positions)
         # from arrays, not lists: that takes PyTorch three times as long
         logit_rows = None if len(wanted) == num_rows else torch.from_numpy(np.array(wanted, dtype=np.int64))
         return PassPlan(num_rows, made.positions, logit_rows, RaggedPlan(self, made, last))
@@ -122,7 +119,8 @@ class RaggedBackend:
         sequence, of which every other one feeds the next."""
         assert all(rows.pending.is_chain for rows in laid_out)
         tables, later = _SlotTables(), num_steps - 1
-        first, second, broken = ChainPass([], [], []), ChainPass([], [], []), dict[int, Sequence[int]]()
+        first, second = ChainPass([], [], []), ChainPass([], [], [])
+        broken: dict[int, Sequence[int]] = {}
         for i, rows in enumerate(laid_out):
             starts, slots, positions = tables.add(rows), _written(rows), rows.positions()
             size, num_pending = rows.num_rows - later, rows.num_pending - later
@@ -135,13 +133,13 @@ class RaggedBackend:
                 second.positions.append(positions[size])
                 if rows.run is None:
                     broken[i] = slots[size:]
-        return ChainRows(first, second, later, tables.joined(), broken)
+        return ChainRows(first, second, later, tables.tables, broken)
 
     def any_plan(self, layers: Iterable[Heads], *, reads: bool = False) -> RaggedPlan:
         """A plan of no rows, to record the calls of these layers with."""
         for heads in layers:
             self.layer_call(heads, reads=reads)
-        return RaggedPlan(self, PassRows((), None, (), ()))
+        return RaggedPlan(self, PassRows((), (), (), ()))
 
     def plan_reads(self, reads: Sequence[TableRead]) -> RaggedPlan:
         """Build the plan of queries over other tables, which write nothing."""
@@ -150,7 +148,7 @@ class RaggedBackend:
             starts = *tables.add(read), READS
             spans += (num_rows, read.num_rows, len(read.slots), 0, *starts, FOREST)
             num_rows += read.num_rows
-        return RaggedPlan(self, PassRows(spans, tables.joined(), (), ()))
+        return RaggedPlan(self, PassRows(spans, tables.tables, (), ()))
 
     def layer_call(self, heads: Heads, *, reads: bool = False) -> LayerCall:
         """The call of a layer's attention, or the one that reads other tables, to which no window and no bias apply."""

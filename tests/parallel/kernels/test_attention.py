@@ -110,7 +110,7 @@ class Case:
             parents += [*chain.from_iterable(one.copies.ranges())] if one.copies else one.parents or []
             written += one.table[-one.num_rows :]
             first += one.num_rows
-        numbers = PassRows(spans, np.array(slots, dtype=np.int64), parents, written)
+        numbers = PassRows(spans, [np.array(slots, dtype=np.int64)], parents, written)
         rotation = self.rotation and (self.rotation[0][rows].clone(), self.rotation[1][rows].clone())
         return call.attend(numbers, self.projected[rows].clone(), rotation)
 
