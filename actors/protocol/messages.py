@@ -119,6 +119,8 @@ class TokenTree:
 
     def depths(self) -> list[int]:
         """Distance of every node from the root."""
+        if self.is_chain:
+            return [*range(len(self.parents))]
         depths = [0] * len(self.parents)
         for i in range(1, len(self.parents)):
             depths[i] = depths[self.parents[i]] + 1

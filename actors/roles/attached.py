@@ -154,7 +154,8 @@ class AttachedDrafter(AfterVerdicts):
         asked = {item.request_id: item for item in batch.items if item.num_draft_tokens or item.reads_text}
         if not asked:
             return []
-        known, orders = self._outbox.known, list[DraftOrder]()
+        known = self._outbox.known
+        orders: list[DraftOrder] = []
         if len(verdicts) < len(batch.items):  # others are in the middle of their prompts
             reading = known - {verdict.request_id for verdict in verdicts}
             orders = [DraftOrder(id_, 0) for id_, item in asked.items() if item.reads_text and id_ in reading]

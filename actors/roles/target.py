@@ -179,9 +179,19 @@ class TargetRole:
         self._commit_chunks(inputs)
         if drafter.keeps_at_once:
             self._commit_rows(verdicts)
-        answer = replace(answer, verdicts=verdicts, finished=finished, num_tokens=num_rows, top_tokens=top_tokens)
-        if prompts := self._verifier.prompt_logprobs():
-            answer = replace(answer, prompt_logprobs=tuple(prompts))
+        answer = VerdictBatch(
+            batch.round,
+            verdicts,
+            answer.started,
+            finished,
+            num_rows,
+            answer.committed,
+            top_tokens,
+            hits=answer.hits,
+            prompt_logprobs=tuple(self._verifier.prompt_logprobs()),
+            ran_ahead=answer.ran_ahead,
+            dropped_s=answer.dropped_s,
+        )
         return answer, features
 
     def _committed_features(self, inputs: Sequence[VerifyInput], verdicts: Sequence[Verdict]) -> list[FeatureRows]:

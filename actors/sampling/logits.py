@@ -227,7 +227,10 @@ def _divide(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 def choose_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
     """The target's own token at every node, int64 [N], or `NO_TOKEN` where no distribution is possible."""
-    return _chosen(process_batch(logits, batch, eos_token_ids), *_keyed(batch), NO_TOKEN)
+    scores = process_batch(logits, batch, eos_token_ids)
+    if _has_host_kernels(scores) and all(is_greedy(rows.params) for rows in batch):
+        return chosen_rows(Race(), scores, none=NO_TOKEN)  # without asking where each row stands
+    return _chosen(scores, *_keyed(batch), NO_TOKEN)
 
 
 def choose_split(logits: Tensor, batch: Sequence[LogitRows], first: int, group: Group) -> Tensor:

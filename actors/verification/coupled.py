@@ -19,14 +19,13 @@ def verify_coupled(
     A draw is `NO_TOKEN` where none is possible; no child equals that. Nodes that are `pruned` have no draw and are not
     followed. Of siblings with the same token the longest walk counts, on a tie the first.
     """
-    best = 0
-    depths = [0] * len(tree.parents)
-    matched = [True] + [False] * (len(tree.parents) - 1)
-    for node in range(1, len(tree.parents)):
-        parent = tree.parents[node]
-        if matched[parent] and tree.token_ids[node] == choices[parent] and node not in pruned:
-            matched[node] = True
-            depths[node] = depths[parent] + 1
-            if depths[node] > depths[best]:
-                best = node
+    best, deepest, parents, token_ids = 0, 0, tree.parents, tree.token_ids
+    depths = [0] + [-1] * (len(parents) - 1)  # -1: not followed
+    for node in range(1, len(parents)):
+        parent = parents[node]
+        depth = depths[parent]
+        if depth >= 0 and token_ids[node] == choices[parent] and node not in pruned:
+            depths[node] = depth = depth + 1
+            if depth > deepest:
+                best, deepest = node, depth
     return tuple(tree.path_to(best)), choices[best]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -111,14 +110,15 @@ class Verifier:
         together, and the number of rows fed."""
         spans, token_ids = [], []
         for verified in inputs:
-            cached_len, tree = self.runner.cached_len(verified.seq_id), verified.tree
-            fed = verified.token_ids[cached_len : cached_len + verified.num_fed]
-            if not tree.num_draft_tokens:
-                num_logits = int(self.reaches_root(verified))
-                spans.append(Span(verified.seq_id, len(fed), None, num_logits, verified.drafts_follow))
+            cached_len = self.runner.cached_len(verified.seq_id)
+            end = cached_len + verified.num_fed
+            fed, reaches_root = verified.token_ids[cached_len:end], end == len(verified.token_ids)
+            tree = None if verified.proposal is None else verified.proposal.tree
+            if tree is None or not tree.num_draft_tokens:
+                spans.append(Span(verified.seq_id, len(fed), None, int(reaches_root), verified.drafts_follow))
                 token_ids += fed
                 continue
-            assert self.reaches_root(verified), "a proposal needs the logits of the root"
+            assert reaches_root, "a proposal needs the logits of the root"
             parents = None
             if not tree.is_chain:
                 root_row = len(fed) - 1
@@ -127,8 +127,9 @@ class Verifier:
             num_rows = len(fed) + num_nodes - 1
             spans.append(Span(verified.seq_id, num_rows, parents, num_nodes, verified.drafts_follow))
             token_ids += [*fed, *tree.token_ids[1:]]
-        reached = [one for one, span in zip(inputs, spans, strict=True) if span.num_logits]
-        head = self._split_head
+        head, reached = self._split_head, ()
+        if head is not None:
+            reached = [one for one, span in zip(inputs, spans, strict=True) if span.num_logits]
         if head is not None and reached and all(is_plain(one.sampling) and not one.is_masked for one in reached):
             with head.ungathered():
                 logits = self._pass(inputs, spans, token_ids, keeps_top_tokens=False)
@@ -187,20 +188,22 @@ class Verifier:
         logits: Tensor,
         make_random_source: Callable[[VerifyInput], RandomSource] | None,
     ) -> list[VerifyResult]:
-        rows = _logit_rows(inputs)
-        stops = list(accumulate(len(own.tree.parents) for own in rows))
-        parts = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
-        if not rows:
+        if not inputs:
             return []
+        rows, parts, start = _logit_rows(inputs), [], 0
+        for own in rows:
+            stop = start + len(own.tree.parents)
+            parts.append(slice(start, stop))
+            start = stop
         if self._ratio_test is None:
             choices = logits if logits.dim() == 1 else choose_batch(logits, rows, self._eos_token_ids)
             choices = choices.tolist()
-            pruned = frozenset[int]() if self._features is None else self._features.pruned
-            walks = [
-                verify_coupled(own.tree, choices[part], [row - part.start for row in pruned if row >= part.start])
-                for own, part in zip(rows, parts, strict=True)
-            ]
-            return [VerifyResult(*walk) for walk in walks]
+            pruned = () if self._features is None else self._features.pruned
+            results: list[VerifyResult] = []
+            for own, part in zip(rows, parts, strict=True):
+                cut = pruned and [row - part.start for row in pruned if row >= part.start]
+                results.append(VerifyResult(*verify_coupled(own.tree, choices[part], cut)))
+            return results
         return [VerifyResult(*one) for one in self._ratio_test.judge(inputs, rows, parts, logits, make_random_source)]
 
 

@@ -141,12 +141,14 @@ class ModelDrafter:
             self._prefill(context, leave=1)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        drafts = {context.request_id: Draft.nothing(context) for context in contexts}
-        made = [self._growing.pop(one.request_id) for one in contexts if one.request_id in self._growing]
-        drafts |= self._finished(made)
-        begun = [one.context for one in made]
-        orders = [order for order in zip(contexts, budgets, strict=True) if order[0] not in begun]
-        able = self._with_room([context for context, _ in orders], [budget for _, budget in orders])
+        drafts: dict[int, Draft] = {}
+        left = contexts
+        if self._growing:
+            made = [self._growing.pop(one.request_id) for one in contexts if one.request_id in self._growing]
+            drafts |= self._finished(made)
+            orders = [order for order in zip(contexts, budgets, strict=True) if order[0].request_id not in drafts]
+            left, budgets = [context for context, _ in orders], [budget for _, budget in orders]
+        able = self._with_room(left, budgets)
         for context, _ in able:
             self._prefill(context, leave=self._options.prefill_chunk)
         if able:
@@ -155,9 +157,9 @@ class ModelDrafter:
             else:
                 grow = self._chains if self._keeps_tokens_on_device(able) else self._trees
             drafts |= grow([context for context, _ in able], [budget for _, budget in able])
-        for context in (*begun, *[context for context, _ in able]):
-            self._rows[context.request_id].depth = max(drafts[context.request_id].tree.depths())
-        return [drafts[context.request_id] for context in contexts]
+        for request_id, draft in drafts.items():
+            self._rows[request_id].depth = draft.tree.depth
+        return [drafts[one.request_id] if one.request_id in drafts else Draft.nothing(one) for one in contexts]
 
     def observe(self, context: Context, commit: Commit) -> None:
         if self._chain_rule is not None:
@@ -288,24 +290,30 @@ class ModelDrafter:
         fed = [self._suffix(context) for context in contexts]
         spans, token_ids = [span for span, _ in fed], [token for _, tokens in fed for token in tokens]
         live, depth, device = list(range(len(contexts))), 0, self.runner.decoder.device
-        chunks, last = list[tuple[list[int], Tensor]](), upload(token_ids, device)
+        chunks: list[tuple[list[int], int, Tensor]] = []
+        last: Tensor | list[int] = token_ids
         while live:
             num_steps = min(budgets[i] for i in live) - depth
             choices = ChoicesAhead.of([params[i] for i in live], [lengths[i] + depth for i in live], num_steps, device)
             steps = self.runner.extend(spans, last, choices, fuzzy=depth > 0)
-            chunks.append((live, steps))
+            chunks.append((live, num_steps, steps))
             depth += num_steps
             going = [i for i in live if budgets[i] > depth]
-            last, spans = steps[-1], [Span(contexts[i].request_id, 1) for i in going]
-            if 0 < len(going) < len(live):
-                last = last.index_select(0, upload([live.index(i) for i in going], device))
+            if going:
+                last, spans = steps[-1], [Span(contexts[i].request_id, 1) for i in going]
+                if len(going) < len(live):
+                    last = last.index_select(0, upload([live.index(i) for i in going], device))
             live = going
-        drawn = iter(torch.cat([steps.flatten() for _, steps in chunks]).tolist())  # the one host sync of the draft
+        # the one host sync of the draft
+        flat = [steps.flatten() for _, _, steps in chunks]
+        drawn = (flat[0] if len(flat) == 1 else torch.cat(flat)).tolist()
         tokens: list[list[int]] = [[] for _ in contexts]
-        for rows, steps in chunks:
-            for _ in range(len(steps)):
-                for i in rows:
-                    tokens[i].append(next(drawn))
+        first = 0
+        for rows, num_steps, _ in chunks:
+            stop, count = first + num_steps * len(rows), len(rows)
+            for place, i in enumerate(rows, first):
+                tokens[i] += drawn[place:stop:count]
+            first = stop
         return {one.request_id: self._chain_of(one, draft) for one, draft in zip(contexts, tokens, strict=True)}
 
     def _chain_of(self, context: Context, token_ids: list[int]) -> Draft:
