@@ -377,7 +377,7 @@ class ChoicesAhead:
         return is_unedited(params) and (not truncates(params) or device.type != "cuda" or has_triton())
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return self.keys.shape[0]
 
     def race(self) -> Race:
         return Race(self.temperatures, self.keys, self.sampled, self.limits) if self.is_noisy else Race()

@@ -305,8 +305,10 @@ class ModelDrafter:
                     last = last.index_select(0, upload([live.index(i) for i in going], device))
             live = going
         # the one host sync of the draft
-        flat = [steps.flatten() for _, _, steps in chunks]
-        drawn = (flat[0] if len(flat) == 1 else torch.cat(flat)).tolist()
+        if len(chunks) == 1:
+            drawn = [token for step in chunks[0][2].tolist() for token in step]
+        else:
+            drawn = torch.cat([steps.flatten() for _, _, steps in chunks]).tolist()
         tokens: list[list[int]] = [[] for _ in contexts]
         first = 0
         for rows, num_steps, _ in chunks:
