@@ -115,11 +115,10 @@ class ReadPlan(Protocol):
 class PassPlan:
     """One pass over T rows with logits for N of them: for all where `logit_rows` is None.
 
-    `places`: the rows' positions, or what makes a tensor of them if anybody asks. They
-    may be longer than T where a backend rounds a pass up, and `logit_rows` longer than N = `num_logits`;
-    what follows is padding. `fuzzy` lets a
-    decoder that can run layers side by side do so. `layers` are the sublayers that run, None for all; the
-    first reads `entering` where it is given, not the embedding.
+    `places` are the rows' positions, or what makes a tensor of them once it is asked for. They may be longer than T
+    where a backend rounds a pass up, and `logit_rows` longer than N = `num_logits`; what follows is padding. `fuzzy`
+    lets a decoder that can run layers side by side do so. `layers` are the sublayers that run, None for all; the first
+    reads `entering` where it is given, not the embedding.
     """
 
     num_rows: int
