@@ -92,7 +92,7 @@ class SlotTable:
     def _keep_in(self, slots: np.ndarray) -> None:
         """Slots stand in this memory from now on."""
         self._slots = slots
-        self._words = memoryview(slots).cast("B").cast("q")  # to write and read a few, in less time than NumPy takes
+        self._words = slots.data.cast("B").cast("q")  # to write and read a few, in less time than NumPy takes
 
     def _write(self, first: int, start: int) -> None:
         """Put slots from `start` on behind the `first` rows."""
