@@ -228,7 +228,7 @@ class SpanRows:
 
     @property
     def slots(self) -> np.ndarray:
-        """Of all rows; those of this pass are the last."""
+        """Slots of all rows; those of this pass are the last."""
         if self.table is None:
             assert self.run is not None
             return np.arange(self.run.start, self.run.stop)

@@ -83,7 +83,7 @@ class SlotTable:
 
     @property
     def slots(self) -> np.ndarray:
-        """Those of all rows, and room behind them. The last rows of a run are written when they are asked for: most
+        """Slots of all rows, and room behind them. The last rows of a run are written when they are asked for: most
         passes need no more than where the run begins."""
         if self._num_written < self.num_rows:
             self._write(self._num_written, self.start + self._num_written)
