@@ -133,12 +133,12 @@ def test_a_dropped_tree_leaves_no_trace(llama, backend):
 
 def slot_positions(rows, num_rows, parents):
     PLAIN_APPEND(rows, num_rows, parents)
-    rows.depths = list(range(len(rows.parents)))
+    rows._depths = list(range(len(rows.parents)))
 
 
 def grandparents(rows, num_rows, parents):
     PLAIN_APPEND(rows, num_rows, parents)
-    rows.parents = [rows.parents[parent] if parent >= 0 else -1 for parent in rows.parents]
+    rows._parents = [rows.parents[parent] if parent >= 0 else -1 for parent in rows.parents]
 
 
 def visible_siblings(rows, first):
