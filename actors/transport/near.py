@@ -7,8 +7,10 @@ looks there, and the coordinator's own thread sleeps. Knows neither what records
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
@@ -17,13 +19,13 @@ from weakref import WeakValueDictionary
 
 Handle = Callable[[str, Any], None]
 """Called with the name of a link and its record."""
-MOST_HELD = 8
-"""Records that wait together for their reader."""
+HELD_S = 0.02
+"""Seconds since its reader got records for which others wait."""
 
 
 class PatientInbox:
     """A `SimpleQueue` whose reader sleeps through the records that `may_wait`: it gets them with the next one that may
-    not, with the last of `MOST_HELD`, or when it looks by itself, in the order in which they came.
+    not, with the first one `HELD_S` after the last ones that it got, or when it looks by itself, in their order.
 
     To wake a thread takes longer than to make a record, and it then wants Python's lock.
     """
@@ -32,13 +34,16 @@ class PatientInbox:
         self._may_wait = may_wait
         self._lock = threading.Lock()
         self._held: list[Any] = []
+        self._given_at = -math.inf
         self._due = SimpleQueue[list[Any]]()
         self._taken: deque[Any] = deque()  # of the reader alone
 
     def put(self, record: Any) -> None:
         with self._lock:
             self._held.append(record)
-            if len(self._held) >= MOST_HELD or not self._may_wait(record):
+            now = time.monotonic()
+            if now - self._given_at >= HELD_S or not self._may_wait(record):
+                self._given_at = now
                 self._due.put(self._take_held())
 
     def get(self, timeout: float | None = None) -> Any:

@@ -25,7 +25,7 @@ class HashedDecoder:
     """Two models of different `seed` agree on most tokens. `max_positions` is asserted in every pass."""
 
     device, group = torch.device("cpu"), SINGLE
-    layout = SimpleNamespace(has_fuzzy=True)
+    encoder, layout = None, SimpleNamespace(has_fuzzy=True)
     waits_for_nothing = True
 
     def __init__(self, seed: int, max_positions: int) -> None:

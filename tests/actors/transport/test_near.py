@@ -1,6 +1,8 @@
 """Records between threads of one process: who handles them, in which order, and where an error goes."""
 
+import itertools
 import threading
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,8 +10,8 @@ import pytest
 
 from actors.protocol.membership import Hello
 from actors.protocol.messages import Abort
+from actors.transport import near
 from actors.transport.channel import Hub, open_link
-from actors.transport.near import MOST_HELD
 from tests.actors.service_harness import KEYS
 
 NUM_RECORDS = 400
@@ -177,8 +179,11 @@ def test_a_link_that_is_closed_or_replaced_has_nothing_any_more(hub):
     assert hub.identities() == [] and second.receive(0) is None
 
 
-def test_a_reader_sleeps_through_what_may_wait_and_gets_all_in_order(hub):
+def test_a_reader_sleeps_through_what_may_wait_and_gets_all_in_order(hub, monkeypatch):
+    monkeypatch.setattr(near, "HELD_S", 60.0)
     link = open_link(hub.address, "target-0", KEYS.of("target-0"), may_wait=lambda record: record.request_id < 10)
+    hub.send(["target-0"], Abort(0))
+    assert link.receive(0) == Abort(0), "it has got nothing yet"
     woken = []
     reader = threading.Thread(target=lambda: woken.append(link.receive(60.0)))
     reader.start()
@@ -191,17 +196,20 @@ def test_a_reader_sleeps_through_what_may_wait_and_gets_all_in_order(hub):
     assert [*woken, *[link.receive(0) for _ in range(4)]] == [*map(Abort, (0, 1, 2, 10)), None]
 
 
-def test_what_may_wait_is_there_for_a_reader_that_looks_and_with_the_last_of_so_many(hub):
+def test_what_may_wait_is_there_for_a_reader_that_looks_and_after_a_while(hub, monkeypatch):
+    monkeypatch.setattr(near, "HELD_S", 0.2)
     link = open_link(hub.address, "target-0", KEYS.of("target-0"), may_wait=lambda _: True)
     hub.send(["target-0"], Abort(1))
-    assert link.receive(0) == Abort(1) and link.receive(0) is None
-    woken = []
+    hub.send(["target-0"], Abort(2))
+    assert [link.receive(0) for _ in range(3)] == [Abort(1), Abort(2), None]
+    woken, numbers = [], itertools.count()
     reader = threading.Thread(target=lambda: woken.append(link.receive(60.0)))
     reader.start()
-    for number in range(MOST_HELD):
-        hub.send(["target-0"], Abort(number))
-    reader.join()
-    assert [*woken, *[link.receive(0) for _ in range(MOST_HELD)]] == [*map(Abort, range(MOST_HELD)), None]
+    while reader.is_alive():
+        hub.send(["target-0"], Abort(next(numbers)))
+        time.sleep(0.01)
+    records = [*woken, *iter(lambda: link.receive(0), None)]
+    assert records == [*map(Abort, range(next(numbers)))]
 
 
 def test_records_of_several_threads_come_in_the_order_of_each_whichever_may_wait(hub):

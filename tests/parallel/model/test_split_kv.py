@@ -163,7 +163,7 @@ def test_a_replay_of_a_captured_pass_is_the_eager_pass(make_checkpoint, device):
     assert first.attention.key() == second.attention.key()
     twin = first.attention.like()
     torch._foreach_copy_(twin.tensors(), second.attention.tensors())
-    first.attention, first.positions = twin, twin.positions
+    first.attention, first.places = twin, twin.positions
     torch.testing.assert_close(model.run(first, tokens).hidden, outputs[1], atol=0, rtol=0)
 
 

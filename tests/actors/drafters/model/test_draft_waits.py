@@ -85,7 +85,7 @@ def test_a_chain_is_one_wait_for_any_sampling(accelerator, spec, sampling):
     assert (waits, num_passes) == (1, LENGTH)
 
 
-LAUNCHES = {"sync": (20, 20, 25), "pearl": (30, 55, 61), "branches": (22, 43, 47), "tree": (8, 14, 15)}
+LAUNCHES = {"sync": (18, 18, 23), "pearl": (30, 55, 61), "branches": (22, 43, 47), "tree": (8, 14, 15)}
 """Launches of a chain in turn, and of the longest step of draft-ahead: greedy, with a temperature, with top-k and
 top-p."""
 AFTER_A_MISS = dict.fromkeys(("pearl", "branches", "tree"), (40, 65, 70))
