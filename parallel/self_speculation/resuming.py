@@ -33,7 +33,7 @@ class KeptRows:
     context: int
     stop: int
     token_ids: list[int]
-    parents: list[int]
+    parents: Sequence[int]
     slots: np.ndarray
     states: Tensor  # [rows, H], the residual stream
 
