@@ -24,7 +24,18 @@ def test_a_row_compares_drafts_with_plain_decoding() -> None:
 @pytest.mark.extended
 def test_batches_of_the_bundled_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_pair(tmp_path / "pair")
-    options = ["--settings", "self, streaming", "--requests", "2", "--length", "40", "--tokens", "150", "--repeats", "1"]
+    options = [
+        "--settings",
+        "self, streaming",
+        "--requests",
+        "2",
+        "--length",
+        "40",
+        "--tokens",
+        "150",
+        "--repeats",
+        "1",
+    ]
     main([str(tmp_path / "pair"), *options])
     _, _, line = capsys.readouterr().out.splitlines()
     name, num_requests, tokens, *_, equal = line.strip("| ").split(" | ")
