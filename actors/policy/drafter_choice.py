@@ -44,8 +44,9 @@ PRIOR_TOKENS = 32.0
 """Tokens of a request after which its own savings weigh as much as the average of all requests."""
 PRIOR_LENGTH = 128.0
 """Tokens that requests are expected to generate before one has ended."""
-CREDIT = 0.4
-"""Rounds that trying drafters may lose at the start."""
+CREDIT = MOST_BUDGET
+"""Rounds that trying drafters may lose at the start: as many as may be saved up, since a model has to read each prompt
+before it is tried, and a few poor drafts at the start say little of it."""
 _ITERATIONS = 3
 LEAST_SCATTER = 2.0
 """Tokens of a round that the relative error of hidden drafts applies to at least: they come in runs, so that a few
