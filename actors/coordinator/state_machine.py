@@ -116,7 +116,8 @@ class Coordinator:
         verdicts, sequences, proposals = batch.verdicts, self._sequences, self._round.proposals
         is_expected = len(verdicts) == 1 or len({verdict.request_id for verdict in verdicts}) == len(verdicts)
         if self._round.first_part is not None:
-            is_expected = not (verdicts or batch.hits or batch.prompt_logprobs or batch.drafts_follow)
+            has_more = bool(verdicts or batch.hits or batch.prompt_logprobs or batch.drafts_follow)
+            is_expected = batch.follows_verdicts and not has_more
         if batch.prompt_logprobs or batch.hits:
             is_expected = is_expected and self._expects_of_prompts(batch)
         for verdict in verdicts:
@@ -283,17 +284,18 @@ class Coordinator:
         """Commit the verdicts, and emit the tokens; or the target has loaded weights. Where drafts follow the verdicts,
         the round ends with those."""
         round_, emitted = self._round, list[Tokens | WeightsUpdated]()
-        verifying = round_.verifying
-        if verifying is None or batch.round != self._verify_round:
+        verifying, first_part = round_.verifying, round_.first_part
+        is_due = batch.follows_verdicts == (first_part is not None)  # else the verdicts before it were lost
+        if verifying is None or batch.round != self._verify_round or not is_due:
             self._stats.num_stale += 1
             return []
         if self._lost_at:
             self._end_outages(now, "target")
         if self._loading is not None:
             return [self._end_loading(self._loading, batch.refusal, now)]
-        if round_.admitted or batch.prompt_logprobs:
-            self._take_of_prompts(batch)
-        if round_.first_part is None:
+        if first_part is None:
+            if round_.admitted or batch.prompt_logprobs:
+                self._take_of_prompts(batch)
             round_.is_test = self._scheduler.tested is not None  # until its last verdict is committed
             for verdict in batch.verdicts:
                 if verdict.request_id not in verifying:
@@ -303,9 +305,9 @@ class Coordinator:
                 if tokens.token_ids or tokens.finish_reason is not None:
                     emitted.append(tokens)
         else:
-            batch = replace(batch, verdicts=round_.first_part.verdicts)
+            batch = replace(batch, verdicts=first_part.verdicts)
         if batch.drafts_follow:
-            self._uncounted += [(self._count_commit, result) for result in round_.results[round_.num_counted :]]
+            self._uncounted += [(self._count_commit, result) for result in round_.results]
             round_.first_part, round_.verifying, round_.num_counted = batch, set(), len(round_.results)
             return emitted
         self._observe(batch, now)
@@ -597,9 +599,10 @@ class Coordinator:
             self._drafter.of(role).lose(self._sequences.values())
             return []
         self._has_target, self._target_outbox = False, Outbox()
-        if self._round.first_part is not None:
+        fed = self._round.fed
+        if self._round.first_part is not None:  # its results are counted
             self._round = Round(now)
-        self._round.verifying, self._round.admitted = None, ()
+        self._round.verifying, self._round.admitted, self._round.fed = None, (), fed
         for sequence in self._scheduler.preempt(self._scheduler.running):
             self._drafter.release(sequence)
         lost, self._loading = self._loading, None

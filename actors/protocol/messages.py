@@ -866,6 +866,8 @@ class VerdictBatch:
     drafts_follow: bool = False
     """The drafter reads text first: the verdicts leave alone, and its drafts in a further batch of this round, which
     has no verdicts."""
+    follows_verdicts: bool = False
+    """It is that further batch."""
     export: FeatureExport | None = None
     """What this batch sends over the bridge that it was given."""
     exported: tuple[float, float] | None = None

@@ -135,7 +135,10 @@ class TargetRole:
         if self._reads_later:
             answer = replace(answer, top_tokens=self._of_last_pass)
             self._of_last_pass = None
-        yield replace(answer, verdicts=(), hits=(), prompt_logprobs=()) if has_left else answer
+        if has_left:
+            yield replace(answer, verdicts=(), hits=(), prompt_logprobs=(), follows_verdicts=True)
+        else:
+            yield answer
         self._drafter.answered()
         if self._reads_later and batch.items:
             self._of_last_pass = self._verifier.top_tokens()

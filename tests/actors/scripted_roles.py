@@ -429,7 +429,7 @@ class World:
         """The target's answer, now and then its verdicts first, as where a drafter reads much before it drafts."""
         if not self.parts or self.choose.random() >= self.parts:
             return [answer]
-        return [replace(answer, drafts_follow=True), replace(answer, verdicts=(), hits=())]
+        return [replace(answer, drafts_follow=True), replace(answer, verdicts=(), hits=(), follows_verdicts=True)]
 
     def check_orders(self, answers) -> None:
         """A draft for a sequence that is verified would be stale before it is made, and tell at most how late it is."""

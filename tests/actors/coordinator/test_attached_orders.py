@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.coordinator.attached_port import AttachedPort
-from actors.coordinator.port import open_port
-from actors.coordinator.scheduler import Capacity, Scheduler
-from actors.coordinator.state_machine import Coordinator
-from actors.options import SchedulerConfig
 from actors.policy.decision import Mode
-from actors.policy.policy import Policy as FixedLengths
-from actors.protocol.messages import (
-    HASH_SEED,
-    MeasuredCosts,
-    Proposal,
-    ProposalBatch,
-    Request,
-    SamplingParams,
-    TokenTree,
-    Verdict,
-    VerdictBatch,
-    extend_hash,
-)
+from actors.protocol.messages import MeasuredCosts, Proposal, ProposalBatch, TokenTree, VerdictBatch
 
 COSTS = MeasuredCosts(0.03, 0.001, 0.25)
 
@@ -136,29 +119,3 @@ def test_drafts_are_kept_for_the_texts_that_they_continue(length, is_kept):
         assert (current.draft.proposal, current.draft.num_ordered, current.draft.is_answered) == (fresh, 3, True)
     assert (current.draft.proposal is fresh) == is_kept and other.draft.proposal is None
     assert port.end_pass(VerdictBatch(1, (), 0.0, 0.0), {1: current}) == 0
-
-
-def test_first_tokens_leave_at_once_and_the_next_pass_waits_for_their_drafts():
-    """The verdict of a prompt comes first, its draft in a second record, which may not repeat the verdict."""
-    policy = FixedLengths("sync", 3)
-    limits, capacity = SchedulerConfig(), Capacity(400, 256)
-    port = open_port(policy, 64, drafts=False, attached=True)
-    coordinator: Any = Coordinator(Scheduler(limits, capacity), policy, [], port)
-    (batch,) = coordinator.on(Request(1, (5,) * 50, SamplingParams(max_tokens=9)), 0.0)
-    assert batch.items[0].num_draft_tokens == 3
-    first = VerdictBatch(batch.round, (Verdict(1, 0, 50, (), (6,)),), 0.1, 0.5, 50, drafts_follow=True)
-    coordinator.check(first)
-    (token,) = coordinator.on(first, 0.6)
-    assert (token.position, token.token_ids) == (0, (6,)) and coordinator.awaits("target")
-    with pytest.raises(ValueError, match="not on what the target was given"):
-        coordinator.check(first)  # its verdicts are committed
-    digest = extend_hash(HASH_SEED, (*[5] * 50, 6))
-    draft = Proposal.deterministic(1, 0, 51, digest, TokenTree.chain(6, (7, 8)))
-    rest = replace(first, verdicts=(), drafts=ProposalBatch(batch.round, (draft,), 0.5, 0.8), drafts_follow=False)
-    coordinator.check(rest)
-    (following,) = coordinator.on(rest, 0.9)
-    assert following.items[0].proposal == draft and following.commits[0].token_ids == (6,)
-    assert (coordinator.stats.num_rounds, coordinator.stats.num_tokens, coordinator.stats.num_stale) == (1, 1, 0)
-    assert coordinator.stats.target_busy_s == pytest.approx(0.4) and coordinator.stats.draft_busy_s == pytest.approx(
-        0.3
-    )

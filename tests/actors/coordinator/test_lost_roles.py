@@ -38,6 +38,12 @@ class Storm(World):
             self.bring_back(role)
         elif action < 0.85 and len(queue) > 1 and role != "target":
             self.past.append(queue.popleft())  # the second part of an answer overtakes the first
+        elif action < 0.85 and len(queue) > 1:  # the first part, with the verdicts, is lost
+            self.past.append(queue.popleft())
+            self.deliver(queue.popleft())
+            assert self.coordinator.awaits("target"), "the pass has no verdicts"
+            self.lose(role)
+            self.bring_back(role)
         elif queue:
             record = corrupted(self.choose, queue[0])
             self.senders[id(record)] = role
