@@ -139,7 +139,7 @@ def _made(case: Case) -> tuple[list[LayerCall], PassRows, torch.Tensor]:
         for n, own in enumerate(tables)
     ]
     written = tables[:, case.context :].flatten().tolist()
-    rows = PassRows([number for span in spans for number in span], [] if places is None else [places], (), written)
+    rows = PassRows([number for span in spans for number in span], [places], (), written)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(case.dtype)

@@ -198,14 +198,14 @@ def shapes(hidden: int, layers: int, inner: int, vocab: int) -> list[tuple[int, 
 def open_pass(matrices: Sequence[Panels], num_rows: int) -> Callable[[], None]:
     """All products of a pass of so many rows, in one call."""
     xs = {one.inputs: torch.randn(num_rows, one.inputs).to(one.dtype) for one in matrices}
-    recorder = Recorder(Arena(), num_rows, [])
+    recorder = Recorder(Arena(), num_rows, [x.data_ptr() for x in xs.values()])
     with recorder:
         for place, one in enumerate(matrices):
             one.multiply(xs[one.inputs], gated=place % 4 == 2)
     steps = recorder.steps([])
 
     def run() -> None:
-        steps.run([len(x) for x in xs.values()][:1])  # the rows must stay where they were recorded
+        steps.run([num_rows, *[x.data_ptr() for x in xs.values()]])
 
     return run
 
