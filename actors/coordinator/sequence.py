@@ -189,10 +189,6 @@ class Sequence:
             digests.append(hash((digests[-1] if digests else 0, *block)))
         return digests
 
-    def may_reach_root(self, num_tokens: int) -> bool:
-        """Whether a verdict may follow if the target feeds so many tokens."""
-        return num_tokens == len(self.token_ids) - self.cached_len or self.may_hit
-
     def found(self, num_rows: int) -> None:
         """The target had so many rows when it was admitted, and fed what `cached_len` counts after them."""
         self.may_hit = False

@@ -309,7 +309,7 @@ def lay_out(pool: KVPool, forests: dict[SeqId, PendingRows], spans: Sequence[Spa
         slots = table.slots[: table.num_rows] if run is None else None
         rows = SpanRows(seq_id, first, num_rows, table.num_rows - num_pending, num_pending, slots, run, pending)
         if table.num_dropped:
-            rows.skipped = table.num_dropped - table.moved
+            rows.skipped = table.skipped
         laid_out.append(rows)
         first += num_rows
     assert len(spans) == 1 or len({span.seq_id for span in spans}) == len(spans), "a sequence feeds one span in a pass"

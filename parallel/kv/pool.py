@@ -110,6 +110,11 @@ class SlotTable:
         return range(self.start, self.start + self.num_rows) if self.run_len == self.num_rows else None
 
     @property
+    def skipped(self) -> int:
+        """How much the position that a next row is computed with exceeds its index."""
+        return self.num_dropped - self.moved
+
+    @property
     def next_slot(self) -> int:
         """The one behind the last row's."""
         return self.start + self.num_rows if self.run_len == self.num_rows else self._words[self.num_rows - 1] + 1
@@ -273,8 +278,7 @@ class KVPool:
 
     def skipped(self, seq_id: SeqId) -> int:
         """How much the position that a next row is computed with exceeds its index."""
-        table = self._tables[seq_id]
-        return table.num_dropped - table.moved
+        return self._tables[seq_id].skipped
 
     def pending_len(self, seq_id: SeqId) -> int:
         table = self._tables[seq_id]
