@@ -67,6 +67,7 @@ def test_first_tokens_leave_at_once_and_the_next_pass_waits_for_their_drafts(coo
             coordinator.check(wrong)  # its verdicts are committed
     coordinator.check(rest)
     (following,) = coordinator.on(rest, 0.9)
+    assert rest.drafts is not None
     (draft,) = rest.drafts.proposals
     assert following.items[0].proposal == draft and following.commits[0].token_ids == (FIRST,)
     stats = coordinator.stats
