@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import psutil
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -129,6 +129,36 @@ class RareSearches(PoolMachine):
 
 TestRareSearches = RareSearches.TestCase
 TestRareSearches.settings = TestPool.settings
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(choose=st.randoms(use_true_random=False))
+def test_slots_are_the_same_whenever_they_are_looked_at(choose):
+    """They are written when they are asked for; one of two pools is asked behind every change, the other at the end."""
+    asked, unasked = pools = [make_pool(300) for _ in range(2)]
+    for pool in pools:
+        for seq_id in range(3):
+            pool.open(seq_id)
+    for _ in range(choose.randint(1, 30)):
+        seq_id, action, num_rows = choose.randrange(3), choose.random(), choose.randint(1, 60)
+        cached_len, num_pending = asked.cached_len(seq_id), asked.pending_len(seq_id)
+        if action < 0.5 and asked.can_reserve(num_rows):
+            change, values = KVPool.extend, [num_rows]
+        elif action < 0.65:
+            change, values = KVPool.commit, [range(choose.randint(0, num_pending))]
+        elif action < 0.8:  # a path of a tree
+            kept = sorted(choose.sample(range(num_pending), choose.randint(0, num_pending)))
+            middle = choose.randint(0, len(kept))
+            change, values = KVPool.commit, [kept[:middle], kept[middle:]]
+        else:
+            change, values = KVPool.truncate, [choose.randint(0, cached_len)]
+        for pool in pools:
+            change(pool, seq_id, *values)
+        asked.check()
+    for seq_id in range(3):
+        assert unasked.run(seq_id) == asked.run(seq_id)
+        assert unasked.slots(seq_id).tolist() == asked.slots(seq_id).tolist()
+    unasked.check()
 
 
 def test_a_pool_in_pieces_is_not_searched_for_every_row(monkeypatch):
