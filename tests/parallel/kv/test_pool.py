@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 import pytest
 from hypothesis import given, settings
@@ -142,6 +144,8 @@ def test_slots_are_the_same_whenever_they_are_looked_at(choose):
     for _ in range(choose.randint(1, 30)):
         seq_id, action, num_rows = choose.randrange(3), choose.random(), choose.randint(1, 60)
         cached_len, num_pending = asked.cached_len(seq_id), asked.pending_len(seq_id)
+        change: Any
+        values: list[Any]
         if action < 0.5 and asked.can_reserve(num_rows):
             change, values = KVPool.extend, [num_rows]
         elif action < 0.65:
