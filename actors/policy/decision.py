@@ -137,7 +137,7 @@ class Decision:
     """The choice for the next rounds, and what it follows from."""
 
     choice: Decoding
-    budget: float = field(default_factory=lambda: CREDIT)
+    budget: float = field(default_factory=lambda: CREDIT)  # read at each start, for measurements that vary it
     estimates: Estimates = field(default_factory=dict)
     best: Decoding = Decoding.plain
     """The choice with the most expected tokens per second by the estimates, without exploration."""

@@ -20,12 +20,12 @@ from weakref import WeakValueDictionary
 Handle = Callable[[str, Any], None]
 """Called with the name of a link and its record."""
 HELD_S = 0.02
-"""Seconds since its reader got records for which others wait."""
+"""Seconds after a reader was woken in which records that may wait do not wake it again."""
 
 
 class PatientInbox:
     """A `SimpleQueue` whose reader sleeps through the records that `may_wait`: it gets them with the next one that may
-    not, with the first one `HELD_S` after the last ones that it got, or when it looks by itself, in their order.
+    not, with the first one `HELD_S` after it was last woken, or when it looks by itself, in their order.
 
     To wake a thread takes longer than to make a record, and it then wants Python's lock.
     """
