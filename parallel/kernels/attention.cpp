@@ -434,14 +434,11 @@ template <class Number>
 void find_most(const Layer &layer, Query<Number> &query, int64_t lo) {
     if (layer.bias) add_bias(layer, query, lo);
     const Scores scores = scores_of(query, lo);
+    if (layer.softcap > 0)
+        for (int64_t i = scores.start; i < scores.stop; i += WIDTH)
+            store(query.scores + i, capped(load(query.scores + i) * layer.scale, layer.softcap));
     for (int64_t i = scores.start; i < query.first - lo; i++) query.scores[i] = NONE;
     for (int64_t i = query.end - lo; i < scores.stop; i++) query.scores[i] = NONE;
-    if (layer.softcap > 0) {
-        for (int64_t i = scores.start; i < scores.stop; i += WIDTH) {
-            const Floats score = load(query.scores + i) * layer.scale, bounded = capped(score, layer.softcap);
-            store(query.scores + i, score == NONE ? score : bounded);
-        }
-    }
     const float factor = factor_of(layer);
     Floats most = in_every_lane(NONE);
     for (int64_t i = scores.start; i < scores.stop; i += WIDTH) {
@@ -453,14 +450,14 @@ void find_most(const Layer &layer, Query<Number> &query, int64_t lo) {
     query.out[layer.head_dim] = max;
 }
 
-// These scores -> weights, with their total.
+// These scores -> weights, with their total. Where all of them are minus infinity the weights are 0.
 template <class Number>
 void soften(const Layer &layer, Query<Number> &query, int64_t lo) {
     const Scores scores = scores_of(query, lo);
-    const float factor = factor_of(layer), max = query.out[layer.head_dim];
+    const float factor = factor_of(layer), max = query.out[layer.head_dim], largest = max == NONE ? 0.0f : max;
     Floats total = {};
     for (int64_t i = scores.start; i < scores.stop; i += WIDTH) {
-        const Floats weight = exponential(load(query.scores + i) * factor - max);
+        const Floats weight = exponential(load(query.scores + i) * factor - largest);
         store(query.scores + i, weight);
         total += weight;
     }
@@ -548,10 +545,11 @@ struct Call {
     }
 };
 
-// The sum, maximum and total of one chunk, and of all chunks so far: [head_dim + 2].
+// The sum, maximum and total of one chunk, and of all chunks so far: [head_dim + 2]. The total is 0 where no key was seen or
+// every score was minus infinity; of scores that are no numbers it is none either, which has to show.
 void merge(const float *part, float *so_far, int64_t size) {
     const float max = part[size], before = so_far[size], most = max > before ? max : before;
-    if (max == NONE) return;
+    if (part[size + 1] == 0) return;
     const float weight = exponential(in_every_lane(max - most))[0], kept = exponential(in_every_lane(before - most))[0];
     for (int64_t i = 0; i < size; i++) so_far[i] = so_far[i] * kept + part[i] * weight;
     so_far[size] = most, so_far[size + 1] = so_far[size + 1] * kept + part[size + 1] * weight;
