@@ -5,7 +5,8 @@ so a pass can be captured as a CUDA graph (`runtime/cuda_graphs.py`). Short span
 prefill chunk) has its own.
 
     rectangle   B sequences x Q queries against L keys; a sequence's pending keys, its last P, are masked by `tail`
-    padding     queries repeat the pass's first row, keys the pool's scratch row; their results are never read
+    padding     queries repeat the pass's first row, and keys the first one of their sequence; their results are never
+                read, but zero times NaN is NaN: a key of another sequence, or the pool's scratch row, may be none
 """
 
 from __future__ import annotations
@@ -187,10 +188,11 @@ class PaddedBackend:
         size, num_queries = len(reads), max(read.num_rows for read in reads)
         length = -(-(max(len(read.slots) for read in reads) + 1) // _KEY_BLOCK) * _KEY_BLOCK
         query_rows = np.zeros((size, num_queries), dtype=np.int64)
-        slots = np.full((size, length), self.pool.scratch_slot, dtype=np.int64)
+        slots = np.empty((size, length), dtype=np.int64)
         places, first = [], 0
         for i, read in enumerate(reads):
             query_rows[i, : read.num_rows] = range(first, first + read.num_rows)
+            slots[i] = read.slots[0] if len(read.slots) else self.pool.scratch_slot
             slots[i, : len(read.slots)] = read.slots
             places.append(np.arange(i * num_queries, i * num_queries + read.num_rows))
             first += read.num_rows
@@ -218,6 +220,7 @@ class PaddedBackend:
         places = []
         for i, rows in enumerate(batch):
             query_rows[i, : rows.num_rows] = range(rows.first, rows.first + rows.num_rows)
+            slots[i] = rows.slots[0]
             slots[i, : len(rows.slots)] = rows.slots
             context[i] = rows.context
             depths[i, : rows.num_pending] = rows.pending.depths

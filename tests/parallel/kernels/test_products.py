@@ -241,6 +241,26 @@ def test_a_rounded_row_that_is_not_finite_shows_and_changes_no_other(bad):
     assert not after[1].isfinite().any() and torch.equal(after[::2], before[::2])
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8, "pairs", "w8a8"])
+@pytest.mark.parametrize("num_rows", [6, 50])
+def test_a_broken_row_changes_no_other_of_its_tile_or_chunk(num_threads, stored, num_rows):
+    """More inputs than a block, an odd last one among them where they may be; also with gates."""
+    torch.manual_seed(0)
+    rounds, rows = stored == "w8a8", torch.bfloat16 if stored == "pairs" else torch.float32
+    stored = {"pairs": torch.bfloat16, "w8a8": torch.int8}.get(stored, stored)
+    matrix, x = torch.randn(96, 777).mul(30).clamp(-127, 127).to(stored), torch.randn(num_rows, 777).to(rows)
+    panels = Panels(matrix, torch.rand(96) if stored == torch.int8 else None, rows, rounds=rounds)
+    before = [panels.multiply(x, gated=gated) for gated in (False, True)]
+    for broken in (0, 5, num_rows - 1):
+        others = torch.arange(num_rows) != broken
+        for bad in (torch.nan, torch.inf, 3e38, 1e-42):
+            worse = x.clone()
+            worse[broken] = bad
+            for gated in (False, True):
+                found = panels.multiply(worse, gated=gated)
+                assert torch.equal(found[others], before[gated][others]), f"beside {bad} in row {broken}"
+
+
 @pytest.mark.parametrize("values", [torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, -3e38])])
 def test_what_no_number_holds_is_rounded_as_torch_rounds_it(values):
     """Sums are stored as bfloat16 with infinities, NaN and overflow."""
