@@ -1,5 +1,5 @@
-"""The attention kernel over numbers that are huge, tiny, infinite or none: what a row does not see cannot reach it, what
-weighs nothing changes nothing, and what is none in a row's own keys shows in its result."""
+"""The attention kernel over numbers that are huge, tiny, infinite or none: what a row does not see cannot reach it,
+what weighs nothing changes nothing, and what is none in a row's own keys shows in its result."""
 
 from __future__ import annotations
 
