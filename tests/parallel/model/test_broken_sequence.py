@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel.kv.pass_plan import Span
+from parallel.model.layers.padded import PaddedBackend
 from parallel.runtime.runner import ModelRunner, open_model
 from tests.parallel.backends import EVERY_BACKEND
 
@@ -21,6 +22,7 @@ def open_runner(request, make_checkpoint):
     def open_() -> ModelRunner:
         runner = open_model(make_checkpoint().path, num_slots=128, backend=request.param.removesuffix(" in buckets"))
         if request.param.endswith("in buckets"):
+            assert isinstance(runner._backend, PaddedBackend)
             runner._backend._bucketed = True
         return runner
 
