@@ -3,6 +3,7 @@ blocks; and that a row's result is the same to the bit wherever it stands."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,23 @@ def test_every_row_attends_to_what_it_sees(seed, dtype):
     torch.testing.assert_close(result.double(), expected, atol=2e-5, rtol=rounding)
     torch.testing.assert_close(case.keys, keys, atol=0 if rounding else 1e-5, rtol=0)
     torch.testing.assert_close(case.values, values, atol=0, rtol=0)
+
+
+@TYPES
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("kind", ["chain", "tree", "copies"])
+def test_a_span_may_have_more_rows_than_a_task(kind, window, dtype):
+    """Three tasks of 128 rows at most; a window leaves out chunks of the keys before each."""
+    torch.manual_seed(window)
+    context, num_rows, draw = 300, 272, random.Random(window)
+    parents = [draw.randrange(max(-1, i - 3), i) for i in range(num_rows)] if kind == "tree" else None
+    copies = BlockCopies(144, [64, 64], 16) if kind == "copies" else None
+    sequence = Sequence(context, [*range(5, 5 + context + num_rows)], parents, num_rows, copies)
+    keys, values = torch.randn(NUM_SLOTS, 1, 16), torch.randn(NUM_SLOTS, 1, 16)
+    case = numbers_of(Case(2, 16, window, 0.0, [sequence], keys, values, torch.randn(num_rows, 4 * 16), None), dtype)
+    rounding = 2**-8 if dtype == torch.bfloat16 else 0
+    result = case.attend(case.sequences, slice(None))
+    torch.testing.assert_close(result.double(), case.expected()[0], atol=2e-5, rtol=rounding)
 
 
 @TYPES
