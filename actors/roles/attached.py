@@ -74,7 +74,7 @@ class AttachedDrafter(AfterVerdicts):
             if admit.speculates:
                 self._outbox.open(admit)
 
-    def ended(self, request_id: int, token_ids: Sequence[int]) -> None:
+    def ended(self, request_id: int, token_ids: list[int]) -> None:
         self.role.ended(request_id, token_ids)
 
     def wants_features(self, batch: VerifyBatch) -> bool:  # noqa: ARG002 (its state follows every pass)
