@@ -134,12 +134,11 @@ def assign(offers: Sequence[Sequence[Offer]], times: RoundTimes) -> Assignment:
         return Assignment([pick], tokens, seconds)
     curves = [[_Curve.of(offer) for offer in request] for request in offers]
     token_s = {drafter: times.token_s(drafter) for drafter in {one.drafter for request in curves for one in request}}
-    best = _within([[] for _ in offers], {}, times)
+    best = _within(curves, {}, times)
     for used in _subsets(sorted(token_s)):
-        held = [[one for one in request if one.drafter in used] for request in curves]
         price, picks = 0.0, None
         for _ in range(_ITERATIONS):
-            found = _within(held, {drafter: price * token_s[drafter] for drafter in used}, times)
+            found = _within(curves, {drafter: price * token_s[drafter] for drafter in used}, times)
             if found.picks == picks:
                 break
             if found.speed > best.speed:
@@ -148,8 +147,7 @@ def assign(offers: Sequence[Sequence[Offer]], times: RoundTimes) -> Assignment:
     return best
 
 
-@dataclass(frozen=True, slots=True)
-class _Curve:
+class _Curve(NamedTuple):
     """The lengths of an offer that are the best at some price of a token, with what they bring: the upper hull, whose
     slopes fall from length to length. They are kept negated, in ascending order, to be searched."""
 
@@ -173,16 +171,19 @@ class _Curve:
         return cls(offer.drafter, points, descents)
 
 
-def _within(held: Sequence[Sequence[_Curve]], costs: Mapping[int, float], times: RoundTimes) -> Assignment:
-    """Every request takes its best offer, or none, where a draft token of a drafter is worth so many tokens."""
-    picks, tokens = [], float(len(held))
-    for request in held:
+def _within(curves: Sequence[Sequence[_Curve]], costs: Mapping[int, float], times: RoundTimes) -> Assignment:
+    """Every request takes the best offer of these drafters, or none, where a draft token of each is worth so many
+    tokens."""
+    picks, tokens = [], float(len(curves))
+    for request in curves:
         pick, value, most = (NO_DRAFTER, 0), 0.0, 0.0
-        for curve in request:
-            cost = costs[curve.drafter]
-            length, expected = curve.points[bisect_left(curve.descents, -cost)]
+        for drafter, points, descents in request:
+            if drafter not in costs:
+                continue
+            cost = costs[drafter]
+            length, expected = points[bisect_left(descents, -cost)]
             if expected - length * cost > most:
-                pick, value, most = (curve.drafter, length), expected, expected - length * cost
+                pick, value, most = (drafter, length), expected, expected - length * cost
         picks.append(pick)
         tokens += value
     return Assignment(picks, tokens, times.seconds(picks))
@@ -396,6 +397,8 @@ class DrafterChoice:
             [one.optimistic if one.drafter in hidden else one for one in request if one.read_s <= most_s]
             for request in offers
         ]
+        if not any(one.drafter in hidden for request in affordable for one in request):
+            return best  # as where a model would have to read all the texts
         optimistic = assign(affordable, times)
         if hidden.isdisjoint(map(_DRAFTER, optimistic.picks)):
             return best

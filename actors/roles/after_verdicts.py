@@ -30,6 +30,9 @@ class AfterVerdicts:
     def begin(self, batch: VerifyBatch) -> None:
         """Called before the target's rows change."""
 
+    def ended(self, request_id: int, token_ids: list[int]) -> None:
+        """A request leaves the target, with this text."""
+
     def wants_features(self, batch: VerifyBatch) -> bool:
         """Whether `follow` reads the hidden states of this batch's pass."""
         return False

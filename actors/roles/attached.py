@@ -5,7 +5,8 @@ A `DraftRole` does the work; what the coordinator would send it, batch by batch,
 batch and its verdicts. A verdict that the coordinator cuts ends its request, so nothing assumed here is ever taken
 back. Every rank of the target runs the same drafter on the same verdicts, which rank 0 shares. Where nothing is
 ordered, the drafter gets the features alone, and nothing is done for it: requests that came and went, and text, wait
-for the next order, with which it gets what the target's texts have beyond its own.
+for the next order, with which it gets what the target's texts have beyond its own. A request that it knows and that
+ends gets the rest of its text at once: the target has it no longer then, and lookups draft from whole answers.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ class AttachedDrafter(AfterVerdicts):
         for admit in batch.admits:
             if admit.speculates:
                 self._outbox.open(admit)
+
+    def ended(self, request_id: int, token_ids: list[int]) -> None:
+        self.role.ended(request_id, token_ids)
 
     def wants_features(self, batch: VerifyBatch) -> bool:  # noqa: ARG002 (its state follows every pass)
         return True

@@ -161,6 +161,12 @@ class DraftRole:
         if self._idle_time is not None:
             self._idle_time.answered(self.clock())
 
+    def ended(self, request_id: int, token_ids: list[int]) -> None:
+        """A request ended with this text, of which the drafter may not have heard the end; its release follows."""
+        if (context := self.contexts.get(request_id)) is not None:
+            context.extend(token_ids[len(context.token_ids) :])
+            context.settled_len = len(context.token_ids)
+
     def close(self) -> None:
         """The rank ends: a drafter that learns keeps what it learned."""
         if self._learns is not None:

@@ -156,7 +156,7 @@ class TargetRole:
         for commit in batch.commits:
             self._commit(commit)
         for request_id in batch.releases:
-            del self.contexts[request_id]
+            self._drafter.ended(request_id, self.contexts.pop(request_id).token_ids)
             if self._grammars is not None:
                 self._grammars.close(request_id)
             self.runner.close(request_id)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from actors.drafters.interface import FeatureRows
+from actors.drafters.lookup.suffix import SuffixDrafter, SuffixDrafterConfig
+from actors.drafters.scoped import Share
 from actors.protocol.messages import (
     Admit,
     Proposal,
@@ -21,6 +23,7 @@ from actors.protocol.messages import (
     VerifyItem,
 )
 from actors.roles.attached import AttachedDrafter
+from actors.roles.draft import DraftRole
 from actors.roles.target import TargetContext
 from parallel.comm.group import SINGLE
 from tests.actors.roles.test_draft import Recorder
@@ -48,12 +51,12 @@ class Attached(AttachedDrafter):
 
     def begin(self, batch):
         super().begin(batch)
-        for request_id in batch.releases:
-            self.contexts.pop(request_id, None)
-            self.committed.pop(request_id, None)
         for request_id, token_ids in self.committed.items():
             self.contexts[request_id].token_ids += token_ids
         self.committed.clear()
+        for request_id in batch.releases:
+            if (context := self.contexts.pop(request_id, None)) is not None:
+                self.ended(request_id, context.token_ids)
         self.contexts |= {one.request_id: TargetContext(one, [*one.token_ids]) for one in batch.admits}
 
     def commit(self, items, verdicts):
@@ -85,6 +88,12 @@ def drafted(attached, batch, *verdicts, top_tokens=None):
     drafts = None if answer is None else {p.request_id: p.tree.num_draft_tokens for p in answer.proposals}
     assert answer is None or answer.round == batch.round
     return drafts, attached.role.drafter.heard
+
+
+def followed_by(attached, batch, *verdicts):
+    """The drafts that leave with the verdicts of this batch."""
+    attached.begin(batch)
+    return followed(attached, batch, verdicts)
 
 
 @pytest.mark.parametrize("unverified", [False, True])
@@ -133,6 +142,21 @@ def test_nothing_is_done_for_the_drafter_until_something_is_ordered(attached):
         batch = VerifyBatch(number, releases=(2,) if number == 21 else (), items=items)
         verdicts = [Verdict(item.request_id, 5, number, (), (number,)) for item in items]
         assert drafted(attached, batch, *verdicts) == (None, [])
+
+
+def test_a_request_that_ends_while_nothing_is_ordered_is_released_with_its_whole_text(attached):
+    """Tokens of plain rounds and those of the last verdict, so that lookups draft from the end of an answer, too."""
+    suffix = SuffixDrafter(SuffixDrafterConfig(share=Share.all))
+    attached.role = DraftRole(suffix)
+    ordered = VerifyBatch(1, (admit(1),), items=(VerifyItem(1, 2, None, 3),))
+    followed_by(attached, ordered, Verdict(1, 5, 2, (), (11,)))
+    for number, token in enumerate((12, 13, 14), 2):
+        followed_by(attached, VerifyBatch(number, items=(VerifyItem(1, 1),)), Verdict(1, 5, number + 1, (), (token,)))
+    followed_by(attached, VerifyBatch(5, releases=(1,)))
+    other = VerifyBatch(6, (admit(2, (12, 13)),), items=(VerifyItem(2, 2, None, 3),))
+    assert followed_by(attached, other, Verdict(2, 5, 2, (), (14,))).proposals[0].tree.num_draft_tokens == 0
+    again = VerifyBatch(7, (admit(3, (11, 12)),), items=(VerifyItem(3, 2, None, 3),))
+    assert followed_by(attached, again, Verdict(3, 5, 2, (), (13,))).proposals[0].tree.token_ids == (13, 14)
 
 
 @pytest.mark.parametrize(("max_tokens", "length"), [(9, 4), (6, 4), (5, 3), (4, 2), (3, 1), (2, 0), (1, 0)])
