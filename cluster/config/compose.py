@@ -326,6 +326,7 @@ class _DrafterPaths:
         return _checkpoint(key, path, bundled, is_model=is_model)
 
 
+_PROMPT_FILE = "a JSONL file with a `prompt` or `turns` field, or a folder of such files"
 _WORKLOADS = ("editing", "agent", "summarisation", "structured_query", "meaning")
 """Bundled workloads beside completion, each in a file of its name."""
 
@@ -338,7 +339,8 @@ def workload_prompts(prompts: str, workload: str) -> Path:
     if prompts and folder.is_dir():
         from cluster.io.prompts import prompt_sets  # for prompts of the user's own
 
-        sets = prompt_sets(folder)
+        if not (sets := prompt_sets(folder)):
+            raise ValueError(f"job.prompts={prompts}: a folder without NAME.jsonl; give {_PROMPT_FILE}")
     if workload not in sets:
         raise ValueError(f"job.workload={workload}: is unknown; choose one of {', '.join(sets)}")
     return sets[workload].absolute()
@@ -363,4 +365,4 @@ def _prompts(job: PromptsJobConfig) -> str:
 
 
 def _prompt_file(path: str) -> str:
-    return _file("job.prompts", path, "a JSONL file with a `prompt` or `turns` field, or a folder of such files")
+    return _file("job.prompts", path, _PROMPT_FILE)

@@ -56,7 +56,8 @@ class GenerateConfig(PromptsJobConfig):
     baseline: bool = True
     """Also time plain decoding of the same prompts, for `speedup_vs_ar`, with all cores that the target has alone."""
     resume: bool = False
-    """Continue from `completions.jsonl` in the run directory: prompts that are finished there are not run again."""
+    """Continue from `completions.jsonl` in the run directory: prompts that are finished there are not run again.
+    Refused if `report.json` there tells of another target or other sampling."""
     trace: bool = True
     """Record both lanes and write `timeline.json` and `timeline.png`."""
 

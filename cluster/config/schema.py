@@ -128,7 +128,8 @@ class ServerConfig(Section):
     port: Annotated[int, Range(0, 65535)] = 8000
     """TCP port; 0 = any that is free."""
     model_name: str = ""
-    """Name of the model in requests and replies; empty = the name of its checkpoint."""
+    """Name of the model in requests, replies and metrics; empty = the hub id of its checkpoint, or the name of its
+    directory."""
     api_key: str = ""
     """Key that requests must bring as `Authorization: Bearer KEY`, for all but /health and the page at /; empty = none
     is asked for. It can be read in the process list and in the run directory: prefer a file."""

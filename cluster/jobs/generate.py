@@ -24,7 +24,7 @@ from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine, EngineError
 from cluster.io.console import ABSENT, Terminal, figure, percent
 from cluster.io.prompts import Prompt, read_prompts
-from cluster.io.resume import drop_unfinished
+from cluster.io.resume import check_same_settings, drop_unfinished
 from cluster.observability import timeline
 from cluster.observability.choices import describe_choices
 from cluster.observability.report import (
@@ -55,10 +55,8 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     job: GenerateConfig = config.job
     completions, report_file, terminal = run_dir / "completions.jsonl", run_dir / "report.json", Terminal()
     prompts = _read_prompts(config, terminal)
-    finished = drop_unfinished(completions, prompts) if job.resume else set()
+    finished = _finished(config, prompts, completions, terminal) if job.resume else set()
     indices = [index for index in range(len(prompts)) if index not in finished]
-    if finished:
-        terminal.line(f"{len(finished)} of {len(prompts)} prompts are already in {completions}")
     if not indices:
         _report_nothing(config, report_file, len(finished))
         return
@@ -114,6 +112,14 @@ def _read_prompts(config: LaunchConfig, terminal: Terminal) -> list[Prompt]:
     for note in [] if is_bundled(job.prompts) else notes:
         terminal.line(f"note: {note}")
     return prompts
+
+
+def _finished(config: LaunchConfig, prompts: Sequence[Prompt], completions: Path, terminal: Terminal) -> set[int]:
+    """Indices of the prompts that an earlier run in the directory finished with the same settings."""
+    if finished := drop_unfinished(completions, prompts):
+        check_same_settings(completions.with_name("report.json"), config.target.path, asdict(config.sampling))
+        terminal.line(f"{len(finished)} of {len(prompts)} prompts are already in {completions}")
+    return finished
 
 
 def _report_nothing(config: LaunchConfig, file: Path, num_resumed: int) -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from actors.protocol.membership import Ready
 from cluster.config.schema import LaunchConfig
+from cluster.pocket import is_bundled
+from parallel.model.checkpoint import checkpoint_name
 
 if TYPE_CHECKING:
     from actors.coordinator.stats import CoordinatorStats, RequestTimes, StatsSnapshot
@@ -282,7 +284,12 @@ def make_ray_watch(labels: Mapping[str, str]) -> MetricsWatch:
     return MetricsWatch(RayRegistry(), labels)
 
 
+def model_name(config: LaunchConfig) -> str:
+    """The target's name in requests and replies of the server, and in the metrics."""
+    path = Path(config.target.path)
+    return config.server.model_name or ("pocket" if is_bundled(path) else checkpoint_name(path))
+
+
 def metric_labels(config: LaunchConfig) -> dict[str, str]:
-    target = PurePath(config.target.path).name
-    values = (config.cluster.namespace, target, config.drafter.name, str(config.pipeline.name))
+    values = (config.cluster.namespace, model_name(config), config.drafter.name, str(config.pipeline.name))
     return dict(zip(ENGINE_LABELS, values, strict=True))

@@ -25,10 +25,9 @@ from actors.protocol.sampling_params import MOST_BAD_WORD_TOKENS
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Client
 from cluster.io.text import bad_word_tokens, read_eos_token_ids
-from cluster.observability.metrics import metric_labels
+from cluster.observability.metrics import metric_labels, model_name
 from cluster.observability.prometheus import MetricsPage, RequestHistograms
 from cluster.observability.timeline import WORK, lanes_of, last_rounds
-from cluster.pocket import is_bundled
 from cluster.serving.added_tokens import AddedTokens
 from cluster.serving.call_forms import CallForm, native_form
 from cluster.serving.call_readers import ArgumentsReader, CallListReader, CallReader
@@ -75,7 +74,7 @@ class ServedModel:
     def __init__(self, client: Client, config: LaunchConfig) -> None:
         checkpoint = Path(config.target.path)
         facts = client.ready["target-0"].facts
-        self.name = config.server.model_name or ("pocket" if is_bundled(config.target.path) else checkpoint.name)
+        self.name = model_name(config)
         self.created = int(time.time())
         target = config.target
         self.weight_names = WeightNames(checkpoint, (target.dtype, target.weights, target.kv_dtype))

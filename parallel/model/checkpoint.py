@@ -60,6 +60,14 @@ def resolve_checkpoint(path: str) -> Path:
         raise ValueError(f"{path}: neither a directory nor available from the Hugging Face hub ({reason})") from None
 
 
+def checkpoint_name(directory: Path) -> str:
+    """The hub id of a directory in the hub's cache, whose own name is that of a commit; else the directory's name."""
+    repository = directory.parent.parent.name
+    if directory.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return directory.name
+
+
 # --- the tensors that a decoder needs ---------------------------------------------------------------------------------
 
 

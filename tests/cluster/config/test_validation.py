@@ -139,3 +139,8 @@ def test_several_workloads_are_named_by_their_folder(tmp_path):
     assert load_config(["job=bench", "job.workloads=[completion,agent]"]).job.prompts == ""
     with pytest.raises(ValueError, match=r"^job.workload=c: is unknown; choose one of a, b$"):
         load_config(["job=bench", f"job.prompts={tmp_path}", "job.workloads=[a,c]"])
+
+
+def test_a_folder_without_prompts_is_refused_by_its_own_name(tmp_path):
+    with pytest.raises(ValueError, match=f"^job.prompts={tmp_path}: a folder without NAME.jsonl; give a JSONL file"):
+        load_config(["cluster=inprocess", f"job.prompts={tmp_path}"])

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from cluster.io.prompts import Prompt
-from cluster.io.resume import drop_unfinished
+from cluster.io.resume import check_same_settings, drop_unfinished
 from tests.damage import damaged_json, tried
 
 PROMPTS = [Prompt(text) for text in ("a", "b", "c", "d")]
@@ -39,6 +39,19 @@ def test_completions_of_other_prompts_are_not_mixed_in(tmp_path, foreign):
     with pytest.raises(ValueError, match=r"^job\.resume=true: .* line 2 answers another list of prompts; choose"):
         drop_unfinished(path, PROMPTS)
     assert len(path.read_text().splitlines()) == 2, "and nothing is lost"
+
+
+def test_completions_of_other_settings_are_not_mixed_in(tmp_path):
+    report, sampling = tmp_path / "report.json", {"temperature": 0.5, "logit_bias": {7: -1.0}, "stop": ("x",)}
+    check_same_settings(report, "/models/a", sampling)  # nothing is known of the earlier run
+    report.write_text("{}")
+    check_same_settings(report, "/models/a", sampling)
+    report.write_text(json.dumps({"config": {"target": {"path": "/models/a", "tp": 2}, "sampling": sampling}}))
+    check_same_settings(report, "/models/a", sampling)
+    with pytest.raises(ValueError, match=r"^job\.resume=true: target\.path=/models/b, but .* says /models/a; choose"):
+        check_same_settings(report, "/models/b", sampling)
+    with pytest.raises(ValueError, match=r"^job\.resume=true: sampling\.temperature=1\.0, but .* says 0\.5; choose"):
+        check_same_settings(report, "/models/a", {**sampling, "temperature": 1.0})
 
 
 @pytest.mark.parametrize("other", ["3", "[]", '{"index": 1}', '{"index": -1, "prompt": "d", "finish_reason": "stop"}'])

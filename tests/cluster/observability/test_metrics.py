@@ -10,6 +10,7 @@ from actors.coordinator.scheduler import Load
 from actors.coordinator.stats import CoordinatorStats, RequestTimes, StatsSnapshot
 from actors.policy.decision import Mode
 from actors.protocol.membership import Ready
+from cluster.config import load_config
 from cluster.observability.metrics import (
     COUNTERS,
     ENGINE_LABELS,
@@ -18,6 +19,7 @@ from cluster.observability.metrics import (
     PREFIX,
     MetricsWatch,
     metric_labels,
+    model_name,
 )
 from cluster.observability.report import figures
 from cluster.observability.results import Run
@@ -209,3 +211,11 @@ def test_labels_say_which_engine_it_is(tiny_launch):
     labels = metric_labels(tiny_launch(None))
     assert labels["engine"] == "specdec" and labels["drafter"] == "model" and labels["pipeline"] == "sync"
     assert labels["model_name"] and "/" not in labels["model_name"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"), [([], "pocket"), (["server.model_name=org/mine"], "org/mine")], ids=["bundled", "named"]
+)
+def test_the_model_has_one_name_in_replies_and_metrics(overrides, name):
+    config = load_config(["cluster=inprocess", *overrides])
+    assert model_name(config) == metric_labels(config)["model_name"] == name

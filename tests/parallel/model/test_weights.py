@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.kv.pass_plan import Span
-from parallel.model.checkpoint import find_tensors, resolve_checkpoint, tensor_shapes
+from parallel.model.checkpoint import checkpoint_name, find_tensors, resolve_checkpoint, tensor_shapes
 from parallel.model.decoder import Decoder
 from parallel.model.families.registry import read_config
 from parallel.model.weights import load_shards
@@ -228,6 +229,19 @@ def test_of_the_hub_weights_are_fetched_pickled_only_where_there_are_no_others(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert resolve_checkpoint(repository) == tmp_path
     assert sorted(file.name for file in tmp_path.iterdir()) == fetched
+
+
+@pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        ("cache/hub/models--Qwen--Qwen3-8B/snapshots/9c925d64", "Qwen/Qwen3-8B"),
+        ("cache/hub/models--gpt2/snapshots/607a30d7", "gpt2"),
+        ("home/snapshots/mine", "mine"),
+        ("home/models--mine", "models--mine"),
+    ],
+)
+def test_a_checkpoint_in_the_hubs_cache_has_the_name_of_its_repository_not_of_a_commit(directory, name):
+    assert checkpoint_name(Path(directory)) == name
 
 
 def test_what_the_hub_does_not_give_is_said_in_a_line(monkeypatch):
