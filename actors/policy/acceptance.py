@@ -64,12 +64,12 @@ class Survival:
         self._accepted = None
         self._extrapolate(num_offered)
 
-    def update_one(self, num_offered: int, num_accepted: int) -> None:
-        """The only draft of a round, of whose nodes the first were accepted."""
+    def update_one(self, num_offered: int, path: Sequence[int]) -> None:
+        """The only draft of a round: as `update`."""
         chances, weights = self.chances, self._weights
         for i in range(num_offered):
             weights[i] = weight = ACCEPTANCE_MEMORY * weights[i] + 1
-            chance = chances[i] + ((i < num_accepted) - chances[i]) / weight
+            chance = chances[i] + ((i + 1 in path) - chances[i]) / weight
             chances[i] = chance if chance > _LEAST_CHANCE else _LEAST_CHANCE
         self._accepted = None
         if num_offered < len(chances):
@@ -170,7 +170,11 @@ class AcceptanceModel:
                 request = self.requests[outcome.request_id] = RelativeAcceptance()
             request.update_one(outcome.num_ordered, len(outcome.path), average)
         counted = [outcome for outcome in drafted if outcome.request_id not in left_out]
-        if counted:
+        if len(counted) == 1:
+            only = counted[0]
+            of_way.update_one(only.num_ordered, len(only.path), average)
+            average.update_one(only.num_ordered, only.path)
+        elif counted:
             of_way.update([(outcome.num_ordered, len(outcome.path)) for outcome in counted], average)
             average.update([(outcome.num_ordered, outcome.path) for outcome in counted])
 

@@ -208,7 +208,8 @@ class LoadCosts:
                 other.fade(IDLE_DECAY)
         if is_first and costs.weight:
             return
-        expected_s, weight = self._expected_pass(costs, times, factor)
+        lines = costs.by_length(plain.verify.mean_y)
+        expected_s, weight = self._expected_pass(costs, lines, times, factor)
         if self._measured:
             speed.update(times.verify_s, expected_s, weight)
         elif expected_s and costs is plain:  # this load's own level, and no other speed of the machine
@@ -218,7 +219,7 @@ class LoadCosts:
         times = times.at(factor)
         slope = 0.0
         if costs is not plain:
-            slope = costs.by_length(before_s).verify_s if costs.weight else costs.rows_s
+            slope = lines.verify_s if costs.weight else costs.rows_s
             times = self._without_pause(costs, times, slope)
             if not times.mean and Decoding.plain not in self._measured:  # no draft came: it takes what a plain one does
                 plain.verify.add((times.verify_s - before_s) / (1 + plain.weight))
@@ -285,16 +286,17 @@ class LoadCosts:
         usual_s = max(plain.verify.mean_y + costs.rows_s * times.mean, costs.verify.at(times.mean, slope))
         return times if times.verify_s < OUTLIER * usual_s else replace(times, verify_s=OUTLIER * usual_s)
 
-    def _expected_pass(self, costs: RoundCosts, times: MeasuredRound, factor: float) -> tuple[float, float]:
+    def _expected_pass(
+        self, costs: RoundCosts, lines: RoundLines, times: MeasuredRound, factor: float
+    ) -> tuple[float, float]:
         """Seconds expected of the target's pass, without the factor, and the weight of that estimate.
 
         A pass over drafts that is quicker than plain passes were shows that the machine has become faster since.
         """
-        plain_s = self.plain.verify.mean_y
         weight = costs.verify.weight_at(times.mean, _LENGTH_STIFFNESS)
-        if times.verify_s < plain_s * factor:
+        if times.verify_s < self.plain.verify.mean_y * factor:
             weight = max(weight, self.plain.weight)
-        return costs.by_length(plain_s).pass_of(times.mean), weight
+        return lines.pass_of(times.mean), weight
 
 
 Load = tuple[int, bool, int]

@@ -215,8 +215,9 @@ class DrafterAcceptance:
         if own is None:
             own = self._requests[request_id] = RelativeAcceptance()
         own.update_one(depth, num_accepted, one)
-        self._all.update_one(depth, num_accepted)
-        one.update_one(depth, num_accepted)
+        path = range(1, num_accepted + 1)
+        self._all.update_one(depth, path)
+        one.update_one(depth, path)
         self.num_drafts += 1
 
     def release(self, request_id: int) -> None:
