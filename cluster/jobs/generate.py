@@ -328,7 +328,7 @@ def _findings(report: GenerateReport) -> Iterator[str]:
     if report["num_unequal_requests"] and not any("not its tokens" in note for note in report["notes"]):
         yield f"tokens of {report['num_unequal_requests']} requests differ from plain decoding"
     if report["interrupted"]:
-        yield "interrupted: the figures are of the requests that ended before"
+        yield "interrupted: the figures are of what was generated before, unfinished requests included"
     if losses:
         yield "processes were lost: " + ", ".join(f"{role} {count} times" for role, count in sorted(losses.items()))
     if speedup is not None and not (report["num_spec_steps"] or report["num_guessed_states"]):
