@@ -73,7 +73,10 @@ def test_the_first_eight_completions_are_shown_in_the_order_of_the_prompts():
         ({"num_spec_steps": 0, "num_guessed_states": 7}, "1.25x the speed of plain decoding"),
         ({"role_losses": {"target": 1, "draft": 2}}, "processes were lost: draft 2 times, target 1 times"),
         ({"role_losses": None}, "1.25x the speed of plain decoding"),
-        ({"interrupted": True, "role_losses": {"draft": 1}}, "interrupted: the figures are of what was generated before"),
+        (
+            {"interrupted": True, "role_losses": {"draft": 1}},
+            "interrupted: the figures are of what was generated before",
+        ),
         ({"interrupted": True, "num_unequal_requests": 2}, "tokens of 2 requests differ from plain decoding"),
     ],
 )
