@@ -81,6 +81,9 @@ def main() -> None:
         else:
             launch()
     except KeyboardInterrupt:
+        # Python ends by the signal, whatever the exit code, if an interrupt has ended code that was given as text, such
+        # as that of a dataclass in an import. It forgets that where other such code runs.
+        exec("")
         codes.append(_fail(INTERRUPTION, INTERRUPTED))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if shows_tracebacks:

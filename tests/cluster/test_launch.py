@@ -442,6 +442,25 @@ main()
 
 
 @pytest.mark.extended
+def test_an_interrupt_in_code_that_is_given_as_text_has_the_same_exit_code(paths: list[str], tmp_path):
+    """As in a dataclass that an import makes. Python would end a module that is run so by the signal."""
+    program = f"""
+import sys, types
+job = types.ModuleType("cluster.jobs.generate")
+job.run = lambda config, run_dir: exec("import signal; signal.raise_signal(signal.SIGINT)")
+sys.modules["cluster.jobs.generate"] = job
+sys.argv = ["launch", *{paths!r}]
+from cluster.launch import main
+main()
+"""
+    (tmp_path / "interrupted_job.py").write_text(program)
+    folders = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    run = [sys.executable, "-m", "interrupted_job"]
+    done = subprocess.run(run, cwd=ROOT, env=folders, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.extended
 def test_a_signal_during_the_first_imports_is_one_line():
     program = """
 import signal, sys
